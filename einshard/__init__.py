@@ -10,9 +10,8 @@ Models: `Rules`, `shard_largest`, `for_optimizer`, `axis_rules`, `TRAINING_AXES`
 Inspect placements: `describe`, `show`, `device_mesh`.
 Inspect programs: `explain`, `topology`, `Chip`, `assert_collectives`, `expect_collectives`.
 Check results: `check_same`.
-Without compiling: `parallelism`.
-Find shardings: `plan`.
-Write them as plain JAX: `to_jax`.
+Predict collectives without compiling: `parallelism`.
+Find shardings: `plan`. Write shardings as plain JAX: `to_jax`.
 Errors: `EinshardError`, `UnexpectedCollectives`, `MemoryExceeded`, `DifferentResults`.
 Caches: `clear_caches`.
 """
@@ -55,15 +54,15 @@ if typing.TYPE_CHECKING:
     from ._eject.to_jax import to_jax as to_jax
     from ._plan.plan import plan as plan
 else:
-    # imported on first use: they load much code that nothing else needs
-    _LATER = {'plan': '._plan.plan', 'to_jax': '._eject.to_jax'}
+    # imported on first use, because they load a lot of code
+    _LAZY = {'plan': '._plan.plan', 'to_jax': '._eject.to_jax'}
 
     def __getattr__(name: str) -> typing.Any:
-        if name not in _LATER:
+        if name not in _LAZY:
             raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-        value = getattr(importlib.import_module(_LATER[name], __name__), name)
+        value = getattr(importlib.import_module(_LAZY[name], __name__), name)
         globals()[name] = value
         return value
 
     def __dir__() -> list[str]:
-        return [*globals(), *_LATER]
+        return [*globals(), *_LAZY]

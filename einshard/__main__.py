@@ -98,7 +98,7 @@ def _print(text: str) -> None:
 def script() -> int:
     """Runs the installed command `einshard`.
 
-    Like `python -m einshard`, it finds modules in the current folder.
+    Puts the current folder on `sys.path`, as `python -m einshard` does.
     """
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())
@@ -106,7 +106,7 @@ def script() -> int:
 
 
 def _program() -> str:
-    """Returns the command that started this program."""
+    """Returns how the user started the command: 'einshard' or 'python -m einshard'."""
     is_script = Path(sys.argv[0]).stem == 'einshard'
     return 'einshard' if is_script else 'python -m einshard'
 
@@ -123,7 +123,7 @@ def _show_parser() -> argparse.ArgumentParser:
         type=int,
         nargs='*',
         metavar='SIZE',
-        help='the shape of the array; if omitted, blocks are numbered',
+        help='the shape of the array; if omitted, the parts of each axis are numbered',
     )
     return parser
 
@@ -157,7 +157,7 @@ def _plan(arguments: Sequence[str]) -> str:
     parser = _compiling_parser(
         'plan',
         'Finds how to shard a function that names its axes.\n'
-        '--mesh fixes the mesh shape, so that only the names are planned.',
+        '--mesh fixes the mesh shape, so that only the placement of each named axis is planned.',
         _PLAN_EXAMPLES,
     )
     parser.add_argument('--memory', metavar='SIZE', help="the limit per device, such as '14 GB'")
@@ -173,7 +173,7 @@ def _plan(arguments: Sequence[str]) -> str:
         nargs='+',
         default=[],
         metavar='NAME=@AXIS',
-        help='placements that the plan keeps; NAME= for an axis that is not sharded',
+        help='fix the placement of a named axis; NAME= keeps it unsharded',
     )
     parser.add_argument(
         '--compilations', type=_count, default=40, metavar='N', help='compile at most N candidates'
@@ -281,7 +281,7 @@ def _mesh_axis(text: str) -> tuple[str, int]:
 
 
 def _pin(text: str) -> tuple[str, str]:
-    """Reads a pin: ('embed', '@x') for 'embed=@x'."""
+    """Reads a pinned placement: ('embed', '@x') for 'embed=@x'."""
     name, equals, placement = text.partition('=')
     if not (name and equals):
         raise argparse.ArgumentTypeError(
@@ -327,13 +327,13 @@ def _parser(
         type=_mesh_axis,
         nargs='+',
         metavar='AXIS=SIZE',
-        help=f'a mesh of {kind_of_devices}: its axes, slowest first',
+        help=f'a mesh of {kind_of_devices}: its axes, slowest-varying first',
     )
     return parser
 
 
 def _encodable(text: str, encoding: str | None) -> str:
-    """Replaces characters that the output encoding, such as cp1252, lacks: by ASCII or by '?'."""
+    """Replaces characters that the encoding lacks with ASCII or '?'."""
     encoding = encoding or 'utf-8'
     try:
         text.encode(encoding)

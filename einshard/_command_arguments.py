@@ -28,7 +28,7 @@ _MAX_SIMULATED = 16_384
 _ARRAY = re.compile(r'(\w+)\[([\d,\s]*)\]')
 _KEYWORD = re.compile(r'([^\W\d]\w*)=(.*)', re.DOTALL)
 _SHORT_DTYPE = re.compile(r'^(bf|f|i|u|c)(?=\d+$)|^pred$')
-_KINDS = {'bf': 'bfloat', 'f': 'float', 'i': 'int', 'u': 'uint', 'c': 'complex', 'pred': 'bool'}
+_DTYPES = {'bf': 'bfloat', 'f': 'float', 'i': 'int', 'u': 'uint', 'c': 'complex', 'pred': 'bool'}
 
 
 def read_arguments(texts: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
@@ -62,7 +62,7 @@ def _read_argument(text: str) -> Any:
 
 def _dtype(name: str, text: str) -> Any:
     try:
-        return np.dtype(jnp.dtype(_SHORT_DTYPE.sub(lambda match: _KINDS[match[0]], name)))
+        return np.dtype(jnp.dtype(_SHORT_DTYPE.sub(lambda match: _DTYPES[match[0]], name)))
     except TypeError:
         raise EinshardError(
             f"'{name}' in '{text}' is not a JAX dtype",
@@ -74,7 +74,7 @@ def _dtype(name: str, text: str) -> Any:
 
 
 def result_shapes(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Evaluates the shapes of a function's result. Only ShapeDtypeStructs are traced."""
+    """Returns a function's result as ShapeDtypeStructs; traces only ShapeDtypeStruct arguments."""
     check_arguments(function, name_of(function), args, kwargs)
     leaves, treedef = jtu.tree_flatten((args, kwargs))
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)}
@@ -87,7 +87,7 @@ def result_shapes(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def load(text: str) -> Any:
-    """Imports the value of 'module:name'."""
+    """Imports a module, and returns its attribute: `step` of `model` for 'model:step'."""
     module_name, _, path = text.partition(':')
     if not (module_name and path):
         raise EinshardError(
@@ -125,7 +125,7 @@ def _import(name: str) -> ModuleType:
 
 
 def _names_in(owner: Any, module_name: str) -> list[str]:
-    """Lists the public names that a module or class defines; if none, the imported ones."""
+    """Lists the public names that a module or class defines, or else those that it imports."""
 
     def is_imported(value: Any) -> bool:
         if inspect.isroutine(value) or inspect.isclass(value) or hasattr(value, '__wrapped__'):
@@ -151,7 +151,7 @@ def mesh_of(
 ) -> AnyMesh | None:
     """Builds the mesh for --devices, --mesh and --topology; None without these options.
 
-    Unless --topology is given, it starts simulated devices for the mesh.
+    Without --topology, starts simulated devices for the mesh.
     """
     requested = None if axes is None else abstract_mesh(axes)
     n_devices = n_devices if requested is None else requested.size

@@ -70,7 +70,7 @@ class EinshardError(ValueError):
         return type(self)(**self.parts(fix=fix))
 
     def parts(self, **others: Any) -> dict[str, Any]:
-        """Returns the constructor arguments of a copy, with some of them replaced."""
+        """Returns the constructor arguments, with some of them replaced by `others`."""
         return {
             'sentence': self.sentence,
             'expression': self.expression,
@@ -94,14 +94,14 @@ class EinshardError(ValueError):
         return '\n'.join(lines)
 
     def __reduce__(self):
-        # not self.args: that is the rendered message, which would be rendered again
+        # self.args is the rendered message, which `__init__` would render again
         return functools.partial(type(self), **self.parts()), ()
 
 
 def combine_errors(errors: Sequence[EinshardError]) -> EinshardError:
     """Returns the first of the errors, with a fact 'also' that lists the arrays of the others.
 
-    Each array is followed by the sentence of its error, if that is not the first one's.
+    Each array is followed by the sentence of its error, if the first error has a different one.
     """
     first, *others = errors
     if not others:
@@ -139,7 +139,7 @@ def _label(key: str) -> str:
 
 
 class Suggestion(str):
-    """An expression that replaces an invalid one. The string has quotes, as errors show it."""
+    """An expression to write instead of an invalid one, as a string in quotes."""
 
     expression: str
 
@@ -152,8 +152,23 @@ class Suggestion(str):
         return (self.expression,)
 
 
+class RuleSuggestion(str):
+    """An axis rule that replaces one that does not fit: "axis_rules(batch='@data')"."""
+
+    name: str
+    placement: str
+
+    def __new__(cls, name: str, placement: str) -> RuleSuggestion:
+        suggestion = super().__new__(cls, f"axis_rules({name}='{placement}')")
+        suggestion.name, suggestion.placement = name, placement
+        return suggestion
+
+    def __reduce__(self):
+        return RuleSuggestion, (self.name, self.placement)
+
+
 class DeviceCounts(str):
-    """A fact that lists device counts on which a call works: '1, 4, 9, ... devices'."""
+    """A fact that lists the numbers of devices for which a call works: '1, 4, 9, ... devices'."""
 
     counts: tuple[int, ...]
 
@@ -173,7 +188,7 @@ def _carets(text: str, spans: Sequence[Span]) -> str:
 
 
 def printable(text: str) -> str:
-    """Puts text on one line, with unprintable characters as U+FFFD."""
+    """Replaces whitespace with spaces, and unprintable characters with U+FFFD."""
     return ''.join(' ' if c.isspace() else c if c.isprintable() else '\ufffd' for c in text)
 
 
@@ -184,7 +199,7 @@ def quoted(words: Iterable[str]) -> str:
 
 
 def plural(n: int, noun: str) -> str:
-    """Formats a number of things: '1 device', '2 devices'."""
+    """Formats a number of things: '1 device', '2 devices', '2 axes'."""
     if n == 1:
         return f'{n} {noun}'
     return f'{n} {noun.replace("axis", "axe")}s'

@@ -1,4 +1,4 @@
-"""Pages of tables and notes, for reports and tables of rules; rendered as text."""
+"""Pages of tables and notes, and their rendering as text."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class Column:
     head: str
     right: bool = False  # align right, for numbers
     elastic: str = ''  # 'middle' or 'start': the part of a cell to omit on a narrow page
-    below: bool = False  # write the cell on a line below its row; these columns are the last
+    below: bool = False  # write the cell on a line below its row; such columns come last
 
 
 @dataclass(frozen=True)
 class Section:
-    """A table with lines of text below it. In text, a section with a title is indented.
+    """A table with lines of text below it. In text output, everything below the title is indented.
 
     Attributes:
         lines: the text below the table.
         has_rule: whether to draw a line between headings and rows.
-        max_rows: in text, how many lines the rows take, with '.. and 3 more' as the last one; None
-            for all rows. HTML shows all rows.
-        omitted: what to add to '.. and 3 more' about the rows it stands for, such as ': 3 MiB'.
+        max_rows: the maximum number of rows in text, counting '.. and 3 more' as one; None for no
+            limit. HTML shows all rows.
+        omitted: text about the omitted rows, after '.. and 3 more', such as ': 3 MiB'.
         code: lines of source code above the table; they are not wrapped.
     """
 
@@ -47,7 +47,7 @@ class Section:
     code: tuple[str, ...] = ()
 
     def shortened(self) -> Section:
-        """Leaves out the rows that text does not show."""
+        """Replaces the rows after `max_rows` with a line such as '.. and 3 more'."""
         if self.max_rows is None or len(self.rows) <= self.max_rows:
             return self
         rows = self.rows[: self.max_rows - 1]
@@ -121,7 +121,7 @@ def _section_lines(section: Section, width: int | None) -> Iterator[list[Segment
         if section.has_rule:
             yield [(indent, ''), ('  '.join('-' * width for width in widths), 'dim')]
         for row in section.rows:
-            cells = list(map(_shortened, row, beside, widths))
+            cells = list(map(_fit_cell, row, beside, widths))
             yield [(indent, ''), (_line(cells, beside, widths), '')]
             for i, line in enumerate(_wrap_below(below_text(row[n:], below), width)):
                 yield [(' ' * (10 if i else 8), ''), (line, 'dim')]
@@ -180,8 +180,8 @@ def _line(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int]
     return '  '.join(padded)
 
 
-def _shortened(cell: str, column: Column, width: int) -> str:
-    """Replaces the middle or start of a cell by '..' if it is too long."""
+def _fit_cell(cell: str, column: Column, width: int) -> str:
+    """Replaces the middle or start of a cell that is too long with '..'."""
     if display_width(cell) <= width:
         return cell
     head = (width - 2) // 2 if column.elastic == 'middle' else 0

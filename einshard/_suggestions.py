@@ -18,39 +18,50 @@ def keep_working_suggestions(
     A fix that is not an expression is removed too.
 
     Args:
-        error: the error. If its fix raises an error with another fix, as when several expressions
-            are wrong, that fix is tested next.
-        with_fix: makes the failed call with another expression.
-        on_devices: makes the failed call on another number of devices; None if that is impossible,
-            which removes all facts with device counts.
+        error: the error.
+        with_fix: repeats the failed call with another expression, as for `with_working_fix`.
+        on_devices: repeats the failed call on another number of devices. None if that is
+            impossible; then all facts with device counts are removed.
     """
 
-    def holds(fact: str) -> bool:
+    def is_true(fact: str) -> bool:
         if not isinstance(fact, DeviceCounts):
             return True
         if on_devices is None:
             return False
         return all(works(functools.partial(on_devices, n)) for n in fact.counts)
 
-    facts = {label: fact for label, fact in error.facts.items() if holds(fact)}
-    return EinshardError(**error.parts(fix=working_fix(error, with_fix), facts=facts))
+    facts = {label: fact for label, fact in error.facts.items() if is_true(fact)}
+    return with_working_fix(EinshardError(**error.parts(facts=facts)), with_fix)
 
 
-def working_fix(error: EinshardError, with_fix: Callable[[str], object]) -> Suggestion | None:
-    """Returns the fix of an error if it works; else tests the fix of the error that it raises.
+def with_working_fix(error: EinshardError, with_fix: Callable[[str], object]) -> EinshardError:
+    """Returns a copy of an error without its fix if `with_fix` raises for it.
 
-    Returns None if none works, or if a fix is not an expression.
+    `with_fix` repeats the failed call with another expression. If it raises an error with another
+    fix, as when several expressions are wrong, that fix is tested next. The copy has the fix that
+    works, and a fact 'also wrong' with the sentences of the other errors.
     """
-    fix = error.fix
+    fix, others = error.fix, [*filter(None, [error.facts.get('also wrong')])]
     for _ in range(_MAX_FIXES):
         if not isinstance(fix, Suggestion):
-            return None
+            break
         try:
             with_fix(fix.expression)
-            return fix
         except EinshardError as other:
+            # a fix with the same terms in another order corrects the last fix, not the user
+            is_moved = _terms(other.fix) == _terms(fix)
+            if other.sentence not in (error.sentence, *others) and not is_moved:
+                others.append(other.sentence)
             fix = other.fix
-    return None
+            continue
+        facts = {'also wrong': '; '.join(others)} if others else {}
+        return EinshardError(**error.parts(fix=fix, facts={**error.facts, **facts}))
+    return error.with_fix(None)
+
+
+def _terms(fix: str | None) -> list[str]:
+    return sorted(fix.expression.split()) if isinstance(fix, Suggestion) else []
 
 
 _MAX_FIXES = 8  # a function may need one fix for each of its expressions

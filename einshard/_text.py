@@ -16,7 +16,7 @@ MONOSPACED = 'ui-monospace, Menlo, Consolas, monospace'  # CSS fonts, for aligne
 def format_bytes(n_bytes: int) -> str:
     """Formats a number of bytes: '1.5 KiB' for 1536."""
     size, units = float(n_bytes), ['B', 'KiB', 'MiB', 'GiB', 'TiB']
-    while abs(size) >= 1024 and len(units) > 1:
+    while abs(size) >= 1023.95 and len(units) > 1:  # which rounds to 1024.0
         size /= 1024
         units.pop(0)
     return f'{n_bytes} B' if units[0] == 'B' else f'{size:.1f} {units[0]}'
@@ -25,7 +25,7 @@ def format_bytes(n_bytes: int) -> str:
 def format_flops(n: float) -> str:
     """Formats a number of floating-point operations: '1.5 Gflop' for 1.5e9."""
     units = ['', 'k', 'M', 'G', 'T', 'P']
-    while n >= 1000 and len(units) > 1:
+    while n >= 999.5 and len(units) > 1:  # which rounds to 1000
         n /= 1000
         units.pop(0)
     return f'{n:.3g} {units[0]}flop'
@@ -34,7 +34,7 @@ def format_flops(n: float) -> str:
 def format_seconds(seconds: float) -> str:
     """Formats a duration: '1.8 ms' for 0.0018."""
     for unit, size in (('s', 1.0), ('ms', 1e-3), ('us', 1e-6)):
-        if seconds >= size:
+        if seconds >= 0.9995 * size:
             return f'{seconds / size:.3g} {unit}'
     return f'{seconds / 1e-9:.3g} ns'
 
@@ -45,7 +45,7 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def short_arrays(text: str) -> str:
-    """Shortens a list of arrays: '7 x f32[8], f32[8,4] and 3 more'."""
+    """Shortens text that lists arrays: '7 x f32[8], f32[8,4] and 3 more'."""
     counts = Counter(re.findall(r'\w+\[[^\]]*\]', text))
     arrays = [f'{n} x {array}' if n > 1 else array for array, n in counts.items()]
     if len(arrays) <= 2:
@@ -69,8 +69,8 @@ def short_source(source: str | None) -> str:
 
 def display_width(text: str) -> int:
     """Width in terminal columns: 2 for wide East Asian characters, 0 for combining marks."""
-    seen = [c for c in text if unicodedata.category(c) not in ('Mn', 'Me', 'Cf')]
-    return len(seen) + sum(unicodedata.east_asian_width(c) in 'WF' for c in seen)
+    visible = [c for c in text if unicodedata.category(c) not in ('Mn', 'Me', 'Cf')]
+    return len(visible) + sum(unicodedata.east_asian_width(c) in 'WF' for c in visible)
 
 
 def deprecated_alias(old: str, new: str) -> Any:
@@ -103,9 +103,9 @@ def deferred_kind(function: Any) -> str | None:
 
 
 def array_text(x: Any) -> str:
-    """Formats an array as 'float32[6,8]', a number as 'float 1.5', and other values as a type."""
+    """Formats an array as 'float32[6,8]', a number as 'float 1.5', other values as their type."""
     shape, dtype = getattr(x, 'shape', None), getattr(x, 'dtype', None)
-    if shape is None or dtype is None:
+    if shape is None or dtype is None or isinstance(x, type):  # numpy.float32 has both
         value = f' {x!r}' if isinstance(x, int | float | complex) else ''
         return f'{type(x).__name__}{value}'
     return f'{dtype}{shape_text(shape)}'

@@ -81,6 +81,8 @@ class Choices(NamedTuple):
     logits: str | None = None
     out: Any = None  # of the weights; None: like the weights
     microbatches: int = 1
+    in_blocks: bool = False  # whether a microbatch is a block of rows, instead of every nth row
+    parts: str | None = None  # all microbatches, on a new first axis
     remat: bool = False
     layers: int = LAYERS
 
@@ -134,8 +136,11 @@ def gradients(weights, tokens, c):
         return jax.tree.map(jnp.add, total, jax.grad(loss)(weights, part, c)), None
 
     zeros = jax.tree.map(jnp.zeros_like, weights)
-    parts = tokens.reshape(-1, c.microbatches, tokens.shape[-1]).swapaxes(0, 1)
-    return jax.lax.scan(accumulate, zeros, parts)[0]
+    if c.in_blocks:
+        parts = tokens.reshape(c.microbatches, -1, tokens.shape[-1])
+    else:
+        parts = tokens.reshape(-1, c.microbatches, tokens.shape[-1]).swapaxes(0, 1)
+    return jax.lax.scan(accumulate, zeros, constrained(parts, c.parts))[0]
 
 
 def update(weights, states, g):

@@ -85,7 +85,10 @@ def test_the_finding_about_the_ordinary_loop():
         ordinary = sharded('... -> * ...', '... -> * ...', rows)(accumulate)
         (found,) = explain(ordinary, WEIGHTS, ZEROS, BATCHES).findings
         assert found.kind == 'summed in a loop'
-        assert "give the weights the sign '=@data' and the sum '+@data'" in found.suggestion
+        assert (
+            "add '=@data' to the sharding of the weights and '+@data' to that of the sum"
+            in found.suggestion
+        )
         partial = sharded('... =@data', '... +@data', rows, out='... +@data')(accumulate)
         assert explain(partial, WEIGHTS, ZEROS, BATCHES).findings == ()
 
@@ -224,5 +227,5 @@ def test_accumulation_on_tpu():
 
 
 def test_drawn_without_a_mesh():
-    last = 'devices, slowest first: 2 parts of a x 2 terms of a sum x 2 replicas'
+    last = 'devices, slowest-varying first: 2 parts of a x 2 terms of a sum x 2 replicas'
     assert str(show('a b -> a2 +2 2 b')).endswith(last)

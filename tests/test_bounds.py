@@ -313,7 +313,14 @@ def test_rates_by_dtype(name, dtype, rate):
 
 @pytest.mark.parametrize(
     ('seconds', 'text'),
-    [(10.84, '10.8 s'), (0.0018, '1.8 ms'), (2e-5, '20 us'), (3e-9, '3 ns'), (0, '0 ns')],
+    [
+        (10.84, '10.8 s'),
+        (0.0018, '1.8 ms'),
+        (0.0009999, '1 ms'),
+        (2e-5, '20 us'),
+        (3e-9, '3 ns'),
+        (0, '0 ns'),
+    ],
 )
 def test_seconds_as_text(seconds, text):
     assert format_seconds(seconds) == text

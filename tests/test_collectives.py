@@ -18,6 +18,7 @@ from hlo import programs
 from hlo.programs import MACHINES, PROGRAMS, expected, partitioner
 
 from einshard._hlo.all_gathers import find_all_gathers
+from einshard._hlo.arithmetic import ARITHMETIC
 from einshard._hlo.collectives import KINDS, read_collectives
 from einshard._hlo.groups import connected, read_groups
 from einshard._hlo.module import ArrayType, Module, array_types, read_instruction
@@ -843,6 +844,13 @@ def test_types():
     assert array_types('token[]')[0].bytes == 0
 
 
+def test_types_of_operands_can_be_nested():
+    line = '  %d = f32[4]{0} async-done(((f32[4]{0}), f32[4]{0}, u32[]) %s), calls=%c, metadata={}'
+    found = read_instruction(line)
+    assert found.operands == ['s']
+    assert found.attributes == 'calls=%c, '
+
+
 def test_instruction():
     line = (
         '  ROOT %f.1 = (f32[8]{0:T(8)}, u32[]) fusion(f32[8]{0:T(8,1)(2,1)} %a, %b), kind=kLoop, '
@@ -881,3 +889,29 @@ def test_names_as_jax_has_them():
     name = op_name(r'op_name="gr\303\266\303\237e[\'w\'][\"a\\b\"]" stack_frame_id=3')
     assert name == 'größe[\'w\']["a\\b"]'
     assert op_name('stack_frame_id=3') == ''
+
+
+# --- integer arithmetic -------------------------------------------------------------------------
+
+LAX = {
+    'add': jax.lax.add,
+    'subtract': jax.lax.sub,
+    'multiply': jax.lax.mul,
+    'divide': jax.lax.div,
+    'remainder': jax.lax.rem,
+    'minimum': jax.lax.min,
+    'maximum': jax.lax.max,
+    'and': jax.lax.bitwise_and,
+    'shift-left': jax.lax.shift_left,
+    'shift-right-logical': jax.lax.shift_right_logical,
+}
+
+
+def test_arithmetic_is_that_of_xla():
+    assert set(LAX) == set(ARITHMETIC)
+    for name, function in LAX.items():
+        least = 0 if 'shift' in name else -7
+        a, b = np.meshgrid(np.arange(least, 8, dtype=np.int32), np.arange(least, 5, dtype=np.int32))
+        if name in ('divide', 'remainder'):
+            a, b = a[b != 0], b[b != 0]
+        np.testing.assert_array_equal(ARITHMETIC[name](a, b), function(a, b), err_msg=name)

@@ -368,7 +368,7 @@ def test_tasks_that_leave_in_another_order_than_they_entered(clean):
         left.set()
         await task
 
-    assert 'must be exited in reverse order' in refusal(lambda: asyncio.run(main())).sentence
+    assert 'must be exited innermost first' in refusal(lambda: asyncio.run(main())).sentence
 
 
 def test_generators_that_leave_in_another_order_than_they_entered(clean):

@@ -216,7 +216,7 @@ def test_shardings_of_other_types():
         return einshard(x * 2, 'a b -> a3 b4', mesh=DEVICES[:12])
 
     y = f(np.ones((12, 12)))
-    assert describe(y) == f'by a {type(y.sharding).__name__} over 12 devices'
+    assert describe(y) == f'sharded by a {type(y.sharding).__name__} over 12 devices'
 
 
 @pytest.mark.parametrize('x', [object(), P('x'), device_mesh(), len, jax.Array, {1, 2}])
@@ -368,8 +368,8 @@ def test_memory_is_drawn():
     [
         ('a* b (in hbm)', {}, "the devices have no memory kind 'hbm'"),
         ('a* b (in pinned_host)', {'memory_kind': 'device'}, "has memory kind 'pinned_host'"),
-        ('a* b (pinned_host)', {}, "'(' is not part of the notation"),
-        ('(in pinned_host)', {}, "'(' is not part of the notation"),
+        ('a* b (pinned_host)', {}, "'(' is not valid here"),
+        ('(in pinned_host)', {}, "'(' is not valid here"),
         ('a3 b (in pinned_host)', {}, 'the number of devices (8) is not divisible by 3'),
     ],
 )

@@ -147,7 +147,7 @@ PICTURES = [
               └───────┴───────┴───────┴───────┘
         a is in 2 parts, b in 4; each shard is replicated on 2 devices;
         a device holds [2,2], 1/8 of the array
-        devices, slowest first: 2 replicas x 2 parts of a x 4 parts of b
+        devices, slowest-varying first: 2 replicas x 2 parts of a x 4 parts of b
         """,
     ),
     (
@@ -162,7 +162,7 @@ PICTURES = [
               └───────┴───────┘        └───────┴───────┘
         a is in 2 parts, b in 2, c in 2; each shard is on one device;
         a device holds [2,2,2], 1/8 of the array
-        devices, slowest first: 2 parts of a x 2 parts of c x 2 parts of b
+        devices, slowest-varying first: 2 parts of a x 2 parts of c x 2 parts of b
         """,
     ),
     (
@@ -193,7 +193,7 @@ PICTURES = [
                 └───────────────┴───────────────┘
         b is in 2 parts over data, d in 2 over tp; each shard is replicated on 3 devices;
         a device holds [16,32], 1/4 of the array
-        mesh axes, slowest first: data (2 parts of b), pp (3 replicas), tp (2 parts of d)
+        mesh axes, slowest-varying first: data (2 parts of b), pp (3 replicas), tp (2 parts of d)
         """,
     ),
     (
@@ -211,7 +211,7 @@ PICTURES = [
               └───────────────────────────────┘
         a is in 2 parts; each shard is a sum of 2 terms, each replicated on 2 devices;
         a device holds [2,4], 1/2 of the array
-        devices, slowest first: 2 terms of a sum x 2 parts of a x 2 replicas
+        devices, slowest-varying first: 2 terms of a sum x 2 parts of a x 2 replicas
         """,
     ),
     (
@@ -228,7 +228,7 @@ PICTURES = [
               │                               │
               └───────────────────────────────┘
         nothing is sharded: the full array, [4,4], is a sum of 8 terms on 8 devices
-        devices, slowest first: 8 terms of a sum
+        devices, slowest-varying first: 8 terms of a sum
         """,
     ),
 ]
@@ -247,14 +247,14 @@ def test_picture(arguments, text):
             [
                 'a is in 4 parts; each shard is replicated on 2 devices; '
                 'a device holds uint8[2,4], 1/4 of the array\n',
-                'devices, slowest first: 4 parts of a x 2 replicas\n',
+                'devices, slowest-varying first: 4 parts of a x 2 replicas\n',
                 "in the notation: 'a b -> a4 b 2'",
             ],
         ),
         (
             lambda: show(einshard(np.zeros((8, 8)), 'a@data b', mesh=REVERSED)),
             [
-                'mesh axes, slowest first: data (4 parts of a), tp (2 replicas)\n',
+                'mesh axes, slowest-varying first: data (4 parts of a), tp (2 replicas)\n',
                 "in the notation: 'a b -> a@data b'\n",
                 'devices are numbered in mesh order; their ids: 7,6,5,4,3,2,1,0',
             ],
@@ -688,7 +688,7 @@ def test_bad_input(arguments, sentence):
 )
 def test_a_mesh_is_suggested_if_it_works(arguments, mesh):
     error = refusal(show, *arguments)
-    assert 'mesh axes, but there is no mesh' in error.sentence
+    assert 'but there is no mesh' in error.sentence
     if mesh is None:
         assert error.fix is None
         return

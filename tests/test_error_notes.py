@@ -249,7 +249,7 @@ def tower(x, params):
 
 W_SHORT = W_IN[:62]
 BX_XY = 'b x -> b* x', 'x y -> * x y'
-X_DIFFERS = "axis 'x' is 64 in parameter 'x' and 62 in 'w'"
+X_DIFFERS = "axis 'x' has size 64 in parameter 'x' and 62 in 'w'"
 # a function with specs, its second argument, and the hint in the note
 SIZES = {
     'matmul': (sharded(*BX_XY)(layer), W_SHORT, X_DIFFERS),
@@ -261,20 +261,20 @@ SIZES = {
     'a leaf': (
         sharded('b x -> b* x', {'w': 'x y -> * x y'})(lambda x, w: x @ w['w']),
         {'w': W_SHORT},
-        "axis 'x' is 64 in parameter 'x' and 62 in 'w/w'",
+        "axis 'x' has size 64 in parameter 'x' and 62 in 'w/w'",
     ),
     'an ellipsis': (sharded('... x -> * ... x', 'x ... -> * x ...')(layer), W_SHORT, X_DIFFERS),
     'two names': (
         sharded('y x -> y* x', 'x y -> * x y')(add),
         W_SHORT,
-        "axis 'y' is 32 in parameter 'x' and 128 in 'w'; "
-        "axis 'x' is 64 in parameter 'x' and 62 in 'w'",
+        "axis 'y' has size 32 in parameter 'x' and 128 in 'w'; "
+        "axis 'x' has size 64 in parameter 'x' and 62 in 'w'",
     ),
     'the same expression': (
         sharded('x y -> * x y', 'x y -> * x y')(add),
         W_SHORT,
-        "axis 'x' is 32 in parameter 'x' and 62 in 'w'; "
-        "axis 'y' is 64 in parameter 'x' and 128 in 'w'",
+        "axis 'x' has size 32 in parameter 'x' and 62 in 'w'; "
+        "axis 'y' has size 64 in parameter 'x' and 128 in 'w'",
     ),
     'other names': (sharded('a b -> a* b', 'c d -> * c d')(layer), W_SHORT, None),
     'sizes that the error does not name': (

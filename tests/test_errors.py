@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from einshard import EinshardError, einshard, make_sharding
+from einshard import EinshardError, axis_rules, einshard, make_sharding
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def test_errors_print_their_public_name(error):
         '    a b -> 2 a2* b*\n'
         '             ^^^ ^^\n'
         "  devices:    8 (4 left after '2')\n"
-        '  works with: 4, 16, 36, 64, ... devices (all stars are the same number)\n'
+        '  works with: 4, 16, 36, 64, ... devices (all stars have the same value)\n'
         "  try:        'a b -> 2 a4 b'\n"
     )
     assert issubclass(EinshardError, ValueError)
@@ -41,7 +41,7 @@ def test_parts_of_an_error_are_its_attributes(error):
     assert [error.expression[slice(*span)] for span in error.spans] == ['a2*', 'b*']
     assert error.facts == {
         'devices': "8 (4 left after '2')",
-        'works with': '4, 16, 36, 64, ... devices (all stars are the same number)',
+        'works with': '4, 16, 36, 64, ... devices (all stars have the same value)',
     }
     assert error.fix == "'a b -> 2 a4 b'"
 
@@ -58,6 +58,11 @@ def test_errors_survive_pickling(clone, error):
     assert other.facts == error.facts
     assert other.fix == error.fix
     assert other.fix.expression == error.fix.expression
+    mesh = jax.sharding.AbstractMesh((2,), ('data',))
+    with axis_rules(b='@dta'), pytest.raises(EinshardError) as caught:
+        make_sharding('b d', mesh=mesh)
+    fix = clone(caught.value).fix
+    assert (fix, fix.name, fix.placement) == ("axis_rules(b='@data')", 'b', '@data')
 
 
 def test_no_other_error_is_shown_above_ours():

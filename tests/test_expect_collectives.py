@@ -242,13 +242,13 @@ def test_exits_out_of_order(x):
     outer, inner = expect_collectives(()), expect_collectives({'all-reduce': 0})
     outer.__enter__()
     inner.__enter__()
-    with pytest.raises(EinshardError, match='in reverse order'):
+    with pytest.raises(EinshardError, match='innermost first'):
         outer.__exit__(None, None, None)
     with pytest.raises(UnexpectedCollectives):
         f(x)
     inner.__exit__(None, None, None)
     f(x)
-    with pytest.raises(EinshardError, match='in reverse order'):
+    with pytest.raises(EinshardError, match='innermost first'):
         inner.__exit__(None, None, None)
     with pytest.raises(UnexpectedCollectives), expect_collectives(()):  # no key is left behind
         f(x)

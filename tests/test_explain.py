@@ -23,6 +23,7 @@ from refusal import refusal
 from einshard import (
     Sharded,
     assert_collectives,
+    check_same,
     device_mesh,
     einshard,
     explain,
@@ -442,7 +443,7 @@ def test_constraints_without_effect():
             line_of(idle, 'return'),
         ),
     ]
-    already = "the value already is '{}', so this constraint has no effect"
+    already = "the value is already '{}', so this constraint has no effect"
     assert [(note.text, short(note.source)) for note in report.notes] == [
         (already.format('a b -> a16 b'), line_of(idle, "'a b -> a* b'")),
         (already.format('a b -> a2 b2 4'), line_of(idle, 'b2 *')),
@@ -651,6 +652,20 @@ def test_collectives_are_shown_as_in_the_report(small):
     assert str(type(small.collectives)()) == 'collectives\n  none'
 
 
+def test_collectives_of_both_passes_in_one_row():
+    def mlp(x, up, down):
+        return jax.nn.relu(x @ up) @ down
+
+    @sharded('* b d', 'd f*', 'f* d', mesh=EIGHT)
+    def gradient(x, up, down):
+        return jax.grad(lambda x: mlp(mlp(x, up, down), up, down).sum())(x)
+
+    collectives = explain(gradient, struct(64, 32), struct(32, 64), struct(64, 32)).collectives
+    assert [row.is_backward for row in collectives if row.role == 'activations'] == [False, True]
+    assert '     2  all-reduce' in str(collectives)
+    assert 'of activations (1 of 2 backward)' in str(collectives)
+
+
 def test_to_dict_is_json(small, right):
     for report in (small, right):
         plain = report.to_dict()
@@ -744,7 +759,7 @@ def test_functions_that_cannot_be_traced():
 def test_specs_that_do_not_fit_are_errors_as_in_a_call():
     f = sharded('a b -> a* b')(lambda x: x)
     assert failing(f, struct(15, 2))[0].startswith("axis 'a' (size 15) is not divisible by 16")
-    assert failing(f, struct(16, 2), mesh=3)[0].startswith('mesh= must be a mesh or a sequence')
+    assert failing(f, struct(16, 2), mesh=3)[0].startswith('mesh= must be a Mesh, an AbstractMesh')
 
 
 def test_functions_that_do_not_compile():
@@ -983,3 +998,34 @@ def test_control_characters_in_paths_are_replaced():
         assert '\ufffd[2Jw' in text
         assert 'b c' in text or text not in shown
     assert [row.path for row in report.arguments] == ['params/\x1b[2Jw\r\n', 'params/b\nc']
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Linear:
+    w: jax.Array
+
+    @sharded(x='batch* d', out='batch* f')
+    def __call__(self, x):
+        return x @ self.w
+
+
+@dataclasses.dataclass
+class NotSharded(Linear):
+    def __call__(self, x):
+        return x @ self.w
+
+
+def test_modules():
+    x, linear = np.ones((32, 8), np.float32), Linear(jnp.ones((8, 4)))
+    report = explain(linear, x)
+    assert report.name == 'Linear'
+    assert [row.path for row in report.arguments] == ['self/w', 'x']
+    assert explain(linear.__call__, x).arguments == report.arguments
+    assert [row.path for row in check_same(linear, x).rows] == [
+        'result',
+        'gradient of self/w',
+        'gradient of x',
+    ]
+    error = refusal(explain, NotSharded(linear.w), x)
+    assert error.facts['instead'] == 'pass NotSharded as an argument: lambda f, *args: f(*args)'

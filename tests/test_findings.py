@@ -29,6 +29,7 @@ from einshard import (
     sharded,
     topology,
 )
+from einshard._inspect.findings.values import Axis, reshaped
 from einshard._inspect.lowered import Stages
 from einshard._inspect.oversized import Oversized
 from einshard._text import format_bytes
@@ -204,7 +205,7 @@ def test_replicated_compute(part):
     wrong = report_of(Choices(weights))
     (finding,) = wrong.findings
     assert finding.kind == 'replicated compute'
-    assert finding.text.startswith('4 devices repeat the products in ')
+    assert finding.text.startswith('4 devices repeat the matmuls in ')
     assert line_of(text) in finding.text
     suggested = {
         name: expression
@@ -266,17 +267,182 @@ def varying(w):
     return jax.lax.pvary(w, 'data')
 
 
+def test_a_loop_over_a_sharded_batch():
+    """The reshape to microbatches shards their number, and each is on some of the devices."""
+    c, mesh = Choices(BOTH, microbatches=4, in_blocks=True, embedded=None), mesh_for(BOTH)
+    wrong, line = report_of(c, mesh), line_of('jax.lax.scan(accumulate')
+    finding = wrong.findings[0]
+    assert finding.kind == 'sharded loop axis'
+    assert finding.text.startswith(
+        'the loop runs over the first axis of int32[4,16,33], which is sharded along data, so each '
+        f'iteration has an unsharded batch: {format_bytes(finding.bytes)} of activations are sent '
+        'in '
+    )
+    assert finding.bytes > 0.5 * wrong.network_bytes
+    assert Path(finding.source).name == line
+    assert finding.suggestion == (
+        f'reshard the array before the loop of {line} runs over it: '
+        "einshard(..., 'a b s -> a b@data s')"
+    )
+    # then the program is that in which a microbatch is every fourth row, but for sent tokens
+    fixed = report_of(c._replace(parts=expressions(finding)[0]), mesh)
+    (left,) = fixed.findings
+    assert left.kind == 'missing constraint'
+    strided = report_of(c._replace(in_blocks=False), mesh)
+    assert 0 < fixed.network_bytes - strided.network_bytes <= 4 * 64 * 33
+    both = c._replace(parts=expressions(finding)[0], embedded=expressions(left)[0])
+    assert found_in(report_of(both, mesh)) == []
+
+
+def test_a_loop_over_a_sharded_batch_repeats_products():
+    """Here the four microbatches are on four devices each, a part of the mesh axis."""
+    c = Choices(WITHOUT_DATA, microbatches=4, in_blocks=True, embedded=None)
+    wrong, strided = report_of(c), report_of(c._replace(in_blocks=False))
+    (finding,) = wrong.findings
+    assert finding.kind == 'replicated compute'
+    (expression,) = expressions(finding)
+    assert expression == 'a b s -> a b@data s'
+    fixed = report_of(c._replace(parts=expression))
+    assert wrong.flops == 4 * fixed.flops
+    assert fixed.flops == strided.flops
+    assert {row.along for row in wrong.collectives} == {'part of data'}
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+def test_a_loop_over_layers_that_are_sharded(platform):
+    def build(spec):
+        @sharded(spec, 'b@data d', out=spec, mesh=mesh)
+        def step(w, x):
+            def loss(w, x):
+                x, _ = jax.lax.scan(lambda x, w: (einshard(x @ w, 'b@data d'), None), x, w)
+                return jnp.sum(x)
+
+            return w - jax.grad(loss)(w, x)
+
+        return explain(step, struct(16, 256, 256), struct(64, 256))
+
+    mesh = mesh_for('', platform)
+    wrong = build('l@data d e')
+    (finding,) = [f for f in wrong.findings if f.kind == 'sharded loop axis']
+    assert finding.text.startswith(
+        'the loop runs over the first axis of w, which is sharded along data: '
+        f'{format_bytes(finding.bytes)} are sent to gather it in '
+    )
+    assert finding.suggestion == "shard w with 'l d e -> l d@data e'"
+    fixed = build(expressions(finding)[0])
+    assert 'sharded loop axis' not in found_in(fixed)
+    if platform == 'tpu':  # the CPU compiler gathers the stack once, before the loop
+        assert fixed.network_bytes < wrong.network_bytes / 3
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+@pytest.mark.parametrize('split', ['split', 'slice'])
+def test_a_split_of_a_sharded_axis(platform, split):
+    """The halves of a fused projection are each on half of the devices."""
+
+    def gated(w, x):
+        h = x @ w['up']
+        if split == 'split':
+            gate, up = jnp.split(h, 2, -1)
+        else:
+            gate, up = h[..., :512], h[..., 512:]
+        return (jax.nn.silu(gate) * up) @ w['down']
+
+    def apart(w, x):
+        h = jnp.einsum('bsd,dnf->bsnf', x, w['up'])
+        h = einshard(h, expression)
+        return (jax.nn.silu(h[:, :, 0]) * h[:, :, 1]) @ w['down']
+
+    def build(forward, spec, *shape):
+        @sharded({'up': spec, 'down': 'f@tensor d'}, 'b@data s d', mesh=mesh)
+        def gradients(w, x):
+            return jax.grad(lambda w: forward(w, x).sum())(w)
+
+        weights = {'up': struct(*shape), 'down': struct(512, 128)}
+        return explain(gradients, weights, struct(16, 64, 128))
+
+    mesh = mesh_for('tensor', platform)
+    wrong = build(gated, 'd f@tensor', 128, 1024)
+    (finding,) = wrong.findings
+    assert finding.kind == 'sliced axis'
+    assert finding.text == (
+        "axis 'f', which is sharded along tensor, is split or sliced: "
+        f'{format_bytes(finding.bytes)} are sent to shard the parts'
+    )
+    (expression,) = expressions(finding)
+    assert expression == 'b s a f -> b@data s a f@tensor'
+    fixed = build(apart, 'd n f@tensor', 128, 2, 512)
+    assert found_in(fixed) == []
+    assert fixed.network_bytes <= wrong.network_bytes - finding.bytes
+
+
+def test_a_split_of_a_sharded_axis_of_an_explicit_mesh():
+    mesh = device_mesh(jax.devices()[:16], data=4, tensor=4, axis_types=AxisType.Explicit)
+
+    @sharded('b@data d', 'd f@tensor', mesh=mesh)
+    def gated(x, w):
+        gate, up = jnp.split(x @ w, 2, -1)
+        return gate * up
+
+    (finding,) = explain(gated, struct(64, 512), struct(512, 1024)).findings
+    assert finding.kind == 'sliced axis'
+    assert expressions(finding) == ['b a f -> b@data a f@tensor']
+
+
+def test_an_empty_slice_of_a_sharded_axis():
+    @sharded('b@data s d', 'd f@tensor', mesh=mesh_for('tensor'))
+    def gated(x, w):
+        y = x @ w
+        return y[..., :0], y[..., :512] * y[..., 512:]
+
+    (finding,) = explain(gated, struct(16, 64, 128), struct(128, 1024)).findings
+    assert expressions(finding) == ['b s a f -> b@data s a f@tensor']
+
+
+def test_small_slices_of_a_sharded_axis_are_not_reported():
+    """A shift by one sends one row."""
+
+    @sharded('b@data s@tensor d', 'd f', mesh=mesh_for('tensor'))
+    def shifted(x, w):
+        y = einshard(x @ w, 'b@data s f')
+        return y - jnp.pad(x[:, 1:], ((0, 0), (0, 1), (0, 0)))
+
+    report = explain(shifted, struct(16, 256, 64), struct(64, 64))
+    assert 'collective-permute' in report.collectives.counts
+    assert 'sliced axis' not in found_in(report)
+
+
+@pytest.mark.parametrize(
+    ('before', 'after'),
+    [
+        ((16,), (4, 4)),
+        ((16,), (16, 1)),
+        ((32,), (1, 32)),
+        ((24, 6), (8, 3, 6)),
+        ((4, 8), (32,)),
+    ],
+)
+def test_reshaped_axes_are_sharded_as_by_the_compiler(before, after):
+    mesh = mesh_of(data=4)
+    reshape = sharded('b@data ...', mesh=mesh)(lambda x: jnp.sin(x).reshape(after))
+    spec = reshape.lower(struct(*before)).compile().output_shardings.spec
+    axes = [Axis('b', ('data',)), *[Axis()] * (len(before) - 1)]
+    followed = [axis.mesh_axes for axis in reshaped(axes, before, after, {'data': 4})]
+    compiled = [('data',) if name else () for name in (*spec, *[None] * len(after))]
+    assert followed == compiled[: len(after)]
+
+
 def test_gradients_that_are_reduced_for_each_microbatch():
     c, mesh = Choices(WITHOUT_DATA, microbatches=4), mesh_for(FSDP)
     wrong = report_of(c)
     (finding,) = wrong.findings
     assert finding.kind == 'summed in a loop'
-    assert finding.text.startswith('the gradients that become result/')
-    assert 'are all-reduced along data in each of 4 iterations, and only added up' in finding.text
+    assert finding.text.startswith('the gradients for result/')
+    assert 'along data in each of 4 iterations of a loop that only adds them up' in finding.text
     line = line_of('jax.lax.scan(accumulate')
     assert Path(finding.source).name == line
     assert finding.suggestion == (
-        f'run the loop of {line} in a function of per_device, make its weights varying '
+        f'run the loop of {line} in a per_device function, make its weights varying '
         "(jax.lax.pcast(..., to='varying')), and reduce the gradients once after it"
     )
 
@@ -313,13 +479,13 @@ def test_an_all_reduce_of_which_devices_keep_a_slice(platform):
     wrong = build('b d -> b d')
     (finding,) = [f for f in wrong.findings if f.kind == 'sliced all-reduce']
     assert finding.text == (
-        'f32[512,256] is all-reduced along tensor, and each device keeps a slice of the sum: '
-        '768.0 KiB, of which a reduce-scatter sends half'
+        'f32[512,256] is all-reduced along tensor, and each device keeps only a slice: the '
+        'all-reduce sends 768.0 KiB, a reduce-scatter would send half of that'
     )
     (expression,) = expressions(finding)
     fixed = build(expression)
     assert 'sliced all-reduce' not in found_in(fixed)
-    if platform == 'tpu':  # the CPU backend has no reduce-scatter
+    if platform == 'tpu':  # on CPU, XLA makes no reduce-scatter
         assert fixed.network_bytes <= wrong.network_bytes // 2
 
 

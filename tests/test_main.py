@@ -140,7 +140,7 @@ def test_named_mesh_axes(capsys):
         (['a b -> a4 b', '--shape', '6', '8'], "axis 'a' (size 6) is not divisible by 4"),
         (['a b -> a4 b', '--shape', '8'], 'the expression names 2 axes, but the array has 1'),
         (['a b -> a* b'], 'a star needs the number of devices'),
-        (['a b -> a@tp b', '--devices', '4'], "'a@tp' names mesh axes, but there is no mesh"),
+        (['a b -> a@tp b', '--devices', '4'], "'a@tp' names a mesh axis, but there is no mesh"),
         (['a b -> a@tp b', '--mesh', 'data=4'], "the mesh has no axis 'tp'"),
         (['a -> a@tp', '--mesh', 'tp=4', 'tp=2'], "--mesh lists axis 'tp' more than once"),
         (

@@ -132,7 +132,7 @@ FIRST = jax.devices()[0]
         ([FIRST, FIRST], 'more than once'),
         ([FIRST, StandIn(1)], 'cpu and tpu'),
         *[([thing], 'must contain jax.Device objects') for thing in ('cpu', 0, ['cpu'])],
-        *[(thing, 'must be a mesh') for thing in (FIRST, make_sharding('*'), 'data', object)],
+        *[(thing, 'must be a Mesh') for thing in (FIRST, make_sharding('*'), 'data', object)],
         (SIXTEEN.reshape(4, 4), 'an array with 2 dimensions'),
     ],
 )
@@ -218,6 +218,47 @@ def test_counts_that_do_not_fit_are_an_error_under_explicit(abstract):
     mesh = mesh.abstract_mesh if abstract else mesh
     assert make_sharding('a b -> a3 b4', mesh=mesh).spec == P('d0', ('d1', 'd2'))
     assert 'the counts 4 x 3' in refusal(make_sharding, 'a b -> a4 b3', mesh=mesh).sentence
+
+
+SIZES = [-1, 1, 2, 3, 5, 8, 30]
+
+
+@pytest.mark.parametrize('n', [*range(1, 33), 48, 60, 97, 128, 4096])
+@pytest.mark.parametrize('axis_types', [None, EXPLICIT])
+def test_suggested_sizes_always_fit(n, axis_types):
+    # a suggestion is not tried, as it has the number of devices for its product
+    devices = AbstractMesh((n,), ('n',))
+    scope = {'device_mesh': device_mesh, 'AxisType': AxisType, 'devices': devices}
+    n_errors = 0
+    for sizes in itertools.chain.from_iterable(
+        itertools.product(SIZES, repeat=r) for r in (1, 2, 3)
+    ):
+        axes = dict(zip('xyz', sizes, strict=False))
+        try:
+            device_mesh(devices, axis_types=axis_types, **axes)
+            continue
+        except einshard.EinshardError as error:
+            if error.fix is None:
+                assert sizes.count(-1) > 1
+                continue
+            fix, fitting = error.fix, error.facts['sizes that fit'].split('; ')
+        n_errors += 1
+        mesh = eval(fix, scope)
+        assert (mesh.size, mesh.axis_names, *set(mesh.axis_types)) == (
+            n,
+            tuple(axes),
+            axis_types or AUTO,
+        )
+        for text in fitting:
+            assert eval(f'device_mesh(devices, {text})', scope).size == n
+    assert n_errors > 30
+
+
+def test_suggested_devices_fit():
+    n = jax.device_count()
+    for size in range(1, n):
+        fact = refusal(device_mesh, data=size).facts[f'on {size} devices']
+        assert eval(fact, {'device_mesh': device_mesh, 'jax': jax}).size == size
 
 
 # --- users' meshes ----------------------------------------------------------------------------
@@ -411,3 +452,10 @@ def test_tpu_different_expressions_compile_together(tpu):
     operands = (jax.ShapeDtypeStruct((64, 64), np.float32, sharding=s) for s in shardings)
     compiled = jax.jit(lambda a, b: a @ b).lower(*operands).compile()
     assert compiled.input_shardings[0] == shardings
+
+
+def test_errors_list_axis_types_that_differ():
+    types = (AxisType.Explicit, AxisType.Auto, AxisType.Explicit)
+    mesh = jax.make_mesh((2, 4, 2), ('x', 'y', 'z'), axis_types=types)
+    error = refusal(make_sharding, 'a b +@x', mesh=mesh)
+    assert error.facts['mesh'] == "'x': 2, 'y': 4, 'z': 2 (Explicit, Auto, Explicit)"

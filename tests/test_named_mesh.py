@@ -67,7 +67,7 @@ def test_in_use():
 
 def test_other_sizes_are_suggested():
     assert str(refusal(device_mesh, data=3, tensor=2)) == (
-        'data=3, tensor=2 use 6 of 16 devices; the sizes must use all\n'
+        'data=3, tensor=2 use only 6 of 16 devices; the sizes must use all of them\n'
         '  sizes that fit: data=8, tensor=2; data=4, tensor=4; data=2, tensor=8; '
         'data=16, tensor=1; data=1, tensor=16\n'
         '  on 6 devices:   device_mesh(jax.devices()[:6], data=3, tensor=2)\n'
@@ -145,7 +145,7 @@ def test_slices_are_on_the_left(libtpu):
 
 
 def test_sizes_that_do_not_fit_a_slice(libtpu):
-    sentence = 'data=4, tensor=8 need 32 devices, but there are 16'
+    sentence = 'data=4, tensor=8 need 32 devices, but there are only 16'
     assert refusal(topology, 'v5e:4x4', data=4, tensor=8).sentence == sentence
     error = refusal(topology, 'v5e:2x2', n_slices=2, data=3)
     assert error.fix == "topology('v5e:2x2', n_slices=2, data=8)"

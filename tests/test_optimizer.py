@@ -682,12 +682,16 @@ BLOCKS = Rules([('w', 'x y -> x4 4 y')], default=EVERYWHERE)
 @pytest.mark.parametrize(
     ('spec', 'options', 'parts'),
     [
-        ({'w': ROWS}, {}, ['spec tree does not match', 'in for_optimizer']),
+        ({'w': ROWS}, {}, ['spec tree does not match', 'model parameters, in for_optimizer']),
         ({'w': ROWS, 'b': 'x**'}, {}, ["'x**'"]),
         (3, {}, ['3 is not a spec']),
         (ROWS, {'default': 3}, ['3 is not a spec']),
         *[(ROWS, {'zero': bad}, [f'not {bad!r}']) for bad in ({'data'}, ('data', 2), None, b'd')],
-        (Rules([('w', ROWS)]), {}, ['1 path matches no rule', 'in for_optimizer']),
+        (
+            Rules([('w', ROWS)]),
+            {},
+            ['1 path matches no rule', 'model parameters, in for_optimizer'],
+        ),
         # a moment with all axes is named itself, one without some by its parameter
         (BLOCKS, {}, ["axis 'x' (size 6) is not divisible by 4", "leaf 'mu/w'"]),
     ],

@@ -135,8 +135,8 @@ def test_missing_mesh_axes():
 
 
 def test_drawn():
-    words = 'mesh axes, slowest first: x (4 terms of a sum), y (2 replicas whose gradients are'
-    assert words in str(show('a b +@x =@y'))
+    order = 'first:\nx (4 terms of a sum), y (2 replicas whose gradients are terms of a sum)'
+    assert order in str(show('a b +@x =@y'))
 
 
 def test_annotations():
@@ -317,6 +317,15 @@ def test_the_gradient_of_a_reduced_weight():
     w, x = reshard(B, P()), reshard(A, P('x'))
     assert hlo(ours, w, x) == hlo(by_hand, w, x)
     np.testing.assert_allclose(jax.jit(ours)(w, x), jax.grad(loss)(jnp.array(B), jnp.array(A)))
+
+
+@pytest.mark.parametrize('out', [None, '-> *'])
+def test_the_gradient_of_a_function_with_a_reduced_weight(out):
+    f = sharded('b c =@x', 'a@x b', out=out, mesh=MESH)(lambda w, x: ((x @ w) ** 2).sum())
+    w, x = einshard(B, 'b c =@x'), einshard(A, 'a@x b')
+    expected = jax.grad(lambda w: ((A @ w) ** 2).sum())(jnp.array(B))
+    for gradient in jax.grad(f), jax.jit(jax.grad(f)):
+        np.testing.assert_allclose(gather(gradient(w, x)), expected)
 
 
 def test_sums_of_one_operand():

@@ -421,7 +421,7 @@ def test_errors_of_the_body_are_unchanged(error):
 
 
 def test_sizes_that_do_not_match():
-    expected = "axis 'x' is 24 in parameter 'x' and 6 in 'w'"
+    expected = "axis 'x' has size 24 in parameter 'x' and 6 in 'w'"
     with pytest.raises(EinshardError, match=expected) as caught:
         LAYER(product)(X, W[:12])
     assert isinstance(caught.value.__cause__, TypeError)  # shows the line of the body
@@ -432,7 +432,7 @@ def test_sizes_that_do_not_match_in_a_nested_function():
     specs = 'b x -> b x@tp', 'x y -> x@tp y'
     inner = per_device(*specs, out='b y', axis_names='tp')(lambda x, w: jax.lax.psum(x @ w, 'tp'))
     outer = per_device('b@data x', 'x y', out='b@data y', mesh=mesh, axis_names='data')(inner)
-    with pytest.raises(EinshardError, match="axis 'x' is 12 in parameter 'x' and 3 in 'w'"):
+    with pytest.raises(EinshardError, match="axis 'x' has size 12 in parameter 'x' and 3 in 'w'"):
         outer(X, W[:12])
 
 
@@ -455,7 +455,9 @@ def gathered(x):
     return jax.lax.all_gather(x, 'a', tiled=True) + jnp.ones(8)
 
 
-BY_SUM = "jax.lax.psum(result, 'a') to sum it, or shard it in out="
+SUM = "sum over 'a' with jax.lax.psum(result, 'a')"
+SHARD = "shard the result over 'a' in out="
+SUM_OR_SHARD = f'{SUM}, or {SHARD}'
 UNKNOWN = 'check_vma=False, if the result is in fact replicated'
 RING = [(i, (i + 1) % 4) for i in range(4)]
 LOOP = jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda _, y: gathered(y)[:2], x))
@@ -464,21 +466,21 @@ LOOP = jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda _, y: gathered(y)[:2], x
 @pytest.mark.parametrize(
     ('function', 'x', 'fix'),
     [
-        (lambda x: x * 2, MATRIX, BY_SUM),
-        (lambda x: x.sum(), MATRIX, "jax.lax.psum(result, 'a') to sum it"),
+        (lambda x: x * 2, MATRIX, SUM_OR_SHARD),
+        (lambda x: x.sum(), MATRIX, SUM),
         # weights that are gathered, and rows that differ
-        (lambda x: x @ gathered(x), MATRIX, BY_SUM),
+        (lambda x: x @ gathered(x), MATRIX, SUM_OR_SHARD),
         # a ring: every device has the sum, which JAX does not see
         (lambda x: x + jax.lax.ppermute(x, 'a', RING), MATRIX, UNKNOWN),
         (LOOP, MATRIX, UNKNOWN),
         # one spec for two arrays with different reasons
         (lambda x: (gathered(x), x), MATRIX, UNKNOWN),
-        (lambda k: k, KEYS[:4], 'shard it in out='),
+        (lambda k: k, KEYS[:4], SHARD),
     ],
 )
 def test_fixes_for_results_that_vary(function, x, fix):
     error = refusal(per_device('a ... -> a4 ...', out='...', mesh=EIGHT[:4])(function), x)
-    assert 'declares the result replicated' in error.sentence
+    assert 'declares the result of <lambda> replicated' in error.sentence
     assert error.facts['try'] == fix
 
 
@@ -490,8 +492,8 @@ def test_a_fix_for_one_of_two_fields_with_a_common_prefix():
     out = Results('...', '...')
     f = per_device('a b -> a4 b', out=out, mesh=EIGHT[:4])(lambda x: Results(x.sum(), gathered(x)))
     error = refusal(f, MATRIX)
-    assert error.facts['value'] == "result 'w' of <lambda>"
-    assert error.facts['try'] == "jax.lax.psum(result, 'a') to sum it"
+    assert error.sentence.startswith("out= declares result 'w' of <lambda> replicated")
+    assert error.facts['try'] == SUM
 
 
 # ------------------------------------------------------------------------ axes of size 1

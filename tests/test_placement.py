@@ -19,7 +19,17 @@ from refusal import refusal
 from shards import ON_EIGHT, check_shards
 
 import einshard as package
-from einshard import EinshardError, Rules, describe, device_mesh, einshard, make_sharding, sharded
+from einshard import (
+    EinshardError,
+    Rules,
+    describe,
+    device_mesh,
+    einshard,
+    einsum,
+    make_sharding,
+    sharded,
+)
+from einshard._arrays.device_put import as_host
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
@@ -168,14 +178,49 @@ def test_leaves_that_are_not_arrays_are_returned():
     placed = einshard({**tree, 'array': np.ones(16)}, 'a*')
     assert describe(placed.pop('array')) == 'a -> a16'
     assert placed == tree
-    assert einshard(jnp.sin, 'a b -> a* b') is jnp.sin
+    assert einshard({'tree': tree}, {'tree': 'a*'}) == {'tree': tree}
     assert einshard(None, 'a b -> a* b') is None
+    assert einshard({'b': None, 'f': len}, {'b': 'a*', 'f': None}) == {'b': None, 'f': len}
+
+
+@pytest.mark.parametrize('thing', ['text', jnp.sin, np.float32, {1}])
+@pytest.mark.parametrize('spec', ['a b -> a* b', '... -> * ...', P('x')])
+def test_a_leaf_that_is_not_an_array_has_no_expression_of_its_own(thing, spec):
+    def on_trace(x):
+        return einshard({'x': x, 'thing': thing}, {'x': 'a*', 'thing': spec})['x']
+
+    layers = [{'x': X}, {'x': thing}]
+    mesh = device_mesh(x=16)
+    for error in (
+        refusal(einshard, thing, spec, mesh=mesh),
+        refusal(einshard, layers, [None, {'x': spec}], mesh=mesh),
+        refusal(jax.jit(on_trace), np.ones(16)),
+    ):
+        assert error.sentence.endswith(f'({type(thing).__name__}) is not an array')
+    assert einshard(layers, [None, spec])[1]['x'] is thing
 
 
 def test_leaves_without_a_spec_are_returned(moves):
     assert einshard(X, None) is X
     assert einshard({'x': X}, None)['x'] is X
     assert moves == []
+
+
+def test_masked_arrays():
+    masked = np.ma.masked_array(np.ones(16), mask=[True] * 16)
+    jitted = sharded('a*')(lambda x: x + 1)
+    for _ in range(2):
+        for error in (
+            refusal(einshard, masked, 'a*'),
+            refusal(einshard, {'w': masked}, Rules([('w', 'a*')])),
+            refusal(Rules([('w', 'a*')]).table, {'w': masked}),
+            refusal(einsum, 'a* -> a', masked),
+            refusal(as_host, masked),  # which from_local calls in several processes
+            refusal(jitted, masked),
+        ):
+            assert error.sentence == 'JAX does not support masked arrays'
+        jitted(masked.filled(1))
+    assert einshard(masked, None) is masked
 
 
 # --- pytrees that are not registered -----------------------------------------------------------
@@ -191,18 +236,12 @@ class UnregisteredSlots:
     w: np.ndarray
 
 
-class Foreign:
-    def __array__(self):
-        return np.ones(8)
-
-
 @pytest.mark.parametrize(
     ('thing', 'instead'),
     [
         (Unregistered(np.ones(8)), 'register it: jax.tree_util.register_dataclass'),
         (UnregisteredSlots(np.ones(8)), 'register it: jax.tree_util.register_dataclass'),
         (types.SimpleNamespace(w=[np.ones(8)]), 'jax.tree_util.register_pytree_node'),
-        (Foreign(), 'numpy.asarray(x)'),
     ],
 )
 def test_unregistered_pytrees(thing, instead):
@@ -215,6 +254,59 @@ def test_unregistered_pytrees(thing, instead):
     ):
         assert 'contains arrays but is not a registered pytree' in error.sentence
         assert instead in error.facts['instead']
+
+
+class Foreign:
+    """An array of another library, such as a torch.Tensor."""
+
+    dtype = 'float32'
+
+    def __init__(self, shape=(16,)):
+        self.shape = shape
+
+    def __array__(self, dtype=None, copy=None):
+        return np.ones(self.shape, np.float32)
+
+
+class OnAccelerator(Foreign):
+    def __array__(self, dtype=None, copy=None):
+        raise TypeError('use Tensor.cpu() first')
+
+    def __dlpack__(self, **options):
+        return super().__array__().__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return super().__array__().__dlpack_device__()
+
+
+class OfObjects(Foreign):
+    def __array__(self, dtype=None, copy=None):
+        return np.array([None] * 16)
+
+
+@pytest.mark.parametrize(
+    ('array', 'call'),
+    [
+        (Foreign(), 'numpy.asarray(x)'),
+        (OnAccelerator(), 'jax.dlpack.from_dlpack(x)'),
+        (OfObjects(), None),
+        (Foreign((2**40,)), None),  # would be read from a file
+    ],
+)
+def test_arrays_of_other_libraries(array, call):
+    name = type(array).__name__
+    for error in (
+        refusal(einshard, array, 'a*'),
+        refusal(einshard, {'w': array}, 'a*'),
+        refusal(einshard, {'w': array}, {'w': 'a*'}),
+        refusal(einshard, {'w': array}, Rules([('w', 'a*')])),
+        refusal(Rules([('w', 'a*')]).table, {'w': array}),
+    ):
+        assert error.sentence == f'{name} is not a JAX or numpy array'
+        assert error.facts.get('instead') == (call and f'convert it: {call}')
+    if call is not None:
+        converted = eval(call, {'numpy': np, 'jax': jax, 'x': array})
+        assert describe(einshard(converted, 'a*')) == 'a -> a16'
 
 
 @pytest.mark.parametrize(('shape', 'expression'), [((6, 8), 'a b -> a* b'), ((), 'a b -> a* b')])
@@ -281,6 +373,17 @@ def test_memory_kind(devices8, kind):
     assert (back is x) == (kind == 'device')
     assert back.sharding.memory_kind == 'device'
     np.testing.assert_array_equal(back, X)
+
+
+@pytest.mark.parametrize('tree', [lambda x: x, lambda x: [x, x + 1]])
+def test_donation_to_another_kind_of_memory(devices8, tree):
+    on_devices = tree(einshard(X, 'a b -> a8 b', mesh=devices8))
+    options = {'mesh': devices8, 'memory_kind': 'pinned_host'}
+    error = refusal(einshard, on_devices, 'a b -> a8 b', donate=True, **options)
+    assert error.sentence == 'an array that moves to another kind of memory cannot be donated'
+    assert error.facts['try'] == 'leave out donate=True'
+    moved = einshard(on_devices, 'a b -> a8 b', **options)
+    jax.tree.map(np.testing.assert_array_equal, moved, tree(X))
 
 
 @pytest.mark.parametrize('bad', ['hbm', '', 3])
@@ -415,7 +518,7 @@ def test_jit_constrains_constants(options, source):
 ON_12 = device_mesh(jax.devices()[:12])  # its axes have the sizes 3, 2, 2
 ABSTRACT = AbstractMesh((8,), ('x',), axis_types=(AUTO,))
 AUTO_8, EXPLICIT_8 = (device_mesh(jax.devices()[:8], axis_types=t) for t in (AUTO, EXPLICIT))
-OTHER_MESH = 'mesh= differs from the mesh in context'
+OTHER_MESH = 'mesh= must match the mesh in context'
 DIVISIBLE, RANK = 'is not divisible by 4', '2 axes, but the array has 1 dimension'
 
 

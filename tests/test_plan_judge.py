@@ -97,7 +97,7 @@ def test_the_bytes_of_known_shardings(worker):
 def test_a_candidate_that_cannot_be_traced_does_not_disturb_the_others(worker):
     wrong, right = candidate(batch='x', act='x'), candidate(batch='x')
     first, second = judge(worker, [wrong, right])
-    assert first.error == "mesh axis 'x' is used 2 times; each mesh axis can be used once"
+    assert first.error == "mesh axis 'x' is used 2 times; each mesh axis can be used only once"
     assert (first.candidate, second.candidate, second.error) == (wrong, right, '')
 
 

@@ -28,7 +28,7 @@ def text(product):
 
 
 def products(model):
-    return {text(product): product for product in model.products if product.flops}
+    return {text(product): product for product in model.costly_ops if product.flops}
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def test_products_in_scans_are_counted(pieces):
     c = Sizes()
     model = find_model(*transformer_step(c, pieces), {})
     runs = collections.Counter()
-    for product in model.products:
+    for product in model.costly_ops:
         runs[text(product)] += product.executions
     n = pieces * c.layers
     assert runs['batch norm_seq act, embed mlp -> batch seq mlp'] == 2 * n  # again in the remat
@@ -76,7 +76,7 @@ def test_names_go_through_the_program():
     # the gradient of the tied table, as a product and as a lookup
     assert 'batch seq vocab, batch norm_seq act -> vocab embed' in found
     model = find_model(*transformer_step(), {})
-    lookups = [text(product) for product in model.products if product.dtype == 's32']
+    lookups = [text(product) for product in model.costly_ops if product.dtype == 's32']
     assert lookups == [
         'batch seq ., vocab embed -> batch norm_seq act',
         'batch seq ., batch norm_seq act -> vocab embed',
@@ -123,7 +123,7 @@ def test_convolution():
 def test_ragged_dot():
     step = sharded('tokens act', 'expert embed mlp', 'expert')(jax.lax.ragged_dot)
     shapes = f32(64, 8), f32(4, 8, 16), f32(4, dtype='int32')
-    (product,) = find_model(step, shapes, {}).products
+    (product,) = find_model(step, shapes, {}).costly_ops
     assert text(product) == 'tokens act, expert embed mlp -> tokens mlp'
     assert product.flops == 2 * 64 * 8 * 16
 

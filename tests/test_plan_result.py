@@ -132,7 +132,7 @@ def test_nothing_fits():
     found = plan(step, *args, mesh=EIGHT, chip=CHIP, memory='1 MB', compilations=1)
     assert not found.fits
     [warning] = found.warnings
-    assert warning.startswith('no plan fits: this one is closest, and needs')
+    assert warning.startswith('no plan fits into memory: the closest one needs')
     assert 'per device, more than 976.6 KiB. To fit, ' in warning
     assert warning.endswith('(weights and other state take 8.0 MiB before sharding)')
 

@@ -2,13 +2,15 @@
 
 import functools
 import itertools
+import types
 
 import pytest
+from refusal import refusal
 
 from einshard._inspect.bounds import Bound, Bounds
 from einshard._plan.candidate import Candidate
 from einshard._plan.judgement import Judgement
-from einshard._plan.make_plan import _notes
+from einshard._plan.make_plan import _notes, make_plan
 from einshard._plan.plot import scatter_svg
 from einshard._plan.reasons import reason
 from einshard._plan.search import Search, is_neighbor
@@ -52,8 +54,8 @@ def run(compilations=40, memory=lambda _: 1, **more):
         **{
             'estimates': sorted(estimates, key=lambda estimate: estimate.cost('bound')),
             'given': [],
-            'by_partitioner': functools.partial(compile_all, 'partitioner'),
-            'by_compiler': functools.partial(compile_all, 'compiler'),
+            'judge_by_partitioner': functools.partial(compile_all, 'partitioner'),
+            'judge_by_compiler': functools.partial(compile_all, 'compiler'),
             'objective': 'bound',
             'limit': 10,
             'compilations': compilations,
@@ -78,7 +80,7 @@ def test_finds_the_best_within_the_budget():
 
 
 def test_compiles_all_of_a_small_space_once():
-    search, calls = run(compilations=1000, by_compiler=None)
+    search, calls = run(compilations=1000, judge_by_compiler=None)
     assert sorted(map(str, search.judged)) == sorted(map(str, ALL))
     assert len(calls) == len(ALL)
     assert [plan.candidate for plan in search.ranking()] == sorted(ALL, key=TRUE.__getitem__)
@@ -91,7 +93,7 @@ def test_a_plan_that_does_not_fit_loses():
 
 
 def test_without_a_plan_that_fits_the_closest_comes_first():
-    search, _ = run(compilations=1000, by_compiler=None, memory=lambda c: 10 + TRUE[c])
+    search, _ = run(compilations=1000, judge_by_compiler=None, memory=lambda c: 10 + TRUE[c])
     best = search.ranking()[0]
     assert (best.candidate, best.fits(10)) == (BEST, False)
 
@@ -109,7 +111,7 @@ def test_the_compiler_has_the_last_word():
             yield judged(c, 'partitioner', 1000 if c == BEST else TRUE[c])
 
     second = sorted(ALL, key=TRUE.__getitem__)[1]
-    search, _ = run(by_partitioner=partitioner)
+    search, _ = run(judge_by_partitioner=partitioner)
     assert search.ranking()[0].candidate == second
 
 
@@ -118,7 +120,7 @@ def test_the_compiler_decides_whether_a_plan_fits():
         for c in candidates:
             yield judged(c, 'compiler', TRUE[c], memory=9)
 
-    search, _ = run(by_compiler=compiler, memory=lambda c: 13 if c == BEST else 1)
+    search, _ = run(judge_by_compiler=compiler, memory=lambda c: 13 if c == BEST else 1)
     assert search.ranking()[0].candidate == BEST
 
 
@@ -130,7 +132,7 @@ def test_compiles_more_if_the_judges_disagree(best, n):
             is_contrast = TRUE[c] == 6  # the best plan with the other mesh shape
             yield judged(c, 'compiler', 99 if is_contrast else 1 + abs(TRUE[c] - best))
 
-    search, _ = run(compilations=1000, by_compiler=compiler)
+    search, _ = run(compilations=1000, judge_by_compiler=compiler)
     assert TRUE[search.ranking()[0].candidate] == best
     assert sum(plan.judge == 'compiler' for plan in search.judged.values()) == n
 
@@ -140,10 +142,10 @@ def test_keeps_its_results_when_it_is_interrupted():
         yield judged(candidates[0], 'partitioner', 1)
         raise KeyboardInterrupt
 
-    search, _ = run(by_partitioner=interrupted)
+    search, _ = run(judge_by_partitioner=interrupted)
     assert (search.stopped, len(search.judged)) == ('interrupted', 1)
     with pytest.raises(KeyboardInterrupt):
-        run(by_partitioner=lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        run(judge_by_partitioner=lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
 
 
 def test_stops_after_the_given_seconds():
@@ -206,3 +208,16 @@ def test_points_have_the_numbers_of_the_plans():
     svg = scatter_svg(plans, None, n_numbered=3)
     assert ('plan 0:' in svg, 'plan 1:' in svg, 'plan 2:' in svg) == (True, False, True)
     assert ('>1</text>' in svg, '>2</text>' in svg) == (False, True)
+
+
+def test_no_plan_compiles():
+    errors = ['out of memory', 'unsupported', 'unsupported']
+    failed = [Judgement(c, 'compiler', error=e) for c, e in zip(ALL[3:], errors, strict=False)]
+    search = types.SimpleNamespace(ranking=lambda: failed)
+    model = types.SimpleNamespace(name='step')
+    error = refusal(make_plan, search, None, model, None)
+    assert error.sentence == 'step does not compile with any of the 3 plans tried'
+    assert error.facts == {
+        'the compiler says': 'unsupported',
+        'plans with this error': f'2 of 3, such as {ALL[4]}',
+    }

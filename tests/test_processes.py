@@ -187,7 +187,7 @@ def different(*said, expression='batch d -> batch* d'):
 def test_all_processes_raise_the_same_difference(run, n):
     first, *others = said(run, n, 'uneven_rows')
     rest = {2: 'process 1', 4: 'processes 1, 2, 3'}[n]
-    uneven = f"axis 'batch' (size 5 in this process) is not divisible by its {8 // n} local shards"
+    uneven = f"axis 'batch' (local size 5) is not divisible by {8 // n}, the number of local shards"
     x, y = "float32[4,4], leaf 'x'", "float32[8,4], leaf 'y'"
     same = 'float32[8,4]'
     expected = {
@@ -213,7 +213,7 @@ def test_each_process_raises_its_own_error(run, n):
     each = 8 // n
     for process, texts in enumerate(said(run, n, 'uneven_rows')):
         assert texts['indivisible in all'] == (
-            f"axis 'batch' (size 5 in this process) is not divisible by its {each} local shards\n"
+            f"axis 'batch' (local size 5) is not divisible by {each}, the number of local shards\n"
             '    batch d -> batch* d\n'
             '               ^^^^^^\n'
             '  array:       float32[5,4]\n'
@@ -222,7 +222,7 @@ def test_each_process_raises_its_own_error(run, n):
             f'  works with:  multiples of {each}'
         )
         assert texts['lenient rules'] == (
-            f"axis 'batch' (size 7 in this process) is not divisible by its {each} local shards\n"
+            f"axis 'batch' (local size 7) is not divisible by {each}, the number of local shards\n"
             '    batch d -> batch* d\n'
             '               ^^^^^^\n'
             "  array:       float32[7,4], leaf 'x'\n"
@@ -255,7 +255,7 @@ def test_each_process_raises_its_own_error(run, n):
             assert texts['other mesh'] == (
                 f'process {process} has no device in the mesh\n'
                 f'  mesh:           {sizes} (Auto)\n'
-                '  devices are of: process 0'
+                '  devices are in: process 0'
             )
 
 

@@ -20,8 +20,8 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(_progress, '_AFTER', 0.05)
-    monkeypatch.setattr(_progress, '_EVERY', 0.05)
+    monkeypatch.setattr(_progress, '_DELAY', 0.05)
+    monkeypatch.setattr(_progress, '_INTERVAL', 0.05)
 
 
 def run(monkeypatch, stream, seconds=0.2):
@@ -57,7 +57,7 @@ def test_an_error_ends_the_line(monkeypatch, quick):
 
 
 def test_explain(monkeypatch):
-    monkeypatch.setattr(_progress, '_AFTER', 0.0)
+    monkeypatch.setattr(_progress, '_DELAY', 0.0)
     stream = Terminal()
     monkeypatch.setattr(sys, 'stderr', stream)
 

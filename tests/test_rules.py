@@ -380,7 +380,7 @@ def test_errors_of_rules_name_the_leaf():
 
     error = refusal(step, {'kernel': np.ones((16, 16)), 'scale': np.ones(16)})
     assert error.sentence == '1 path matches no rule'
-    assert error.facts['value'] == "parameter 'params' of step"
+    assert error.facts['spec of'] == "parameter 'params' of step"
     assert error.facts['paths'] == "'scale' float64[16]"
     error = refusal(step, {'kernel': np.ones((6, 16))})
     assert error.facts['array'] == "float64[6,16], parameter 'params/kernel' of step"
@@ -494,7 +494,10 @@ def test_partition_specs_for_traced_values_only(spec):
         ([('w', 'a b -> a** b')], {}, "'a**' has more than one star", {'rule': "'w'"}),
         ([], {'default': 'a -> b'}, "'b' is not on the left side", {'rule': 'default='}),
         *[([], {'missing': bad}, f"or 'replicate', not {bad!r}", {}) for bad in (None, True)],
-        *[([], {'min_size': bad}, f'elements, not {bad!r}', {}) for bad in ('3', None, 2.5)],
+        *[
+            ([], {'min_size': bad}, f'elements, not {bad!r}', {})
+            for bad in ('3', None, 2.5, -1, True)
+        ],
     ],
 )
 def test_wrong_specs_and_options_are_refused_at_once(pairs, options, sentence, facts):

@@ -65,6 +65,16 @@ def test_totals():
     assert [row.path for row in table.largest_replicated(1)] == ['mlp/bias']
 
 
+def test_arrays_without_a_spec_are_not_listed_as_replicated():
+    tree = {name: struct(16, 4) for name in 'abcdefgh'}
+    table = Rules([('a', 'i* o'), ('b', REPLICATED)], default=None).table(tree)
+    assert [row.path for row in table.largest_replicated()] == ['b']
+    assert 'largest replicated: b (256 B)\n' in str(table)
+    note = 'no spec, so counted as replicated: c, d, e, f, g, and 1 more (1.5 KiB)'
+    assert note in str(table).splitlines()
+    assert table.bytes_per_device == 16 + 7 * 256
+
+
 def test_totals_at_the_ends():
     replicated = Rules([], default=REPLICATED).table({'w': struct(16, 4)})
     assert (replicated.sharded_share, replicated.copies) == (0, 16)

@@ -59,6 +59,12 @@ def test_strict_rules_must_all_match():
             assert error.facts['rules'] == "'kernel', 'kernel$'"
 
 
+def test_strict_rules_of_an_empty_tree():
+    error = refusal(einshard, {}, Rules([('kernel$', ROWS)], strict=True))
+    assert error.sentence == 'no rule matches any path of the tree'
+    assert error.facts == {'rules': "'kernel$'", 'paths': 'none'}
+
+
 def test_strict_rules_in_traces_and_sharded_functions():
     rules = Rules([('kernel', ROWS), ('wte', ROWS)], default=EVERYWHERE, strict=True)
     x = {'kernel': np.ones((16, 16), np.float32)}

@@ -223,9 +223,10 @@ def test_leaves_that_are_not_arrays_and_leaves_without_a_spec():
 
 def test_errors():
     assert refusal(shard_largest, 3).sentence == 'shard_largest takes names of mesh axes, not 3'
-    assert refusal(shard_largest, 'fsdp', min_bytes='1k').sentence == (
-        "min_bytes= must be a number of bytes, not '1k'"
-    )
+    for bad in ('1k', -1, True, None, 0.5):
+        assert refusal(shard_largest, 'fsdp', min_bytes=bad).sentence == (
+            f'min_bytes= must be a number of bytes, not {bad!r}'
+        )
     assert '3 is not a spec' in refusal(shard_largest, 'fsdp', spec=3).sentence
     assert 'one spec for all arrays' in refusal(shard_largest, 'fsdp', spec={'w': TP}).sentence
     x = struct(8, 8)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from placed import COLUMNS, EIGHT, MOVED, NAMED, REFUSED, REPLICATED, ROWS, mesh_of
 from refusal import refusal
 
-from einshard import describe, einshard, make_sharding, sharded
+from einshard import Sharded, describe, einshard, make_sharding, sharded
 
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
 ON_ROWS, ON_COLUMNS = (make_sharding(text, mesh=EIGHT) for text in (ROWS, COLUMNS))
@@ -71,6 +71,21 @@ def test_rows_in_another_order_of_devices():
     for _ in range(2):
         x = placed('a@p b', mesh_of(EIGHT[::-1], p=8))
         assert 'is already sharded differently' in refusal(f, x).sentence
+
+
+def test_another_mesh_with_the_same_axes():
+    mesh, backwards, others = (
+        mesh_of(devices, p=8) for devices in (EIGHT, EIGHT[::-1], jax.devices()[8:])
+    )
+    with jax.set_mesh(mesh):
+        sentence = 'the argument is sharded as its spec says, but over devices in another order'
+        f = sharded('a@p b')(plus)
+        assert refusal(f, placed('a@p b', backwards)).sentence == sentence
+        error = refusal(sharded('a@p b')(plus), placed('a@p b', others))
+    assert error.sentence == (
+        "the argument is on devices outside the mesh, sharded as 'a b -> a@p b'"
+    )
+    assert error.facts['outside the mesh'].startswith('cpu:8, cpu:9')
 
 
 @pytest.mark.parametrize('donated', [(), 0])
@@ -172,6 +187,16 @@ def test_the_fix_for_a_method_of_an_object_on_other_devices_works():
     fix, _, _ = error.facts['try'].partition(' before ')
     moved = eval(fix.replace('...)', 'EIGHT)'), {**globals(), 'self': Layer(MISPLACED)})
     assert forward(moved, X).sharding == ON_ROWS
+
+
+def test_the_fix_for_an_annotated_function_keeps_the_annotations():
+    @sharded(mesh=EIGHT)
+    def f(x: Sharded[jax.Array, ROWS], y: jax.Array) -> Sharded[jax.Array, ROWS]:
+        return x + y
+
+    y = MISPLACED
+    fix, _, _ = refusal(f, X, y).facts['try'].partition(' before ')
+    assert f(X, eval(fix.replace('...)', 'EIGHT)'))).sharding == ON_ROWS
 
 
 def test_a_mesh_with_out_alone():

@@ -271,7 +271,7 @@ def test_missing_mesh_axes_in_every_kind_of_spec():
         (X, 'b@pod d', None, "missing='replicate'"),
         (X, 'b@dta d', None, "'b@data d'"),  # a typo
         # replicating leads to another error, so it is not suggested
-        (X, 'b@(pod,data) d d', 'it can appear once', None),
+        (X, 'b@(pod,data) d d', 'it can appear only once', None),
         (X, 'b@pod d@pod', "mesh axis 'pod' is used 2 times", None),
         (X, 'b@(pod,data) d -> b d', 'the left side lists only the names', None),
         (X, 'b@pod d4', "'d4' uses only 4 of 8 devices", None),

@@ -84,7 +84,7 @@ def test_invalid_names(name, sentence):
 @pytest.mark.parametrize('name', ['h100:8', 'cuda', 'A100', 'gpu:2x4'])
 def test_gpu_names(name):
     assert refusal(topology, name).sentence == (
-        f"'{name}' is not a TPU slice: topology() knows only TPUs"
+        f"'{name}' is not a TPU slice; topology() supports only TPUs"
     )
 
 

@@ -63,7 +63,7 @@ def test_unreduced_axes_of_the_canonical_mesh_are_not_replicas():
 
 def test_drawn(mesh, terms):
     text = str(show(terms))
-    assert 'mesh axes, slowest first: x (4 parts of a), y (2 terms of a sum)' in text
+    assert 'mesh axes, slowest-varying first: x (4 parts of a), y (2 terms of a sum)' in text
     assert text.endswith("in the notation: 'a b -> a@x b +@y'")
     assert str(show(terms.sharding, (8, 8))).count('0+1') == 1
     assert "'a b -> a@x b +@y'" in str(show({'t': terms}))
@@ -111,4 +111,4 @@ def test_gathered(terms):
 
 def test_an_argument_of_sharded(terms):
     error = refusal(sharded('a b -> a@x b')(lambda terms: terms), terms)
-    assert "as 'a b -> a@x b +@y'" in error.sentence
+    assert "'a b -> a@x b +@y'" in error.sentence

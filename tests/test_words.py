@@ -2,7 +2,7 @@
 
 import pytest
 
-from einshard._text import display_width, first_of, format_bytes, shape_text
+from einshard._text import display_width, first_of, format_bytes, format_flops, shape_text
 
 
 @pytest.mark.parametrize(
@@ -22,10 +22,25 @@ def test_display_width(text, width):
 
 @pytest.mark.parametrize(
     ('n_bytes', 'text'),
-    [(0, '0 B'), (1023, '1023 B'), (1536, '1.5 KiB'), (2**20, '1.0 MiB'), (2**50, '1024.0 TiB')],
+    [
+        (0, '0 B'),
+        (1023, '1023 B'),
+        (1536, '1.5 KiB'),
+        (2**20 - 52, '1023.9 KiB'),
+        (2**20 - 1, '1.0 MiB'),
+        (2**50, '1024.0 TiB'),
+    ],
 )
 def test_format_bytes(n_bytes, text):
     assert format_bytes(n_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ('n', 'text'),
+    [(1, '1 flop'), (999.4e6, '999 Mflop'), (999.9e6, '1 Gflop'), (1.5e9, '1.5 Gflop')],
+)
+def test_format_flops(n, text):
+    assert format_flops(n) == text
 
 
 def test_shape_text():

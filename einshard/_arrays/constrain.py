@@ -27,14 +27,14 @@ from .._sharding.mesh import (
 from .._sharding.resolve import Placement
 from .reshard import reshard
 
-# By 'file:line', the axis names of the value that the line constrains; () if it constrains values
-# with different names. `explain` needs this, as a compiled program has lines but no axis names.
+# Maps 'file:line' to the axis names of the value that the line constrains; to () if it constrains
+# values with different names. For `explain`: a compiled program has lines, but no axis names.
 names_at: dict[str, tuple[str, ...]] = register({})
-# By 'file:line', the axis names that have no axis rule, if the value is replicated for that reason;
-# else ().
+# Maps 'file:line' to the axis names without an axis rule, if the value that the line constrains is
+# replicated because of that; else to ().
 without_rule_at: dict[str, tuple[str, ...]] = register({})
-# By 'file:line', the axis names of an `einshard.einsum`, by their letter in the `jnp.einsum`; {} if
-# the line has einsums with different names.
+# Maps 'file:line' of an `einshard.einsum` to a mapping from the letters of its `jnp.einsum` to axis
+# names, or to {} if the line has einsums with different names.
 names_by_letter_at: dict[str, Mapping[str, str]] = register({})
 # The expressions of the constraints that `plan` has traced so far; None if it is not tracing.
 constraints_of_trace: ContextVar[list[Expression] | None] = ContextVar(
@@ -59,10 +59,10 @@ def constrain(x: Any, placement: Placement) -> Any:
 
 
 def _record(expression: Expression, without_rule: tuple[str, ...]) -> None:
-    """Records a constraint for `plan`, and its axis names for `explain`, by line.
+    """Records the expression of a constraint for `plan`, and its axis names for `explain`.
 
-    Records the names for the line of the caller too, because the constraint may be in a helper
-    function.
+    Records the names at the user's line, and at the line that calls the user's function, because
+    that function may be a helper.
     """
     expressions = constraints_of_trace.get()
     if expressions is not None:
@@ -74,14 +74,14 @@ def _record(expression: Expression, without_rule: tuple[str, ...]) -> None:
 
 
 def record_einsum(names: Mapping[str, str]) -> None:
-    """Records the axis names of an einsum in a trace, by letter, for `explain`."""
+    """Records `names`, {letter: axis name}, of an einsum in a trace, for `explain`."""
     for line in _lines_of_user():
         if names_by_letter_at.setdefault(line, names) != names:
             names_by_letter_at[line] = {}
 
 
 def _lines_of_user() -> list[str]:
-    """Returns 'file:line' of the user's call of einshard, and of the call around it."""
+    """Returns 'file:line' of the user's frame that calls einshard, and of its caller's frame."""
     user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
     frames = filter(None, (user, user.f_back))
     return [f'{frame.f_code.co_filename}:{frame.f_lineno}' for frame in frames]
@@ -92,7 +92,7 @@ def place_constant(x: Any, placement: Placement) -> Any:
     _check_context(placement)
     sharding = placement.sharding
     try:
-        # device_put needs devices, and fails for P.UNCONSTRAINED and partial sums
+        # device_put needs devices, and fails for unconstrained, unreduced or reduced axes
         is_abstract = isinstance(sharding.mesh, AbstractMesh)
         if is_abstract or placement.is_unconstrained or is_partial(sharding):
             return _constrain_in_jit(x, sharding)
@@ -116,7 +116,7 @@ def warn_replicated(placement: Placement) -> None:
 
 
 def _checked_ref(ref: Any, placement: Placement) -> Any:
-    """Returns a traced `jax.Ref` if its type has this sharding; else raises."""
+    """Returns a traced `jax.Ref` if its type has the sharding of `placement`; else raises."""
     sharding = placement.sharding
     if set(sharding.mesh.axis_types) == {AxisType.Explicit} and type_matches(ref, sharding):
         return ref
@@ -169,8 +169,8 @@ def type_matches(x: Any, sharding: NamedSharding) -> bool:
     return padded == actual_entries + [()] * (ndim - len(actual_entries))
 
 
-def rejected_by_jit(x: Any, for_jit: Any) -> Sharding | None:
-    """Returns the sharding of a value if jit with `in_shardings=for_jit` rejects it; else None.
+def rejected_by_jit(x: Any, in_shardings: Any) -> Sharding | None:
+    """Returns the sharding of a value if jit with these `in_shardings` rejects it; else None.
 
     Returns None inside jit. Under jax.grad or jax.vmap outside jit, the value is a tracer that does
     not expose its sharding, so this calls jit to find out.
@@ -178,7 +178,7 @@ def rejected_by_jit(x: Any, for_jit: Any) -> Sharding | None:
     if is_staging():
         return None
     try:
-        jax.jit(_identity, in_shardings=for_jit)(x)
+        jax.jit(_identity, in_shardings=in_shardings)(x)
     except ValueError:
         shardings: list[Sharding] = []
         jax.debug.inspect_array_sharding(x, callback=shardings.append)
@@ -225,7 +225,7 @@ def _check_context(placement: Placement) -> None:
     differs = not context.empty and context != (mesh if is_abstract else mesh.abstract_mesh)
     if differs and (is_abstract or has_explicit):
         raise error(
-            'mesh= differs from the mesh in context',
+            'mesh= must match the mesh in context',
             mesh=mesh_fact(mesh),
             mesh_in_context=mesh_fact(context),
         )

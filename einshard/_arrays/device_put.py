@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from .._errors import EinshardError
 from .._sharding.context import is_tracing
 from .._sharding.mesh import are_equivalent, is_partial, partition_spec, spec_axes
+from .._trees.specs import reject_masked_array
 from .reshard import reshard
 
 
@@ -26,7 +27,7 @@ def is_placed(x: Any, sharding: NamedSharding) -> bool:
 
 
 def make_movable(x: Any, sharding: NamedSharding) -> Any:
-    """Returns `x`, or an equal array if `device_put` cannot move `x` to `sharding`."""
+    """Returns `x`, or an equal array if `device_put` cannot move `x` itself to `sharding`."""
     if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
         return x
     mesh = x.sharding.mesh
@@ -48,8 +49,8 @@ def make_movable(x: Any, sharding: NamedSharding) -> Any:
 def without_partial_axes(x: Any, sharding: NamedSharding) -> Any:
     """Reshards an array so that it has no unreduced or reduced axes, which `device_put` rejects.
 
-    If the array is on the mesh of `sharding`, it gets that sharding directly, so that the sum may
-    be a reduce-scatter.
+    If the array is on the mesh of `sharding`, its array axes are sharded as in `sharding`, so that
+    the sum may be a reduce-scatter.
     """
     mesh, entries = x.sharding.mesh, spec_axes(x.sharding.spec)
     if mesh == sharding.mesh:
@@ -67,7 +68,7 @@ def _reshard(x: Any, sharding: NamedSharding) -> Any:
 def _put_partial(x: Any, sharding: NamedSharding, donate: bool) -> Any:
     """Gives an array a sharding with unreduced or reduced axes, which `device_put` rejects.
 
-    Unless the array is on the mesh already, `device_put` first places it without these axes.
+    If the array is not on the mesh of `sharding`, `device_put` first places it without these axes.
     """
     mesh = sharding.mesh
     if not isinstance(x, jax.Array) or getattr(x.sharding, 'mesh', None) != mesh:
@@ -77,9 +78,9 @@ def _put_partial(x: Any, sharding: NamedSharding, donate: bool) -> Any:
 
 
 def put(leaves: list[Any], shardings: list[NamedSharding], donate: bool = False) -> list[Any]:
-    """Places concrete leaves, in one `jax.device_put`.
+    """Places concrete leaves with one `jax.device_put`.
 
-    In several processes, or for partial sums, places them one by one.
+    Places them one by one if there are several processes, or unreduced or reduced axes.
     """
     if len(leaves) == 1:  # device_put takes 8 us less than for a list of one
         return [put_array(leaves[0], shardings[0], donate)]
@@ -106,18 +107,26 @@ def put_array(x: Any, sharding: NamedSharding, donate: bool = False) -> Any:
 
 
 def device_put(x: Any, sharding: Any, donate: bool = False) -> Any:
-    """Calls `jax.device_put`; raises an EinshardError for the devices of a topology."""
+    """Calls `jax.device_put`; raises an EinshardError if the devices cannot do that.
+
+    These are devices from `topology`, and some backends with donated arrays in other memory.
+    """
     try:
         return jax.device_put(x, sharding, donate=donate)
     except jax.errors.JaxRuntimeError as error:
         converted = error_of_topology(error)
+        if donate and 'different memory kinds' in str(error):
+            converted = EinshardError(
+                'an array that moves to another kind of memory cannot be donated',
+                facts={'JAX says': str(error), 'try': 'leave out donate=True'},
+            )
         if converted is None:
             raise
         raise converted from None
 
 
 def error_of_topology(error: Exception) -> EinshardError | None:
-    """Converts JAX's errors about arrays on the devices of a topology; None for other errors."""
+    """Converts JAX's errors about arrays on devices from `topology`; None for other errors."""
     text = str(error)
     parts = ['compile-only', "no attribute 'local_devices'"]
     if jax.process_count() == 1:  # else the devices of other processes cause this too
@@ -154,6 +163,7 @@ def _put_global(x: Any, sharding: NamedSharding, donate: bool) -> Any:
 
 def as_host(x: Any) -> np.ndarray[Any, Any]:
     """Converts an array or a number to NumPy, with the dtype that JAX uses for it."""
+    reject_masked_array(x)
     # an int that is too large for JAX raises OverflowError here, as in device_put
     host = np.asarray(jax.numpy.asarray(x) if type(x) is int else x)
     return host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)

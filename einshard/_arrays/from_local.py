@@ -64,9 +64,9 @@ def from_local(batch: T, spec: Spec, *, mesh: MeshLike | None = None, check: boo
         `einshard`.
 
     Raises:
-        EinshardError: an expression is invalid or does not fit, as for `einshard`; the number of
-            local rows is not divisible; the arrays of the processes do not match, which raises in
-            every process; or an array is already global, or traced.
+        EinshardError: an expression is invalid or does not fit, as for `einshard`; the local size
+            of an axis is not divisible by the number of local shards; the arrays of the processes
+            do not match, which raises in every process; or an array is already global, or traced.
     """
     leaves, treedef = jtu.tree_flatten(batch)
     if is_tracing() or any(isinstance(leaf, Tracer) for leaf in leaves):
@@ -77,7 +77,7 @@ def from_local(batch: T, spec: Spec, *, mesh: MeshLike | None = None, check: boo
     context = current_context(mesh)
     if jax.process_count() == 1:
         return einshard(batch, spec, mesh=mesh)
-    device_mesh = _check_local_devices(context.lowering_mesh)
+    device_mesh = _device_mesh(context.lowering_mesh)
     if not device_mesh.is_multi_process:
         return einshard(batch, spec, mesh=mesh)
     plan = _make_plan(batch, leaves, spec, context)
@@ -96,7 +96,7 @@ def from_local(batch: T, spec: Spec, *, mesh: MeshLike | None = None, check: boo
 
 
 @cached
-def _check_local_devices(mesh: AnyMesh) -> Mesh:
+def _device_mesh(mesh: AnyMesh) -> Mesh:
     """Returns the mesh; raises if it is abstract or has no device of this process."""
     if isinstance(mesh, AbstractMesh):
         raise EinshardError(
@@ -108,7 +108,7 @@ def _check_local_devices(mesh: AnyMesh) -> Mesh:
             f'process {jax.process_index()} has no device in the mesh',
             facts={
                 'mesh': mesh_fact(mesh),
-                'devices are of': process_text(
+                'devices are in': process_text(
                     sorted({d.process_index for d in mesh.devices.flat})
                 ),
             },
@@ -126,7 +126,7 @@ class _LocalArray(NamedTuple):
 
 @dataclass(slots=True)
 class _Plan:
-    """The global arrays to build, what processes compare about them, and the first error."""
+    """The global arrays to build, the descriptions that processes compare, and the first error."""
 
     arrays: dict[int, _LocalArray] = field(default_factory=dict[int, _LocalArray])  # by leaf index
     planned: list[PlannedArray] = field(default_factory=list[PlannedArray])
@@ -134,7 +134,7 @@ class _Plan:
 
 
 def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) -> _Plan:
-    """Plans the global arrays. Stores errors, because other processes wait for the comparison."""
+    """Plans the global arrays. Stores the first error, as other processes wait for this one."""
     plan = _Plan()
     try:
         specs = leaf_specs(batch, leaves, spec, context.mesh)
@@ -175,14 +175,14 @@ _ARRAYS = (
 
 
 def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
-    """Finds the global shape and sharding of a local array; raises if its rows do not fit."""
+    """Finds the global shape and sharding of a local array; raises if local shards differ."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         raise EinshardError(
             'the array is already global: its shards are on several processes',
             expression=str(spec),
             facts={'instead': 'use einshard(x, ...) to reshard it'},
         )
-    # the global shape is not known yet: use sizes of 0, which are divisible by any count
+    # the global shape is unknown here; sizes of 0 are divisible by any count
     placement = resolve(spec, (0,) * array.ndim, context)
     if is_partial(placement.sharding):
         raise placement.expression.error(
@@ -214,7 +214,7 @@ def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
 def _shards_by_process(
     sharding: NamedSharding, layout: Layout, ndim: int
 ) -> dict[int, dict[int, frozenset[int]]]:
-    """Returns, by sharded axis and by process, the indices of the shards of the process."""
+    """Returns {sharded axis: {process: indices of the shards in the process}}."""
     counts = layout.n_shards
     # with one element per shard, the start of a slice is the index of the shard
     indices = sharding.devices_indices_map(tuple(counts.get(axis, 1) for axis in range(ndim)))
@@ -234,8 +234,8 @@ def _indivisible(
     name, terms = terms_of_axis(placement.expression, axis, array.ndim)
     replicates = as_leaf_spec(spec).on_indivisible == 'replicate'
     return placement.expression.error(
-        f"axis '{name}' (size {size} in this process) is not divisible by its "
-        f'{n_local} local shards',
+        f"axis '{name}' (local size {size}) is not divisible by {n_local}, "
+        'the number of local shards',
         terms,
         process=jax.process_index(),
         global_size=f'{size * n_shards // n_local} in {n_shards} shards',

@@ -36,7 +36,7 @@ def gather(tree: T) -> T:
             `jax.random.wrap_key_data`).
 
     Returns:
-        The same pytree of NumPy arrays. For an array that `einshard` has sharded,
+        The same pytree with NumPy arrays. For an array that `einshard` has sharded,
         `einshard(gather(x), describe(x))` on the same mesh restores `x` exactly, unless it is a
         `jax.Ref`, a partial sum, or an array of PRNG keys.
 
@@ -55,7 +55,7 @@ def gather(tree: T) -> T:
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
     remote = {i: leaf for i, leaf in arrays.items() if not leaf.is_fully_addressable}
     if remote:
-        shardings = {i: _replicated(leaf) for i, leaf in remote.items()}
+        shardings = {i: _replicated_sharding(leaf) for i, leaf in remote.items()}
         replicated = jax.jit(_identity, out_shardings=shardings)(remote)
         arrays |= {i: leaf.addressable_data(0) for i, leaf in replicated.items()}
     for i, host in jax.device_get(arrays).items():
@@ -73,7 +73,7 @@ def _plain_array(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     if isinstance(leaf, jax.Array) and is_partial(leaf.sharding):
-        leaf = without_partial_axes(leaf, _replicated(leaf))
+        leaf = without_partial_axes(leaf, _replicated_sharding(leaf))
     return leaf
 
 
@@ -81,8 +81,8 @@ def _identity(arrays: T) -> T:
     return arrays
 
 
-def _replicated(x: Any) -> NamedSharding:
+def _replicated_sharding(x: Any) -> NamedSharding:
     sharding = x.sharding
-    named = isinstance(sharding, NamedSharding)
-    mesh = sharding.mesh if named else device_mesh(list(sharding.device_set))
+    is_named = isinstance(sharding, NamedSharding)
+    mesh = sharding.mesh if is_named else device_mesh(list(sharding.device_set))
     return NamedSharding(mesh, PartitionSpec())

@@ -25,7 +25,7 @@ MAX_SHOWN_BYTES = 1024  # of the description of each array in an error
 
 
 def check_same_plan(arrays: Sequence[PlannedArray], mesh: Mesh) -> None:
-    """Raises the same error in every process of `mesh` if their lists of planned arrays differ."""
+    """Raises the same error in every process of `mesh` if the processes plan different arrays."""
     records = ['\0'.join(array) for array in arrays]
 
     def differ(n: int) -> bool:
@@ -40,7 +40,7 @@ def check_same_plan(arrays: Sequence[PlannedArray], mesh: Mesh) -> None:
     text = records[first] if first < len(records) else 'no more arrays'
     shown = _all_gather_bytes(text.encode()[:MAX_SHOWN_BYTES].ljust(MAX_SHOWN_BYTES, b'\0'), mesh)
     texts = {p: row.rstrip(b'\0').decode(errors='ignore') for p, row in shown.items()}
-    raise _difference({process: text.split('\0') for process, text in texts.items()})
+    raise _mismatch_error({process: text.split('\0') for process, text in texts.items()})
 
 
 def check_same_contents(arrays: Sequence[tuple[PlannedArray, Any]], mesh: Mesh) -> None:
@@ -65,7 +65,7 @@ def _digest(x: Any) -> str:
 
 
 def _all_gather_bytes(data: bytes, mesh: Mesh) -> dict[int, bytes]:
-    """Returns the bytes that each process passes, all of the same length, by process."""
+    """Returns {process: its data}; the data of all processes must have the same length."""
     row_mesh = _mesh_of_rows(mesh)
     row = np.frombuffer(data, np.uint8)[None]
     by_row = NamedSharding(row_mesh, PartitionSpec('row'))
@@ -89,11 +89,11 @@ def _mesh_of_rows(mesh: Mesh) -> Mesh:
     return Mesh(grid, ('row', 'column'), axis_types=(AxisType.Auto,) * 2)
 
 
-def _difference(planned: Mapping[int, Sequence[str]]) -> EinshardError:
-    """Returns the error for planned arrays that differ.
+def _mismatch_error(planned: Mapping[int, Sequence[str]]) -> EinshardError:
+    """Returns the error for planned arrays that differ between processes.
 
-    `planned` has (description, expression) by process, or (description,) if the description is
-    truncated, or says that the process has no more arrays.
+    `planned` maps a process to (description, expression), or to (description,) if the text was
+    truncated or the process has no more arrays.
     """
     expressions = {expression for _, *rest in planned.values() for expression in rest}
     if len(expressions) == 1:
@@ -111,7 +111,7 @@ def _difference(planned: Mapping[int, Sequence[str]]) -> EinshardError:
 
 
 def group_processes(texts: Mapping[int, str]) -> dict[str, str]:
-    """Groups processes by their text, as facts: {'processes 0, 1': text}. At most 8 groups."""
+    """Groups processes by their text, for an error: {'processes 0, 1': text}. At most 8 groups."""
     groups: dict[str, list[int]] = {}
     for process, text in sorted(texts.items()):
         groups.setdefault(text, []).append(process)

@@ -12,24 +12,24 @@ from .._errors import EinshardError
 from .._sharding.mesh import is_partial, partition_spec, partition_text, spec_axes
 from .._text import array_text
 
-# When a replicated value becomes a partial sum, JAX 0.8.1 leaves it on every device, so that the
-# sum is too large. JAX 0.10.2 sets all but one to zero, but XLA crashes for complex numbers.
-_KEEPS_ALL_TERMS = jax.__version_info__ < (0, 10)
+# When a replicated value becomes a partial sum, JAX 0.8.1 keeps all replicas, so the sum is too
+# large. JAX 0.10.2 sets all replicas but one to zero, but XLA crashes for complex numbers.
+_KEEPS_REPLICAS = jax.__version_info__ < (0, 10)
 
 
 def reshard(x: Any, sharding: NamedSharding) -> Any:
     """Reshards a value, as `jax.sharding.reshard` does.
 
     A value that becomes a partial sum over mesh axes is replicated over them first. Without this,
-    JAX 0.8.1 to 0.12 return sums that are too large for some values with an array axis sharded over
-    two mesh axes, and XLA aborts the process if the value stops being a partial sum over others.
+    JAX 0.8.1 to 0.12 makes some sums too large if an array axis was sharded over two mesh axes, and
+    XLA aborts the process if the call also adds up a partial sum over other mesh axes.
     """
     aval: Any = jax.typeof(x)
     old, spec = aval.sharding.spec.unreduced, sharding.spec
     _check_dtype(aval, sharding)
     if spec.unreduced <= old:
         return jax.sharding.reshard(x, sharding)
-    by_hand = _KEEPS_ALL_TERMS or jax.numpy.issubdtype(aval.dtype, jax.numpy.complexfloating)
+    by_hand = _KEEPS_REPLICAS or jax.numpy.issubdtype(aval.dtype, jax.numpy.complexfloating)
     kept = frozenset[Any]() if by_hand else spec.unreduced & old
     replicated = NamedSharding(sharding.mesh, partition_spec(spec_axes(spec), kept, spec.reduced))
     x = jax.sharding.reshard(x, replicated)
@@ -37,15 +37,16 @@ def reshard(x: Any, sharding: NamedSharding) -> Any:
 
 
 def _check_dtype(aval: Any, sharding: NamedSharding) -> None:
-    """Raises if values that are not numbers become a partial sum.
+    """Raises for partial sums of values that are not numbers.
 
-    PRNG keys cannot have reduced axes either: JAX fails.
+    Also raises for PRNG keys with reduced axes, on which JAX fails.
     """
     is_key = jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended)
     is_number = jax.numpy.issubdtype(aval.dtype, jax.numpy.number)
     if (is_key and is_partial(sharding)) or (sharding.spec.unreduced and not is_number):
+        limit = 'cannot be a partial sum' if sharding.spec.unreduced else 'has no gradient'
         raise EinshardError(
-            f'{array_text(aval)} does not contain numbers, so it has no partial sums or gradients',
+            f'{array_text(aval)} does not contain numbers, so it {limit}',
             facts={'sharding': partition_text(sharding.spec)},
         )
 

@@ -1,4 +1,4 @@
-"""Writes the `jax.jit` call of a function, and the constraints inside it."""
+"""Writes the `jax.jit` call of a `sharded` function, and the constraints inside a function."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _CONSTRAINTS = {
     'sharding_constraint': 'jax.lax.with_sharding_constraint',
     'reshard': 'jax.sharding.reshard',
 }
-_MAX_LITERAL = 8  # a pytree with more shardings is written as a search by path
-# names that the written module may define or import; parameters get other names
+_MAX_LITERAL = 8  # pytrees with more shardings than this are written as path rules
+# names that the written module may define or import, so its parameters need other names
 _TAKEN = re.compile(
     'function|shardings|hardware_order|jax|np|re|P|AxisType|Mesh|NamedSharding'
     r'|(mesh|devices)(_\d+)?'
@@ -42,13 +42,13 @@ _TAKEN = re.compile(
 def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
     """Writes a function that jits the user's function as `sharded` does.
 
-    Returns its source, in a list; [] if the user's function is not `sharded`.
+    Returns a list with its source; [] if the user's function is not `sharded`.
     """
     program, traced = stages.program, stages.traced
     if program is None or traced is None:
         return []
     setup, static = program.setup, program.static
-    # per_device passes `sharded` a function that is defined in the module of per_device
+    # for a per_device function, `sharded` wraps a function defined in the module of per_device
     if getattr(setup.function, '__globals__', {}).get('__name__') == per_device.__module__:
         raise EinshardError(
             f"to_jax cannot write '{setup.name}', a per_device function",
@@ -71,9 +71,9 @@ def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
     arguments += [f'{name}={value!r}' for name, value in options.items()]
     body = [f'    """Jits {setup.name}({", ".join(program.names)})."""']
     if trees.parameters:
-        body.append(f'    # {", ".join(trees.parameters)}: arrays, or shapes of jax.eval_shape')
-    if others := [name for name in setup.options if name not in options]:
-        body.append(f'    # not written: {", ".join(others)}=, which sharded was given')
+        body.append(f'    # {", ".join(trees.parameters)}: arrays, or shapes from jax.eval_shape')
+    if omitted := [name for name in setup.options if name not in options]:
+        body.append(f'    # omitted: {", ".join(omitted)}= of sharded')
     if AxisType.Explicit in program.mesh.axis_types:
         body.append('    # before a call, enter jax.set_mesh(mesh) and place the arguments')
     head = Brackets(f'def jit_{_identifier(setup.name)}(', ('function', *trees.parameters), '):')
@@ -82,22 +82,21 @@ def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
 
 
 def _argument_options(
-    kind: str, positions: Sequence[int], program: TracedFunction
+    prefix: str, positions: Sequence[int], program: TracedFunction
 ) -> dict[str, Any]:
-    """Returns the options of `jax.jit` for 'static' or 'donate': {'donate_argnums': (0,)}."""
+    """Returns jit options for some arguments: {'donate_argnums': (0,)} if `prefix` is 'donate'."""
     n = program.call.n_positional
     numbers = tuple(i for i in positions if i < n)
     names = tuple(program.names[i] for i in positions if i >= n)
-    options = {f'{kind}_argnums': numbers, f'{kind}_argnames': names}
-    return {option: found for option, found in options.items() if found}
+    options = {f'{prefix}_argnums': numbers, f'{prefix}_argnames': names}
+    return {option: value for option, value in options.items() if value}
 
 
 class _Trees:
     """Writes pytrees of shardings.
 
     Attributes:
-        parameters: the names of the pytrees whose shardings the written function finds by path. It
-            takes these pytrees as parameters.
+        parameters: parameters of the written function: pytrees whose shardings it finds by path.
     """
 
     def __init__(self, writer: Writer, tables: Tables):
@@ -106,12 +105,12 @@ class _Trees:
         self._tables = tables
 
     def code(self, shardings: Any, name: str, value: Any) -> Code:
-        """Writes the shardings of a value: one for all leaves, a pytree, or a search by path.
+        """Writes shardings: one for all leaves, a literal pytree, or a call that uses path rules.
 
         Args:
             shardings: a sharding or None for each leaf, or a pytree prefix of these.
-            name: the name of the value; a search by path adds a parameter with this name.
-            value: the argument or result, as arrays or shapes.
+            name: the name of `value`; path rules add a parameter with this name.
+            value: the argument or result, as arrays or ShapeDtypeStructs.
         """
         leaves = jtu.tree_leaves(shardings, is_leaf=is_none)
         if leaves and all(leaf == leaves[0] for leaf in leaves):
@@ -124,7 +123,7 @@ class _Trees:
         while _TAKEN.fullmatch(parameter) or parameter in self.parameters:
             parameter += '_'
         self.parameters.append(parameter)
-        # the shardings may be a prefix of the value
+        # the shardings may be a pytree prefix of the value
         subtrees = jtu.tree_structure(shardings, is_leaf=is_none).flatten_up_to(value)
         by_leaf = [
             s for s, subtree in zip(leaves, subtrees, strict=True) for _ in jtu.tree_leaves(subtree)
@@ -134,7 +133,7 @@ class _Trees:
         return f'shardings({table}, {parameter})'
 
     def _literal(self, tree: Any) -> Code | None:
-        """Writes a pytree of dicts, lists and tuples; None if it has other nodes."""
+        """Writes shardings in dicts, lists and tuples; returns None for other pytree nodes."""
         if tree is None or isinstance(tree, NamedSharding):
             return self._writer.sharding(tree)
         if type(tree) is dict and all(isinstance(key, str | int) for key in tree):
@@ -152,8 +151,8 @@ class _Trees:
 def _check_positional(program: TracedFunction) -> None:
     """Raises if a call has keyword arguments, which jit with in_shardings rejects.
 
-    `sharded` passes arguments by position, except those of keyword-only parameters, in `**kwargs`,
-    and after a parameter that the call omits.
+    `sharded` passes arguments by position if it can. It cannot for keyword-only parameters,
+    `**kwargs`, and parameters after one that the call omits.
     """
     if program.call.keywords:
         raise EinshardError(
@@ -178,30 +177,29 @@ def _identifier(name: str) -> str:
 
 
 def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
-    """Writes the sharding constraints inside a function as a comment, by source line.
+    """Writes the sharding constraints inside a function, with source lines, as a comment.
 
-    Returns the comment, in a list; [] if there are none.
+    Returns a list with the comment; [] if there are no constraints.
     """
     assert stages.traced is not None, 'a function was traced'
-    # over Explicit axes, `sharded` reshards the arguments before it calls the function; these
-    # reshards have no line, or on JAX 0.8 that of the call of to_jax
+    # Over Explicit axes, `sharded` reshards the arguments before it calls the function. These
+    # reshards are not listed; they have no source line, or in JAX 0.8 the line that calls to_jax.
     user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
-    lines_outside = '', f'{user.f_code.co_filename}:{user.f_lineno}'
+    unlisted_lines = '', f'{user.f_code.co_filename}:{user.f_lineno}'
     found: dict[tuple[str, str], str] = {}
     for eqn in _constraints(stages.traced.jaxpr.jaxpr):
         sharding = eqn.params.get('sharding', eqn.params.get('dst_sharding'))
-        # 'sum' even if nothing is unreduced; einshard makes no partial 'max' or 'min'
+        # without unreduced axes, this is 'sum'; einshard does not make unreduced max or min
         if isinstance(sharding, NamedSharding) and unreduced_kind(sharding.spec) == 'sum':
             line, aval = line_of(eqn), eqn.outvars[0].aval
-            if eqn.primitive.name == 'reshard' and line in lines_outside:
+            if eqn.primitive.name == 'reshard' and line in unlisted_lines:
                 continue
             names = names_at.get(line, ())
             axes = f' {" ".join(names)!r}' if len(names) == len(aval.shape) > 0 else ''
             call = f'{_CONSTRAINTS[eqn.primitive.name]}(x, {writer.sharding(sharding)})'
             found.setdefault((line, call), f'{array_text(aval)}{axes}')
-    comment = [
-        f'# Constraints inside {stages.name or "the function"}, instead of einshard(x, ...):'
-    ]
+    name = stages.name or 'the function'
+    comment = [f'# Constraints inside {name}, instead of einshard(x, ...):']
     for (line, call), array in found.items():
         where = short_source(line) or 'no source line'
         comment += ['#', f'# {where}, {array}', f'#     x = {call}']
@@ -209,12 +207,12 @@ def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
 
 
 def _constraints(jaxpr: Any) -> Iterator[Any]:
-    """Yields the equations of constraints, also of inner jaxprs, but not of the backward pass."""
+    """Yields the constraint equations of a jaxpr and its inner jaxprs, not of backward passes."""
     for eqn in jaxpr.eqns:
         is_backward = 'transpose(' in str(eqn.source_info.name_stack)
         if eqn.primitive.name in _CONSTRAINTS and not is_backward:
             specs = [v.aval.sharding.spec for v in (eqn.invars[0], eqn.outvars[0])]
-            # JAX adds reshards of gradients that change nothing
+            # JAX adds reshards that do not change the sharding, for gradients
             if eqn.primitive.name != 'reshard' or specs[0] != specs[1]:
                 yield eqn
         for inner in inner_jaxprs(eqn.params.values()):

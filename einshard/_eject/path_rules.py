@@ -1,4 +1,4 @@
-"""Writes the shardings of a pytree as a list of patterns of paths."""
+"""Writes the shardings of a pytree as a list of (path pattern, sharding) rules."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .._text import first_of
 from .shardings import Writer, has_default_memory, spec_code
 from .source import Brackets, Code, statement
 
-# A path with its sharding; None leaves the array to JAX.
+# The path of an array with its sharding; None leaves the sharding to JAX.
 Leaf: TypeAlias = tuple[str, NamedSharding | None]
-# A pattern with a sharding. The first pattern that is found in the path of a leaf applies.
+# A regular expression with a sharding. The first rule whose pattern is found in a path applies.
 PathRule: TypeAlias = tuple[str, NamedSharding | None]
 K = TypeVar('K')
 
@@ -36,30 +36,30 @@ def shardings(rules, tree):
 
 
 def find_path_rules(
-    leaves: Sequence[Leaf], labels: Sequence[int] = (), patterns: Sequence[str] = ()
+    leaves: Sequence[Leaf], matched: Sequence[int] = (), patterns: Sequence[str] = ()
 ) -> list[PathRule]:
     """Finds rules that give the leaves of a pytree their shardings.
 
-    A pattern is kept if all leaves that it matched have the same sharding. The other leaves get a
-    rule for all paths that differ only in numbers, or a rule for each path. If these rules give any
-    leaf the wrong sharding, no pattern is kept, and each path gets its own rule.
+    A pattern in `patterns` is kept if all leaves that it matched have the same sharding. Other
+    leaves share a rule if their paths differ only in numbers and all have the same sharding; the
+    rest have one rule each. If these rules give any leaf the wrong sharding, each path gets its own
+    rule instead.
 
     Args:
         leaves: the leaves; it is an error if leaves with different shardings have the same path.
-        labels: for each leaf, the index of the pattern that matched it; empty if there are no
-            patterns.
-        patterns: the patterns, in order.
+        matched: for each leaf, the index in `patterns` of the pattern that matched it; empty if
+            there are no patterns.
     """
-    groups = _grouped(leaves, labels or [-1] * len(leaves))
+    groups = _grouped(leaves, matched or [-1] * len(leaves))  # -1: no pattern
     rest = groups.pop(-1, [])
     kept: list[PathRule] = []
-    for label, group in sorted(groups.items()):
+    for i, group in sorted(groups.items()):
         if _is_uniform(group):
-            kept.append((patterns[label], group[0][1]))
+            kept.append((patterns[i], group[0][1]))
         else:
             rest += group
-    by_path = [(_exactly(path), sharding) for path, sharding in leaves]
-    for rules in ([*_by_template(rest), *kept], by_path):
+    one_each = [(_exact_pattern(path), sharding) for path, sharding in leaves]
+    for rules in ([*_merged_rules(rest), *kept], one_each):
         if all(_find_sharding(rules, path) == sharding for path, sharding in leaves):
             return rules
     counts = Counter(path for path, _ in leaves)
@@ -69,18 +69,18 @@ def find_path_rules(
     )
 
 
-def _by_template(leaves: Sequence[Leaf]) -> Iterator[PathRule]:
+def _merged_rules(leaves: Sequence[Leaf]) -> Iterator[PathRule]:
     """Yields one rule for paths that differ only in numbers, or one each if shardings differ."""
-    pairs = [(_exactly(path), sharding) for path, sharding in leaves]
-    templates = [re.sub(r'\d+', r'\\d+', pattern) for pattern, _ in pairs]
-    for template, group in _grouped(pairs, templates).items():
+    rules = [(_exact_pattern(path), sharding) for path, sharding in leaves]
+    patterns = [re.sub(r'\d+', r'\\d+', pattern) for pattern, _ in rules]
+    for pattern, group in _grouped(rules, patterns).items():
         if len(group) > 1 and _is_uniform(group):
-            yield template, group[0][1]
+            yield pattern, group[0][1]
         else:
             yield from group
 
 
-def _exactly(path: str) -> str:
+def _exact_pattern(path: str) -> str:
     return f'^{re.escape(path)}$'
 
 
@@ -100,50 +100,45 @@ def _find_sharding(rules: Sequence[PathRule], path: str) -> NamedSharding | None
 
 
 class Tables:
-    """The lists of rules in the code that is written, by variable name."""
+    """Lists of path rules, each assigned to a variable of the written code."""
 
     def __init__(self, writer: Writer):
         self._writer = writer
         self._tables: dict[str, Sequence[PathRule]] = {}
 
     def add(self, name: str, rules: Sequence[PathRule]) -> str:
-        """Adds a list; returns its name, which may be that of an equal list."""
-        for known, others in self._tables.items():
+        """Adds a list; returns its variable: `name`, changed if taken, or that of an equal list."""
+        for existing, others in self._tables.items():
             if others == rules:
-                return known
+                return existing
         while name in self._tables:
             name += '_'
         self._tables[name] = rules
         return name
 
     def parts(self, conditions: Sequence[str] = ()) -> list[str]:
-        """Writes the lists, and the function that applies them.
+        """Writes the lists of rules, and the function `shardings` that applies a list to a pytree.
 
         Args:
-            conditions: the first lines of the inner function, which finds the sharding of a leaf.
+            conditions: lines that start the inner function `find` of `shardings`; they handle
+                leaves to which no rule applies.
         """
         if not self._tables:
             return []
         shardings = [sharding for rules in self._tables.values() for _, sharding in rules]
-        # if all are on one mesh, in default memory, the lists have PartitionSpecs
+        # if all shardings have one mesh and default memory, the lists have PartitionSpecs instead
         meshes = {s.mesh if s and has_default_memory(s) else None for s in shardings}
         (mesh,) = meshes if len(meshes) == 1 else [None]
         write, value, result = self._writer.sharding, 'sharding', 'sharding'
         if mesh:
             write, value = _spec_of, 'spec'
             result = f'NamedSharding({self._writer.mesh(mesh)}, spec)'
-        lists = [
-            statement(
-                Brackets(
-                    f'{name} = [',
-                    tuple(Brackets('(', (raw_string(p), write(s))) for p, s in rules),
-                    ']',
-                )
-            )
-            for name, rules in self._tables.items()
-        ]
-        first = ''.join(f'        {line}\n' for line in conditions)
-        return [*lists, _FUNCTION.format(conditions=first, value=value, result=result)]
+        parts: list[str] = []
+        for name, rules in self._tables.items():
+            pairs = tuple(Brackets('(', (raw_string(p), write(s))) for p, s in rules)
+            parts.append(statement(Brackets(f'{name} = [', pairs, ']')))
+        first_lines = ''.join(f'        {line}\n' for line in conditions)
+        return [*parts, _FUNCTION.format(conditions=first_lines, value=value, result=result)]
 
 
 def _spec_of(sharding: NamedSharding | None) -> Code:

@@ -35,30 +35,27 @@ class Writer:
     """Writes shardings, and the meshes that they are on.
 
     Args:
-        mesh: the mesh in context. Traced values are on its abstract mesh, for which this mesh is
-            written.
+        mesh: the mesh in context. It is written in place of its abstract mesh, which shardings of
+            traced values have.
     """
 
     def __init__(self, mesh: AnyMesh) -> None:
-        self._in_context = mesh
+        self._mesh_in_context = mesh
         self._meshes: dict[AnyMesh, str] = {}  # the variable of each mesh
-        # the variable of each sorted list of devices, by the call that returns the devices
+        # the variable of each sorted list of devices, keyed by code such as 'jax.devices()'
         self._devices: dict[str, str] = {}
 
     def mesh(self, mesh: AnyMesh) -> str:
         """Returns the variable of a mesh, which `definitions` defines."""
-        if mesh == getattr(self._in_context, 'abstract_mesh', None):
-            mesh = self._in_context
+        if mesh == getattr(self._mesh_in_context, 'abstract_mesh', None):
+            mesh = self._mesh_in_context
         if mesh in self._meshes:
             return self._meshes[mesh]
         if not all(isinstance(name, str) for name in mesh.axis_names):
+            names = ', '.join(f'{name!r} ({type(name).__name__})' for name in mesh.axis_names)
             raise EinshardError(
                 'the axis names of a mesh must be strings to be written as source text',
-                facts={
-                    'axis names': ', '.join(
-                        f'{name!r} ({type(name).__name__})' for name in mesh.axis_names
-                    )
-                },
+                facts={'axis names': names},
             )
         self._meshes[mesh] = _numbered('mesh', len(self._meshes))
         return self._meshes[mesh]
@@ -73,7 +70,7 @@ class Writer:
         return Brackets('NamedSharding(', tuple(items))
 
     def definitions(self) -> list[str]:
-        """Writes the statements that make the meshes."""
+        """Writes the definitions of the mesh variables, and of what they use."""
         meshes = [self._definition(mesh, name) for mesh, name in self._meshes.items()]
         if not self._devices:
             return meshes
@@ -89,24 +86,25 @@ class Writer:
         if len(set(types)) == 1 < len(types):
             axis_types = f'axis_types=({types[0]},) * {len(types)}'
         axes = Brackets('(', tuple(map(repr, mesh.axis_names)))
-        if _is_of_make_mesh(mesh):
+        if _uses_make_mesh(mesh):
             sizes = Brackets('(', tuple(map(str, mesh.axis_sizes)))
             code = statement(Brackets(f'{name} = jax.make_mesh(', (sizes, axes, axis_types)))
             if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == 'tpu':
-                return code  # `_is_of_make_mesh` has compared the orders
+                return code  # `_uses_make_mesh` has checked the device order
             return f'# jax.make_mesh may reorder the devices of a TPU slice\n{code}'
         devices = f'{self._device_array(mesh)}.reshape({", ".join(map(str, mesh.axis_sizes))})'
         code = statement(Brackets(f'{name} = Mesh(', (devices, axes, axis_types)))
-        comment = f'# one axis for each prime factor of {mesh.size}\n'
         is_canonical = is_device_mesh(mesh) and device_mesh(mesh).axis_sizes == mesh.axis_sizes
-        return f'{comment}{code}' if is_canonical and len(types) > 1 else code
+        if is_canonical and len(types) > 1:
+            return f'# one axis for each prime factor of {mesh.size}\n{code}'
+        return code
 
     def _device_array(self, mesh: AnyMesh) -> str:
-        """Writes the devices of a mesh, in its order."""
+        """Writes the devices of a mesh as a NumPy array, in mesh order."""
         if isinstance(mesh, AbstractMesh):
             return f'np.array({self._sorted_devices("jax.devices()")})'
         devices: list[Device] = list(mesh.devices.flat)
-        call, available = _available(devices)
+        call, available = _find_devices_call(devices)
         name = self._sorted_devices(call)
         order = [available.index(device) for device in devices]
         if order != list(range(len(order))):
@@ -114,7 +112,7 @@ class Writer:
         return f'np.array({name}{f"[:{len(order)}]" if len(order) < len(available) else ""})'
 
     def _sorted_devices(self, call: str) -> str:
-        """Returns the variable of the devices that a call returns, in hardware order."""
+        """Returns the variable of the sorted devices of `call`, such as 'jax.devices()'."""
         return self._devices.setdefault(call, _numbered('devices', len(self._devices)))
 
 
@@ -122,34 +120,34 @@ def _numbered(name: str, n_before: int) -> str:
     return f'{name}_{n_before + 1}' if n_before else name
 
 
-def _available(devices: Sequence[Device]) -> tuple[str, list[Device]]:
+def _find_devices_call(devices: Sequence[Device]) -> tuple[str, list[Device]]:
     """Finds a call of `jax.devices` that returns all of `devices`, and maybe others.
 
-    No call here returns the devices of a topology. The text for a topology runs on a machine that
-    has only these devices, where `jax.devices()` returns them.
+    For devices of a topology (AOT), no call does; the result is 'jax.devices()', which returns them
+    on the machine that runs the written code.
 
     Returns:
         The call, and the devices that it returns, in hardware order.
     """
     platform = devices[0].platform
     for call, arguments in (('jax.devices()', ()), (f'jax.devices({platform!r})', (platform,))):
-        with suppress(RuntimeError):  # the platform of a topology may be unknown
+        with suppress(RuntimeError):  # JAX may lack the platform of a topology
             available = jax.devices(*arguments)
             if set(devices) <= set(available):
                 return call, sorted(available, key=position)
     return 'jax.devices()', sorted(devices, key=position)
 
 
-def _is_of_make_mesh(mesh: AnyMesh) -> bool:
-    """Whether the text calls `jax.make_mesh`: if that orders the devices as this mesh does."""
+def _uses_make_mesh(mesh: AnyMesh) -> bool:
+    """Whether to write a call of `jax.make_mesh`: if it gives the same device order as `mesh`."""
     if is_device_mesh(mesh):
-        return False  # the text sorts its devices in hardware order
+        return False  # the written code sorts the devices in hardware order
     if isinstance(mesh, AbstractMesh):
-        return True  # it has no order of devices
-    call, available = _available(list(mesh.devices.flat))
+        return True  # an AbstractMesh has no device order
+    call, available = _find_devices_call(list(mesh.devices.flat))
     if call != 'jax.devices()':
         return False
-    devices = None if available[0] in jax.devices() else available
+    devices = None if available[0] in jax.devices() else available  # else: of a topology
     # make_mesh raises NotImplementedError for shapes that do not fit the torus of a TPU slice
     with suppress(ValueError, NotImplementedError):
         axes = mesh.axis_sizes, mesh.axis_names

@@ -1,4 +1,4 @@
-"""Source text: statements, broken into lines as `ruff format` does."""
+"""Formats statements and modules as `ruff format` does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 _WIDTH = 88  # the default of ruff
-# imports by the names that need them; an empty line follows those of the standard library
+# imports, keyed by the names that need them; an empty line follows the standard library
 _IMPORTS = {
     're': 'import re\n',
     'jax': 'import jax',
@@ -21,10 +21,10 @@ _IMPORTS = {
 
 @dataclass(frozen=True, slots=True)
 class Brackets:
-    """Items in brackets: `start` is what comes before the items, such as 'P(' or "'w': [".
+    """Code in brackets: `start` is what comes before the items, such as 'P(' or "'w': [".
 
-    If they do not fit on one line, the items of a call move to the next line, if they fit there.
-    Otherwise each item has its own line.
+    If the code does not fit on one line, each item has its own line; in a call, all items share one
+    line if they fit there.
     """
 
     start: str
@@ -37,15 +37,15 @@ class Brackets:
         return self.start.endswith('(') and (self.start[:-1] or '=')[-1] not in '= '
 
     def __str__(self) -> str:
-        is_single = len(self.items) == 1 and self.start.endswith('(') and not self.is_call
-        return f'{self.start}{", ".join(map(str, self.items))}{"," * is_single}{self.end}'
+        is_one_tuple = len(self.items) == 1 and self.start.endswith('(') and not self.is_call
+        return f'{self.start}{", ".join(map(str, self.items))}{"," * is_one_tuple}{self.end}'
 
 
 Code: TypeAlias = str | Brackets
 
 
 def labeled(label: str, code: Code) -> Code:
-    """Puts text before an expression: 'sharding = ', 'out_shardings='."""
+    """Puts text such as 'sharding = ' or 'out_shardings=' before an expression."""
     if isinstance(code, str):
         return label + code
     return Brackets(label + code.start, code.items, code.end)
@@ -69,7 +69,7 @@ def statement(code: Code) -> str:
 
 
 def module(header: str, parts: Sequence[str]) -> str:
-    """Joins the parts of a module, below a comment and the imports that they need."""
+    """Joins the parts of a module, after the comment `header` and the imports of the parts."""
     used = {node.id for node in ast.walk(ast.parse('\n'.join(parts))) if isinstance(node, ast.Name)}
     found = ((text, [n for n in names.split() if n in used]) for names, text in _IMPORTS.items())
     imports = '\n'.join(text.format(', '.join(names)) for text, names in found if names)

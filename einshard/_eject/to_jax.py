@@ -61,27 +61,26 @@ def to_jax(
     What the text defines depends on `what`:
 
     * An expression, `PartitionSpec` or `NamedSharding`: `sharding`.
-    * `Rules`: `RULES`, a list of patterns with their `PartitionSpec`s, and `shardings(RULES,
-      tree)`, the pytree of shardings for `jax.device_put` or `jax.jit`. Without a tree, no spec
-      may depend on the arrays: no functions, no `indivisible='replicate'`, and no axis sharded
-      after '...', as in `'... d*'`.
-    * A pytree of specs, or `for_optimizer(...)`, with a tree: the same, with patterns that match
-      the paths of the tree.
+    * `Rules`: `RULES`, a list of patterns with their PartitionSpecs, and `shardings(RULES,
+      tree)`, the pytree of shardings for `jax.device_put` or `jax.jit`. In `to_jax(rules)`, without
+      a pytree of arrays, no spec may depend on them: no functions, no `indivisible='replicate'`,
+      and no axis sharded after '...', as in `'... d*'`.
+    * A pytree of specs, or `for_optimizer(...)`, with a pytree of arrays: the same, with patterns
+      that match the paths of the arrays.
     * A `sharded` function `step` with the arguments of a call: `jit_step(function)`, which calls
-      `jax.jit` with these shardings. It also takes the pytrees whose shardings it finds by path, as
-      in `jit_step(function, state)`. A comment lists the constraints inside the function, by source
-      line. For functions that are not `sharded`, only the constraints are listed.
+      `jax.jit` with the shardings of `step`. It also takes the pytrees whose shardings it finds by
+      path, as in `jit_step(function, state)`. A comment lists the sharding constraints inside the
+      function, with source lines. For functions that are not `sharded`, the text is this comment.
     * A `Plan`: the same for its function, with the shardings of the best plan.
 
-    The shardings equal those of einshard: the same `PartitionSpec`s, and meshes of the same devices
-    in the same order. If `jax.make_mesh` makes the same mesh, the text calls it. Otherwise it
-    arranges the devices in hardware order, on any machine with the same number of devices. The text
-    has none of einshard's checks.
+    The shardings equal those of einshard: the same PartitionSpecs, and meshes of the same devices
+    in the same order. The text calls `jax.make_mesh` if that makes the same mesh; otherwise it
+    sorts the devices as `device_mesh` does. The text has none of einshard's checks.
 
     Args:
         what: a spec, a pytree of specs, a function or a `Plan`.
-        args, kwargs: for a spec, a pytree of arrays or shapes; for a function, the arguments of a
-            call, as in `explain`. Pass arguments by position if their names are `mesh` or `shape`.
+        args, kwargs: for a spec, a pytree of arrays or ShapeDtypeStructs; for a function, the
+            arguments of a call, as in `explain`. Arguments named `mesh` or `shape` go by position.
         mesh: a mesh or devices, as for `make_sharding`; an `AbstractMesh` needs no devices.
         shape: the shape of the array, for a single spec.
 
@@ -89,9 +88,9 @@ def to_jax(
         The source text, formatted as by `ruff format`.
 
     Raises:
-        EinshardError: a spec does not fit; the specs depend on a pytree that is not given; the call
-            has keyword arguments that cannot be passed by position, for which `jax.jit` takes no
-            shardings; or the function is a `per_device` function.
+        EinshardError: a spec does not fit the mesh or the arrays; specs depend on arrays that are
+            not given; the call has keyword arguments that cannot be passed by position, for
+            which `jax.jit` takes no shardings; or the function is a `per_device` function.
     """
     if isinstance(what, Plan):
         _check_plan_alone(args, kwargs, mesh, shape)
@@ -100,7 +99,7 @@ def to_jax(
     if _is_spec(what):
         if kwargs or len(args) > 1:
             raise EinshardError(
-                'with a spec, to_jax takes at most one pytree, by position',
+                'with a spec, to_jax takes at most one pytree, as a positional argument',
                 facts={
                     'got': ', '.join([*map(array_text, args), *(f'{name}=' for name in kwargs)]),
                     'expected': 'to_jax(spec), or to_jax(spec, tree)',
@@ -154,7 +153,7 @@ def _write_sharding(spec: Any, args: Sequence[Any], shape: Any, context: Context
 def _write_rules(
     spec: Any, args: Sequence[Any], mesh: MeshLike | None, shape: Any, context: Context
 ) -> str:
-    """Writes the shardings of a pytree by patterns of paths; `Rules` need no pytree."""
+    """Writes the shardings of a pytree as path patterns; unless `spec` is `Rules`, needs `args`."""
     if shape is not None:
         raise EinshardError(
             'shape= is for a single spec', facts={'instead': 'pass a pytree: to_jax(rules, params)'}
@@ -164,15 +163,16 @@ def _write_rules(
     if args:
         rules, skips_non_arrays = _rules_of_tree(spec, args[0], mesh, context)
     elif isinstance(spec, Rules):
-        rules, skips_non_arrays = _rules_of_patterns(spec, context), True  # if a tree has any
+        # pytrees that the written code is used for may have leaves that are not arrays
+        rules, skips_non_arrays = _rules_of_patterns(spec, context), True
     else:
         raise _needs_tree('these specs depend on the paths or shapes of the arrays')
     if skips_non_arrays:
         conditions += ["if not hasattr(leaf, 'shape'):", '    return None']
     if isinstance(spec, Rules):
         replicated = writer.sharding(resolve(REPLICATED, None, context).sharding)
-        is_small = f' or leaf.size < {spec.min_size}' if spec.min_size > 1 else ''
-        conditions += [f'if not leaf.shape{is_small}:', f'    return {replicated}']
+        or_small = f' or leaf.size < {spec.min_size}' if spec.min_size > 1 else ''
+        conditions += [f'if not leaf.shape{or_small}:', f'    return {replicated}']
     tables.add('RULES', rules)
     parts = tables.parts(conditions)
     return module(_title(spec, context.lowering_mesh), [*writer.definitions(), *parts])
@@ -181,12 +181,12 @@ def _write_rules(
 def _rules_of_tree(
     spec: Any, tree: Any, mesh: MeshLike | None, context: Context
 ) -> tuple[list[PathRule], bool]:
-    """Finds rules for the leaves of a pytree.
+    """Finds path rules for the leaves of a pytree.
 
-    Leaves that `Rules` skip get no rule: scalars, small arrays and leaves that are not arrays.
+    If `spec` is `Rules`, scalars, small arrays and leaves that are not arrays get no path rule.
 
     Returns:
-        The rules, and whether `Rules` skipped a leaf that is not an array.
+        The path rules, and whether `Rules` skipped a leaf that is not an array.
     """
     shapes = jtu.tree_map(_struct, tree)
     placed = jtu.tree_leaves(einshard(shapes, spec, mesh=mesh))
@@ -196,16 +196,17 @@ def _rules_of_tree(
         return find_path_rules(leaves), False
     with mesh_scope(context.mesh):
         rules_and_specs = spec.find_all(leaf_paths(shapes), jtu.tree_leaves(shapes))
-    # by leaf, the index of its rule, or a word such as 'scalar' if it is skipped
+    # the default is the last rule; its pattern '' matches every path
+    patterns = [*(pattern for pattern, _ in spec.rules), '']
+    # for each leaf, the index of its rule, or a word such as 'scalar' if `Rules` skips it
     labels = [len(spec.rules) if rule == 'default' else rule for rule, _ in rules_and_specs]
     pairs = [(leaf, i) for leaf, i in zip(leaves, labels, strict=True) if isinstance(i, int)]
-    patterns = [*(pattern for pattern, _ in spec.rules), '']
     rules = find_path_rules([leaf for leaf, _ in pairs], [i for _, i in pairs], patterns)
     return rules, 'not an array' in labels
 
 
 def _rules_of_patterns(rules: Rules, context: Context) -> list[PathRule]:
-    """Converts each spec of `Rules`; raises if one depends on the arrays."""
+    """Resolves the specs of `Rules`; raises if a sharding depends on the arrays."""
     if rules.indivisible == 'replicate' or context.replicates_indivisible:
         raise _needs_tree("indivisible='replicate' depends on the shapes of the arrays")
     default = [] if rules.default is ... else [('', rules.default)]
@@ -215,12 +216,12 @@ def _rules_of_patterns(rules: Rules, context: Context) -> list[PathRule]:
             path_rules.append((pattern, None))
             continue
         if not isinstance(spec, LEAF_SPECS):
-            raise _needs_tree(f"the spec of '{pattern}' is a function of the arrays")
+            raise _needs_tree(f"the spec of rule '{pattern}' is a function of the arrays")
         leaf_spec = with_fallbacks(
             convert_jax_spec(spec), on_missing=rules.missing, rule=f"'{pattern}'"
         )
         if needs_rank(leaf_spec.expression):
-            raise _needs_tree(f"the sharding of '{pattern}' depends on the ranks of the arrays")
+            raise _needs_tree(f"the sharding of rule '{pattern}' depends on the array ranks")
         path_rules.append((pattern, resolve(leaf_spec, None, context).sharding))
     return path_rules
 
@@ -233,7 +234,7 @@ def _needs_tree(reason: str) -> EinshardError:
 
 
 def _write_function(stages: Stages, mesh: AnyMesh, title: str) -> str:
-    """Writes the jit call of a sharded function, and the constraints inside any function."""
+    """Writes the jit call of a `sharded` function, and the constraints inside any function."""
     if stages.traced is None:
         raise EinshardError(
             'to_jax cannot read the constraints of a lowered or compiled function',
@@ -244,18 +245,19 @@ def _write_function(stages: Stages, mesh: AnyMesh, title: str) -> str:
     call = jit_function(stages, writer, tables)
     constraints = constraint_comment(stages, writer)
     if not call and not constraints:
-        raise EinshardError(
-            f'{stages.name or "the function"} has neither specs nor sharding constraints',
-            facts={
-                'expected': 'a sharded function (not its trace), or constraints in the function'
-            },
-        )
+        if stages.name:
+            sentence = f'{stages.name} has neither specs nor sharding constraints'
+            expected = 'a sharded function, or sharding constraints in the function'
+        else:
+            sentence = 'a trace has no specs, and this one has no sharding constraints'
+            expected = 'a sharded function (not its trace), or constraints in the function'
+        raise EinshardError(sentence, facts={'expected': expected})
     parts = [*tables.parts(), *call, *constraints]
     return module(_on(title, mesh), [*writer.definitions(), *parts])
 
 
 def _struct(leaf: Any) -> Any:
-    """Replaces an array by its shape, so that it is not placed."""
+    """Replaces an array with a `ShapeDtypeStruct`, so that `einshard` does not transfer it."""
     is_array = hasattr(leaf, 'shape') and hasattr(leaf, 'dtype')
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array else leaf
 

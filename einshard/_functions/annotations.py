@@ -48,7 +48,7 @@ else:
         Type checkers see only the array type. `@sharded` without specs reads the annotations of the
         parameters and the result, including those inside tuples, lists, dicts, NamedTuples,
         TypedDicts, dataclasses and Equinox modules. Under beartype, with or without
-        `jaxtyping.jaxtyped`, an array that is sharded differently than its expression says raises
+        `jaxtyping.jaxtyped`, an array that is not sharded as its expression says raises
         EinshardError; specs that are not expressions, and pytree types, are not checked.
         Shardings of traced arrays are checked only if all mesh axes are explicit, because only then
         is the sharding part of the array's type.
@@ -81,15 +81,15 @@ else:
 
 @dataclasses.dataclass(frozen=True)
 class SpecMetadata:
-    """The metadata of `Sharded[...]`: a spec."""
+    """Holds the spec of a `Sharded[...]` type."""
 
     spec: Spec
 
 
 def read_annotations(function: Callable[..., Any]) -> tuple[dict[str, Spec], Spec]:
-    """Reads `Sharded` annotations; returns the specs of parameters by name, and of the result.
+    """Returns the specs in `Sharded` annotations, keyed by parameter, and the spec of the result.
 
-    Parameters without a spec are left out; the spec of a result without one is None.
+    Parameters without a spec are left out; for a result without a spec, returns None.
     """
     target: Any = function
     while isinstance(target, functools.partial):
@@ -116,8 +116,8 @@ def read_annotations(function: Callable[..., Any]) -> tuple[dict[str, Spec], Spe
 def _spec_of(hint: Any) -> Spec:
     """Returns the spec of a type, or None if the type does not contain `Sharded`.
 
-    A tuple type without other containers gives a tuple of specs, any other container type a
-    `_ContainerSpec`.
+    The spec of `tuple[A, B]` is a tuple of specs. Any other container type, and a tuple type that
+    contains such a type, has a `_ContainerSpec`.
     """
     hint = _unwrapped(hint)
     metadata = _find_metadata(hint)
@@ -131,7 +131,7 @@ def _spec_of(hint: Any) -> Spec:
 
 
 def _unwrapped(hint: Any) -> Any:
-    """Resolves an alias, a NewType, a bound TypeVar or a qualifier such as NotRequired."""
+    """Resolves a qualifier such as NotRequired, an alias, a NewType, or a TypeVar with a bound."""
     while True:
         if typing.get_origin(hint) in _QUALIFIERS:
             (hint,) = typing.get_args(hint)
@@ -165,7 +165,7 @@ def _find_metadata(hint: Any) -> SpecMetadata | None:
 class _ContainerSpec:
     """The spec for a container type, such as `dict[str, Sharded[Array, 'x*']]`.
 
-    Gives each leaf the spec of the type that the container type has at the path of the leaf.
+    Each leaf has the spec of the element type at its path.
     """
 
     def __init__(self, hint: Any):
@@ -198,12 +198,12 @@ def _union_members(hint: Any) -> list[Any]:
 def _element_types(hint: Any, key: str) -> list[Any]:
     """Returns the types that a container type allows at a key such as '0' or 'w'.
 
-    Several for a union; [] if the type has no such key.
+    Returns several types for a union, and [] if the type has no such key.
     """
     hint = _unwrapped(hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if _find_metadata(hint) is not None:
-        return [hint]  # a pytree type: its spec is for all leaves
+        return [hint]  # `Sharded[pytree type, spec]`: the spec is for all leaves
     if origin is Annotated:
         return _element_types(args[0], key)
     if origin in (typing.Union, types.UnionType):
@@ -217,9 +217,9 @@ def _element_types(hint: Any, key: str) -> list[Any]:
 
 
 def _fields(cls: Any) -> dict[str, Any]:
-    """Returns the field types of a NamedTuple, TypedDict, dataclass or Equinox module, by name.
+    """Returns the field types of a NamedTuple, TypedDict, dataclass or Equinox module.
 
-    Returns {} for other types.
+    Keyed by name; {} for other types.
     """
     has_fields = (
         dataclasses.is_dataclass(cls) or typing.is_typeddict(cls) or hasattr(cls, '_fields')
@@ -230,18 +230,18 @@ def _fields(cls: Any) -> dict[str, Any]:
 
 
 def _mentions_sharded(hint: Any, within: tuple[Any, ...]) -> bool:
-    """Whether a type contains `Sharded`. `within` are the types that contain this one."""
+    """Whether a type contains `Sharded`; `within` lists the enclosing types, to stop recursion."""
     hint = _unwrapped(hint)
     if _find_metadata(hint) is not None:
         return True
     if hint in within:
-        return False  # a type that contains itself
+        return False  # a recursive type
     inner = [*typing.get_args(hint), *_fields(typing.get_origin(hint) or hint).values()]
     return any(_mentions_sharded(inner_hint, (*within, hint)) for inner_hint in inner)
 
 
 def _check_names(array_type: Any, expression: Expression) -> None:
-    """Raises if the axis names differ from the dimensions of a jaxtyping type."""
+    """Raises if the axis names of `expression` do not match the dimensions of a jaxtyping type."""
     text = getattr(array_type, 'dim_str', None)
     if not isinstance(text, str):
         return
@@ -249,17 +249,17 @@ def _check_names(array_type: Any, expression: Expression) -> None:
     names = list(expression.names)
     if not _match(names, dims):
         # not repr(array_type), which includes the module of jax.Array in JAX 0.9 and 0.10
-        kind = array_type.__name__.partition('[')[0]
+        type_name = array_type.__name__.partition('[')[0]
         element = getattr(array_type.array_type, '__name__', 'Any').rpartition('.')[2]
         raise expression.error(
             f"the expression names the axes '{' '.join(names)}', but the type has '{text}'",
             expression.left if not expression.short else expression.right,
-            type=f"{kind}[{element}, '{text}']",
+            type=f"{type_name}[{element}, '{text}']",
         )
 
 
 def _dimension(token: str) -> str | None:
-    """Returns the name of a jaxtyping dimension; '...' for several; None if any name matches."""
+    """Returns the axis name that a jaxtyping dimension needs: None for any, '...' for '*name'."""
     token = token.lstrip('#?')
     if token == ELLIPSIS or token.startswith('*'):
         return ELLIPSIS
@@ -268,7 +268,10 @@ def _dimension(token: str) -> str | None:
 
 
 def _match(names: list[str], dims: list[str | None]) -> bool:
-    """Whether axis names match dimensions; a '...' in `names` matches any number of dimensions."""
+    """Whether axis names match dimensions; '...' in `names` matches any number of dimensions.
+
+    Of the names, only '...' matches '...' in `dims`.
+    """
     if not names or not dims:
         return names == dims or names == [ELLIPSIS]
     if names[0] == ELLIPSIS:
@@ -278,15 +281,15 @@ def _match(names: list[str], dims: list[str | None]) -> bool:
     return dims[0] in (None, names[0]) and _match(names[1:], dims[1:])
 
 
-# Specs by the id of their beartype validator. Beartype ignores validators next to other metadata,
-# so the spec cannot be metadata too, and a validator has no attribute for it. Validators are cached
-# forever, so their ids stay valid.
+# Specs, keyed by the id of their beartype validator. Beartype supports no other metadata next to a
+# validator, so the metadata cannot include the spec. Validators are cached forever, so their ids
+# stay valid.
 _specs_of_validators: dict[int, SpecMetadata] = {}
 
 
 @functools.cache
 def _validator(spec: str) -> Any:
-    # imported here: it takes 100 ms, and `import einshard` without it only 40 ms
+    # imported here: it takes 100 ms; `import einshard` takes 40 ms without it
     from beartype.vale import Is
 
     validator = Is[_make_check(spec)]
@@ -296,7 +299,7 @@ def _validator(spec: str) -> Any:
 
 def _make_check(spec: str) -> Callable[[Any], bool]:
     def is_placed(x: Any) -> bool:
-        """Raises if an array is not sharded as the type says; otherwise returns True."""
+        """Raises if an array is not sharded as its annotation says; otherwise returns True."""
         if not isinstance(x, jax.Array):
             return True
         sharding = _known_sharding(x)
@@ -331,8 +334,8 @@ def _make_check(spec: str) -> Callable[[Any], bool]:
 def _annotation_error_class() -> type[EinshardError]:
     from jaxtyping import AnnotationError
 
-    # jaxtyping reraises errors of its class AnnotationError. It replaces others by an error that
-    # does not show the sharding of the array.
+    # jaxtyping reraises an AnnotationError as it is, but replaces other errors with one that does
+    # not show the sharding of the array
     name, bases = EinshardError.__name__, (EinshardError, AnnotationError)
     return type(name, bases, {'__module__': 'einshard', '__doc__': EinshardError.__doc__})
 

@@ -13,8 +13,8 @@ _METHODS_WITH_ARGUMENTS = ('lower', 'trace', 'eval_shape', 'in_shardings', 'out_
 class BoundMethod(functools.partial[Any]):
     """A sharded method bound to its instance.
 
-    A partial is called in C: it takes 1.13 times as long as a bound method of `jax.jit`, an object
-    with a `__call__` in Python 1.21 times.
+    It is a `functools.partial` for speed: a call takes 1.13 times as long as that of a method
+    decorated with `jax.jit`. With a `__call__` in Python, it would take 1.21 times as long.
     """
 
     @property
@@ -25,7 +25,7 @@ class BoundMethod(functools.partial[Any]):
     def __self__(self) -> Any:
         return self.args[0]
 
-    # `inspect.signature` follows `__wrapped__`, so that the signature has no `self`
+    # `inspect.signature` follows `__wrapped__`, so the signature has no `self`
     @property
     def __wrapped__(self) -> Any:
         return types.MethodType(self.__func__.__wrapped__, self.__self__)
@@ -42,3 +42,12 @@ class BoundMethod(functools.partial[Any]):
         if name in _METHODS_WITH_ARGUMENTS:
             return functools.partial(attribute, self.__self__)
         return attribute
+
+
+def sharded_call(function: Any) -> Any:
+    """Returns the bound `__call__` of an object, such as a module, if it is sharded.
+
+    Returns other functions as they are. jax.jit would make the arrays of the object constants.
+    """
+    method = getattr(function, '__call__', None)  # noqa: B004
+    return method if isinstance(method, BoundMethod) else function

@@ -1,7 +1,6 @@
 """Adds notes to errors that JAX raises while it traces a function with specs.
 
-JAX's exception object is kept: `add_note` adds what the specs say, and JAX's traceback filtering
-keeps notes.
+`add_note` keeps JAX's exception object, and JAX's traceback filtering keeps the notes.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ _Frame: TypeAlias = tuple[FrameType, int]
 
 
 class ErrorNotes:
-    """Adds a note to an error of JAX about shardings or shapes, if it leaves the `with` block.
-
-    Without an error it computes nothing.
-    """
+    """In a `with` block, adds a note to an error of JAX about shardings or shapes."""
 
     def __init__(
         self, function: str, arguments: Sequence[ValueSpec], values: Sequence[Any], context: Context
@@ -83,12 +79,12 @@ class ErrorNotes:
 
 def is_sharding_type_error(error: BaseException) -> bool:
     """Whether an error is JAX's ShardingTypeError, whose class is private."""
-    kind = type(error)
-    return kind.__name__ == 'ShardingTypeError' and kind.__module__.split('.')[0] == 'jax'
+    cls = type(error)
+    return cls.__name__ == 'ShardingTypeError' and cls.__module__.split('.')[0] == 'jax'
 
 
 def is_error_of_jax(error: BaseException) -> bool:
-    """Whether this is a TypeError or ValueError from JAX itself, such as for shapes that differ."""
+    """Whether an error is a TypeError or ValueError that JAX itself raised."""
     *_, innermost = walk_tb(error.__traceback__)
     return type(error) in (TypeError, ValueError) and _package(innermost) in _JAX
 
@@ -158,7 +154,7 @@ def _sharding_note(
     for i, operand in enumerate(operands[:_MAX_OPERANDS]):
         text = _operand_text(operand, by_id.get(id(operand)), mesh_axes)
         facts[f'operand {i}' if len(operands) > 1 else 'operand'] = text
-    facts['try'] = next(fix for part, fix in _FIXES.items() if part in str(error))
+    facts['try'] = next(fix for text, fix in _FIXES.items() if text in str(error))
     facts['or Auto axes'] = _auto_mesh_call(mesh)
     sentence = f'JAX cannot infer a sharding in {function}, because the mesh axes are Explicit'
     return str(EinshardError(sentence, facts=facts))
@@ -194,9 +190,9 @@ def _axes_in_message(message: str, mesh: AnyMesh) -> set[str]:
 
 
 def _operand_text(operand: Any, leaf: SpecLeaf | None, mesh_axes: set[str]) -> str:
-    """Formats an operand, with its array axes that are sharded over some of these mesh axes.
+    """Formats an operand, and lists its axes that are sharded over any of `mesh_axes`.
 
-    Such as "float32[128@tensor,16], parameter 'w': axis 'y' is sharded over 'tensor'".
+    For example "float32[128@tensor,16], parameter 'w': axis 'y' is sharded over 'tensor'".
     """
     aval: Any = jax.typeof(operand)
     names = {i: f"'{name}'" for name, i in leaf.axes.items()} if leaf else {}
@@ -209,7 +205,7 @@ def _operand_text(operand: Any, leaf: SpecLeaf | None, mesh_axes: set[str]) -> s
     return f'{aval}{parameter}{": " if axes else ""}{", ".join(axes)}'
 
 
-# Fixes, by a part of JAX's message; the first match applies.
+# Fixes, keyed by a substring of JAX's message; the first match applies.
 _FIXES = {
     '.get(out_sharding': 'table.at[index].get(out_sharding=make_sharding(expression))',
     '.set/add': 'table.at[index].set(values, out_sharding=make_sharding(expression))',
@@ -228,13 +224,13 @@ def _auto_mesh_call(mesh: AnyMesh) -> str:
 
 
 def sizes_that_differ(leaves: Iterable[SpecLeaf], message: str) -> Iterator[str]:
-    """Yields sentences such as "axis 'x' is 6 in parameter 'x' and 8 in 'w'".
+    """Yields sentences such as "axis 'x' has size 6 in parameter 'x' and 8 in 'w'".
 
-    Only for sizes in JAX's message: names are local to an expression, so different sizes alone are
-    not an error. Leaves of one parameter with the same expression, as in a list of layers, are left
-    out if their sizes differ.
+    Axis names are local to an expression, so different sizes alone are not an error: only sizes
+    that JAX's message contains are compared. Leaves of one parameter with the same expression, as
+    in a list of layers, are left out if their sizes differ.
     """
-    # by axis name, then by parameter and expression: the size and the name of the first leaf
+    # axis name -> (parameter, expression) -> (size, name) of the first leaf
     first_leaves: dict[str, dict[tuple[str, str], tuple[int, str]]] = {}
     differing: set[tuple[str, tuple[str, str]]] = set()
     for leaf in leaves:
@@ -245,10 +241,10 @@ def sizes_that_differ(leaves: Iterable[SpecLeaf], message: str) -> Iterator[str]
                 differing.add((axis, source))
     in_message = {*map(int, re.findall(r'\b\d+\b', message))}
     for axis, by_source in first_leaves.items():
-        texts: dict[int, str] = {}  # by size
+        texts: dict[int, str] = {}  # keyed by size
         for source, (size, name) in by_source.items():
             if size in in_message and (axis, source) not in differing:
                 texts.setdefault(size, f"{size} in '{name}'")
         if len(texts) > 1:
             sizes = ' and '.join(texts.values()).replace('in', 'in parameter', 1)
-            yield f"axis '{axis}' is {sizes}"
+            yield f"axis '{axis}' has size {sizes}"

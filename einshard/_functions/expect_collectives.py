@@ -15,15 +15,15 @@ from .._sharding.context import depth_of_user, is_tracing
 from .compile_events import is_listening, unwatch, watch
 from .promise import Promise, find_unexpected, read_promise
 
-# Part of JAX's cache keys, so that a program that was compiled outside the block or with other
-# limits is compiled again, and checked. Created once, at import: creation makes JAX retrace
-# everything.
+# Part of JAX's cache keys, so that a program that was compiled outside a block, or in a block with
+# other limits, is compiled again, and checked. Created once, at import: creating a user context
+# makes JAX retrace everything.
 _in_cache_keys: Any = jax.make_user_context(default_value=None)
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        # the blocks entered and not yet exited, with the context manager that sets the cache key
+        # the blocks entered and not yet exited, each with its context manager for the cache keys
         self.entered: list[tuple[expect_collectives, Any]] = []
 
 
@@ -42,22 +42,22 @@ class expect_collectives:
 
     It covers `sharded` functions, plain `jax.jit`, and operations outside of jit. A program is
     checked after it is compiled and before it runs. Functions that were called before the block are
-    compiled again; later blocks with the same arguments reuse these programs. A collective in a
-    loop counts once. In nested blocks, only the arguments of the innermost block apply.
+    compiled again; later blocks with the same `allowed` and `on_unexpected` reuse these programs. A
+    collective in a loop counts once. Of nested blocks, only the innermost one checks.
 
-    Only this thread is checked, and not programs that were compiled ahead of time before the block.
-    A program for devices that you don't have is not checked, which gives a warning. Do not `await`
-    or `yield` inside the block.
+    Programs that other threads compile, or that were compiled ahead of time before the block, are
+    not checked. For devices that you don't have, unexpected collectives give a warning, not an
+    error. Do not `await` or `yield` inside the block.
 
     Args:
-        allowed: `()` for none; a kind such as 'all-reduce'; a collection of kinds; or the limit of
-            each kind in each program, such as `{'all-reduce': 2}`.
+        allowed: `()` for none; a kind such as 'all-reduce'; several kinds; or the limit of each
+            kind in each program, such as `{'all-reduce': 2}`.
         on_unexpected: what to do if a program has other collectives: 'error', or 'warn' and run it.
 
     Raises:
         UnexpectedCollectives: in the block, at the call that compiles the program.
-        EinshardError: a kind is unknown; the block is in a traced function; blocks are not exited
-            in reverse order; or JAX stopped reporting compilations, so that the block was not
+        EinshardError: a kind is unknown; the block is in a traced function; nested blocks are not
+            exited innermost first; or JAX stopped reporting compilations, so that the block was not
             checked.
     """
 
@@ -84,9 +84,9 @@ class expect_collectives:
             return
         if not in_order:
             raise EinshardError(
-                'expect_collectives must be exited in reverse order, by the task and thread that '
-                'entered it',
-                facts={'instead': 'enter it in a function that does not await or yield'},
+                'expect_collectives blocks must be exited innermost first, by the task and thread '
+                'that entered them',
+                facts={'instead': 'enter them in a function that does not await or yield'},
             )
         if not is_listening():
             raise EinshardError(
@@ -105,7 +105,7 @@ class expect_collectives:
         if i == len(_thread.entered):
             cache_keys.__exit__(None, None, None)
             return True
-        # the next block restores the cache keys that this one would have restored
+        # the block inside this one restores the cache keys that this one would have restored
         _thread.entered[i] = _thread.entered[i][0], cache_keys
         return False
 

@@ -10,7 +10,7 @@ import contextlib
 import difflib
 import inspect
 import keyword
-import numbers as numeric
+import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ JIT_OPTIONS = frozenset(inspect.signature(jax.jit).parameters) - {'fun'}
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """How values are passed: the first `n_positional` by position, the rest by `keywords`."""
+    """How a call passes values: the first `n_positional` by position, the rest with `keywords`."""
 
     n_positional: int
     keywords: tuple[str, ...]
@@ -44,7 +44,7 @@ class CallSignature:
 
 
 class Parameters:
-    """The parameters of a function by kind; `*args, **kwargs` if it has no signature.
+    """The parameters of a function; `*args, **kwargs` if it has no signature.
 
     Attributes:
         function: the name of the function.
@@ -77,15 +77,15 @@ class Parameters:
     def flatten_call(
         self, n_args: int, keywords: Iterable[str]
     ) -> tuple[CallSignature, tuple[str, ...]]:
-        """Returns the signature of a call, and its keywords in the order of the values.
+        """Returns the signature of a call, and the order in which its keywords are flattened.
 
-        The values of a call are its `n_args` positional arguments, then its keyword arguments in
-        this order. In the signature, keyword arguments become positional where possible.
+        Keyword arguments that can be passed by position come first, and are positional in the
+        signature.
         """
         by_keyword = set(keywords)
         for name in self.names[:n_args]:
             if name in by_keyword and name not in self.positional_only:
-                # Python's error comes before any error about the specs of these values
+                # raised here: otherwise, an error about the specs of these values could come first
                 raise TypeError(f"{self.qualname}() got multiple values for argument '{name}'")
         now_positional: list[str] = []
         for name in self.names[n_args:]:
@@ -96,10 +96,10 @@ class Parameters:
         return CallSignature(n_args + len(now_positional), others), (*now_positional, *others)
 
     def value_labels(self, call: CallSignature) -> tuple[str, ...]:
-        """Labels each value of a call: its parameter name, or 'args[2]' for an element of `*args`.
+        """Returns a label for each argument: its parameter name, or 'args[2]' for one in `*args`.
 
-        The label of a keyword x in `**kwargs` is "kwargs['x']" if a positional-only parameter has
-        the name x.
+        A keyword x in `**kwargs` has the label "kwargs['x']" if x is also the name of a
+        positional-only parameter, else 'x'.
         """
         named = self.names[: call.n_positional]
         rest = (f'{self.var_positional}[{i}]' for i in range(call.n_positional - len(named)))
@@ -110,7 +110,7 @@ class Parameters:
         return (*named, *rest, *by_keyword)
 
     def assign(self, specs: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Combines specs by position and by name. Returns them by label: see `Declaration`."""
+        """Merges specs by position (`specs`) and by name (`named`) into a dict keyed by label."""
         names = self.names[self.n_self :]
         if len(specs) > len(names) and self.var_positional is None:
             raise EinshardError(
@@ -135,9 +135,9 @@ class Parameters:
         return assigned
 
     def spec_for(self, label: str, specs: Mapping[str, Any]) -> Any:
-        """Returns the spec of the value with this label, or None.
+        """Returns the spec of the argument with this label (see `value_labels`), or None.
 
-        A spec for `*args` or `**kwargs` is for all its values without a spec of their own.
+        The spec of `*args` or `**kwargs` applies to all of their elements without their own spec.
         """
         if label in specs:
             return specs[label]
@@ -148,39 +148,37 @@ class Parameters:
         return None
 
     def _check_name(self, name: str) -> None:
-        """Raises if a keyword is neither a parameter nor an option of jax.jit."""
-        known = [*self.names[self.n_self :], *self.keyword_only]
-        known += [rest for rest in (self.var_positional, self.var_keyword) if rest is not None]
-        if name in known or self.var_keyword is not None:
+        """Raises if `name` is not a parameter that can have a spec."""
+        names = [*self.names[self.n_self :], *self.keyword_only]
+        names += [rest for rest in (self.var_positional, self.var_keyword) if rest is not None]
+        if name in names or self.var_keyword is not None:
             return
-        near = difflib.get_close_matches(name, [*known, *sorted(JIT_OPTIONS)], n=1)
+        near = difflib.get_close_matches(name, [*names, *sorted(JIT_OPTIONS)], n=1)
         sentence = f"'{name}' is neither a parameter of {self.function} nor an option of jax.jit"
         if name in self.names:
             sentence = f"'{name}' of method {self.function} cannot have a spec"
         raise EinshardError(
             sentence,
-            facts={'parameters': ', '.join(known) or 'none'},
+            facts={'parameters': ', '.join(names) or 'none'},
             fix=f'{near[0]}=' if near else None,
         )
 
-    def labels(self, numbers: Any, names: Any, option: str) -> frozenset[str]:
-        """Returns the labels of the parameters that an option and its `argnums` variant select.
+    def take_labels(self, options: dict[str, Any], prefix: str) -> frozenset[str]:
+        """Pops `{prefix}_argnums` and `{prefix}_argnames`; returns the labels that they select.
 
-        Args:
-            numbers, names: the values of the two options, such as `static_argnums` and
-                `static_argnames`.
-            option: the name of the second, for errors: 'static_argnames'.
+        `prefix` is 'static' or 'donate'.
         """
-        labels: set[str] = set(as_list(names, str, option, 'names of parameters', "('x',)"))
-        known = (*self.names, *self.keyword_only)
+        by_number, by_name = f'{prefix}_argnums', f'{prefix}_argnames'
+        argnums, argnames = options.pop(by_number, None), options.pop(by_name, None)
+        labels: set[str] = set(as_list(argnames, str, by_name, 'names of parameters', "('x',)"))
+        names = (*self.names, *self.keyword_only)
         for name in labels:
-            if name not in known and self.var_keyword is None:
+            if name not in names and self.var_keyword is None:
                 raise EinshardError(
-                    f"{option} includes '{name}', which is not a parameter of {self.function}",
-                    facts={'parameters': ', '.join(known) or 'none'},
+                    f"{by_name} includes '{name}', which is not a parameter of {self.function}",
+                    facts={'parameters': ', '.join(names) or 'none'},
                 )
-        by_number = option.replace('argnames', 'argnums')
-        indices = as_list(numbers, numeric.Integral, by_number, 'indices of parameters', '(0,)')
+        indices = as_list(argnums, numbers.Integral, by_number, 'indices of parameters', '(0,)')
         for i in indices:
             if self.var_positional is not None and i >= len(self.names):
                 labels.add(f'{self.var_positional}[{i - len(self.names)}]')
@@ -196,13 +194,15 @@ class Parameters:
 
 
 class Declaration:
-    """The specs of parameters and result, and which parameters are static or donated.
+    """The specs of the parameters and the result, and the static and donated parameters.
 
     Attributes:
-        specs: the parsed specs by label, as in `Parameters.value_labels`. A spec for all of `*args`
-            has the label 'args', one for all of `**kwargs` has the label 'kwargs'.
+        specs: the parsed specs, keyed by label (see `Parameters.value_labels`). A spec for all of
+            `*args` has the label 'args', a spec for all of `**kwargs` has the label 'kwargs'.
         static, donated: the labels of static and of donated parameters.
         result: the spec of the result.
+        is_annotated: whether the specs come from annotations, which `sharded` reads only if it
+            gets no spec.
     """
 
     def __init__(
@@ -213,8 +213,10 @@ class Declaration:
         static: frozenset[str],
         donated: frozenset[str],
         indivisible: Fallback = 'error',
+        is_annotated: bool = False,
     ):
         self.parameters = parameters
+        self.is_annotated = is_annotated
         self.static = static
         self.donated = donated
         in_both = sorted(static & donated)
@@ -231,9 +233,11 @@ class Declaration:
     def flatten_call(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[CallSignature, tuple[str, ...], list[Any]]:
-        """Returns the signature of a call, its keywords in the order of the values, and the values.
+        """Returns the signature of a call, its keywords and its argument values, in that order.
 
-        Adds the array defaults of omitted parameters as keyword arguments.
+        The values are one flat list, with those of keywords last, in the order of the keywords.
+
+        A default that contains arrays is added as a keyword argument if its parameter is omitted.
         """
         if self._defaults:
             taken = self.parameters.names[: len(args)]
@@ -243,12 +247,12 @@ class Declaration:
         return call, order, [*args, *map(kwargs.__getitem__, order)]
 
     @property
-    def has_defaults(self) -> bool:
-        """Whether parameters with specs have arrays as defaults."""
+    def has_array_defaults(self) -> bool:
+        """Whether a parameter with a spec has arrays in its default."""
         return bool(self._defaults)
 
     def arguments(self, call: CallSignature) -> tuple[ValueSpec, ...]:
-        """Returns the spec of each value of a call."""
+        """Returns the spec of each argument of a call."""
         value_specs = self._arguments.get(call)
         if value_specs is None:
             parameters = self.parameters
@@ -273,14 +277,14 @@ class Declaration:
         try:
             return read_specs(spec)
         except EinshardError as error:
-            where = {'spec of': 'the result'} if name == 'out=' else {'parameter': name}
-            raise error.about(**where) from None
+            owner = 'the result' if name == 'out=' else f"parameter '{name}'"
+            raise error.about(spec_of=owner) from None
 
     def _array_defaults(self) -> dict[str, Any]:
-        """Returns the defaults that contain arrays, by parameter name, for parameters with specs.
+        """Maps the names of parameters with a spec to their defaults, if these contain arrays.
 
-        Calls pass them as keyword arguments, so that they are placed as the specs say. This is not
-        possible for positional-only parameters, which are left out.
+        `flatten_call` passes them as keyword arguments, so that they are sharded as the specs say.
+        Positional-only parameters are left out.
         """
         return {
             name: parameter.default
@@ -302,26 +306,21 @@ def declare(
 ) -> tuple[dict[str, Any], Declaration]:
     """Splits the arguments of `sharded` into options of `jax.jit` and a `Declaration`.
 
-    `named` has specs by parameter name and options of `jax.jit`; those that name parameters, such
-    as `static_argnums`, go into the declaration. Without specs, reads annotations.
+    `named` has specs by parameter name and options of `jax.jit`. Options that select parameters,
+    such as `static_argnums`, go into the declaration. Without specs, reads annotations.
     """
     options = _jit_options(named)
     parameters = Parameters(function)
     specs = {name: spec for name, spec in named.items() if name not in options}
-    if not (in_specs or specs) and out is None:
+    is_annotated = not (in_specs or specs) and out is None
+    if is_annotated:
         specs, out = read_annotations(function)
     specs = parameters.assign(in_specs, specs)
-    static, donated = (
-        parameters.labels(
-            options.pop(f'{kind}_argnums', None),
-            options.pop(f'{kind}_argnames', None),
-            f'{kind}_argnames',
-        )
-        for kind in ('static', 'donate')
-    )
+    static, donated = (parameters.take_labels(options, prefix) for prefix in ('static', 'donate'))
     if parameters.n_self and 'cls' in parameters.names:
         static |= {'cls'}  # a class is not a pytree
-    return options, Declaration(parameters, specs, out, static, donated, indivisible)
+    declaration = Declaration(parameters, specs, out, static, donated, indivisible, is_annotated)
+    return options, declaration
 
 
 def _jit_options(named: Mapping[str, Any]) -> dict[str, Any]:
@@ -341,7 +340,7 @@ def _is_method(function: Any) -> bool:
 
 
 def as_list(values: Any, item_type: type, option: str, expected: str, example: str) -> list[Any]:
-    """Returns an option's value or values as a list; raises if one is not of type `item_type`."""
+    """Returns the value or values of an option as a list; raises if any is not an `item_type`."""
     if values is None:
         return []
     items: list[Any] = [values]
@@ -357,7 +356,7 @@ def as_list(values: Any, item_type: type, option: str, expected: str, example: s
 
 
 def positional_signature(names: Sequence[str]) -> inspect.Signature:
-    """Returns a signature of positional parameters. Labels such as 'args[0]' become valid names."""
+    """Returns a signature with positional-only parameters; the name 'args[0]' becomes 'args_0'."""
     valid_names: list[str] = []
     for name in names:
         name = re.sub(r'\W', '_', name.removesuffix(']'))

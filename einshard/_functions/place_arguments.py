@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +19,9 @@ from .._errors import EinshardError
 from .._sharding.context import is_tracing
 from .._sharding.describe import describe, describe_in
 from .._sharding.leaf_spec import REPLICATED, in_memory
-from .._sharding.mesh import is_partial, memory_kind_of
+from .._sharding.mesh import is_partial, memory_kind_of, partial_axes
 from .._sharding.resolve import Placement
+from .._text import first_of
 from .program import TracedFunction
 from .value_spec import ValueSpec
 
@@ -28,10 +29,10 @@ from .value_spec import ValueSpec
 def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool) -> Sequence[Any]:
     """Reshards the arguments that jit would reject; returns `values` itself if there are none.
 
-    Raises for arrays that are already sharded, but differently, unless `reshard=True`. If
-    `running`, all processes run the program, and host arrays sharded over several processes must be
-    equal in all of them.
-    An argument without a spec must be uncommitted, or committed to the devices of the mesh.
+    Raises for an array that is already sharded, but not as its spec says, unless `reshard=True`. If
+    `running`, also raises if processes pass different local data for an array that is sharded over
+    several of them. An argument without a spec must be uncommitted, or committed to all devices of
+    the mesh.
     """
     context = traced.setup.context()
     pairs = [*zip(traced.arguments, values, strict=True)]
@@ -50,7 +51,7 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
             leaves.append(
                 leaf if placement is None else _place(traced, argument, path, leaf, placement)
             )
-            if placement and leaves[-1] is not leaf and _must_agree(leaf, placement.sharding):
+            if placement and leaves[-1] is not leaf and _must_compare(leaf, placement.sharding):
                 planned = argument.leaf_text(path, leaf), placement.expression.text
                 to_compare.append((planned, leaf))
         if any(new is not old for new, (_, old, _) in zip(leaves, placements[i], strict=True)):
@@ -82,7 +83,7 @@ def _place(
     if (
         current is not None
         or _is_multi_process_host_data(leaf)
-        or _is_host_data_for_partial_sum(leaf, sharding)
+        or _must_put_partial_sum(leaf, sharding)
     ):
         return _reshard(traced, leaf, sharding)
     return leaf
@@ -91,15 +92,12 @@ def _place(
 def _rejected_sharding(
     traced: TracedFunction, leaf: Any, sharding: NamedSharding
 ) -> Sharding | None:
-    """Returns the sharding of an argument if jit would reject it; else None.
-
-    None for host data too, which jit places.
-    """
+    """Returns the sharding of `leaf` if jit rejects `leaf` where it expects `sharding`, or None."""
     if isinstance(leaf, Tracer) or _hides_devices(traced, sharding):
         return rejected_by_jit(leaf, traced.for_jit(sharding))
-    # on explicit axes jit rejects uncommitted arrays too
-    explicit = AxisType.Explicit in traced.mesh.axis_types
-    if not (_is_committed(leaf) or (explicit and isinstance(leaf, jax.Array))):
+    # on explicit axes, jit rejects even uncommitted arrays with another sharding
+    is_explicit = AxisType.Explicit in traced.mesh.axis_types
+    if not (_is_committed(leaf) or (is_explicit and isinstance(leaf, jax.Array))):
         return None
     return None if leaf.sharding.is_equivalent_to(sharding, leaf.ndim) else leaf.sharding
 
@@ -114,7 +112,7 @@ def _reshard(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def _hides_devices(traced: TracedFunction, sharding: NamedSharding) -> bool:
-    """Whether JAX hides the devices of the mesh in context, as inside a transformation."""
+    """Whether `sharding` is on the mesh in context, and a transformation hides its devices."""
     return traced.mesh_is_ambient and isinstance(sharding.mesh, AbstractMesh)
 
 
@@ -127,29 +125,42 @@ def _placed_differently(
     path: Sequence[Any],
 ) -> EinshardError:
     memory, expected = memory_kind_of(current), memory_kind_of(placement.sharding)
+    facts: dict[str, str] = {}
     if memory != expected:
         sentence = f'the argument is in {memory} memory, but its spec expects {expected} memory'
     else:
         # under jax.vmap the sharding includes the batch axis, which the leaf lacks
-        batched = isinstance(current, NamedSharding) and len(current.spec) > leaf.ndim
-        current_text = (
-            describe(current) if batched else describe_in(placement.expression, current, leaf.ndim)
-        )
-        is_sum = is_partial(current) and not is_partial(placement.sharding)
-        state = 'a partial sum, sharded' if is_sum else 'already sharded differently,'
-        sentence = f"the argument is {state} as '{current_text}'"
+        is_batched = isinstance(current, NamedSharding) and len(current.spec) > leaf.ndim
+        if is_batched:
+            current_text = describe(current)
+        else:
+            current_text = describe_in(placement.expression, current, leaf.ndim)
+        unreduced, _ = partial_axes(current)
+        is_sum = unreduced and not is_partial(placement.sharding)
+        sentence = f"the argument is already sharded differently, as '{current_text}'"
+        if is_sum:
+            sentence = f"the argument is a partial sum, '{current_text}', but its spec has no '+'"
+        mesh = placement.sharding.mesh
+        outside = set[Any]() if isinstance(mesh, AbstractMesh) else _outside(current, mesh)
+        order = (_device_order(current), _device_order(placement.sharding))
+        if outside:
+            sentence = f"the argument is on devices outside the mesh, sharded as '{current_text}'"
+            facts['outside the mesh'] = _devices_text(outside)
+        elif current_text == str(placement.expression) and None not in order and len({*order}) > 1:
+            sentence = 'the argument is sharded as its spec says, but over devices in another order'
     spec = in_memory(str(placement.expression), placement.sharding.memory_kind)
     value = f'{argument.name}{jtu.keystr(tuple(path))}'
     return placement.expression.error(
         sentence,
         [term for term in placement.expression.right if term.is_sharded],
         array=argument.leaf_text(path, leaf),
+        **facts,
         **{'try': f'reshard=True, or {_einshard_call(traced, value, spec)}'},
     )
 
 
 def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> None:
-    """Raises if an argument without a spec is committed to devices other than those of the mesh.
+    """Raises if a committed argument without a spec is not on exactly the devices of the mesh.
 
     The same devices in another order are an error too.
     """
@@ -161,7 +172,8 @@ def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> N
         if not _is_committed(leaf):
             continue
         leaf_devices = leaf.sharding.device_set
-        if not leaf_devices <= set(devices):
+        outside = _outside(leaf.sharding, traced.mesh)
+        if outside:
             where = 'devices outside the mesh'
         elif len(leaf_devices) < len(devices):
             where = f'{len(leaf_devices)} of the {len(devices)} devices'
@@ -174,23 +186,35 @@ def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> N
             f"argument '{argument.name}' has no spec and is committed to {where}",
             facts={
                 'array': argument.leaf_text(path, leaf),
-                'got': describe(leaf) if others else f'committed to {device}',
+                'placement': describe(leaf) if others else f'on {device}',
+                **({'outside the mesh': _devices_text(outside)} if outside else {}),
                 'try': _replication_fix(traced, str(argument.name), leaf),
             },
         ) from None
 
 
+def _outside(sharding: Sharding, mesh: Mesh) -> set[Any]:
+    return sharding.device_set - {*mesh.devices.flat}
+
+
+def _devices_text(devices: Collection[Any]) -> str:
+    """Lists devices: 'cpu:8, cpu:9'. Not their `str`, which depends on the version of JAX."""
+    in_order = sorted(devices, key=lambda device: (device.platform, device.id))
+    return first_of([f'{device.platform}:{device.id}' for device in in_order], 8)
+
+
 def _replication_fix(traced: TracedFunction, label: str, leaf: jax.Array) -> str:
-    """Returns a fix for an argument without a spec, of which `leaf` is on other devices."""
+    """Returns a fix that replicates an argument without a spec, with `leaf` on other devices."""
     declaration = traced.setup.declaration
     parameters = declaration.parameters
-    if label in parameters.names[: parameters.n_self]:
-        return _einshard_call(traced, label, REPLICATED)  # `self` cannot have a spec
+    is_self = label in parameters.names[: parameters.n_self]  # which cannot have a spec
+    if is_self or declaration.is_annotated:
+        return _einshard_call(traced, label, REPLICATED)
     must_reshard = not (_is_unsharded(leaf.sharding) or traced.setup.reshard)
     reshard = ' and reshard=True' if must_reshard else ''
     if label in declaration.specs:  # a keyword would be a second spec
-        return f"'{REPLICATED}' instead of None{reshard} to replicate it"
-    parameter = label.partition('[')[0]  # 'args[1]' is not a keyword; `args` is, for all its values
+        return f"'{REPLICATED}' instead of None,{reshard} to replicate it"
+    parameter = label.partition('[')[0]  # 'args[1]' cannot have a spec of its own by keyword
     replicated = 'it' if parameter == label else f"'{parameter}'"
     return f"{parameter}='{REPLICATED}'{reshard} to replicate {replicated}"
 
@@ -201,7 +225,7 @@ def _einshard_call(traced: TracedFunction, name: str, spec: str) -> str:
 
 
 def _device_order(sharding: Sharding) -> tuple[Any, ...] | None:
-    """Returns the devices in mesh order; None if no public API exposes their order."""
+    """Returns the devices of a sharding in order; None if no public API exposes the order."""
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     return tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else None
 
@@ -211,21 +235,21 @@ def _is_committed(leaf: Any) -> bool:
 
 
 def _is_multi_process_host_data(leaf: Any) -> bool:
-    """Whether an argument is host data in a multi-process program, which jit does not shard."""
+    """Whether a leaf is host data that jit does not shard, because there are several processes."""
     return jax.process_count() > 1 and not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
-def _is_host_data_for_partial_sum(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether jit cannot place a leaf: host data or an uncommitted array, for a partial sum."""
-    placed = isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref) or _is_committed(leaf)
-    return is_partial(sharding) and not (placed or isinstance(leaf, Tracer))
+def _must_put_partial_sum(leaf: Any, sharding: NamedSharding) -> bool:
+    """Whether to place host data or an uncommitted array as a partial sum, which jit cannot do."""
+    is_placed = isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref) or _is_committed(leaf)
+    return is_partial(sharding) and not (is_placed or isinstance(leaf, Tracer))
 
 
-def _must_agree(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether to compare a leaf between processes: host data, sharded over several processes.
+def _must_compare(leaf: Any, sharding: NamedSharding) -> bool:
+    """Whether a leaf is local to each process, but is to be sharded over several processes.
 
-    This finds a process that passes only its own rows, instead of the full array. For replicated
-    values, often scalars that change with each call, the check is not worth its 2 ms.
+    Comparing its data finds a process that passes only its own rows instead of the full array. For
+    replicated leaves, often scalars that change with each call, this is not worth its 2 ms.
     """
     if jax.process_count() == 1 or sharding.is_fully_addressable or sharding.is_fully_replicated:
         return False

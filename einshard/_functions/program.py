@@ -21,12 +21,12 @@ from .._sharding.context import (
     mesh_scope,
 )
 from .._sharding.legacy_mesh import warn_if_ignored
-from .._sharding.mesh import AnyMesh, MeshLike
+from .._sharding.mesh import AnyMesh, MeshLike, is_partial
 from .._trees.specs import is_none
 from .error_notes import ErrorNotes
 from .parameters import CallSignature, Declaration, positional_signature
 from .promise import Budget, CheckedJit
-from .sharding_trees import abstract_mesh, has_partial_sums, same_shardings, shardings_of
+from .sharding_trees import abstract_mesh, has_partial_axes, same_shardings, shardings_of
 from .value_spec import ValueSpec
 
 
@@ -42,10 +42,10 @@ class Setup:
     """How a decorated function is jitted.
 
     Attributes:
-        mesh: the argument `mesh=`; None for the mesh in context at each call.
+        mesh: the mesh from `mesh=` or the specs; None for the mesh in context at each call.
         reshard: whether to reshard arguments that are sharded differently.
         options: `jax.jit` options, except those that name parameters.
-        budget: the limits on collectives and memory, or None.
+        budget: checks the limits on collectives and memory; None without limits.
     """
 
     function: Callable[..., Any]
@@ -57,14 +57,14 @@ class Setup:
     budget: Budget | None
 
     def context(self) -> Context:
-        """Returns the context of a call. Inside a trace, the mesh in context has no devices."""
+        """Returns mesh and axis rules. Inside a trace, a mesh from `jax.set_mesh` is abstract."""
         try:
             return current_context(self.mesh)
         except EinshardError as error:
             raise error.about(function=self.name) from None
 
     def mesh_key(self, context: Context) -> tuple[AnyMesh, bool]:
-        """Returns a key for caches: the mesh, abstract if it is ambient, and whether it is."""
+        """Returns a cache key: the mesh (abstract if ambient), and the result of `is_ambient`."""
         mesh = context.lowering_mesh
         is_ambient = self.is_ambient(mesh)
         return (abstract_mesh(mesh) if is_ambient else mesh), is_ambient
@@ -76,7 +76,7 @@ class Setup:
         return self.mesh is None and is_mesh_in_context(mesh)
 
 
-UNKNOWN: Any = object()  # out_shardings that are not known yet
+UNKNOWN: Any = object()  # out_shardings before the shapes of the result are known
 
 
 class TracedFunction:
@@ -89,7 +89,7 @@ class TracedFunction:
         arguments, result: the specs of the arguments and of the result.
         static: the positions of static arguments.
         in_shardings: the sharding, or pytree of shardings, of each argument; None without a spec.
-        out_shardings: the same for the result; `UNKNOWN` until the shapes of the result are known.
+        out_shardings: the same for the result; `UNKNOWN` at first.
         wrapper: the function for `jax.jit`.
     """
 
@@ -110,7 +110,7 @@ class TracedFunction:
             raise
         self.out_shardings: Any = UNKNOWN
         self.wrapper = self.set_names(self._make_wrapper())
-        self._shapes = jax.jit(self.wrapper, static_argnums=tuple(self.static)).eval_shape
+        self._eval_shape = jax.jit(self.wrapper, static_argnums=tuple(self.static)).eval_shape
 
     @property
     def constrains_result(self) -> bool:
@@ -128,7 +128,6 @@ class TracedFunction:
         return self._for_each_argument(ValueSpec.shardings, values)
 
     def constrain_arguments(self, values: Sequence[Any]) -> list[Any]:
-        """Constrains the arguments to their specs."""
         return self._for_each_argument(ValueSpec.constrain, values)
 
     def check(self, values: Sequence[Any]) -> None:
@@ -145,11 +144,11 @@ class TracedFunction:
         """Returns the shardings of the result on the current mesh."""
         # if they depend on the result's shapes, this traces before the call; jit reuses the trace
         context = self.setup.context()
-        result = self._shapes(*values) if self.result.needs_leaves(context) else None
+        result = self._eval_shape(*values) if self.result.needs_leaves(context) else None
         return self.result.shardings(result, context)
 
     def matches_arguments(self, values: Sequence[Any]) -> bool:
-        """Whether these arguments need the shardings that the function is jitted with."""
+        """Whether the specs give these arguments the shardings in `in_shardings`."""
         context = self.setup.context()
         rows = zip(self.arguments, values, self.in_shardings, strict=True)
         return all(
@@ -159,17 +158,17 @@ class TracedFunction:
         )
 
     def matches_result(self, values: Sequence[Any]) -> bool:
-        """Whether the result needs the shardings that the function is jitted with."""
-        # if the shardings depend on the leaves of the result, a trace checks them
+        """Whether the specs of the result still resolve to `out_shardings` for these arguments."""
+        # the wrapper compares the shardings when it is traced for these arguments
         if self.result.needs_leaves(self.setup.context()):
             try:
-                self._shapes(*values)
+                self._eval_shape(*values)
             except WrongShardings:
                 return False
         return True
 
     def sharded_by(self, values: Sequence[Any], result: Any) -> ShardedBy:
-        """Returns, by axis name, the mesh axes that shard it in the arguments and the result.
+        """Returns, for each axis name in the specs, the mesh axes that shard this axis.
 
         `result` is a pytree of ShapeDtypeStructs, or None if it is unknown.
         """
@@ -182,10 +181,10 @@ class TracedFunction:
             return find_sharded_by(arrays)
 
     def for_jit(self, shardings: Any) -> Any:
-        """Converts shardings for jit: those on the mesh in context become PartitionSpecs.
+        """Converts shardings for jit: those on a mesh from `jax.set_mesh` become PartitionSpecs.
 
-        Jit resolves these on the mesh in context at each call, so that one program serves all
-        meshes that differ only in their devices.
+        Jit resolves PartitionSpecs on the mesh in context at each call, so that one program serves
+        all meshes that differ only in their devices.
         """
         if not self.mesh_is_ambient:
             return shardings
@@ -215,15 +214,15 @@ class TracedFunction:
                 raise WrongShardings
             warn_if_ignored(self.setup.name, context.mesh)
             self.check(values)
-            explicit = AxisType.Explicit in self.mesh.axis_types
-            if explicit:
+            is_explicit = AxisType.Explicit in self.mesh.axis_types
+            if is_explicit:
                 # in_shardings place the arguments but do not change their types
                 values = tuple(self.constrain_arguments(values))
             with ErrorNotes(self.setup.name, self.arguments, values, context), mesh_scope(mesh):
                 args, kwargs = self.call.split(values)
                 result = self.setup.function(*args, **kwargs)
             self._check_result(result, context)
-            if explicit and has_partial_sums(self.result.shardings(result, context)):
+            if is_explicit and has_partial_axes(self.result.shardings(result, context)):
                 # without this, JAX 0.8.1 returns a sum that is too large
                 return self.result.constrain(result, context)
             return result
@@ -246,14 +245,14 @@ class Program:
     Attributes:
         options: options of jit, without shardings.
         jitted: the jitted function, to run and to lower.
-        nested: the version for calls inside other programs and transformations. It constrains the
-            result: explicit axes would ignore out_shardings there, and the backward pass would turn
-            them into in_shardings, which reject arrays that are sharded differently.
-        called: the function that a call runs: `jitted`, or `checked.call`.
-        checked: the function that checks limits; None without a budget.
-        without_spec: with a budget, the positions of arguments that have leaves without a spec.
+        nested: the version for calls inside a trace. It constrains the result, and has no
+            out_shardings: in a nested jit, JAX ignores them on explicit axes, and in the backward
+            pass they become in_shardings, which reject cotangents with other shardings.
+        runnable: the function that a call runs: `jitted`, or `checked.call`.
+        checked: checks the limits on collectives and memory; None without limits.
+        without_spec: with limits, the positions of arguments that have leaves without a spec.
         shardings_without_spec: the shardings of those arguments. The program is only for these:
-            JAX would recompile it for others without a new trace, and so without a check of limits.
+            for others, JAX would recompile without a trace, so the limits would not be checked.
         args_checked: whether `place_arguments` has run for a call.
     """
 
@@ -261,7 +260,7 @@ class Program:
     options: Mapping[str, Any]
     jitted: Any
     nested: Any
-    called: Any
+    runnable: Any
     checked: CheckedJit | None
     without_spec: Sequence[int]
     shardings_without_spec: tuple[Any, ...]
@@ -274,10 +273,10 @@ class Program:
         return isinstance(traced.mesh, AbstractMesh) and not traced.mesh_is_ambient
 
     def run(self, *values: Any) -> Any:
-        """Runs the program; inside another trace, calls the nested function."""
+        """Runs the program; inside a trace, calls `nested`."""
         if self.checked is None and is_tracing():
             return self.nested(*values)
-        return self.called(*values)
+        return self.runnable(*values)
 
     def is_for(self, values: Sequence[Any]) -> bool:
         """Whether a call with these values needs the shardings of this program."""
@@ -290,13 +289,13 @@ class Program:
     def must_place_arguments(self) -> bool:
         """Whether each call must place the arguments, because jit would not.
 
-        Under jax.grad or jax.vmap outside jit, `nested` accepts any sharding if the mesh is
-        ambient, as it has no in_shardings then. Host data for a partial sum is an error in jit; in
-        JAX 0.8.1, the sum is too large.
+        On an ambient mesh, `nested` has no in_shardings, so under jax.grad or jax.vmap outside jit
+        it would accept any sharding. And jit cannot place host data as a partial sum: it raises, or
+        in JAX 0.8.1 returns a sum that is too large.
         """
         if is_tracing():
             return self.traced.mesh_is_ambient and not is_staging()
-        return has_partial_sums(self.traced.in_shardings)
+        return has_partial_axes(self.traced.in_shardings)
 
     def clear_cache(self) -> None:
         self.jitted.clear_cache()
@@ -309,9 +308,9 @@ class Program:
     ) -> jax.stages.Traced:
         """Traces a call that passes the parameters in `given` by keyword.
 
-        `jax.jit` with in_shardings rejects keyword arguments, so the shardings are those of
-        ShapeDtypeStructs instead. `order` has the keywords of `values[n_args:]`: those in `given`,
-        and those of array defaults.
+        `jax.jit` with in_shardings rejects keyword arguments, so ShapeDtypeStructs have the
+        shardings instead. `order` has the names of `values[n_args:]`: the parameters in `given`,
+        and omitted parameters whose defaults contain arrays.
         """
         traced, names = self.traced, dict(enumerate(order, n_args))
         context = traced.setup.context()
@@ -343,7 +342,7 @@ class Program:
 
 
 def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Program:
-    """Makes the program of a call; traces it if the result's shardings depend on its shapes."""
+    """Makes the program for a call. This traces if out_shardings depend on the result's shapes."""
     traced = TracedFunction(setup, call, values)
     traced.out_shardings = traced.result_shardings(values)
     options: dict[str, Any] = {**setup.options, 'static_argnums': tuple(traced.static)}
@@ -355,7 +354,7 @@ def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Pr
     dynamic = [s for i, s in enumerate(traced.in_shardings) if i not in traced.static]
     if any(sharding is not None for sharding in dynamic):
         with_shardings['in_shardings'] = tuple(map(traced.for_jit, dynamic))
-        if traced.mesh.size == 1:  # without in_shardings, the arguments choose the devices
+        if traced.mesh.size == 1:  # without in_shardings, the program may run on other devices
             budget = budget and budget.on_one_device()
     nested = _nested(traced, with_shardings)
     if traced.out_shardings is not None:
@@ -364,24 +363,26 @@ def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Pr
     if not traced.mesh_is_ambient and (
         traced.out_shardings is None or isinstance(traced.mesh, AbstractMesh)
     ):
-        # no result spec; or a mesh without devices that is not in context: constraints would fail
+        # nothing to constrain, or an abstract mesh that is not in context: constraints would fail
         nested = jitted
-    called, checked, without_spec = jitted, None, list[int]()
+    if not traced.mesh_is_ambient and has_partial_axes(traced.in_shardings):
+        nested = _choose_by_type(nested, _nested(traced, options))
+    runnable, checked, without_spec = jitted, None, list[int]()
     if budget is not None:
         checked = CheckedJit(budget, traced.wrapper, traced.sharded_by, with_shardings, nested)
-        called = checked.call
+        runnable = checked.call
         without_spec = [i for i in range(len(values)) if _lacks_spec(traced, i)]
     shardings_without_spec = shardings_of(values, without_spec)
     return Program(
-        traced, options, jitted, nested, called, checked, without_spec, shardings_without_spec
+        traced, options, jitted, nested, runnable, checked, without_spec, shardings_without_spec
     )
 
 
 def _nested(traced: TracedFunction, options: Mapping[str, Any]) -> Any:
-    """Returns the version of a program for calls inside other traces: `Program.nested`."""
-    # jit caches the inner trace, so the function is traced once, nested or not
+    """Returns `Program.nested`, the version for calls inside a trace."""
+    # like `Program.jitted`, jits `traced.wrapper`: calls inside and outside a trace share one trace
     without_shardings: dict[str, Any] = {**options, 'in_shardings': None}
-    inside = jax.jit(traced.wrapper, **dict[str, Any](without_shardings, inline=True))
+    inlined = jax.jit(traced.wrapper, **dict[str, Any](without_shardings, inline=True))
     if traced.mesh_is_ambient:
         # shardings would tie the trace to these devices, but JAX reuses it on other devices
         options = without_shardings
@@ -389,12 +390,32 @@ def _nested(traced: TracedFunction, options: Mapping[str, Any]) -> Any:
     def nested(*values: Any) -> Any:
         if traced.mesh_is_ambient:
             values = tuple(traced.constrain_arguments(values))
-        return traced.result.constrain(inside(*values), traced.setup.context())
+        return traced.result.constrain(inlined(*values), traced.setup.context())
 
     return jax.jit(traced.set_names(nested), **options)
 
 
+def _choose_by_type(nested: Any, without_shardings: Any) -> Callable[..., Any]:
+    """Calls `without_shardings` if the type of an argument has unreduced or reduced mesh axes.
+
+    JAX gives the gradient of such an argument the in_shardings of `nested`, '=' instead of '+':
+    JAX 0.8.1 returns a sum that is too large, and newer versions raise an error.
+    """
+
+    def call(*values: Any) -> Any:
+        arrays = (x for x in jtu.tree_leaves(values) if isinstance(x, jax.Array))
+        partial = any(is_partial(jax.typeof(x).sharding) for x in arrays)
+        return (without_shardings if partial else nested)(*values)
+
+    def clear_cache() -> None:
+        nested.clear_cache()
+        without_shardings.clear_cache()
+
+    call.clear_cache = clear_cache  # type: ignore[attr-defined]
+    return call
+
+
 def _lacks_spec(traced: TracedFunction, i: int) -> bool:
-    """Whether an argument, or a leaf of it, has no spec."""
+    """Whether argument `i`, or one of its leaves, has no spec."""
     shardings = jtu.tree_leaves(traced.in_shardings[i], is_leaf=is_none)
     return i not in traced.static and any(map(is_none, shardings))

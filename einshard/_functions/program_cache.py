@@ -16,18 +16,18 @@ from .parameters import CallSignature, Declaration
 from .program import Program, Setup, make_program
 from .sharding_trees import shardings_of
 
-# call signature; mesh and whether it is ambient, from `mesh_key`; axis rules; on one device
+# call signature; mesh and whether it is ambient, from `mesh_key`; axis rules; `on_one_device`
 _Key: TypeAlias = tuple[CallSignature, tuple[AnyMesh, bool], AxisRules, bool]
 
 
 class ProgramCache:
-    """Programs by call signature, mesh and axis rules, then by shapes on which shardings depend.
+    """Programs, keyed by call signature, mesh, axis rules and the shapes that shardings depend on.
 
-    With a budget, also by the shardings of arguments without a spec.
+    With limits on collectives or memory, also keyed by the shardings of arguments without a spec.
 
     Attributes:
-        need_full_lookup: whether a call signature may have several programs, so that the first one
-            may be wrong.
+        need_full_lookup: whether calls with the same signature may need different programs. Then
+            callers must not reuse a program without `find`.
     """
 
     def __init__(self, setup: Setup):
@@ -36,36 +36,35 @@ class ProgramCache:
         self._lock = threading.Lock()
         self.need_full_lookup = False
 
-    def find(self, call: CallSignature, values: Sequence[Any], wrong: Any = None) -> Program:
+    def find(self, call: CallSignature, values: Sequence[Any], rejected: Any = None) -> Program:
         """Finds the program for a call, and makes it if there is none.
 
-        A quick lookup returns the first program of the call signature, mesh and axis rules. If that
-        was wrong, pass its `called` as `wrong`: from then on, lookups are full and use `values`.
+        At first, returns any program for the call signature, mesh and axis rules. If that program
+        fails, pass its `runnable` as `rejected`: from then on, lookups also use `values`.
         """
         context = self._setup.context()
         mesh_key = self._setup.mesh_key(context)
         outer_key = call, mesh_key, context.axis_rules, context.on_one_device
         programs = self._programs.setdefault(outer_key, {})
         candidates = list(programs.values())
-        self.need_full_lookup |= wrong is not None
+        self.need_full_lookup |= rejected is not None
         if candidates and not self.need_full_lookup:
             return candidates[0]
         without_spec = sorted({i for program in candidates for i in program.without_spec})
         leaves_key = _leaves_key(self._setup.declaration, call, values, context)
         inner_key = leaves_key, shardings_of(values, without_spec)
         program = programs.get(inner_key)
-        if program is None or program.called is wrong:
-            # Only one thread at a time makes a program, which may trace. No lock within a trace: it
-            # could deadlock with a thread that has the lock and traces a function that calls this
-            # one.
+        if program is None or program.runnable is rejected:
+            # Only one thread at a time makes a program, which may trace the function. A recursive
+            # call in that trace gets here while its own thread has the lock, so it takes no lock.
             with nullcontext() if is_tracing() else self._lock:
                 for program in list(programs.values()):
-                    if program.called is not wrong and program.is_for(values):
+                    if program.runnable is not rejected and program.is_for(values):
                         break
                 else:
                     program = make_program(self._setup, call, values)
                 programs[inner_key] = program
-        # the fast path cannot distinguish meshes, axis rules, or shardings under a budget
+        # the fast path of ShardedFunction does not compare meshes, axis rules or shardings
         has_several_contexts = len({key[1:] for key in self._programs}) > 1
         self.need_full_lookup |= has_several_contexts or bool(program.without_spec)
         return program
@@ -84,8 +83,8 @@ def _leaves_key(
 ) -> Any:
     """Returns the structures, shapes and dtypes of the arguments on which shardings depend.
 
-    If the shardings of the result depend on its leaves, these are all arguments; of static ones,
-    the key has the value.
+    If the shardings of the result depend on its leaves, the key covers all arguments, and has the
+    values of static ones.
     """
     arguments = declaration.arguments(call)
     uses_all = declaration.result.needs_leaves(context)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from .._arrays.device_put import error_of_topology
-from .._errors import EinshardError, hide_inner_frames, plural
+from .._errors import EinshardError, hide_inner_frames
 from .._sharding.axis_rules import Fallback, check_option
 from .._sharding.context import copy_into_thread, innermost_scope, is_tracing, matches_cache_keys
 from .._sharding.mesh import MeshLike, check_mesh, mesh_fact
@@ -24,7 +24,7 @@ from .parameters import CallSignature, declare
 from .place_arguments import place_arguments
 from .program import Program, Setup, TracedFunction, WrongShardings
 from .program_cache import ProgramCache
-from .promise import Budget, Limits, MemoryExceeded, Promise, UnexpectedCollectives, read_limits
+from .promise import Budget, Limits, Promise, read_limits
 
 P = ParamSpec('P')
 Q = ParamSpec('Q')
@@ -52,13 +52,13 @@ class ShardedFunction(Generic[P, R]):
         self._setup = setup
         self._programs = ProgramCache(setup)
         # Key: the number of positional arguments; with keywords, a tuple of that number and the
-        # keywords as written. Value: the jitted function, the order of its keywords, and whether a
-        # call inside a trace must constrain the result, which the jitted function does not.
+        # keywords as written. Value: the jitted function, the order in which it takes the keywords,
+        # and whether a call inside a trace must constrain the result, and so cannot use this entry.
         self._fast_path: dict[Any, tuple[Any, tuple[str, ...], bool]] = {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        # This adds 0.5 us to `jax.jit`, which takes 4.3 us on one device. To stay that fast it does
-        # not check that the program fits the arguments. If it is wrong, jit or the trace raises.
+        # This adds 0.5 us to the 4.3 us of `jax.jit` on one device. To stay that fast, it does not
+        # check that the program is for these arguments: if it is not, jit or the trace raises.
         try:
             entry = self._fast_path.get((len(args), *kwargs) if kwargs else len(args))
             if entry is None or entered_scope() is not None:
@@ -104,14 +104,14 @@ class ShardedFunction(Generic[P, R]):
         return function.__globals__  # jaxtyped resolves annotations with them
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
-        """Like `jax.jit(f).lower`. Does not check `collectives=` and `memory=`."""
-        if kwargs or self._setup.declaration.has_defaults:
+        """Like `jax.jit(f).lower`. Does not check `collectives=` or `memory=`."""
+        if kwargs or self._setup.declaration.has_array_defaults:
             return self._trace_as_called(args, kwargs).lower()
         return self._call(args, kwargs, lambda program: program.jitted.lower)
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
         """Like `jax.jit(f).trace`."""
-        if kwargs or self._setup.declaration.has_defaults:
+        if kwargs or self._setup.declaration.has_array_defaults:
             return self._trace_as_called(args, kwargs)
         return self._call(args, kwargs, lambda program: program.jitted.trace)
 
@@ -120,7 +120,7 @@ class ShardedFunction(Generic[P, R]):
         return self._call(args, kwargs, lambda program: program.jitted.eval_shape)
 
     def in_shardings(self, *args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
-        """Returns a sharding, or pytree of shardings, by parameter name; None without a spec."""
+        """Returns the sharding, or pytree of shardings, of each argument; None without a spec."""
         traced, values = self._traced_function(args, kwargs)
         return dict(zip(traced.names, traced.argument_shardings(values), strict=True))
 
@@ -131,7 +131,7 @@ class ShardedFunction(Generic[P, R]):
 
     @property
     def has_mesh(self) -> bool:
-        """Whether the decorator has `mesh=`, so that a mesh in context is not used."""
+        """Whether `mesh=` or a spec sets the mesh, so that a mesh in context is not used."""
         return self._setup.mesh is not None
 
     @property
@@ -157,9 +157,10 @@ class ShardedFunction(Generic[P, R]):
         return self._call(args, kwargs, get_method)
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], get_method: _GetMethod) -> Any:
-        """Calls what `get_method` returns for the program of a call, and prepares the fast path."""
+        """Finds the program of a call, calls what `get_method` selects, and sets the fast path."""
         if entered_scope() and not (matches_cache_keys() or is_tracing()):
-            # this thread runs in a copied contextvars context, which JAX's cache keys lack
+            # this thread runs in a copied contextvars context: our scope, a ContextVar, is copied,
+            # but not JAX's cache keys, which are per thread
             with copy_into_thread():
                 return self._call(args, kwargs, get_method)
         call, order, values = self._setup.declaration.flatten_call(args, kwargs)
@@ -181,7 +182,7 @@ class ShardedFunction(Generic[P, R]):
         try:
             result = get_method(program)(*values)
         except (ValueError, RuntimeError) as error:
-            return self._retry(error, program.called, call, values, get_method)
+            return self._retry(error, program.runnable, call, values, get_method)
         except AttributeError as error:
             converted = error_of_topology(error)
             if converted is None:
@@ -196,7 +197,7 @@ class ShardedFunction(Generic[P, R]):
         )
         if get_method is _run and not needs_slow_path:
             key = (len(args), *kwargs) if kwargs else len(args)
-            self._fast_path[key] = program.called, order, program.traced.constrains_result
+            self._fast_path[key] = program.runnable, order, program.traced.constrains_result
             _concrete_types.update(type(x) for x in values if isinstance(x, jax.Array))
         return result
 
@@ -212,13 +213,12 @@ class ShardedFunction(Generic[P, R]):
 
         Retries with the right program, or with resharded arguments; raises if neither applies.
         """
-        if isinstance(error, UnexpectedCollectives | MemoryExceeded):
-            self._fast_path = {}  # the next program is checked before it runs
         if isinstance(error, EinshardError):
             raise error
         program = self._programs.find(call, values)
-        # jit compares shardings and meshes before it traces, so `failed` may be the wrong program
-        is_wrong = isinstance(error, WrongShardings) or program.called is not failed
+        # the fast path did not check that `failed` is for these arguments: if it is not, the error
+        # may come from jit, which checks shardings and meshes before it traces
+        is_wrong = isinstance(error, WrongShardings) or program.runnable is not failed
         if is_wrong or not program.traced.matches_arguments(values):
             self._fast_path = {}
             program = self._programs.find(call, values, failed)
@@ -236,12 +236,12 @@ class ShardedFunction(Generic[P, R]):
     def _traced_function(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[TracedFunction, Sequence[Any]]:
-        """Returns the function and the values of a call. Checks the values, as no trace follows."""
+        """Returns the TracedFunction and the values of a call, which it checks."""
         call, _, values = self._setup.declaration.flatten_call(args, kwargs)
         program = self._programs.find(call, values)
         program.traced.check(values)
         if not program.is_for(values):
-            program = self._programs.find(call, values, program.called)
+            program = self._programs.find(call, values, program.runnable)
         return program.traced, values
 
 
@@ -298,23 +298,26 @@ def sharded(
     Host data, and arrays that are on one device or replicated, are placed as their spec says. An
     array that is sharded differently is an error unless `reshard=True`.
 
-    Specs are resolved at the first call. Inside a traced function, a call is a nested jit, and
-    `out=` is a constraint. Inside the decorated function, `einshard` uses the same mesh.
+    Specs are resolved at the first call, and again at each call with a new mesh or new shapes.
+    Inside a traced function, a call is a nested jit, and `out=` is a constraint. Inside the
+    decorated function, `einshard` uses the same mesh.
 
     Args:
-        in_specs: specs by position: expressions, `PartitionSpec`s, `NamedSharding`s, None,
+        in_specs: specs by position: expressions, PartitionSpecs, NamedShardings, None,
             `Rules`, functions `(path, leaf) -> spec`, or pytree prefixes of these. A single
             argument that is a function is not a spec: `sharded(f)` decorates `f`.
         out: the spec of the result.
-        mesh: a mesh or devices. Default: the mesh in context at each call, or else all devices.
+        mesh: a mesh or devices. Default: the mesh of the NamedShardings among the specs, or else
+            the mesh in context at each call, or else all devices.
         reshard: whether to reshard arguments that are sharded differently.
         indivisible: what to do if the size of an axis is not divisible by its number of shards:
-            'error', or 'replicate' to replicate that axis only, for these shapes.
+            'error', or 'replicate' to replicate that axis only, in calls with such sizes.
         collectives: the collectives that the compiled program may have: `()` for none, one kind
             such as 'all-reduce', several kinds, or the limit of each kind: `{'all-reduce': 1}`. A
-            collective in a loop counts once. The first program is checked before it runs, later
-            ones before their result is returned. Programs of `jax.grad` and `jax.vmap` outside
-            `jax.jit` cannot be checked; there, a call warns.
+            collective in a loop counts once. The first compiled program is checked before it runs;
+            programs for other shapes run first, and are checked before their result is returned.
+            Programs of `jax.grad` and `jax.vmap` outside `jax.jit` cannot be checked; there, a call
+            warns.
         memory: the memory that the compiled program may need on each device: '15 GB', '14.5 GiB' or
             a number of bytes. Checked like `collectives`.
         named_specs_and_jit_options: specs by parameter name, and options of `jax.jit`:
@@ -356,14 +359,16 @@ def _can_decorate(x: Any) -> bool:
 def no_function_error(
     decorator: str, arguments: Sequence[Any], in_specs: Sequence[Spec]
 ) -> EinshardError:
-    """Returns the error for a decorator, such as `sharded(...)`, called without a function."""
-    got = reprlib.repr(arguments[0]) if len(arguments) == 1 else plural(len(arguments), 'argument')
+    """Returns the error for a decorator that is not called with one function."""
+    sentence = f'{decorator} must decorate one function, but got {len(arguments)} arguments'
+    if len(arguments) == 1:
+        sentence = f'{decorator} must decorate a function, not {reprlib.repr(arguments[0])}'
     facts: dict[str, Any] = {}
     if in_specs and _can_decorate(in_specs[-1]):
         name = name_of(in_specs[-1])
-        facts['note'] = f'with other arguments, {decorator} reads {name} as a spec'
+        facts['note'] = f'{decorator}({name}, ...) reads {name} as a spec'
         facts['try'] = f'{decorator}(...)({name})'
-    return EinshardError(f'{decorator} must decorate a function, got {got}', facts=facts)
+    return EinshardError(sentence, facts=facts)
 
 
 def _decorate(

@@ -14,25 +14,25 @@ from .._trees.specs import is_none
 
 
 def shardings_of(values: Sequence[Any], positions: Sequence[int]) -> tuple[Any, ...]:
-    """Returns the shardings of all leaves of the values at these positions; None for host data.
+    """Returns the sharding of each leaf of `values[i]` for `i` in `positions`; () while tracing.
 
-    Returns () while tracing.
+    For host data, the sharding is None.
     """
     if not positions or is_tracing():
         return ()
-    # `committed` is left out: jit rejects the arrays for which it matters, and reading it would
-    # double the time
+    # not `committed`, which would double the time: it matters only for arrays that are not on all
+    # devices of the mesh, and jit rejects those if they are committed
     leaves = [leaf for i in positions for leaf in jtu.tree_leaves(values[i])]
     return tuple([getattr(leaf, 'sharding', None) for leaf in leaves])
 
 
-def has_partial_sums(shardings: Any) -> bool:
+def has_partial_axes(shardings: Any) -> bool:
     """Whether a sharding in a pytree has unreduced or reduced mesh axes."""
     return any(map(is_partial, jtu.tree_leaves(shardings)))
 
 
 def same_shardings(a: Any, b: Any) -> bool:
-    """Whether pytrees of shardings are equal, except for devices and memory kinds."""
+    """Whether pytrees of shardings are equal, ignoring devices and memory kinds."""
     a_leaves, a_treedef = jtu.tree_flatten(a, is_leaf=is_none)
     b_leaves, b_treedef = jtu.tree_flatten(b, is_leaf=is_none)
     return a_treedef == b_treedef and all(

@@ -1,4 +1,4 @@
-"""Applies the spec of an argument, or of the result, to values."""
+"""Applies the spec of an argument or a result to its leaves."""
 
 from __future__ import annotations
 
@@ -21,9 +21,16 @@ from .._sharding.leaf_spec import LeafSpec
 from .._sharding.resolve import Placement, resolve
 from .._text import array_text
 from .._trees.paths import path_text
-from .._trees.specs import Spec, check_registered_pytree, is_none, leaf_specs, needs_leaves
+from .._trees.specs import (
+    Spec,
+    check_registered_pytree,
+    is_none,
+    leaf_specs,
+    needs_leaves,
+    reject_masked_array,
+)
 
-# The path of a leaf, the leaf, and its placement; None if it has no spec.
+# The path of a leaf, the leaf, and its placement, which is None without a spec.
 LeafPlacement: TypeAlias = tuple[Sequence[Any], Any, Placement | None]
 
 
@@ -33,7 +40,7 @@ class ValueSpec:
     Attributes:
         function: the name of the function.
         name: the label of the argument, such as 'w' or 'args[0]'; None for the result.
-        spec: the parsed spec; None leaves the value to the compiler.
+        spec: the parsed spec; None leaves the sharding to the compiler.
         indivisible: what to do if an axis size is not divisible: 'error', or 'replicate' the axis.
     """
 
@@ -62,15 +69,16 @@ class ValueSpec:
         try:
             specs = leaf_specs(value, jtu.tree_leaves(value), self.spec, context.mesh)
         except EinshardError as error:
-            # an error of a `per_device` function under `sharded` is about its mesh, not this value
-            facts = {} if 'function' in error.facts else self._prefix_facts(value)
-            raise error.about(**facts) from None
+            # a spec of `per_device` is a callable; its errors about the mesh, not about this value,
+            # have the fact 'function'
+            raise (error if 'function' in error.facts else self._with_owner(error, value)) from None
         placements: list[LeafPlacement] = []
         errors: list[EinshardError] = []
         for (path, leaf), spec in zip(jtu.tree_leaves_with_path(value), specs, strict=True):
             try:
                 placement = None
                 if spec is not None:
+                    reject_masked_array(leaf)
                     shape = np.shape(leaf)
                     placement = resolve(spec, shape, context, indivisible=self.indivisible)
             except EinshardError as error:
@@ -86,7 +94,7 @@ class ValueSpec:
     def shardings(self, value: Any, context: Context) -> Any:
         """Returns shardings for `jax.jit`: a pytree prefix, or one per leaf if `needs_leaves`.
 
-        None, for the value or for a leaf, stands for no spec.
+        The sharding of a value or a leaf without a spec is None.
         """
         if self.spec is None:
             return None
@@ -108,11 +116,10 @@ class ValueSpec:
                 yield [names.get(i, '') for i in range(np.ndim(leaf))], placement.sharding
 
     def constrain(self, value: Any, context: Context) -> Any:
-        """Constrains every leaf to its spec."""
         return self._map_leaves(_constrain_leaf, value, context)
 
     def as_structs(self, value: Any, context: Context) -> Any:
-        """Replaces each leaf by a ShapeDtypeStruct with the sharding of its spec, if it has one."""
+        """Replaces each leaf that has a spec with a ShapeDtypeStruct that has its sharding."""
         return self._map_leaves(_as_struct, value, context)
 
     def leaf_text(self, path: Sequence[Any], leaf: Any) -> str:
@@ -142,20 +149,21 @@ class ValueSpec:
         except EinshardError as error:
             raise error.about(function=self.function) from None
 
-    def _prefix_facts(self, value: Any) -> dict[str, str]:
-        """Returns the facts for an error about a spec that is not a prefix of its value."""
+    def _with_owner(self, error: EinshardError, value: Any) -> EinshardError:
+        """Adds to `error` whose spec it is about."""
         if self.name is None:
-            return {'value': f'result of {self.function}'}
-        facts = {'value': f"parameter '{self.name}' of {self.function}"}
+            return error.about(spec_of=f'the result of {self.function}')
+        error = error.about(spec_of=f"parameter '{self.name}' of {self.function}")
         if isinstance(self.spec, list | tuple) and jtu.all_leaves([value]):
-            facts['try'] = 'sharded(spec, spec, ...): one spec per parameter, not a list'
-        return facts
+            hint = 'sharded(spec, spec, ...): one spec per parameter, not a list'
+            error = EinshardError(**error.parts(facts={**error.facts, 'instead': hint}))
+        return error
 
 
 def _not_an_array(leaf: Any, text: str, argument: str | None) -> EinshardError | None:
     """Returns the error if a leaf with a spec is not an array; None if it is an array.
 
-    `argument` is the name of the argument, if the leaf is the entire argument.
+    `text` describes the leaf. `argument` is the name of the argument, if the leaf is all of it.
     """
     if hasattr(leaf, 'dtype') or isinstance(leaf, int | float | complex):
         return None

@@ -18,7 +18,7 @@ import numpy as np
 from .arithmetic import ARITHMETIC
 from .module import ArrayType, Computation, Instruction, Module, Value
 
-# for each dimension of an array, the index of the block that each device has
+# blocks[dimension][device]: the index of a device's block along a dimension
 Blocks: TypeAlias = tuple[tuple[int, ...], ...]
 
 
@@ -30,12 +30,12 @@ class AllGather:
         name: the name of its instruction.
         array: the result on each device.
         dimension: the dimension along which shards are concatenated.
-        origin: the names of the computation and of the instruction that computes the operand,
-            traced through copies.
+        origin: the names of the computation and the instruction that the operand comes from, before
+            copies and reshapes.
         parameter: the number of the program parameter, if `origin` is one; else None.
-        invariant: whether it gathers the same array in every iteration of a loop.
-        kept: if each device only uses one block of the result: for each dimension, the index of
-            the block on each device. None if a device has other uses, or if all use the same block.
+        is_invariant: whether it gathers the same array in every iteration of a loop.
+        kept: the only block of the result that each device uses. None if a device uses more than
+            one block, or if all devices use the same one.
     """
 
     name: str
@@ -43,12 +43,12 @@ class AllGather:
     dimension: int
     origin: tuple[str, str]
     parameter: int | None
-    invariant: bool
+    is_invariant: bool
     kept: Blocks | None
 
 
 def find_all_gathers(module: Module, n_devices: int) -> list[AllGather]:
-    """Finds the all-gathers of a program that have a single operand."""
+    """Finds the all-gathers with a single operand."""
     return list(_Finder(module, n_devices).find())
 
 
@@ -64,7 +64,7 @@ _MOVES = frozenset(
 
 
 class _Unknown(Exception):
-    """A value is not simple arithmetic on the device number."""
+    """Raised for a value that is not simple arithmetic on the device number."""
 
 
 class _Finder:
@@ -77,7 +77,7 @@ class _Finder:
             dimension = _DIMENSION.search(op.attributes)
             if len(op.operands) != 1 or dimension is None:
                 continue
-            origin_comp, origin, invariant = self.origin(comp, op.operands[0])
+            origin_comp, origin, is_invariant = self.origin(comp, op.operands[0])
             is_parameter = origin_comp.is_entry and origin.opcode == 'parameter'
             array = op.results[-1]
             yield AllGather(
@@ -86,14 +86,14 @@ class _Finder:
                 dimension=int(dimension[1]),
                 origin=(origin_comp.name, origin.name),
                 parameter=origin.parameter_number if is_parameter else None,
-                invariant=invariant,
+                is_invariant=is_invariant,
                 kept=self.kept(Value(comp, op.name), array),
             )
 
     def origin(self, comp: Computation, name: str) -> tuple[Computation, Instruction, bool]:
-        """Finds the computation and instruction that compute an array, through copies and calls.
+        """Finds the computation and instruction that `name` in `comp` comes from, before copies.
 
-        The third result is whether the instruction is outside the loop that gathers the array.
+        The third result is whether `comp` is in a loop, and the instruction outside of it.
         """
         op = comp[name]
         while self.only_moves(op):
@@ -102,8 +102,8 @@ class _Finder:
         if passed is None:
             return comp, op, False
         caller, operand = passed
-        origin_comp, origin, invariant = self.origin(caller, operand)
-        return origin_comp, origin, invariant or op.opcode == 'get-tuple-element'
+        origin_comp, origin, is_invariant = self.origin(caller, operand)
+        return origin_comp, origin, is_invariant or op.opcode == 'get-tuple-element'
 
     def only_moves(self, op: Instruction) -> bool:
         """Whether an instruction only copies or reshapes its operand, as some fusions do on CPU."""
@@ -120,33 +120,33 @@ class _Finder:
         return inner.opcode == 'parameter'
 
     def passed_value(self, comp: Computation, op: Instruction) -> tuple[Computation, str] | None:
-        """Returns (caller, name) of the value passed for a fusion parameter or a loop invariant.
+        """Returns the value passed for `op`: (the computation that passes it, its name).
 
-        None for other instructions, and if the value is not found.
+        None unless `op` is a parameter of a fusion or reads a loop invariant.
         """
         if op.opcode == 'parameter' and not comp.is_entry:
             for _, caller, call in self.module.call_sites(comp):
                 if 'calls=' in call.attributes:
                     return caller, call.operands[op.parameter_number]
-        at = _invariant_element(comp, op)
-        if at is None:
+        element = _invariant_element(comp, op)
+        if element is None:
             return None
         for _, caller, call in self.module.call_sites(comp):
             start = caller[call.operands[0]]
             if f'body=%{comp.name},' in f'{call.attributes},' and start.opcode == 'tuple':
-                return caller, start.operands[at]
+                return caller, start.operands[element]
         return None
 
     def kept(self, value: Value, array: ArrayType) -> Blocks | None:
-        """Finds the blocks that devices keep: `AllGather.kept`."""
-        slices = list(self.slices(value, array))
-        if not slices or None in slices or len(set(slices)) > 1:
+        """Returns the `kept` of an `AllGather` with the result `value`, of type `array`."""
+        used = list(self.used_blocks(value, array))
+        if not used or None in used or len(set(used)) > 1:
             return None
-        blocks = slices[0]
+        blocks = used[0]
         return blocks if blocks and any(len(set(indices)) > 1 for indices in blocks) else None
 
-    def slices(self, value: Value, array: ArrayType) -> Iterator[Blocks | None]:
-        """Yields the blocks that devices slice, for each use of an array; None if not sliced."""
+    def used_blocks(self, value: Value, array: ArrayType) -> Iterator[Blocks | None]:
+        """Yields the blocks that each use of `value` slices; None for a use that is not a slice."""
         comp = value.comp
         if value.name == comp.root.name:
             yield None
@@ -154,20 +154,20 @@ class _Finder:
             callee = self.module.called(user) if user.opcode == 'fusion' else None
             axes = _source_axes(user, comp[value.name], array)
             if axes is not None:
-                for blocks in self.slices(value.sibling(user.name), user.results[0]):
+                for blocks in self.used_blocks(value.sibling(user.name), user.results[0]):
                     yield blocks and tuple(blocks[axes.index(axis)] for axis in range(len(axes)))
             elif callee is not None:
                 for i, operand in enumerate(user.operands):
                     if operand == value.name:
                         inside = value.sibling(user.name).in_callee(callee, callee.parameter(i))
-                        yield from self.slices(inside, array)
+                        yield from self.used_blocks(inside, array)
             elif user.opcode == 'dynamic-slice' and user.operands[0] == value.name:
-                yield self.blocks(value, user)
+                yield self.sliced_blocks(value, user)
             else:
                 yield None
 
-    def blocks(self, value: Value, user: Instruction) -> Blocks | None:
-        """Computes the block that each device slices; None if the offsets are unknown."""
+    def sliced_blocks(self, value: Value, user: Instruction) -> Blocks | None:
+        """Computes the blocks that the dynamic-slice `user` reads; None if offsets are unknown."""
         sizes = _SIZES.search(user.attributes)
         if sizes is None:
             return None
@@ -184,7 +184,7 @@ class _Finder:
         return tuple(blocks)
 
     def evaluate(self, value: Value, device: int) -> Any:
-        """Computes the value of an integer array on a device; raises _Unknown if it cannot."""
+        """Computes the integer array `value` on one device; raises `_Unknown` if it cannot."""
         op = value.op
         if op.opcode in ('partition-id', 'replica-id'):
             return np.array(device)
@@ -219,15 +219,15 @@ class _Finder:
 
 
 def _source_axes(op: Instruction, before: Instruction, array: ArrayType) -> Sequence[int] | None:
-    """Returns, for each axis of a transposed or copied array, the original axis.
+    """Returns, for each axis of a transposed or copied array, the axis of the original.
 
-    None for other instructions, such as a reshape. On GPU, a bitcast to another layout is a
+    None for other instructions, such as a reshape. On GPU, a bitcast to another layout may be a
     transpose.
 
     Args:
         op: the instruction that transposes or copies.
-        before: the instruction that computes the array.
-        array: the dtype and shape of the array.
+        before: the instruction that computes its operand.
+        array: the dtype and shape of its operand.
     """
     if op.opcode not in _MOVES:
         return None
@@ -245,23 +245,22 @@ def _source_axes(op: Instruction, before: Instruction, array: ArrayType) -> Sequ
 
 
 def _memory_order(op: Instruction) -> Sequence[int]:
-    """Returns the axes from minor to major."""
+    """Returns the axes of the result of an instruction, from minor to major."""
     match = re.search(r'\{([\d,]+)', op.type)
     rank = len(op.results[0].shape)
     return [int(axis) for axis in match[1].split(',')] if match else range(rank)[::-1]
 
 
 def _invariant_element(comp: Computation, op: Instruction) -> int | None:
-    """Returns the index of the loop state's element that `op` reads, if the body never changes it.
+    """Returns the index of the element that `op` reads from the state of a loop with body `comp`.
 
-    None for other instructions.
+    None if the loop changes the element, or if `op` is another instruction.
     """
     root = comp.root
     if op.opcode != 'get-tuple-element' or root.opcode != 'tuple':
         return None
-    at = op.element
-    if comp[op.operands[0]].opcode != 'parameter' or at >= len(root.operands):
+    if comp[op.operands[0]].opcode != 'parameter' or op.element >= len(root.operands):
         return None
-    last = comp[root.operands[at]]
-    is_unchanged = (last.opcode, last.operands, last.element) == (op.opcode, op.operands, at)
-    return at if is_unchanged else None
+    new = comp[root.operands[op.element]]
+    is_unchanged = (new.opcode, new.operands, new.element) == (op.opcode, op.operands, op.element)
+    return op.element if is_unchanged else None

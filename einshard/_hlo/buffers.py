@@ -26,7 +26,7 @@ class Temporary:
     op_name: str
 
 
-# opcodes that allocate no array
+# opcodes that allocate no new array
 _NO_ARRAY = frozenset(
     (
         'parameter',
@@ -48,12 +48,12 @@ _NO_ARRAY = frozenset(
 
 
 def largest_temporaries(module: Module, n: int = 5) -> tuple[Temporary, ...]:
-    """Finds the largest temporaries; arrays of the same line and shape are listed once.
+    """Finds the `n` largest temporaries; one of those with the same source line, dtype and shape.
 
-    Several of them may use the same memory, one after another.
+    Temporaries that are not needed at the same time may share memory.
     """
     found: dict[tuple[str, str | None], Temporary] = {}
-    for array, op in sorted(_arrays(module), key=lambda pair: -pair[0].bytes):
+    for array, op in sorted(_temporaries(module), key=lambda pair: -pair[0].bytes):
         key = str(array), module.source(op)
         name = op.op_name or op.opcode
         found.setdefault(key, Temporary(key[0], array.bytes, key[1], name))
@@ -62,7 +62,7 @@ def largest_temporaries(module: Module, n: int = 5) -> tuple[Temporary, ...]:
     return tuple(found.values())
 
 
-def _arrays(module: Module) -> Iterator[tuple[ArrayType, Instruction]]:
+def _temporaries(module: Module) -> Iterator[tuple[ArrayType, Instruction]]:
     """Yields the temporary arrays, each with the instruction that computes it."""
     for comp in _executed(module):
         root = comp.root
@@ -91,16 +91,10 @@ def _executed(module: Module) -> Iterator[Computation]:
                         pending.append(module.computation(name))
 
 
-def _before_moves(comp: Computation, name: str) -> Instruction:
-    """Returns the instruction that computes a value, before copies, converts and bitcasts."""
-    op = comp[name]
-    while op.opcode in ('bitcast', 'convert', 'copy'):
-        op = comp[op.operands[0]]
-    return op
-
-
 def _is_in_place(module: Module, op: Instruction) -> bool:
-    """Whether an instruction updates a part of its operand in place, so it allocates no array."""
+    """Whether an instruction or a fusion updates its operand in place."""
     while op.opcode == 'fusion' and (called := module.called(op)):
-        op = _before_moves(called, '')
+        op = called.root
+        while op.opcode in ('bitcast', 'convert', 'copy'):
+            op = called[op.operands[0]]
     return op.opcode in ('dynamic-update-slice', 'scatter')

@@ -1,9 +1,9 @@
 """The collectives of an optimized HLO program. Imports no JAX.
 
 XLA writes a collective in many forms: as one instruction; as a pair of -start and -done; inside a
-fusion, a call or an async-start; as a send and a recv; as a loop of products and permutes; and on
-TPU as a chain of fusions, possibly inside loops, that each contain the collective next to other
-work. This module reads each form as one `Collective`.
+fusion, a call or an async-start; as a send and a recv; as a loop of dots and permutes; and on
+TPU as a chain of fusions that each contain the collective and other operations. This module reads
+each form as one `Collective`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .module import ArrayType, Computation, Instruction, Module, Place
 from .origins import user_with_source
 from .sources import number_of
 from .widened import narrowed, widened_dtypes
-from .windowed import collective_einsums
+from .windowed import collective_matmuls
 
 _PERMUTE = 'collective-permute'
 KINDS = (
@@ -39,9 +39,9 @@ class Collective:
     """A collective of a compiled program.
 
     Attributes:
-        kind: one of KINDS.
+        kind: one of KINDS; 'custom-call' is a Pallas kernel that communicates.
         name: the name of its instruction.
-        operands: the inputs of each device; for a ragged all-to-all, only the data.
+        operands: the inputs of each device; for a ragged all-to-all, only the array that is sent.
         results: the outputs of each device.
         groups: the devices that communicate with each other, as positions in the device list of the
             program; for a permute, the connected devices. Empty if the HLO text has no groups: for
@@ -50,16 +50,16 @@ class Collective:
         executions: how often it runs in one run of the program: the product of loop trip counts,
             as if all branches of conditionals ran. None if a trip count is unknown.
         is_async: whether it can overlap with computation.
-        source: the source line, such as 'model.py:12', with the path that JAX reports, or None. For
-            a collective that the compiler inserted, that of an operation that uses its result.
+        source: the source line, such as '/home/me/model.py:12', or None. If the compiler inserted
+            the collective, the line of an operation that uses its result.
         op_name: the JAX operation it comes from, such as 'jit(step)/jvp()/dot_general'.
         n_devices: the number of devices of the program.
         widened: whether the compiled program runs it in f32 although the user's arrays are bf16 or
             f16, as on CPU. `operands`, `results` and bytes are in the user's dtype.
         called_at: if `source` is in a helper function, the nearest calling line outside helpers
-            (see `Sources.caller`); otherwise None.
-        sent: bytes that a device sends in one execution of a collective einsum; None for others,
-            whose `network_bytes` follow from the arrays.
+            (see `Sources.caller`); else None.
+        sent: for a collective matmul (see windowed.py), the bytes that a device sends in one
+            execution; None for other collectives.
         in_branch: whether it is in a branch of a conditional, which may not be taken.
     """
 
@@ -91,14 +91,14 @@ class Collective:
 
     @property
     def group_size(self) -> int:
-        """The size of the largest group."""
+        """The size of the largest group; all devices if the text lists no groups."""
         return max(map(len, self.groups), default=self.n_devices)
 
     @property
     def n_groups(self) -> int:
         """The number of groups; 0 if the text lists none.
 
-        Devices that a permute leaves in place do not count, unless it leaves all in place.
+        Groups of one device, from a permute, count only if there are no larger groups.
         """
         return sum(len(group) > 1 for group in self.groups) or len(self.groups)
 
@@ -128,9 +128,10 @@ class Collective:
 
 
 def ring_bytes(kind: str, n_bytes: int, group_size: int) -> int:
-    """Bytes that a device sends in a collective on arrays of `n_bytes`, rounded up.
+    """Bytes that a device sends in a collective, rounded up.
 
-    The bandwidth terms of ring algorithms, from Thakur, Rabenseifner, Gropp: "Optimization of
+    `n_bytes` is the size of an all-gather's result, or of another collective's operand. Uses
+    the bandwidth terms of ring algorithms, from Thakur, Rabenseifner, Gropp: "Optimization of
     Collective Communication Operations in MPICH", 2005. An all-gather, reduce-scatter or
     all-to-all in groups of n sends (n-1)/n of the array; an all-reduce sends twice that.
     """
@@ -157,7 +158,7 @@ def read_collectives(text: str, device_ids: Sequence[int] = ()) -> tuple[Collect
         text: the program, from `jax.jit(f).lower(...).compile().as_text()`.
         device_ids: as for `find_collectives`.
     """
-    modules = text.split('\nHloModule ')  # JAX programs seen so far have one
+    modules = text.split('\nHloModule ')  # all JAX programs seen so far have one module
     return tuple(c for text in modules for c in find_collectives(Module(text), device_ids))
 
 
@@ -181,18 +182,18 @@ _GROUPS = re.compile(
 _PAIRS = re.compile(r'source_target_pairs=(\{\{[\d,{}]*\}\})')
 _COMMUNICATES = '"has_communication":true'  # in Pallas kernels for TPU
 _BETWEEN_SLICES = '_xla_megascale_transfer_type="'
-# every line that communicates has one of these
+# the line of every instruction that communicates contains one of these
 MARKS = ('replica_groups=', 'source_target_pairs=', _COMMUNICATES, _BETWEEN_SLICES)
 _RENDEZVOUS = re.compile(
     r'_rendezvous="([^"]*)".*_xla_megascale_target="?([^"]*?)"?,'
     r'_xla_megascale_transfer_type="(\w+)"'
 )
 _PHASE = re.compile(r'custom_call_target="AsyncCollective(\w+)"')
-_CHAIN = re.compile(r'chain_id="(\d+)"')
+_CHAIN_ID = re.compile(r'chain_id="(\d+)"')
 
 
 class _Record(NamedTuple):
-    order: tuple[int, ...]  # sorts by execution: the offsets of the call sites and of `place`
+    order: tuple[int, ...]  # sorts by execution: the offsets of the call sites, then of `place`
     place: Place
     collective: Collective
 
@@ -201,7 +202,7 @@ class _Finder:
     def __init__(self, module: Module, device_ids: Sequence[int]):
         self.module = module
         self.slices = Slices(module.n_partitions, count_slices(module.text), device_ids)
-        # 'Start' or 'Done' by computation, for those at the ends of an asynchronous chain
+        # {name of a computation: 'Start' or 'Done' if it calls AsyncCollectiveStart or -Done}
         self.phases: dict[str, str] = {}
         for _, comp, op in module.find('"AsyncCollective'):
             phase = _PHASE.search(op.attributes)
@@ -214,7 +215,7 @@ class _Finder:
             for place, fields in self.instructions()
             if (path := self.module.path(place.comp)) is not None
         ]
-        later_links = self.later_links([place for place, _, _ in candidates], executions)
+        repeated = self.repeated([place for place, _, _ in candidates], executions)
         records: list[_Record] = []
         for place, fields, path in candidates:
             collective = Collective(
@@ -222,21 +223,21 @@ class _Finder:
                 name=place.op.name,
                 executions=executions.of(place.comp),
                 n_devices=self.slices.n_devices,
-                in_branch=self.module.in_branch(place.comp),
+                in_branch=self.module.is_in_branch(place.comp),
                 **self.origin(path, place),
             )
-            if collective.group_size > 1 and place.start not in later_links:
+            if collective.group_size > 1 and place.start not in repeated:
                 order = (*(site.start for site in path), place.start)
                 records.append(_Record(order, place, self.with_callers(path, place, collective)))
-        return self.in_order(records, executions)
+        return self.merged(records, executions)
 
-    def in_order(self, records: list[_Record], executions: Executions) -> tuple[Collective, ...]:
-        """Merges the permutes of collective einsums; returns the collectives in execution order."""
+    def merged(self, records: list[_Record], executions: Executions) -> tuple[Collective, ...]:
+        """Merges the permutes of collective matmuls; returns the collectives in execution order."""
         permutes = {place: c.group_size for _, place, c in records if c.kind == _PERMUTE}
         by_place = {record.place: record for record in records}
-        for form, comp, places in collective_einsums(self.module, permutes):
+        for kind, comp, places in collective_matmuls(self.module, permutes):
             pieces = [by_place.pop(place) for place in places]
-            by_place[places[0]] = _merge_permutes(pieces, form, executions.of(comp))
+            by_place[places[0]] = _merge_permutes(pieces, kind, executions.of(comp))
         ordered = sorted(by_place.values(), key=lambda record: record.order)
         return tuple(record.collective for record in ordered)
 
@@ -255,9 +256,9 @@ class _Finder:
             yield places[0], self.read_transfer(places[0].op, places[-1].op)
 
     def read(self, place: Place) -> dict[str, Any] | None:
-        """Reads fields of `Collective`.
+        """Reads fields of `Collective` from the instruction at `place`.
 
-        None if the instruction is half of a transfer, or if only a user-given name matches MARKS.
+        None for half of a transfer between slices, or if only a user-given name contains a mark.
         """
         op = place.op
         kind = op.opcode.removesuffix('-start')
@@ -301,7 +302,7 @@ class _Finder:
         pairs = tuple((a, b) for a, b in groups) if '->' in target else ()
         return {
             'kind': _PERMUTE if kind == 'ONE_TO_ONE' else kind.lower().replace('_', '-'),
-            # the last two are a number and a token
+            # the last two results are a context number and a token
             'operands': send.results[:-2],
             'results': receive.results[:-2],
             'groups': connected(pairs) if pairs else groups,
@@ -310,45 +311,49 @@ class _Finder:
         }
 
     def phase(self, comp: Computation) -> str:
-        """Returns the phase of a computation, or of one that it is fused into; '' if none."""
+        """Returns the phase of `comp`, or else of the computation it is fused into; '' if none."""
         fusions = [site for site in self.module.call_sites(comp) if site.op.opcode == 'fusion']
         return self.phases.get(comp.name) or (self.phase(fusions[0].comp) if fusions else '')
 
-    def later_links(self, places: Sequence[Place], executions: Executions) -> set[int]:
-        """Returns the offsets of the links of asynchronous chains, except the start of each.
+    def repeated(self, places: Sequence[Place], executions: Executions) -> set[int]:
+        """Returns the offsets of those `places` that repeat the collective of another one.
 
-        A chain is one collective in several fusions, its links, also in inner loops. If no link is
-        marked as the start, the start is the link that runs least often; of several, the first.
+        A TPU program may spread an asynchronous collective over several fusions, and repeat its
+        instruction in each. The first one has the phase 'Start'; if none has, it is the one that
+        runs least often.
         """
-        chains: dict[tuple[int, str], list[Place]] = {}
-        later: set[int] = set()
+        by_id: dict[tuple[int, str], list[Place]] = {}
+        repeated: set[int] = set()
         for place in places:
-            phase, chain = self.phase(place.comp), _chain(place.op)
+            phase, (channel_id, chain_id) = self.phase(place.comp), _async_id(place.op)
             if phase == 'Done':
-                later.add(place.start)
-            elif phase or (chain[1] and self.is_fused(place.comp)):
-                chains.setdefault(chain, []).append(place)
-        for links in chains.values():
-            starts = [place.start for place in links if self.phase(place.comp) == 'Start']
-            if not starts:
-                runs = {place.start: executions.of(place.comp) for place in links}
-                starts = [min(runs, key=lambda at: (runs[at] is None, runs[at] or 0))]
-            later.update(place.start for place in links if place.start not in starts)
-        return later
+                repeated.add(place.start)
+            elif phase or (chain_id and self.is_fused(place.comp)):
+                by_id.setdefault((channel_id, chain_id), []).append(place)
+        for same in by_id.values():
+            first = [place.start for place in same if self.phase(place.comp) == 'Start']
+            if not first:
+                runs = {place.start: executions.of(place.comp) for place in same}
+                first = [min(runs, key=lambda at: (runs[at] is None, runs[at] or 0))]
+            repeated.update(place.start for place in same if place.start not in first)
+        return repeated
 
     def is_fused(self, comp: Computation) -> bool:
         return any(site.op.opcode == 'fusion' for site in self.module.call_sites(comp))
 
     def origin(self, path: Sequence[Place], place: Place) -> dict[str, Any]:
-        """Finds `source`, `called_at`, `op_name`: its own, else of a call site or a consumer."""
+        """Finds the `source`, `called_at` and `op_name` of a collective.
+
+        Falls back to those of its call sites, then to those of its consumers.
+        """
         named = place.op
         for _, _, op in reversed(path):
             if op.opcode not in ('while', 'conditional') and not named.op_name:
                 named = op
         sourced, module = named, self.module
         if module.source(named) is None and (not named.op_name or module.sources.has_stacks):
-            # the compiler inserted it: its line is that of a consumer. In a text without
-            # stacks, an instruction with an op_name but no line shows that no line is known.
+            # The compiler inserted the collective: use the line of a consumer. But if HLO without
+            # stack frames (JAX 0.8) has an op_name and no line, JAX did not know the line.
             sourced = user_with_source(module, place.comp, place.op.name) or named
         return {
             'source': module.source(sourced),
@@ -357,7 +362,7 @@ class _Finder:
         }
 
     def with_callers(self, path: Sequence[Place], place: Place, found: Collective) -> Collective:
-        """Marks a collective as async, or as a reduce-scatter, if its call sites show it."""
+        """Corrects `is_async`, `kind` and `results` of `found` from the call sites in `path`."""
         if self.phase(place.comp) == 'Start' or any(_is_async(site.op) for site in path):
             found = replace(found, is_async=True)
         for _, _, op in reversed(path):
@@ -368,18 +373,19 @@ class _Finder:
         return found
 
 
-def _merge_permutes(records: Sequence[_Record], form: str, executions: int | None) -> _Record:
-    """Merges the permutes of a collective einsum into one collective, in place of the first."""
+def _merge_permutes(records: Sequence[_Record], kind: str, executions: int | None) -> _Record:
+    """Merges the permutes of a collective matmul into the all-gather or reduce-scatter `kind`."""
     permutes = [record.collective for record in records]
     piece = max((p.operands for p in permutes), key=lambda arrays: sum(a.bytes for a in arrays))
     n = max(permute.group_size for permute in permutes)
+    operands, results = (piece, piece * n) if kind == 'all-gather' else (piece * n, piece)
     sent = [(permute.network_bytes or 0) * (permute.executions or 1) for permute in permutes]
     merged = replace(
         max(permutes, key=lambda permute: permute.executions or 0),
         name=permutes[0].name,
-        kind='all-gather' if form == 'ag' else 'reduce-scatter',
-        operands=piece * (1 if form == 'ag' else n),
-        results=piece * (n if form == 'ag' else 1),
+        kind=kind,
+        operands=operands,
+        results=results,
         pairs=(),
         executions=executions,
         is_async=any(permute.is_async for permute in permutes),
@@ -388,13 +394,13 @@ def _merge_permutes(records: Sequence[_Record], form: str, executions: int | Non
     return records[0]._replace(collective=merged)
 
 
-def _chain(op: Instruction) -> tuple[int, str]:
-    """Returns (channel id, chain id), which all links of an asynchronous chain share."""
-    chain = _CHAIN.search(op.attributes)
-    return number_of('channel_id', op.attributes), chain[1] if chain else ''
+def _async_id(op: Instruction) -> tuple[int, str]:
+    """Returns (channel_id, chain_id), equal for all instructions of an asynchronous collective."""
+    chain_id = _CHAIN_ID.search(op.attributes)
+    return number_of('channel_id', op.attributes), chain_id[1] if chain_id else ''
 
 
 def _is_async(op: Instruction) -> bool:
-    """Whether an instruction overlaps with other work. JAX 0.8 has synchronous -starts on GPU."""
+    """Whether an instruction can overlap with others. With JAX 0.8, not every -start on GPU can."""
     is_sync = '"is_sync":true' in op.attributes + op.metadata
     return op.opcode.endswith('-start') and not is_sync

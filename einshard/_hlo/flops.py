@@ -46,7 +46,7 @@ class Product:
 
 
 def find_products(module: Module) -> Iterator[Product]:
-    """Finds the matrix products, convolutions and kernels with known flops of a program.
+    """Finds the matrix products, the convolutions, and the kernels that declare their flops.
 
     >>> from einshard._hlo.flops import find_products
     >>> from einshard._hlo.module import Module
@@ -74,14 +74,14 @@ def find_products(module: Module) -> Iterator[Product]:
             dtype=operands[0].dtype if operands else '',
             source=module.source(op),
             op_name=op.op_name,
-            in_branch=module.in_branch(place.comp),
+            in_branch=module.is_in_branch(place.comp),
         )
 
 
 def _with_source(module: Module, place: Place) -> Instruction:
-    """Returns the nearest instruction with a source line: the product, its fusion, or a consumer.
+    """Returns the first instruction with a source line: at `place`, its fusion, or a consumer.
 
-    If none has a source line, returns the fusion, or the product if it is not in a fusion.
+    If none has one, returns the fusion, or the instruction at `place` if it is not in a fusion.
     """
     if module.source(place.op) is not None:
         return place.op
@@ -105,16 +105,16 @@ def _flops(place: Place) -> int:
 
 
 def _dot_flops(place: Place, contracted: str) -> int:
-    """Counts the flops of a product; `contracted` lists axes of the left operand, such as '0,2'."""
+    """Counts the flops of a dot; `contracted` lists its contracted left axes, such as '0,2'."""
     left = place.comp[place.op.operands[0]].results[0]
     sizes = [left.shape[int(axis)] for axis in re.findall(r'\d+', contracted)]
-    # multiplying and adding complex numbers takes 4 real products and 4 real sums
-    per_product = 8 if left.dtype in ('c64', 'c128') else 2
-    return per_product * prod(place.op.results[0].shape) * prod(sizes)
+    # a complex multiply-add takes 4 real multiplications and 4 real additions
+    per_term = 8 if left.dtype in ('c64', 'c128') else 2
+    return per_term * prod(place.op.results[0].shape) * prod(sizes)
 
 
 def _reduce_flops(place: Place) -> int:
-    """Counts the flops of a matrix-vector product that XLA wrote as a multiply and a reduce."""
+    """Counts the flops of a matrix-vector product written as a multiply and a reduce, else 0."""
     if not place.op.op_name.endswith('/dot_general'):
         return 0
     op = place.comp[place.op.operands[0]]
@@ -145,7 +145,7 @@ _LABELS = re.compile(r'dim_labels=(\w+)_(\w+)->(\w+)')
 def _convolution_flops(place: Place) -> int:
     """Counts 2 flops for each product of a kernel element and an input that is not padding.
 
-    TPU programs have matrix products as convolutions too, with batch axes as padded spatial axes.
+    On TPU, XLA writes matrix products as convolutions too, with batch axes as padded spatial axes.
     """
     op = place.op
     labels = _LABELS.search(op.attributes)
@@ -173,7 +173,7 @@ def _convolution_flops(place: Place) -> int:
 
 
 def _shapes(place: Place) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of input, kernel and output.
+    """Returns the shapes of a convolution's input, kernel and output.
 
     cuDNN labels a gradient convolution like its forward convolution, so its result may be what the
     labels call the input or the kernel.
@@ -191,7 +191,7 @@ _FIELDS = (('stride', 1), ('pad', 0), ('lhs_dilate', 1), ('rhs_dilate', 1))
 
 
 def _field(fields: dict[str, str], name: str, axis: int, default: int) -> int:
-    """Reads the value for an axis from a field such as 'pad=3_3x0_0'; for padding, the low side."""
+    """Reads the entry for `axis` in a field such as 'pad=3_3x0_0'; for padding, the low side."""
     values = fields[name].split('x') if name in fields else []
     return int(values[axis].partition('_')[0]) if axis < len(values) else default
 
@@ -206,7 +206,7 @@ def _count_pairs(
     input_dilation: int,
     kernel_dilation: int,
 ) -> int:
-    """Counts the (output, kernel) positions along an axis that read an input, not an added zero."""
+    """Counts the (output, kernel) positions along an axis that read an input, not padding."""
     count = 0
     for i in range(kernel):
         for j in range(output):

@@ -1,4 +1,4 @@
-"""Replica groups, in all forms that XLA writes. Imports no JAX."""
+"""Replica groups, in all forms that XLA writes, and TPU slices. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -48,28 +48,31 @@ def _groups_of_mesh(
 
     Args:
         mesh: the mesh axes, such as "'a'=2,'b'=8".
-        dims, order: the devices as a transposed iota, if the text has it: '[8,2]T(1,0)'.
-        listed: the devices as a list, if the text has it.
-        axes: the axes to group along, such as "'a','b':(2)4". The second one is a sub-axis of b, of
-            size 4, after a sub-axis of size 2.
+        dims, order: '8,2' and '1,0' if device_ids is the transposed iota [8,2]T(1,0); else None.
+        listed: device_ids, if it is a list such as '0,2,1,3'; else None.
+        axes: the axes to group along, such as "'a','b':(2)4": a, and the sub-axis of b that has
+            size 4 and follows a sub-axis of size 2.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
-    grouped = [  # axis, size of the sub-axes before, size
+    grouped = [  # (axis, product of the sub-axes before, size)
         (name, int(before or 1), int(size or sizes[name]))
         for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes)
     ]
-    shape: list[int] = []  # of the mesh, with axes split into sub-axes
-    sub_axes: list[tuple[str, int]] = []  # for each dim: its axis, size of the sub-axes before
-    for name, size in sizes.items():
-        ends = {e for other, before, n in grouped if other == name for e in (before, before * n)}
-        for before, end in pairwise(sorted(ends | {1, size})):
-            sub_axes.append((name, before))
-            shape.append(end // before)
+    shape: list[int] = []  # of the mesh, with all axes split into sub-axes
+    sub_axes: list[tuple[str, int]] = []  # for each dim: (axis, product of the sub-axes before)
+    for axis, size in sizes.items():
+        limits = {1, size}
+        for name, before, n in grouped:
+            if name == axis:
+                limits |= {before, before * n}
+        for start, end in pairwise(sorted(limits)):
+            sub_axes.append((axis, start))
+            shape.append(end // start)
     group_dims = [
         dim
         for name, before, n in grouped
-        for dim, (other, start) in enumerate(sub_axes)
-        if other == name and before <= start < before * n
+        for dim, (axis, start) in enumerate(sub_axes)
+        if axis == name and before <= start < before * n
     ]
     other_dims = [dim for dim in range(len(shape)) if dim not in group_dims]
     ids = _numbers(listed or '') or _iota(_numbers(dims or '') or shape, _numbers(order or ''))
@@ -78,7 +81,7 @@ def _groups_of_mesh(
 
 
 def _iota(dims: Sequence[int], order: Sequence[int]) -> list[int]:
-    """Returns an iota 0, 1, 2, ... of shape `dims`, transposed to `order`, as a flat list."""
+    """Returns an iota 0, 1, 2, ... of shape `dims`, transposed by `order`, as a flat list."""
     strides = [prod(dims[dim + 1 :]) for dim in range(len(dims))]
     ranges = [range(0, dims[dim] * strides[dim], strides[dim]) for dim in order or range(len(dims))]
     return [sum(index) for index in product(*ranges)]
@@ -109,17 +112,17 @@ def connected(pairs: Iterable[tuple[int, int]]) -> Groups:
 
 
 class Slices:
-    """The positions of the devices of each TPU slice in the device list of a program.
+    """Converts partition numbers and device ids to positions in the device list of a program.
 
-    A multi-slice program is compiled for one slice. Its collectives within a slice list the
-    partition numbers of that slice. Its transfers between slices list device ids: 300002 is device
-    2 of the third slice.
+    A multi-slice TPU program is compiled for one slice. Its collectives within a slice list
+    partition numbers, which are the same in each slice. Its transfers between slices list device
+    ids: 300002 is device 2 of the third slice.
 
     Args:
         n_partitions: the number of devices of one slice.
         n_slices: the number of slices, from `count_slices`.
-        device_ids: the ids of the program's devices in order. Default: slice by slice. Ignored if
-            there are no more than `n_partitions`.
+        device_ids: the ids of the program's devices in order. Default: slice by slice, sorted by
+            id. Ignored if the list has at most `n_partitions` ids.
     """
 
     def __init__(self, n_partitions: int, n_slices: int, device_ids: Sequence[int] = ()):
@@ -167,7 +170,7 @@ _IDS_PER_SLICE = 100_000
 
 
 def count_slices(text: str) -> int:
-    """Returns the highest slice number in a program's transfers; 1 if there are none."""
+    """Returns the highest slice number in the transfers of the program `text`; 1 if it has none."""
     found = 1
     for target in set(re.findall(r'_xla_megascale_target=("[^"]*"|\{[\d,>{}-]*\})', text)):
         if listed := re.match(r'"\{([\d,]+)\}x', target):

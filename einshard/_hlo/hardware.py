@@ -1,14 +1,14 @@
 """Published peak rates of TPUs and GPUs. Imports no JAX.
 
-Sources, and their differences:
+Sources:
 - Google: the pages of each TPU at docs.cloud.google.com/tpu/docs (v4, v5e, v5p, v6e, tpu7x).
 - The book: jax-ml.github.io/scaling-book, chapters 2 (TPUs) and 12 (GPUs).
 - NVIDIA: data sheets of A100, H100, H200 and HGX B200, as listed at
   glennklockwood.com/garden/processors. Rates are dense: half of those with sparsity.
 
-The rates must be upper bounds, so where sources differ, this module has the highest rate.
+The rates must be upper bounds, so where sources differ, this module uses the highest.
 ICI: Google quotes both directions of all links of a chip, such as 400 GB/s for the 4 links of v5e:
-50 GB/s per link and direction. The book has 10 % less: 45 GB/s for v4 and v5e, 90 for v5p and v6e.
+50 GB/s per link and direction. The book has 10% less: 45 GB/s for v4 and v5e, 90 for v5p and v6e.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Chip:
         'ours'
 
     Attributes:
-        name: for the report.
-        flops: dense flops per second by dtype: 'bf16' (also used for float16), 'tf32' (for float32;
-            default: as 'bf16'), 'fp8', 'int8', 'fp4'. A missing dtype has the highest rate.
+        name: the name shown in reports.
+        flops: {dtype: dense flops per second}, with 'bf16' (also used for float16), 'tf32' (for
+            float32; default: as 'bf16'), 'fp8', 'int8', 'fp4'. Missing ones have the highest rate.
         memory: bytes of HBM that programs can use.
         memory_bandwidth: HBM bytes per second.
         link: bytes per second that a chip can send to its neighbors: over one link of a torus in
@@ -63,14 +63,14 @@ class Chip:
         return getattr(device, 'num_cores', self.cores) / self.cores
 
     def rate(self, dtype: str) -> float:
-        """Returns the highest flops per second for arrays of an HLO dtype."""
+        """Returns the peak flops per second for an HLO dtype."""
         if dtype == 'f32' and 'tf32' not in self.flops:
-            dtype = 'bf16'  # on TPU, float32 operands are rounded by default
-        if dtype in ('c64', 'c128'):  # 4 real products are counted, but 3 are enough
+            dtype = 'bf16'  # on TPU, matmuls round float32 operands to bf16 by default
+        if dtype in ('c64', 'c128'):  # flops.py counts 4 real multiplications, but 3 are enough
             return max(self.flops.values()) * 4 / 3
-        kinds = {'f32': 'tf32', 'f16': 'bf16', 's8': 'int8', 'u8': 'int8'}
-        kind = kinds.get(dtype) or re.sub(r'^f([48])e.*', r'fp\1', dtype)
-        return self.flops.get(kind) or max(self.flops.values())
+        names = {'f32': 'tf32', 'f16': 'bf16', 's8': 'int8', 'u8': 'int8'}
+        name = names.get(dtype) or re.sub(r'^f([48])e.*', r'fp\1', dtype)
+        return self.flops.get(name) or max(self.flops.values())
 
 
 GIB = 2**30
@@ -80,8 +80,8 @@ GIB = 2**30
 # On v5p it is 95.73 GiB, where Google has 95 GiB and the book 96 GB.
 # DCN: Google has 50 Gbit/s per chip for v5p, 100 for v6e and TPU7x; for v5e, two NICs of 100 Gbit/s
 # for 8 chips. For v4 this is the book's 25 GB/s per host, of 4 chips.
-# Small slices do not wrap around: on v5e and v6e only dimensions of size 16 are rings (also in
-# 8x16), on the others the dimensions of slices that consist of full 4x4x4 cubes (book, chapter 2).
+# Small slices do not wrap around. On v5e and v6e, only dimensions of size 16 are rings. On others,
+# all dimensions of a slice that consists of full 4x4x4 cubes are rings (book, chapter 2).
 _chip_3d = functools.partial(Chip, torus=3, wraps_at=4, cores=2)
 _TPUS = (
     (
@@ -101,7 +101,7 @@ _TPUS = (
             'TPU v5e',
             {'bf16': 197e12, 'int8': 394e12},  # Google has 393e12 for int8, the book 394e12
             memory=15.75 * GIB,
-            memory_bandwidth=819e9,  # one version of Google's page has 800 GiB/s, likely for GB/s
+            memory_bandwidth=819e9,  # one version of Google's page has 800 GiB/s, likely a typo
             link=50e9,
             torus=2,
             wraps_at=16,
@@ -176,7 +176,7 @@ def find_chip(device_kind: str) -> Chip | None:
 
 
 def as_chip(value: Chip | str) -> Chip:
-    """Returns the chip itself, or the chip in the table with this name."""
+    """Returns `value`, or the chip in the table that has this name."""
     if isinstance(value, Chip):
         return value
     chips = {chip.name: chip for _, chip in (*_TPUS, *_GPUS)}

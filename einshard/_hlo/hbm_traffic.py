@@ -1,4 +1,4 @@
-"""A lower bound on the bytes that a program moves between HBM and the chip. Imports no JAX."""
+"""A lower bound on the bytes that a program reads from and writes to HBM. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MOVES = ('bitcast', 'convert', 'copy')
 
 
 def min_hbm_bytes(module: Module) -> int:
-    """Counts the bytes per device of the arguments that are read and the results that are written.
+    """Counts the bytes of arguments read from HBM and of results written to it, per device.
 
-    Each byte counts once. Of an array that is only sliced, the slices count. Not counted: results
+    Each byte counts once. If an array is only sliced, only the slices count. Not counted: results
     that are updated in place, and reads of unknown size (by a gather, in a branch of a conditional,
-    or in a kernel such as a Pallas kernel). A loop with an unknown trip count counts as one
+    or in a custom kernel such as one in Pallas). A loop with an unknown trip count counts as one
     iteration.
     """
     entry = module.entry
@@ -41,9 +41,9 @@ def min_hbm_bytes(module: Module) -> int:
 def _is_written(module: Module, value: Value) -> bool:
     """Whether a result is written in full.
 
-    False for an argument, an update in place, and an unknown result, such as of a conditional.
+    False for a returned argument, an update in place, or an unknown case such as a conditional.
     """
-    # in the entry computation, a convert or a copy writes an array; elsewhere it may be fused
+    # in the entry (no `arguments`), a convert or copy writes an array; elsewhere it may be fused
     moves = _MOVES if value.arguments else ('bitcast',)
     while value.op.opcode in moves:
         value = value.sibling(value.op.operands[0])
@@ -67,12 +67,12 @@ def _is_written(module: Module, value: Value) -> bool:
 
 
 class _Region(NamedTuple):
-    """A part of an array that is read.
+    """The part of an array that a program reads.
 
     Attributes:
         shape: the shape of the array.
-        box: (start, end) of the part by dimension; () if unknown.
-        elements: the number of elements that are read.
+        box: (start, end) of the part in each dimension; () if unknown.
+        elements: the number of elements in the part.
     """
 
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ class _Region(NamedTuple):
         return self.elements == prod(self.shape)
 
     def is_disjoint(self, other: _Region) -> bool:
-        """Whether the regions certainly have no common element."""
+        """Whether it is certain that the regions have no common element."""
         ends = zip(self.box, other.box, strict=False)
         return self.shape == other.shape and any(a[1] <= b[0] or b[1] <= a[0] for a, b in ends)
 
@@ -111,24 +111,24 @@ _LIBRARY = 'custom_call_target="__'  # calls of cuBLAS and cuDNN, which read all
 class _Reads:
     """Finds the regions of values that a program reads.
 
-    A value with `arguments` is in a fusion or call, which computes all of its root; the other
-    operations there read only what the uses of their results need.
+    A fusion or call (where a `Value` has `arguments`) computes its root in full. Its other
+    operations read only what the uses of their results need.
     """
 
     def __init__(self, module: Module):
         self._module = module
-        self._known: dict[tuple[str, str, int], list[_Region]] = {}
+        self._cache: dict[tuple[str, str, int], list[_Region]] = {}
 
     def of(self, value: Value, element: int = -1, loop: Value | None = None) -> list[_Region]:
-        """Returns the regions of a value that are read.
+        """Returns the regions of an array that are read.
 
         Args:
-            value: the value.
-            element: the element, if the value is a tuple.
+            value: an array, or a tuple that contains it.
+            element: the index of the array in the tuple; -1 if the value is an array.
             loop: the loop whose body contains the value, if any.
         """
         key = value.comp.name, value.name, element
-        if key not in self._known:
+        if key not in self._cache:
             regions = [
                 region
                 for user in value.comp.users(value.name)
@@ -136,13 +136,13 @@ class _Reads:
             ]
             if value.arguments and value.name == value.comp.root.name:
                 regions.append(_all_of(value.op.results[0]))
-            self._known[key] = regions
-        return self._known[key]
+            self._cache[key] = regions
+        return self._cache[key]
 
     def _read_by_user(
         self, value: Value, element: int, user: Instruction, loop: Value | None
     ) -> list[_Region]:
-        """Returns the regions of a value that `user` reads, or that uses of its result read."""
+        """Returns the regions of `value` that `user`, or a use of its result, reads."""
         at, result = user.operands.index(value.name), value.sibling(user.name)
         match user.opcode.removesuffix('-start'):
             case 'tuple' if user.name != value.comp.root.name:
@@ -157,16 +157,16 @@ class _Reads:
                 return self.of(start, element, result)
             case 'fusion' | 'call' if called := self._module.called(user):
                 inside = result.in_callee(called, called.parameter(at))
-                # on TPU there are fusions of nothing but a bitcast
+                # on TPU, some fusions contain only a bitcast
                 only_moves = _before_moves(result.in_callee(called)) == inside.name
                 return self.of(result if only_moves else inside, element, loop)
             case 'bitcast' | 'opt-barrier':
-                return self._read_in_fusion(value, result, loop)
+                return self._read_for(result, value, loop)
             case 'slice':
-                read = self._read_in_fusion(value, result, loop)
+                read = self._read_for(result, value, loop)
                 return [_constant_slice(value.op, user)] if read else []
             case 'dynamic-slice' if at == 0:
-                read = not value.arguments or self._read_in_fusion(value, result, loop)
+                read = not value.arguments or self._read_for(result, value, loop)
                 return [self._dynamic_slice(value, result, loop)] if read else []
             case 'gather' | 'dynamic-update-slice' | 'scatter' if at == 0:
                 return []
@@ -178,11 +178,11 @@ class _Reads:
                 return []
             case _:
                 if value.arguments:
-                    return self._read_in_fusion(value, result, loop)
+                    return self._read_for(result, value, loop)
                 return [_all_of(array) for array in value.op.results[:1]]
 
-    def _read_in_fusion(self, value: Value, result: Value, loop: Value | None) -> list[_Region]:
-        """Returns the regions of a value that must be read to compute what is read of `result`."""
+    def _read_for(self, result: Value, value: Value, loop: Value | None) -> list[_Region]:
+        """Returns the regions of `value` that are read to compute what is read of `result`."""
         array, needed = value.op.results[0], self.of(result, -1, loop)
         if any(region.is_full for region in needed):
             return [_all_of(array)]
@@ -190,28 +190,28 @@ class _Reads:
         return [_Region(array.shape, (), max(n))] if n else []
 
     def _dynamic_slice(self, value: Value, result: Value, loop: Value | None) -> _Region:
-        """Returns the region that a dynamic slice reads; in a loop, during all iterations."""
+        """Returns what the dynamic slice `result` of `value` reads, in all iterations of `loop`."""
         array, sizes = value.op.results[0], _SIZES.search(result.op.attributes)
-        size = [int(n) for n in sizes[1].split(',') if n] if sizes else []
+        slice_shape = [int(n) for n in sizes[1].split(',') if n] if sizes else []
         counter = find_counter(self._module, loop) if loop else None
         offsets = [result.sibling(name) for name in result.op.operands[1:]]
         values = [counter.values(offset) for offset in offsets] if counter else []
         starts = [start for start in values if start is not None]
         n = 1
-        if len(starts) == len(size):
+        if len(starts) == len(slice_shape):
             moving = [  # (starts in all iterations, size) of each dimension whose start changes
-                (np.clip(start, 0, whole - part).tolist(), part)
-                for start, whole, part in zip(starts, array.shape, size, strict=True)
+                (np.clip(start, 0, full - size).tolist(), size)
+                for start, full, size in zip(starts, array.shape, slice_shape, strict=True)
                 if start.size > 1
             ]
             n = _count_disjoint(*moving[0]) if len(moving) == 1 else 1
-        elements = n * prod(size)
+        elements = n * prod(slice_shape)
         is_full = elements == prod(array.shape)
         return _all_of(array) if is_full else _Region(array.shape, (), elements)
 
 
 def _count_disjoint(starts: Iterable[int], size: int) -> int:
-    """Returns the largest number of slices, at these starts, that do not overlap."""
+    """Returns the largest number of slices, at some of `starts`, that do not overlap."""
     n, end = 0, 0
     for start in sorted(starts):
         if not n or start >= end:
@@ -220,7 +220,7 @@ def _count_disjoint(starts: Iterable[int], size: int) -> int:
 
 
 def _constant_slice(op: Instruction, user: Instruction) -> _Region:
-    """Returns the region that a slice with constant limits reads."""
+    """Returns the region of the result of `op` that the slice `user` reads."""
     match = _SLICE.search(user.attributes)
     limits = re.findall(r'\[(\d+):(\d+)(?::(\d+))?\]', match[1] if match else '')
     box = tuple((int(start), int(end)) for start, end, _ in limits)
@@ -230,7 +230,7 @@ def _constant_slice(op: Instruction, user: Instruction) -> _Region:
 
 
 def _before_moves(value: Value) -> str:
-    """Returns the name of the value before bitcasts, converts and copies."""
+    """Returns the name of the value before any bitcasts, converts and copies."""
     while value.op.opcode in _MOVES:
         value = value.sibling(value.op.operands[0])
     return value.op.name

@@ -1,15 +1,15 @@
 """Counts the executions of the computations of an HLO program. Imports no JAX.
 
-On CPU and GPU, XLA writes the trip count next to a loop. On TPU it does not. There, the trip count
-of JAX's scans and fori_loops is computed from the loop: the start of its counter, the step in its
-body, and the limit in its condition.
+On CPU and GPU, XLA writes the trip count next to a loop. On TPU it does not: there, this module
+computes the trip count of a scan or fori_loop from the start of the counter, the step in the body,
+and the limit in the condition.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,13 +25,13 @@ class Executions:
 
     def __init__(self, module: Module):
         self._module = module
-        self._known: dict[str, int | None] = {}
+        self._cache: dict[str, int | None] = {}
 
     def of(self, computation: Computation) -> int | None:
-        """Counts executions, as if all branches ran; None if a trip count is unknown."""
+        """Counts executions in one run, as if all branches ran; None if a trip count is unknown."""
         if computation.is_entry:
             return 1
-        if computation.name not in self._known:
+        if computation.name not in self._cache:
             total: int | None = 0
             for site in self._module.call_sites(computation):
                 if self._module.path(site.comp) is None:
@@ -41,11 +41,11 @@ class Executions:
                     total = None
                 else:
                     total += outside * runs
-            self._known[computation.name] = total
-        return self._known[computation.name]
+            self._cache[computation.name] = total
+        return self._cache[computation.name]
 
     def _runs(self, site: Place, name: str) -> int | None:
-        """Counts how often one execution of an instruction runs a computation."""
+        """Counts how often one execution of `site` runs the computation `name`."""
         if site.op.opcode != 'while':
             return 1
         trips = trip_count(self._module, site)
@@ -64,7 +64,7 @@ def trip_count(module: Module, loop: Place) -> int | None:
 
 
 def find_counter(module: Module, loop: Value) -> Counter | None:
-    """Finds the counter of a loop; None if the trip count cannot be computed from one."""
+    """Finds the counter of a loop; None if no element gives a trip count."""
     op = loop.op
     names = dict(re.findall(r'\b(condition|body)=%?([^\s,]+)', op.attributes))
     condition, body = (Value(module.computation(names[part])) for part in ('condition', 'body'))
@@ -76,10 +76,9 @@ class Counter:
     """The element of the loop state that counts iterations.
 
     Attributes:
-        loop: the loop.
         element: the index of the element.
-        start: its value in the first iteration.
-        step: what each iteration adds to it.
+        start: the element's value in the first iteration.
+        step: what each iteration adds to the element.
         trips: the number of iterations.
     """
 
@@ -90,9 +89,9 @@ class Counter:
     trips: int
 
     def values(self, value: Value) -> Any:
-        """Returns the integers that a value of the body has, one for each iteration.
+        """Returns `value`, an integer in the loop body, in all iterations: shape (trips,).
 
-        A single integer, as an array of shape (), if it never changes. None if it is unknown.
+        Shape () if `value` never changes; None if it cannot be computed.
         """
         value, element = self.loop.find_source(value)
         op = value.op
@@ -101,8 +100,8 @@ class Counter:
         if op.opcode == 'parameter' and value.comp is self.loop.body.comp and element is not None:
             if element == self.element:
                 return self.start + self.step * np.arange(self.trips)
-            invariant = self.loop.resolve_constant((element, 0))
-            return np.array(invariant[1]) if invariant and invariant[0] is None else None
+            resolved = self.loop.resolve_constant(_Sum(element, 0))
+            return np.array(resolved.constant) if resolved.element is None else None
         if op.opcode not in ARITHMETIC:
             return None
         operands = [self.values(value.sibling(operand)) for operand in op.operands]
@@ -110,13 +109,16 @@ class Counter:
         return ARITHMETIC[op.opcode](*evaluated) if len(evaluated) == len(operands) else None
 
 
-# (index of an element of the loop state, constant) for their sum; (None, constant) for a constant
-_Sum = tuple[int | None, int]
+class _Sum(NamedTuple):
+    """An element of the loop state plus a constant."""
+
+    element: int | None  # its index; None for only the constant
+    constant: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Loop:
-    """A loop; `condition` and `body` are the roots of these computations."""
+    """A loop; `condition` and `body` are the roots of its two computations."""
 
     module: Module
     initial_state: Value
@@ -137,48 +139,50 @@ class _Loop:
         if not match or len(sums) != 2:
             return None
         direction = match[1]
-        left, right = (self.resolve_constant(sum_) for sum_ in sums)
-        if left and left[0] is None:
+        left, right = (sum_ and self.resolve_constant(sum_) for sum_ in sums)
+        if left and left.element is None:
             left, right, direction = right, left, _MIRRORED.get(direction, direction)
-        if not left or not right or left[0] is None or right[0] is not None:
+        if not left or not right or left.element is None or right.element is not None:
             return None
-        element, offset = left[0], left[1]
+        element = left.element
         start, after = self.sum(self.initial_state, element), self.sum(self.body, element)
-        if not start or start[0] is not None or not after or after[0] != element:
+        if not start or start.element is not None or not after or after.element != element:
             return None
-        trips = _count_terms(start[1] + offset, after[1], direction, right[1])
-        return None if trips is None else Counter(self, element, start[1], after[1], trips)
+        step = after.constant
+        trips = _count_terms(start.constant + left.constant, step, direction, right.constant)
+        return None if trips is None else Counter(self, element, start.constant, step, trips)
 
-    def resolve_constant(self, sum_: _Sum | None) -> _Sum | None:
+    def resolve_constant(self, sum_: _Sum) -> _Sum:
         """Replaces the element in a sum by its value, if that is a loop-invariant constant."""
-        if sum_ and sum_[0] is not None and self.sum(self.body, sum_[0]) == (sum_[0], 0):
-            initial = self.sum(self.initial_state, sum_[0])
-            if initial and initial[0] is None:
-                return None, initial[1] + sum_[1]
+        element, constant = sum_
+        if element is not None and self.sum(self.body, element) == _Sum(element, 0):
+            initial = self.sum(self.initial_state, element)
+            if initial and initial.element is None:
+                return _Sum(None, initial.constant + constant)
         return sum_
 
     def sum(self, value: Value, element: int | None = None) -> _Sum | None:
-        """Converts a value, or an element of a tuple, to a `_Sum`; None if it is not one."""
+        """Writes a value, or an element of a tuple, as a `_Sum`; None if it has another form."""
         value, element = self.find_source(value, element)
         op = value.op
         if op.integer_constant is not None:
-            return None, op.integer_constant
+            return _Sum(None, op.integer_constant)
         if op.opcode == 'parameter':
-            return None if element is None else (element, 0)
+            return None if element is None else _Sum(element, 0)
         if op.opcode in ('add', 'subtract'):
             a, b = (self.sum(value.sibling(operand)) for operand in op.operands)
             sign = 1 if op.opcode == 'add' else -1
-            if a and b and b[0] is None:
-                return a[0], a[1] + sign * b[1]
-            if a and b and a[0] is None and sign == 1:
-                return b[0], a[1] + b[1]
+            if a and b and b.element is None:
+                return _Sum(a.element, a.constant + sign * b.constant)
+            if a and b and a.element is None and sign == 1:
+                return _Sum(b.element, a.constant + b.constant)
         return None
 
     def find_source(self, value: Value, element: int | None = None) -> tuple[Value, int | None]:
-        """Returns the instruction that computes a value, or an element of a tuple.
+        """Returns the source of a value, or of an element of a tuple, before copies and calls.
 
-        Skips copies, tuples and calls. The second result is the index of the element if that
-        instruction has a tuple as its result, such as the parameter of a body; else None.
+        The second result is the index of the element if the source is a tuple, such as the
+        parameter of a body; else None.
         """
         while True:
             op = value.op
@@ -202,7 +206,7 @@ _MIRRORED = {'LT': 'GT', 'LE': 'GE', 'GT': 'LT', 'GE': 'LE'}
 def _count_terms(start: int, step: int, direction: str, limit: int) -> int | None:
     """Counts the terms of `start`, `start + step`, ... before the comparison with `limit` fails.
 
-    None if it is not known to fail.
+    None if it may never fail.
 
     >>> from einshard._hlo.loops import _count_terms
     >>> _count_terms(0, 1, 'LT', 12), _count_terms(12, -2, 'GE', 1), _count_terms(5, 1, 'LT', 3)

@@ -1,7 +1,7 @@
 """Reads optimized HLO text lazily. Imports no JAX.
 
-The text of a large program has tens of megabytes. The reader first finds only the headers of
-computations. It parses a line when a query needs it; most lines are never parsed.
+The text of a large program is tens of megabytes long. The reader first finds only the headers of
+computations. It parses a line when a caller needs it; most lines are never parsed.
 
 In this folder, `op` is an instruction, and `comp` is the computation that contains it.
 """
@@ -45,7 +45,7 @@ def _bits(dtype: str) -> int:
     if dtype == 'pred':
         return 8
     digits = re.search(r'\d+', dtype)  # the first number: f8e4m3fn has 8 bits
-    return int(digits[0]) if digits else 0  # tokens have none
+    return int(digits[0]) if digits else 0  # a token has no data
 
 
 _ARRAY = re.compile(r'\b([a-z]\w*)\[([\d,<=]*)\]')
@@ -68,6 +68,7 @@ def array_types(text: str) -> tuple[ArrayType, ...]:
 
 _INSTRUCTION = re.compile(r'\s+(?:ROOT )?%?([^\s=]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*)')
 _OPERAND = re.compile(r'%([^\s,()]+)')
+_ATTRIBUTES = re.compile(r'\), (?=\w+=)')  # where they begin; types also contain '), '
 _CALLEE = re.compile(r'\b(?:calls|to_apply)=%?([^\s,]+)')
 _BODY = re.compile(r'\bbody=%?([^\s,]+)')
 _OTHER_MEMORY = re.compile(r'\{[^}]*S\([1-9]')
@@ -81,8 +82,8 @@ class Instruction(NamedTuple):
     """One line of a computation.
 
     `operand_text` is the text in parentheses after the opcode: the operands, the value of a
-    constant, or the number of a parameter. `metadata` is all text after 'metadata={', so
-    backend_config may be there or in `attributes`.
+    constant, or the number of a parameter. `metadata` is the rest of the line after 'metadata={'.
+    XLA may write backend_config before that, so in `attributes`, or after it, so in `metadata`.
     """
 
     name: str
@@ -136,19 +137,19 @@ class Instruction(NamedTuple):
 
     @property
     def body(self) -> str:
-        """The name of the computation that a loop repeats, or ''."""
+        """The name of the body of a while loop, or ''."""
         match = _BODY.search(self.attributes)
         return match[1] if match else ''
 
     @property
     def element(self) -> int:
-        """The index of a get-tuple-element; -1 for others."""
+        """The index that a get-tuple-element reads; -1 for other instructions."""
         match = re.match(r'index=(\d+)', self.attributes)
         return int(match[1]) if match else -1
 
     @property
     def op_name(self) -> str:
-        """The name of the JAX operation it was lowered from, or ''."""
+        """The JAX operation that the instruction was lowered from, or ''."""
         return op_name(self.metadata)
 
 
@@ -157,22 +158,22 @@ def read_instruction(line: str) -> Instruction:
     if not match:
         raise ValueError(f'not an HLO instruction: {line}')
     name, type_, opcode, rest = match.groups()
-    # types of operands contain parentheses too, but never '), '
-    operand_text, closing, attributes = rest.partition('), ')
-    if not closing:
-        operand_text, attributes = rest.rpartition(')')[0], ''
+    operand_text, *after = _ATTRIBUTES.split(rest, maxsplit=1)
+    if not after:
+        operand_text = rest.rpartition(')')[0]
+    attributes = ''.join(after)
     attributes, _, metadata = attributes.partition('metadata={')
     return Instruction(name, type_, opcode, operand_text, attributes, metadata)
 
 
 # --- computations -------------------------------------------------------------------------------
 
-_LINE = re.compile(r'\n  (ROOT )?%?([^\s=]+) = ')  # a literal start is 10 times faster than ^
+_LINE = re.compile(r'\n  (ROOT )?%?([^\s=]+) = ')  # 10 times faster than with ^ for \n
 _PARAMETER = re.compile(r' parameter\(\d+\)')
 
 
 class Computation:
-    """The instructions of a computation, by name."""
+    """A computation; `computation[name]` is one of its instructions."""
 
     def __init__(self, name: str, text: str, start: int, is_entry: bool):
         self.name = name
@@ -212,7 +213,7 @@ class Computation:
 
     @functools.cached_property
     def _lines(self) -> dict[str, int]:
-        """The offset of each instruction's line, by name; that of the root also by ''."""
+        """Maps the name of each instruction to the offset of its line; '' stands for the root."""
         lines: dict[str, int] = {}
         for match in _LINE.finditer(self._text, *self._span):
             lines[match[2]] = match.start() + 1
@@ -223,13 +224,10 @@ class Computation:
     @functools.cached_property
     def _users(self) -> dict[str, list[str]]:
         users: dict[str, list[str]] = {}
-        names = {name: name for name in self._lines}  # to save memory, one string for each name
+        names = {name: name for name in self._lines}  # to save memory, stores each name once
         for match in _LINE.finditer(self._text, *self._span):
             start, end = match.end(), self._text.index('\n', match.end())
-            if self._text.startswith('((', start):  # a nested type contains '), ' too
-                operands = read_instruction(self._text[match.start() + 1 : end]).operand_text
-            else:
-                operands = self._text[start:end].partition('), ')[0]
+            operands = _ATTRIBUTES.split(self._text[start:end], maxsplit=1)[0]
             for operand in _OPERAND.findall(operands):
                 name = names.get(operand) or operand
                 users.setdefault(name, []).append(names[match[2]])
@@ -241,8 +239,8 @@ class Value(NamedTuple):
 
     Attributes:
         comp: the computation of the instruction.
-        name: the name of the instruction; '' for the root.
-        arguments: the values of the parameters of `comp`, if a call site is known.
+        name: the name of the instruction; '' means the root of `comp`.
+        arguments: the values passed for the parameters of `comp`; () if unknown.
         op: the instruction.
     """
 
@@ -255,11 +253,11 @@ class Value(NamedTuple):
         return self.comp[self.name]
 
     def sibling(self, name: str) -> Value:
-        """Returns another value in the same computation."""
+        """Returns the value `name` of the same computation."""
         return self._replace(name=name)
 
     def in_callee(self, callee: Computation, name: str = '') -> Value:
-        """Returns a value in the computation that this instruction calls; by default, the root."""
+        """Returns the value `name` of `callee`, which `op` calls; by default, its root."""
         return Value(callee, name, tuple(map(self.sibling, self.op.operands)))
 
 
@@ -281,10 +279,10 @@ _REFERENCE = re.compile(r'=(?:\{(%[^}]*)\}|(%[^\s,]+))')
 
 
 class Module:
-    """An optimized program.
+    """An optimized HLO module.
 
     Attributes:
-        text: the text of one HLO module, one instruction per line.
+        text: the text, one instruction per line.
         head: the text before the first computation.
         sources: maps instructions to source lines.
         entry: the entry computation.
@@ -350,7 +348,7 @@ class Module:
         return self._computation(self._numbers[name])
 
     def call_sites(self, computation: Computation) -> list[Place]:
-        """Finds the instructions that run a computation; of an asynchronous one only the -start."""
+        """Finds the instructions that run `computation`, except -update and -done instructions."""
         name = computation.name
         sites = self._call_sites.get(name)
         if sites is None:
@@ -362,7 +360,7 @@ class Module:
         return sites
 
     def path(self, computation: Computation) -> list[Place] | None:
-        """Finds one chain of call sites from the entry to a computation; None if it never runs."""
+        """Finds one chain of call sites from the entry to `computation`; None if there is none."""
         if computation.is_entry:
             return []
         for site in self.call_sites(computation):
@@ -371,14 +369,14 @@ class Module:
                 return [*path, site]
         return None
 
-    def in_branch(self, computation: Computation) -> bool:
+    def is_in_branch(self, computation: Computation) -> bool:
         """Whether the `path` to a computation goes through a branch of a conditional."""
         sites = self.path(computation) or ()
         return any(site.op.opcode == 'conditional' for site in sites)
 
     @functools.cached_property
     def _references(self) -> dict[str, list[int]]:
-        """The offsets of the lines that refer to each computation, by name."""
+        """Maps the name of each computation to the offsets of the lines that refer to it."""
         lines: dict[str, list[int]] = {}
         for match in _REFERENCE.finditer(self.text, len(self.head)):
             for name in (match[1] or match[2]).replace('%', '').split(', '):

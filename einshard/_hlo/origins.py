@@ -24,21 +24,21 @@ class Origins:
 
     def __init__(self, module: Module):
         self._module = module
-        self._known: dict[tuple[str, str, int], int | None] = {}
+        self._cache: dict[tuple[str, str, int], int | None] = {}
 
     def of(self, place: Place) -> int | None:
-        """Returns the number of the program parameter that the first operand is from, or None."""
+        """Traces operand 0 of `place.op` to a program parameter; returns its number, or None."""
         operands = place.op.operands
         return self._trace(Value(place.comp, operands[0]), -1, _MAX_STEPS) if operands else None
 
     def _trace(self, value: Value, element: int, steps: int) -> int | None:
-        """Traces a value, or `element` of a tuple (-1 for others), in at most `steps` steps."""
+        """Traces an array (`element` -1), or an element of a tuple, in at most `steps` steps."""
         key = (value.comp.name, value.name, element)
-        if key not in self._known:
-            # ends the recursion if calls of one computation depend on each other
-            self._known[key] = None
-            self._known[key] = self._trace_uncached(value, element, steps - 1) if steps else None
-        return self._known[key]
+        if key not in self._cache:
+            # breaks the cycle if a call of a computation uses the result of another call of it
+            self._cache[key] = None
+            self._cache[key] = self._trace_uncached(value, element, steps - 1) if steps else None
+        return self._cache[key]
 
     def _trace_uncached(self, value: Value, element: int, steps: int) -> int | None:
         op = value.op
@@ -58,7 +58,7 @@ class Origins:
         return None if operand is None else self._trace(value.sibling(operand), element, steps)
 
     def _trace_parameter(self, value: Value, element: int, steps: int) -> int | None:
-        """Traces a parameter of a computation to the value that its caller passes."""
+        """Traces a parameter of a computation, as `_trace` does, to the value that is passed."""
         op, comp = value.op, value.comp
         if comp.is_entry:
             return op.parameter_number
@@ -73,7 +73,7 @@ class Origins:
         return None
 
     def _is_invariant(self, loop: Instruction, element: int) -> bool:
-        """Whether each iteration only passes on or moves (see `_MOVES`) an element of the state."""
+        """Whether iterations only pass on or move (see `_MOVES`) this element of the loop state."""
         body = self._module.computation(loop.body)
         root = body.root
         if element < 0 or root.opcode != 'tuple' or element >= len(root.operands):
@@ -96,7 +96,7 @@ class Origins:
 
 
 def _moved_operand(op: Instruction) -> str | None:
-    """Returns the name of the operand of a move (see `_MOVES`); None for other instructions."""
+    """Returns the name of the operand that `op` moves (see `_MOVES`); None if it is not a move."""
     is_move = op.opcode in _MOVES or op.joins_slices
     return op.operands[0] if is_move and op.operands else None
 
@@ -104,7 +104,7 @@ def _moved_operand(op: Instruction) -> str | None:
 def user_with_source(
     module: Module, comp: Computation, name: str, distance: int = 3
 ) -> Instruction | None:
-    """Finds a direct or indirect user of an array that has a source line; None if none has.
+    """Finds an instruction with a source line that uses an array, directly or indirectly; or None.
 
     Args:
         module: the compiled program.

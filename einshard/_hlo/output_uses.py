@@ -1,4 +1,4 @@
-"""Maps collectives to the program outputs that they become. Imports no JAX."""
+"""Maps collectives to the program outputs computed from their results. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from .collectives import KINDS, MARKS
 from .module import Computation, Instruction, Module
 
-# operations that end the tracking; all others are followed, most of them elementwise
+# operations that are not followed; most others are elementwise
 _STOPS = {
     'broadcast',
     'conditional',
@@ -28,7 +28,7 @@ def output_uses(module: Module, names: Collection[str]) -> dict[str, tuple[int, 
     """Returns, for each collective, the indices of the program outputs computed from its result.
 
     Follows all operations except those in `_STOPS`, also in loops: from the all-reduce of a
-    gradient to the updated weights, but not through matrix products and reductions.
+    gradient to the updated weights, but not through dots and reductions.
 
         >>> from einshard._hlo.module import Module
         >>> from einshard._hlo.output_uses import output_uses
@@ -63,10 +63,10 @@ class _Uses:
 
     def __init__(self, module: Module):
         self._module = module
-        self._known: dict[tuple[str, str], set[int]] = {}
+        self._cache: dict[tuple[str, str], set[int]] = {}
 
     def outputs(self, comp: Computation, names: Iterable[str]) -> set[int]:
-        """Returns the indices of the program outputs computed from values of a computation."""
+        """Returns the indices of the program outputs computed from the values `names` in `comp`."""
         elements = self.result_elements(comp, names)
         if comp.is_entry or not elements:
             return elements
@@ -81,18 +81,18 @@ class _Uses:
         return outputs
 
     def result_elements(self, comp: Computation, names: Iterable[str]) -> set[int]:
-        """Returns the elements of a computation's result computed from the named values."""
+        """Returns the indices of the elements of the root of `comp` computed from `names`."""
         return set[int]().union(*(self.elements_from(comp, name) for name in names))
 
     def elements_from(self, comp: Computation, name: str) -> set[int]:
-        """Returns the elements of the result computed from one value; an array is element 0."""
+        """Returns `result_elements` of one name; if the root is an array, it is element 0."""
         key = comp.name, name
-        if key not in self._known:
-            self._known[key] = set(self._trace(comp, name))
-        return self._known[key]
+        if key not in self._cache:
+            self._cache[key] = set(self._trace(comp, name))
+        return self._cache[key]
 
     def _trace(self, comp: Computation, name: str) -> Iterator[int]:
-        """Yields what `elements_from` returns; an element may come more than once."""
+        """Yields what `elements_from` returns, possibly with duplicates."""
         seen, pending = {name}, [name]
         root = comp.root
         while pending:
@@ -100,42 +100,42 @@ class _Uses:
             if value == root.name and root.opcode != 'tuple':
                 yield 0
             for user in comp.users(value):
-                at = {i for i, operand in enumerate(user.operands) if operand == value}
+                indices = {i for i, operand in enumerate(user.operands) if operand == value}
                 if user.opcode == 'tuple':
                     if user.name == root.name:
-                        yield from at
-                    values = [name for i in at for name in self._loop_outputs(comp, user, i)]
+                        yield from indices
+                    values = [name for i in indices for name in self._loop_outputs(comp, user, i)]
                 elif user.opcode in _STOPS and not user.joins_slices:
                     continue
                 else:
-                    values = self._values_of(comp, user, at)
+                    values = self._values_of(comp, user, indices)
                 pending += set(values) - seen
                 seen.update(values)
 
-    def _loop_outputs(self, comp: Computation, state: Instruction, at: int) -> Iterator[str]:
-        """Yields the outputs of loops over `state` that are computed from its element `at`."""
+    def _loop_outputs(self, comp: Computation, state: Instruction, i: int) -> Iterator[str]:
+        """Yields the outputs of loops computed from element `i` of their initial state `state`."""
         for loop in comp.users(state.name):
             body = loop.body if loop.opcode == 'while' else ''
             if body:
                 inside = self._module.computation(body)
-                start = _element_names(inside, inside[inside.parameter(0)], {at})
+                start = _element_names(inside, inside[inside.parameter(0)], {i})
                 yield from _element_names(comp, loop, self.result_elements(inside, start))
 
-    def _values_of(self, comp: Computation, user: Instruction, at: set[int]) -> list[str]:
-        """Lists the values that `user` computes from its operands `at`: itself, or its elements."""
-        outputs = at  # element i of a collective comes from operand i
+    def _values_of(self, comp: Computation, user: Instruction, indices: set[int]) -> list[str]:
+        """Returns the names of the values that `user` computes from the operands `indices`."""
+        elements = indices  # of a collective: element i of the result comes from operand i
         if user.opcode in ('fusion', 'call'):
             callee = self._module.called(user)
             if callee is None:
                 return []
-            outputs = self.result_elements(callee, map(callee.parameter, at))
+            elements = self.result_elements(callee, map(callee.parameter, indices))
         if not user.type.startswith('('):
-            return [user.name] if outputs else []
+            return [user.name] if elements else []
         if user.opcode not in ('fusion', 'call', *KINDS):  # such as copy-start
             return [user.name] if len(user.operands) == 1 else []
-        return _element_names(comp, user, outputs)
+        return _element_names(comp, user, elements)
 
 
-def _element_names(comp: Computation, tuple_: Instruction, at: Collection[int]) -> list[str]:
-    """Returns the names of the get-tuple-element instructions of elements `at` of a tuple."""
-    return [user.name for user in comp.users(tuple_.name) if user.element in at]
+def _element_names(comp: Computation, tuple_: Instruction, indices: Collection[int]) -> list[str]:
+    """Returns the names of the get-tuple-element instructions that read these elements."""
+    return [user.name for user in comp.users(tuple_.name) if user.element in indices]

@@ -1,4 +1,4 @@
-"""Finds all-reduces whose result each device only slices. Imports no JAX.
+"""Finds all-reduces of whose result each device keeps only a slice. Imports no JAX.
 
 A reduce-scatter would send half as much. XLA replaces an all-reduce and a slice by a
 reduce-scatter, but not if other operations are in between, and never on CPU.
@@ -25,11 +25,11 @@ _MAX_STEPS = 30  # from the offset of a slice back to the device number
 
 
 class SlicedSum(NamedTuple):
-    """The slices of an all-reduce.
+    """An all-reduce of whose result each device keeps only a slice.
 
     Attributes:
         parts: (dimension, number of slices) for the dimensions that are sliced.
-        is_direct: whether the sum itself is sliced, with nothing but copies in between.
+        is_direct: whether there are only copies, if anything, between the all-reduce and the slice.
     """
 
     parts: tuple[tuple[int, int], ...]
@@ -37,7 +37,7 @@ class SlicedSum(NamedTuple):
 
 
 def find_sliced_sum(module: Module, place: Place) -> SlicedSum | None:
-    """Finds the slices of an all-reduce of one array; None if the sum has other uses."""
+    """Finds what devices keep of the all-reduce at `place`; None if not all its uses are slices."""
     op = place.op
     if len(op.operands) != 1 or op.type.startswith('('):
         return None
@@ -59,13 +59,13 @@ class _Finder:
     def uses(
         self, value: Value, outside: tuple[Value, ...], axes: Sequence[int], is_direct: bool
     ) -> Iterator[SlicedSum | None]:
-        """Yields the slices that finally use a value; None for each other use.
+        """Yields the slices of `value` and of values computed from it; None for each other use.
 
         Args:
-            value: the sum, or a value computed from it.
+            value: the result of the all-reduce, or a value computed from it.
             outside: the fusions that contain the value, outermost first.
-            axes: for each dimension of the value, the dimension of the sum.
-            is_direct: whether the value is the sum itself, up to copies.
+            axes: for each dimension of the value, the number that it has in the all-reduce.
+            is_direct: whether the value is the result of the all-reduce, or a copy of it.
         """
         comp, shape = value.comp, value.op.results[0].shape
         self.uses_left -= 1
@@ -78,28 +78,29 @@ class _Finder:
             else:
                 yield None
         for user in comp.users(value.name):
-            op = value.sibling(user.name)
+            result = value.sibling(user.name)
             callee = self.module.called(user) if user.opcode == 'fusion' else None
             is_array = not user.type.startswith('(')
             has_same_shape = is_array and user.results[0].shape == shape
             if user.opcode == 'dynamic-slice' and user.operands[0] == value.name:
-                yield self.read_slice(op, axes, is_direct)
+                yield self.read_slice(result, axes, is_direct)
             elif callee is not None and is_array:
                 for i, operand in enumerate(user.operands):
                     if operand == value.name:
-                        inside = op.in_callee(callee, callee.parameter(i))
-                        yield from self.uses(inside, (*outside, op), axes, is_direct)
+                        inside = result.in_callee(callee, callee.parameter(i))
+                        yield from self.uses(inside, (*outside, result), axes, is_direct)
             elif has_same_shape and user.opcode in _COPIES | _ELEMENTWISE:
-                yield from self.uses(op, outside, axes, is_direct and user.opcode in _COPIES)
+                yield from self.uses(result, outside, axes, is_direct and user.opcode in _COPIES)
             elif is_array and user.opcode == 'reduce' and user.operands[0] == value.name:
                 dimensions = re.search(r'dimensions=\{([\d,]*)\}', user.attributes)
                 reduced = {int(i) for i in re.findall(r'\d+', dimensions[1] if dimensions else '')}
                 remaining = [axis for i, axis in enumerate(axes) if i not in reduced]
-                yield from self.uses(op, outside, remaining, False)
+                yield from self.uses(result, outside, remaining, False)
             else:
                 yield None
 
     def read_slice(self, value: Value, axes: Sequence[int], is_direct: bool) -> SlicedSum | None:
+        """Describes the dynamic-slice `value`; None unless its offsets depend on the device."""
         op = value.op
         parts = {
             axis: self.shape[axis] // size

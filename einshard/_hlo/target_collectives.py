@@ -1,6 +1,6 @@
 """Finds the collectives that a TPU would run, in a program compiled for CPU. Imports no JAX.
 
-The CPU backend has no reduce-scatter: it all-reduces, and each device slices the result. It
+XLA for CPU inserts no reduce-scatter: it all-reduces, and each device slices the result. It
 combines all-reduces even if only some of the results are sliced. It all-reduces each term of a sum,
 all-reduces along one mesh axis after another, and all-gathers an array once per use.
 """
@@ -63,8 +63,8 @@ class _Use(NamedTuple):
     """An instruction that uses the result of an all-reduce, or a sum of such results."""
 
     user: Instruction
-    operand: int  # the index of that result in its operands; -1 if the program or a loop returns it
-    terms: frozenset[_Key]  # the all-reduces that are added before this use
+    operand_index: int  # of the result in `user.operands`; -1 if it is the root of its computation
+    terms: frozenset[_Key]  # the all-reduces whose results are summed before this use
 
 
 @dataclass
@@ -73,7 +73,7 @@ class _Reduction:
 
     array: ArrayType
     groups: Groups
-    kind: str = 'all-reduce'  # '' if another reduction includes this one
+    kind: str = 'all-reduce'  # or 'reduce-scatter'; '' if another reduction includes this one
 
 
 _Key = tuple[str, int]  # the name of an all-reduce, and the index of the array in it
@@ -97,7 +97,7 @@ class _Reductions:
             self._classify(key, reduction)
 
     def on_target(self, collectives: Sequence[Collective]) -> Iterator[Collective]:
-        """Yields the collectives; an all-reduce may be dropped, or split by kind and groups."""
+        """Yields `collectives`; may drop an all-reduce, or split it by kind and groups."""
         for collective in collectives:
             parts: dict[tuple[str, Groups], list[ArrayType]] = {}
             for i in range(len(collective.operands)):
@@ -111,22 +111,22 @@ class _Reductions:
                 yield collective
 
     def _classify(self, key: _Key, reduction: _Reduction) -> None:
-        """Sets the kind of an array's reduction from the instructions that use the sum.
+        """Sets the kind of an array's reduction from the instructions that use its result.
 
-        If the only use is another all-reduce, that one may get the groups of both.
+        If the only use is another all-reduce, the two may become one, with joined groups.
         """
         place = self._places[key[0]]
         uses = list(self._array_uses(place, key))
         terms = {use.terms for use in uses}
-        # the terms of a sum need only one all-reduce: that with the smallest key
+        # the terms of a sum need only one all-reduce: the one with the smallest key
         if len(terms) == 1 and min(next(iter(terms))) != key:
             reduction.kind = ''
             return
         users = [use.user for use in uses]
-        if len(uses) == 1 and (uses[0].user.name, uses[0].operand) in self._by_key:
-            after = self._by_key[uses[0].user.name, uses[0].operand]
-            joined = _joined_groups(reduction.groups, after.groups)
-            if joined:
+        next_keys = [(use.user.name, use.operand_index) for use in uses]
+        if len(uses) == 1 and next_keys[0] in self._by_key:
+            after = self._by_key[next_keys[0]]
+            if joined := _joined_groups(reduction.groups, after.groups):
                 reduction.kind, after.groups = '', joined
         elif users and all(user.opcode == 'dynamic-slice' for user in users):
             n = len(reduction.groups[0]) if reduction.groups else 1
@@ -144,10 +144,9 @@ class _Reductions:
             yield from self._uses(comp, name, frozenset([key]))
 
     def _uses(self, comp: Computation, name: str, terms: frozenset[_Key]) -> Iterator[_Use]:
-        """Yields the instructions that use a value, directly or after moves and sums.
+        """Yields the uses of the value `name`, which is the sum of `terms`.
 
-        Follows sums if they add all-reduces with equal groups, and goes into and out of fusions and
-        calls.
+        Looks through moves, fusions, calls, and sums of all-reduces with equal groups.
         """
         for user in comp.users(name):
             called = self._module.called(user) if user.opcode in ('fusion', 'call') else None
@@ -171,7 +170,7 @@ class _Reductions:
                 yield _Use(root, -1, terms)
 
     def _terms(self, comp: Computation, name: str) -> frozenset[_Key] | None:
-        """Returns the all-reduces that add up to a value (one or more); None for others."""
+        """Returns the all-reduces whose sum the value `name` is; None for other values."""
         op = comp[name]
         if op.opcode in _MOVES:
             return self._terms(comp, op.operands[0])
@@ -193,7 +192,7 @@ def _callers(module: Module, comp: Computation) -> list[Place]:
 
 
 def _joined_groups(first: Groups, second: Groups) -> Groups | None:
-    """Returns the groups of an all-reduce that replaces two successive ones; None if none can."""
+    """Returns the groups of one all-reduce that can replace two successive ones, or None."""
     pairs = [(group[0], other) for group in (*first, *second) for other in group]
     joined = connected(pairs)
     size = len(first[0]) * len(second[0]) if first and second else 0

@@ -1,8 +1,8 @@
-"""Collective einsums: products and permutes that replace a collective. Imports no JAX.
+"""Collective matmuls: dots and permutes that replace a collective. Imports no JAX.
 
-XLA may split an all-gather or reduce-scatter and the product next to it into pieces, to send one
-piece while it multiplies another. The program then has collective-permutes, in a loop or unrolled.
-Together they are one collective, with the pieces as its operands or results.
+XLA may split an all-gather or reduce-scatter and the dot next to it into pieces, to send one piece
+while it multiplies another. The program then has collective-permutes, in a loop or unrolled. This
+package reports them as the one collective that they replace.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from .module import Computation, Module, Place
 from .sources import number_of
 
-_BODY = re.compile(r'windowed_dot_general_body_(ag|rs)')  # named so by the SPMD partitioner
+_BODY = re.compile(r'windowed_dot_general_body_(ag|rs)')  # a name from the SPMD partitioner
+_KINDS = {'ag': 'all-gather', 'rs': 'reduce-scatter'}
 _MOVES = frozenset(
     (
         *('bitcast', 'collective-permute-done', 'copy', 'copy-done', 'copy-start'),
@@ -24,21 +25,20 @@ _MOVES = frozenset(
 )
 
 
-def collective_einsums(
+def collective_matmuls(
     module: Module, permutes: Mapping[Place, int]
 ) -> Iterator[tuple[str, Computation, list[Place]]]:
-    """Finds the permutes of each collective einsum.
+    """Finds the permutes of each collective matmul.
 
-    Yields a form ('ag' for an all-gather, 'rs' for a reduce-scatter), the computation that contains
-    the einsum, and its permutes.
+    Yields (kind, computation that contains the matmul, permutes). The kind is that of the
+    collective that the permutes replace: 'all-gather' or 'reduce-scatter'.
 
     Args:
         module: the compiled program.
-        permutes: the permutes of the program, each with the number of devices that its pairs
-            connect with each other.
+        permutes: the permutes of the program, each with its group size.
     """
     loops = {
-        loop.start: (loop, body[1])
+        loop.start: (loop, _KINDS[body[1]])
         for loop in (module.find(' while(') if permutes else ())
         if (body := _BODY.search(loop.op.attributes))
     }
@@ -48,12 +48,12 @@ def collective_einsums(
         start = _loop_of(module, place, [loop for loop, _ in loops.values()])
         (others if start is None else looped.setdefault(start, [])).append(place)
     for start, places in looped.items():
-        loop, form = loops[start]
-        yield form, loop.comp, places
-    for form, places in _unrolled(others):
+        loop, kind = loops[start]
+        yield kind, loop.comp, places
+    for kind, places in _unrolled(others):
         n = permutes[places[0]]
-        if max(2, n - 1) <= len(places) <= n + 1:  # else not the permutes of one einsum
-            yield form, places[0].comp, places
+        if max(2, n - 1) <= len(places) <= n + 1:  # the permutes of one matmul in groups of n
+            yield kind, places[0].comp, places
 
 
 # --- loops --------------------------------------------------------------------------------------
@@ -71,17 +71,17 @@ def _loop_of(module: Module, place: Place, loops: Sequence[Place]) -> int | None
 
 
 def _is_first(place: Place, loop: Place) -> bool:
-    """Whether a permute makes an element of the initial loop state."""
+    """Whether a permute computes an element of the initial loop state."""
     state = loop.comp[loop.op.operands[0]]
     return any(_origin(loop.comp, operand) == place.op.name for operand in state.operands)
 
 
 def _is_last(place: Place, loop: Place) -> bool:
-    """Whether a permute sends an output of the loop, possibly after an elementwise fusion."""
+    """Whether a permute sends an output of the loop, possibly after a fusion of the same dot."""
     comp = place.comp
     op = comp[_origin(comp, place.op.operands[0])]
-    has_same_name = place.op.op_name == loop.op.op_name != ''
-    sources = op.operands if op.opcode == 'fusion' and has_same_name else [op.name]
+    is_same_dot = place.op.op_name == loop.op.op_name != ''
+    sources = op.operands if op.opcode == 'fusion' and is_same_dot else [op.name]
     return loop.op.name in [_origin(comp, source) for source in sources]
 
 
@@ -96,19 +96,19 @@ def _origin(comp: Computation, name: str) -> str:
 
 
 def _unrolled(permutes: Sequence[Place]) -> Iterator[tuple[str, list[Place]]]:
-    """Groups permutes by product and form: 'ag' if they send shards, 'rs' if partial sums."""
-    products: dict[tuple[str, str, tuple[int, ...]], list[Place]] = {}
+    """Groups permutes by dot and kind: 'all-gather' if they send shards, else 'reduce-scatter'."""
+    by_dot: dict[tuple[str, str, tuple[int, ...]], list[Place]] = {}
     for place in permutes:
         op = place.op
-        if op.op_name.endswith('/dot_general'):  # the user's own permutes are not products
+        if op.op_name.endswith('/dot_general'):  # not the user's own ppermute
             line = (number_of(field, op.metadata) for field in ('stack_frame_id', 'source_line'))
             key = place.comp.name, op.op_name, tuple(line)
-            products.setdefault(key, []).append(place)
-    for places in products.values():
-        forms: dict[str, list[Place]] = {}
-        for chain, form in _chains(places):
-            forms.setdefault(form, []).extend(chain)
-        yield from forms.items()
+            by_dot.setdefault(key, []).append(place)
+    for places in by_dot.values():
+        by_kind: dict[str, list[Place]] = {}
+        for chain, kind in _chains(places):
+            by_kind.setdefault(kind, []).extend(chain)
+        yield from by_kind.items()
 
 
 @dataclass
@@ -127,10 +127,7 @@ class _Chain:
 
 
 def _chains(permutes: Sequence[Place]) -> Iterator[tuple[list[Place], str]]:
-    """Groups permutes into chains; yields the permutes and the form of each.
-
-    In the form 'ag' permutes pass on a shard, in the form 'rs' a partial sum.
-    """
+    """Groups the permutes of a dot into chains; yields each with its kind: see `_unrolled`."""
     comp = permutes[0].comp
     by_name = {place.op.name: place for place in permutes}
     chains: list[_Chain] = []
@@ -153,6 +150,6 @@ def _chains(permutes: Sequence[Place]) -> Iterator[tuple[list[Place], str]]:
     if not gathered and not has_sums and len(starts) == len(chains):
         return  # permutes of different arrays
     for chain in chains:
-        # a single permute does not show its form: it belongs to a chain in the other direction
+        # a single permute does not show its kind: it belongs to sums in the other direction
         is_alone = len(chain.permutes) == 1 and chain.start not in gathered and has_sums
-        yield chain.permutes, 'rs' if chain.is_sum or is_alone else 'ag'
+        yield chain.permutes, 'reduce-scatter' if chain.is_sum or is_alone else 'all-gather'

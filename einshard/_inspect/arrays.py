@@ -28,13 +28,13 @@ _NOT_USED = Description('not used')
 
 @dataclass(frozen=True)
 class ProgramArray:
-    """An argument or a result."""
+    """An argument leaf or result leaf of a program."""
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
     sharding: Sharding | None  # None if the program does not use the array
-    names: tuple[str, ...] | None  # axis names; None without a spec, and for '...'
+    names: tuple[str, ...] | None  # axis names; None if unknown
 
 
 def find_arguments(
@@ -52,7 +52,7 @@ def find_arguments(
     names = stages.argument_names
     if names is None:
         names = _names_in_program([path for path, _ in leaves], shardings, module)
-        # with a `jax.Ref`, the program has only the names Arg_0, ..
+        # if an argument is a `jax.Ref`, JAX names the parameters Arg_0, Arg_1, ..
         if any(name.startswith('Arg_') for name in names.values()):
             names = _names_in_signature(stages.parameters, len(compiled.args_info[0]))
     return [
@@ -117,17 +117,17 @@ def _names_in_signature(parameters: Sequence[str], n_arguments: int) -> Mapping[
 
 
 def _axis_names(spec: AnySpec | None, ndim: int) -> tuple[str, ...] | None:
-    """Returns the axis names of an array, with unused letters for the axes in '...'.
+    """Returns the axis names of an array; the axes that '...' stands for get unused letters.
 
-    None if the spec is None or '...'.
+    None without a spec, or if its only axis is '...'.
     """
     if spec is None:
         return None
     names = as_leaf_spec(spec).expression.names
+    if names == (ELLIPSIS,):
+        return None
     if ELLIPSIS not in names:
         return names
-    if len(names) == 1:
-        return None
     at = names.index(ELLIPSIS)
     free = (letter for letter in axis_letters() if letter not in names)
     between = itertools.islice(free, ndim - len(names) + 1)
@@ -159,11 +159,12 @@ def _placement(array: ProgramArray) -> str:
 def results_in_place(
     arguments: Sequence[ArrayRow], results: Sequence[ArrayRow], module: Module
 ) -> tuple[tuple[str, str], ...]:
-    """Returns the paths (result, argument) of `Report.in_place`."""
+    """Returns (result path, argument path) for each result that replaces a donated argument."""
     inputs = [row for row in arguments if row.placement != _NOT_USED]
     pairs = [
         (results[output], inputs[parameter])
         for output, parameter in module.aliases.items()
         if output < len(results) and parameter < len(inputs)
     ]
+    # leave out arguments whose memory is reused by a result of another shape, dtype or placement
     return tuple((a.path, b.path) for a, b in pairs if replace(a, path=b.path) == b)

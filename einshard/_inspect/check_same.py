@@ -12,9 +12,12 @@ import numpy as np
 from jax import stages
 from jax.sharding import Mesh, NamedSharding
 
+from .._arrays.device_put import put_array
 from .._arrays.gather import gather
 from .._errors import EinshardError, plural
+from .._functions.error_notes import is_sharding_type_error
 from .._sharding.context import is_tracing
+from .._sharding.mesh import partition_spec, spec_axes
 from .._text import array_text, name_of
 from .._trees.paths import common_end
 from .arrays import argument_path, result_path
@@ -39,7 +42,7 @@ class DifferentResults(EinshardError):
 DifferentResults.__module__ = 'einshard'
 
 _MAX_ROWS = 8
-_SAMPLES = 2  # runs on one device with rounded arguments
+_SAMPLES = 2  # runs on one device with perturbed arguments
 
 
 def check_same(
@@ -66,22 +69,22 @@ def check_same(
     not depend on the number of devices, and must not use a `NamedSharding` on several devices.
 
     The gradients are those of a weighted sum of all elements of the results, with fixed random
-    weights. A difference is an error if it is larger than the tolerance, which is the larger of
-    two: what rounding explains, by the dtype and the length of the longest sum; and the change of
-    the results if the arguments are rounded. Replicas of a result must be equal up to the same
-    tolerance.
+    weights. A difference larger than the tolerance is an error. The tolerance is the larger of two
+    numbers: the rounding error to expect for the dtype and the longest sum; and 4 times the change
+    of the results when each argument changes by about one rounding error. Replicas of a result must
+    also be equal within the tolerance.
 
     Args:
         fn: a `sharded` or jitted function, or any other function, which is jitted.
         args, kwargs: arguments of the call. They are not donated.
-        gradients: whether to compare the gradients of all floating-point arguments too.
+        gradients: whether to also compare the gradients of all floating-point arguments.
         reference: the function to run on one device. Default: `fn`.
 
     Returns:
         A `Comparison`, which prints as a table of differences and tolerances.
 
     Raises:
-        DifferentResults: a value or a gradient differs.
+        DifferentResults: a result or a gradient differs by more than its tolerance.
         EinshardError: the function does not fit or run on one device, or cannot be differentiated.
     """
     name = name_of(fn)
@@ -90,7 +93,7 @@ def check_same(
     result = call.run()
     comparison = _compare(call, result, reference, gradients)
     if not comparison.same:
-        raise _different(comparison, has_reference=reference is not None)
+        raise _make_error(comparison, has_reference=reference is not None)
     return comparison
 
 
@@ -155,7 +158,7 @@ class _Check:
     single: Call  # on one device
     mesh: Mesh  # of the one device
     n_devices: int  # of `call`
-    has_reference: bool  # whether `single` runs another function than `call`
+    has_reference: bool  # whether `single` calls the user's `reference`
 
     @property
     def device(self) -> Any:
@@ -170,32 +173,34 @@ class _Check:
         run = OneDeviceProgram(self.call.name, self.mesh, leaves, self.single.arrays)
         rounding = largest_rounding(run.jaxpr, self.n_devices, self.device.platform)
         samples = self._samples(rounding)
-        expected, *rounded = [run(arrays) for arrays in samples]
+        expected, *perturbed = [run(arrays) for arrays in samples]
         self._check_shapes(results, expected)
         inputs = [gather(arrays) for arrays in samples]
         rows: list[ComparedRow] = []
         for i, (path, result) in enumerate(zip(paths, results, strict=True)):
             argument = self._updated_argument(path, result)
-            before, *rounded_before = [0 if argument is None else x[argument] for x in inputs]
-            reference = Reference(expected[i], [x[i] for x in rounded], before, rounded_before)
+            before, *perturbed_before = [0 if argument is None else x[argument] for x in inputs]
+            reference = Reference(expected[i], [x[i] for x in perturbed], before, perturbed_before)
             rows.append(compare(path, result, reference, rounding))
         return rows
 
     def _check_shapes(self, found: Sequence[Any], expected: Sequence[Any]) -> None:
         ours, theirs = ([x.shape for x in leaves] for leaves in (map(key_data, found), expected))
-        if ours != theirs:
-            other = 'its reference' if self.has_reference else 'on one device'
+        if ours == theirs:
+            return
+        if self.has_reference:
+            sentence = f'{self.call.name} and its reference return arrays of different shapes'
+            labels = 'function', 'reference'
+        else:
             sentence = f'{self.call.name} returns arrays of different shapes on one device'
-            if self.has_reference:
-                sentence = f'{self.call.name} and its reference return arrays of different shapes'
-            facts = {'on all devices': str(ours), other: str(theirs)}
-            raise EinshardError(sentence, facts=facts)
+            labels = 'on all devices', 'on one device'
+        raise EinshardError(sentence, facts={labels[0]: str(ours), labels[1]: str(theirs)})
 
     def gradients(self, results: Arrays) -> list[ComparedRow]:
-        """Compares the gradients of a weighted sum of these results with those on one device."""
+        """Compares the gradients of a weighted sum of `results` with those on one device."""
         random = np.random.default_rng(0)
         weights = {i: random.normal(size=x.shape).astype(x.dtype) for i, x in results.items()}
-        weights_on_devices = {i: _put(weights[i], x.sharding) for i, x in results.items()}
+        weights_on_devices = {i: _put_cotangent(weights[i], x.sharding) for i, x in results.items()}
         weights_on_one = {
             i: jax.device_put(weights[i], sharding_on(x.sharding, self.device))
             for i, x in results.items()
@@ -204,7 +209,10 @@ class _Check:
             found = jax.jit(self.call.gradients)(self.call.arrays, weights_on_devices)
         except EinshardError:
             raise
-        except (TypeError, ValueError, NotImplementedError) as error:
+        except Exception as error:
+            expected_kinds = TypeError, ValueError, NotImplementedError
+            if not (isinstance(error, expected_kinds) or is_sharding_type_error(error)):
+                raise
             raise EinshardError(
                 f'{self.call.name} cannot be differentiated',
                 facts={
@@ -215,42 +223,49 @@ class _Check:
         name, single = self.call.name, self.single
         run = OneDeviceProgram(name, self.mesh, single.gradients, single.arrays, weights_on_one)
         rounding = largest_rounding(run.jaxpr, self.n_devices, self.device.platform)
-        expected, *rounded = [run(arrays, weights_on_one) for arrays in self._samples(rounding)]
+        expected, *perturbed = [run(arrays, weights_on_one) for arrays in self._samples(rounding)]
         return [
             compare(
                 f'gradient of {self.call.paths[i]}',
                 found[i],
-                Reference(expected[i], [x[i] for x in rounded], 0, [0] * len(rounded)),
+                Reference(expected[i], [x[i] for x in perturbed], 0, [0] * len(perturbed)),
                 rounding,
             )
             for i in self.call.inputs
         ]
 
     def _samples(self, rounding: Rounding) -> list[Arrays]:
-        """Returns the arguments on one device, followed by rounded copies of them."""
+        """Returns the arguments on one device, followed by perturbed copies of them."""
         arrays = self.single.arrays
-        return [arrays, *(_rounded(arrays, rounding.unit, seed) for seed in range(_SAMPLES))]
+        return [arrays, *(_perturb(arrays, rounding.unit, seed) for seed in range(_SAMPLES))]
 
     def _updated_argument(self, path: str, result: jax.Array) -> int | None:
-        """Returns the index of the argument whose updated value a result may be, or None.
+        """Returns the index of the argument that a result may update, such as weights, or None.
 
-        This is a floating-point array with the same shape and dtype; of several, the one whose
-        path has the longest common end with `path`. For such a result, the change is compared
-        instead of the value: it is so small that the rounding of the value would hide errors in it.
+        Of the arguments with the result's shape and dtype, returns the one whose path shares the
+        longest end with `path`. The difference is then relative to the update, the
+        result minus the argument: relative to the weights, an error in a small update could pass.
         """
         leaves = self.call.leaves
         types = {i: (leaves[i].shape, leaves[i].dtype) for i in self.call.inputs}
-        candidates = [i for i, kind in types.items() if kind == (result.shape, result.dtype)]
+        candidates = [i for i, key in types.items() if key == (result.shape, result.dtype)]
         return max(candidates, key=lambda i: common_end(path, self.call.paths[i]), default=None)
 
 
-def _put(array: Any, sharding: jax.sharding.Sharding) -> Any:
-    """Shards a host array; leaves it on the host if the sharding has no mesh."""
-    return jax.device_put(array, sharding) if isinstance(sharding, NamedSharding) else array
+def _put_cotangent(array: Any, sharding: jax.sharding.Sharding) -> Any:
+    """Shards the cotangent of a result with this sharding.
+
+    Leaves it on the host if the sharding is not a `NamedSharding`.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return array
+    spec = sharding.spec  # JAX: the cotangent of an unreduced value is reduced, and vice versa
+    cotangent = partition_spec(spec_axes(spec), unreduced=spec.reduced, reduced=spec.unreduced)
+    return put_array(array, NamedSharding(sharding.mesh, cotangent))
 
 
-def _rounded(arrays: Arrays, unit: float, seed: int) -> Arrays:
-    """Changes each floating-point number by about one rounding, up or down at random."""
+def _perturb(arrays: Arrays, unit: float, seed: int) -> Arrays:
+    """Multiplies each float by 1 +- max(2 * `unit`, eps of its dtype), with random signs."""
     random = np.random.default_rng(seed)
     changed: dict[int, Any] = dict(arrays)
     for i, x in arrays.items():
@@ -261,11 +276,12 @@ def _rounded(arrays: Arrays, unit: float, seed: int) -> Arrays:
     return changed
 
 
-def _different(comparison: Comparison, has_reference: bool) -> DifferentResults:
+def _make_error(comparison: Comparison, has_reference: bool) -> DifferentResults:
     wrong = [row for row in comparison.rows if not row.same]
     facts = {
-        row.path: f'{row.array}, difference {row.difference:.1e}, tolerance {row.tolerance:.1e} '
-        f'({row.because}){"; its replicas differ" * row.replicas_differ}'
+        row.path: f'{row.array}, difference {row.difference:.1e} of the {row.relative_to}, '
+        f'tolerance {row.tolerance:.1e} ({row.because})'
+        f'{"; its replicas differ" * row.replicas_differ}'
         for row in wrong[:_MAX_ROWS]
     }
     if len(wrong) > _MAX_ROWS:

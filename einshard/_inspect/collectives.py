@@ -12,7 +12,7 @@ from .fold_layers import fold_paths
 from .report_rows import CollectiveRow
 
 _MAX_ROWS = 40  # of the table in text
-_LARGE = 0.01  # of all bytes sent; larger rows show their role even without paths or axes
+_LARGE_FRACTION = 0.01  # a row with more of the bytes sent shows at least its role
 
 
 class Collectives(Display, tuple[CollectiveRow, ...]):
@@ -34,7 +34,7 @@ class Collectives(Display, tuple[CollectiveRow, ...]):
         return self.bytes_by('kind')
 
     def bytes_by(self, field: str) -> dict[str, int]:
-        """Bytes that a device sends in one run, by the values of a field, most bytes first.
+        """Bytes that a device sends in one run, for each value of a field, most bytes first.
 
         `field` names a field of the rows, such as 'kind', 'along', 'role' or 'source'. Custom calls
         are not included.
@@ -69,23 +69,23 @@ def collective_section(collectives: Collectives) -> Section:
         key = (row.kind, row.arrays, row.group_size, row.groups, row.along, row.executions)
         key = (*key, row.source, row.called_at, row.role, row.axes, row.is_async, row.widened)
         alike.setdefault(key, []).append(row)
-    in_order = sorted(alike.values(), key=lambda rows: -_sent(rows))
-    least = _LARGE * sum(collectives.network_bytes.values())
-    shown = [_collective_cells(rows, _sent(rows) > least) for rows in in_order]
+    in_order = sorted(alike.values(), key=lambda rows: -_total_bytes(rows))
+    least = _LARGE_FRACTION * sum(collectives.network_bytes.values())
+    shown = [_collective_cells(rows, _total_bytes(rows) > least) for rows in in_order]
     if not shown:
         return Section('collectives', lines=('none',))
-    # omit the last two columns if they are empty
+    # omit each of the last two columns if it is empty
     n = len(_COLUMNS)
     kept = [i for i in range(n) if i < n - 2 or any(cells[i] for cells in shown)]
     columns = tuple(_COLUMNS[i] for i in kept)
     rows = tuple(tuple(cells[i] for i in kept) for cells in shown)
     # with more than _MAX_ROWS rows, the last line of the table is about the rest
-    rest = f': {format_bytes(sum(map(_sent, in_order[_MAX_ROWS - 1 :])))}'
+    rest = f': {format_bytes(sum(map(_total_bytes, in_order[_MAX_ROWS - 1 :])))}'
     return Section('collectives', columns, rows, max_rows=_MAX_ROWS, omitted=rest)
 
 
 def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[str, ...]:
-    """Formats a line of the table, for collectives with equal kind, arrays, groups and source."""
+    """Formats one row of the table of collectives, for collectives that look the same in it."""
     row = rows[0]
     iterations = '?' if row.executions is None else row.executions
     return (
@@ -94,25 +94,30 @@ def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[st
         short_arrays(row.arrays),
         f'{row.groups} of {row.group_size}' if row.groups else '?',
         row.along,
-        '?' if row.network_bytes is None else format_bytes(_sent(rows)),
+        '?' if row.network_bytes is None else format_bytes(_total_bytes(rows)),
         short_source(row.source),
-        _of(rows, is_large),
+        _payload_text(rows, is_large),
         short_source(row.called_at),
     )
 
 
-def _of(rows: Sequence[CollectiveRow], is_large: bool) -> str:
-    """Formats the payload of collectives: the paths, 'params/0-3/{q,k}', or the role and axes.
+def _payload_text(rows: Sequence[CollectiveRow], is_large: bool) -> str:
+    """Formats what collectives in one table row send: 'params/0-3/{q,k}', or 'activations b s d'.
 
-    Without paths and axes, large collectives have only the role, and others ''.
+    Without paths and axes, returns the role if `is_large`, else ''.
     """
-    # 'result' is the path of the only result, so it would say nothing
+    # 'result', the path of a function's only result, would say nothing
     folded = ', '.join(fold_paths(path for row in rows for path in row.of if path != 'result'))
-    if not folded and (rows[0].axes or is_large):
-        axes = f' {rows[0].axes}' if rows[0].axes else ''
-        return f'{rows[0].role}{axes}{" (backward)" * rows[0].is_backward}'
-    return f'{folded} (gradients)' if folded and rows[0].role == 'gradients' else folded
+    row = rows[0]
+    if folded:
+        return f'{folded} (gradients)' if row.role == 'gradients' else folded
+    if not row.axes and not is_large:
+        return ''
+    axes = f' {row.axes}' if row.axes else ''
+    n, n_backward = len(rows), sum(row.is_backward for row in rows)
+    some = f' ({n_backward} of {n} backward)' if n_backward else ''
+    return f'{row.role}{axes}{" (backward)" if n_backward == n else some}'
 
 
-def _sent(rows: Sequence[CollectiveRow]) -> int:
+def _total_bytes(rows: Sequence[CollectiveRow]) -> int:
     return sum(row.total_bytes for row in rows)

@@ -19,29 +19,30 @@ from .._page import Column, Page, Section
 from .._text import shape_text
 from .tolerance import Rounding, rounding_unit
 
-_SAFETY = 4  # the few samples of rounded arguments may all change the result little
+_SAFETY = 4  # a few perturbed runs may miss the largest change of the result
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedRow:
-    """The comparison of a result, or of the gradient of an argument.
+    """A result or the gradient of an argument, compared with the same array on one device.
 
     Attributes:
         path: 'result/loss', or 'gradient of params/w'.
         array: 'float32[8,16]'.
         difference: the largest difference from the array on one device, or between replicas,
-            relative to the largest absolute value. If the array is the updated value of an
-            argument: relative to the largest change of an element. For integers: the fraction of
-            elements that differ.
-        tolerance: the largest difference that rounding explains.
-        because: the reason for the tolerance: 'float32, sums of 512 terms'; 'integers', for
-            which it is 0; or 'rounded arguments', if rounding the arguments changes the array more.
+        relative_to = 'elements'
+            relative to the array's largest absolute value; if it updates an argument, relative to
+            the largest change of an element. For integers: the fraction of elements that differ.
+        tolerance: the largest difference that rounding can explain.
+        because: the reason for the tolerance: 'float32, longest sum: 512 terms'; 'integers', whose
+            tolerance is 0; or 'rounding of arguments', if that can explain a larger difference.
         replicas_differ: whether replicas of a shard differ by more than the tolerance.
     """
 
     path: str
     array: str
     difference: float
+    relative_to: str
     tolerance: float
     because: str
     replicas_differ: bool = False
@@ -52,7 +53,7 @@ class ComparedRow:
 
     @property
     def is_noise(self) -> bool:
-        """Whether rounding can change the array entirely; a small difference then shows nothing."""
+        """Whether rounding alone can explain a difference as large as the array itself."""
         return self.tolerance >= 1
 
 
@@ -64,7 +65,7 @@ class Comparison(Display):
 
     Attributes:
         name: the name of the function.
-        n_devices: the number of devices of its result.
+        n_devices: the number of devices of the first result.
         rows: one row for each array of the result; and, if gradients were compared, for the
             gradient of each floating-point argument.
         notes: why no gradients were compared; empty if they were.
@@ -79,8 +80,8 @@ class Comparison(Display):
     def same(self) -> bool:
         """Whether all differences are within their tolerance.
 
-        Rounding alone can change an array entirely, such as a sum whose terms cancel. Such arrays
-        have a tolerance of 1 or more; those within it are listed below the table as not compared.
+        For some arrays, such as a sum whose terms cancel, rounding can explain any difference. The
+        tolerance is then 1 or more, and the text below the table lists them as not compared.
         """
         return all(row.same for row in self.rows)
 
@@ -92,11 +93,18 @@ class Comparison(Display):
     def _page(self) -> Page:
         verdict = 'the same on one device' if self.same else 'not the same on one device'
         rows = tuple(
-            (row.path, row.array, f'{row.difference:.1e}', f'{row.tolerance:.1e}', row.because)
+            (
+                row.path,
+                row.array,
+                f'{row.difference:.1e}',
+                row.relative_to,
+                f'{row.tolerance:.1e}',
+                row.because,
+            )
             for row in self.rows
         )
         noise = ', '.join(row.path for row in self.rows if row.is_noise and row.same)
-        notes = [f'not compared, because rounding changes it entirely: {noise}'] * bool(noise)
+        notes = [f'not compared, because of large rounding errors: {noise}'] * bool(noise)
         title = f'{self.name} on {plural(self.n_devices, "device")}: {verdict}'
         return Page(title, (Section('', _COLUMNS, rows, (*self.notes, *notes)),))
 
@@ -105,6 +113,7 @@ _COLUMNS = (
     Column('of', elastic='middle'),
     Column('array', elastic='middle'),
     Column('difference', right=True),
+    Column('relative to'),
     Column('tolerance', right=True),
     Column('because'),
 )
@@ -116,15 +125,16 @@ class Reference:
 
     Attributes:
         value: the array.
-        rounded: the array for each sample of rounded arguments.
-        before: the argument whose updated value the array is; 0 if it is not an update.
-        rounded_before: `before` for each of `rounded`.
+        perturbed: the array for each sample of perturbed arguments.
+        before: the value of the argument that the array is an update of; the number 0 if there is
+            none.
+        perturbed_before: `before` in each of these samples.
     """
 
     value: Any
-    rounded: Sequence[Any]
+    perturbed: Sequence[Any]
     before: Any
-    rounded_before: Sequence[Any]
+    perturbed_before: Sequence[Any]
 
 
 def compare(path: str, found: jax.Array, reference: Reference, rounding: Rounding) -> ComparedRow:
@@ -134,28 +144,33 @@ def compare(path: str, found: jax.Array, reference: Reference, rounding: Roundin
     expected = _numbers(reference.value)
     if not jnp.issubdtype(found.dtype, jnp.inexact):
         difference, tolerance, because = _fraction_different(value, expected), 0.0, 'integers'
-        by_rounding = [_fraction_different(_numbers(x), expected) for x in reference.rounded]
+        relative_to = 'elements'
+        rounding_changes = [_fraction_different(_numbers(x), expected) for x in reference.perturbed]
         between_replicas = [_fraction_different(replica, value) for replica in replicas]
     else:
-        # an argument that did not change has no change to compare with
-        scale = _largest(expected - reference.before) or _largest(expected)
+        # if the argument did not change, differences are relative to its value
+        change = _largest(expected - reference.before)
+        scale = change or _largest(expected)
+        is_update = not isinstance(reference.before, int)
+        relative_to = 'largest change' if is_update and change else 'largest element'
         rounding_error = rounding_unit(found.dtype) * _largest(expected)  # of one element
         difference = _distance(value, expected, scale)
         # both arrays are rounded to their dtype
         tolerance = rounding.tolerance + _relative(2 * rounding_error, scale)
         because = str(rounding)
-        by_rounding = [
+        rounding_changes = [
             _distance(_numbers(after) - before, expected - reference.before, scale)
-            for after, before in zip(reference.rounded, reference.rounded_before, strict=True)
+            for after, before in zip(reference.perturbed, reference.perturbed_before, strict=True)
         ]
         between_replicas = [_distance(replica, value, scale) for replica in replicas]
-    if _SAFETY * max(by_rounding, default=0.0) > tolerance:
-        tolerance, because = _SAFETY * max(by_rounding), 'rounded arguments'
+    if _SAFETY * max(rounding_changes, default=0.0) > tolerance:
+        tolerance, because = _SAFETY * max(rounding_changes), 'rounding of arguments'
     disagreement = max(between_replicas, default=0.0)
     return ComparedRow(
         path,
         array,
         max(difference, disagreement),
+        relative_to,
         tolerance,
         because,
         replicas_differ=disagreement > tolerance,
@@ -176,7 +191,7 @@ def _copies(array: jax.Array) -> Iterator[Any]:
 
 
 def _numbers(array: Any) -> Any:
-    """Converts an array to NumPy, in a dtype without further rounding."""
+    """Converts an array to NumPy, and floating-point numbers to float64 or complex128."""
     return np.asarray(array).astype(_wide_dtype(array.dtype))
 
 
@@ -215,5 +230,4 @@ def _relative(difference: float, scale: float) -> float:
 
 
 def _fraction_different(a: Any, b: Any) -> float:
-    """Returns the fraction of elements that differ."""
     return float(np.mean(a != b)) if a.size else 0.0

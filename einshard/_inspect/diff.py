@@ -25,9 +25,9 @@ class Diff:
             less often, the largest change in bytes first. Executions are 0 if a report lacks the
             collective, and None if a loop has an unknown trip count.
         numbers: (name, before, after) of bytes and flops whose printed values differ.
-        details: for each of `collectives`, the increase in the bytes that a device sends in one
-            run, and its source lines in the later report, or in the earlier one if it no longer
-            runs. If only source lines change, that is not a difference.
+        details: (increase in the bytes that a device sends in one run, source lines) for each of
+            `collectives`. The lines are those of the later report, or of the earlier one if the
+            collective no longer runs. A change of source lines alone is not a difference.
     """
 
     arrays: tuple[tuple[str, str | None, str | None], ...]
@@ -87,7 +87,7 @@ class Compared:
 def make_diff(before: Compared, after: Compared) -> Diff:
     old, new = _placements(before.arrays), _placements(after.arrays)
     paths = list(dict.fromkeys([*old, *new]))
-    old_sums, new_sums = _sums(before.collectives), _sums(after.collectives)
+    old_sums, new_sums = _sums_by_text(before.collectives), _sums_by_text(after.collectives)
     texts = dict.fromkeys([*old_sums, *new_sums])
     sums = [(text, old_sums.get(text, _ZERO), new_sums.get(text, _ZERO)) for text in texts]
     changed = [(text, a, b) for text, a, b in sums if a.executions != b.executions]
@@ -95,7 +95,7 @@ def make_diff(before: Compared, after: Compared) -> Diff:
     return Diff(
         arrays=tuple((p, old.get(p), new.get(p)) for p in paths if old.get(p) != new.get(p)),
         collectives=tuple((text, a.executions, b.executions) for text, a, b in changed),
-        details=tuple((b.sent - a.sent, _join(b.lines or a.lines)) for _, a, b in changed),
+        details=tuple((b.sent - a.sent, _lines_text(b.lines or a.lines)) for _, a, b in changed),
         numbers=tuple(
             (name, number, after.numbers[name])
             for name, number in before.numbers.items()
@@ -104,7 +104,7 @@ def make_diff(before: Compared, after: Compared) -> Diff:
     )
 
 
-def _join(lines: Sequence[str | None]) -> str:
+def _lines_text(lines: Sequence[str | None]) -> str:
     """Formats source lines: 'model.py:12, model.py:15'."""
     return ', '.join(dict.fromkeys(filter(None, map(short_source, lines))))
 
@@ -118,7 +118,7 @@ def _placements(rows: Sequence[ArrayRow]) -> Mapping[str, str]:
 
 
 class _Sum(NamedTuple):
-    """A sum over equal collectives."""
+    """Totals of collectives with the same text in a `Diff`."""
 
     executions: int | None  # None if a loop has an unknown trip count
     sent: int  # bytes that a device sends in one run
@@ -128,8 +128,8 @@ class _Sum(NamedTuple):
 _ZERO = _Sum(0, 0, ())
 
 
-def _sums(rows: Sequence[CollectiveRow]) -> dict[str, _Sum]:
-    """Adds up collectives with the same text: kind, arrays, groups and axes."""
+def _sums_by_text(rows: Sequence[CollectiveRow]) -> dict[str, _Sum]:
+    """Adds up collectives with the same text, such as 'all-reduce f32[8,4], 2 of 4 along tp'."""
     sums: dict[str, _Sum] = {}
     for row in rows:
         along = f' along {row.along}' if row.along else ''

@@ -7,11 +7,9 @@ from typing import TypeAlias
 
 _Parts: TypeAlias = tuple[tuple[str, ...], ...]  # the alternatives for each part of a path
 
-_FEW = 12
-
 
 def fold(
-    paths: Sequence[str], values: Sequence[Hashable], few: int = _FEW
+    paths: Sequence[str], values: Sequence[Hashable], few: int = 12
 ) -> list[tuple[str, list[int]]]:
     """Folds paths with equal values into patterns; returns each with the indices of its paths.
 
@@ -38,7 +36,7 @@ def fold(
                 joined = (*parts[:depth], alternatives, *parts[depth + 1 :])
                 merged[key] = joined, value, previous[2] + indices
         folded = list(merged.values())
-    return [('/'.join(map(_text, parts)), indices) for parts, _, indices in folded]
+    return [('/'.join(map(_pattern_text, parts)), indices) for parts, _, indices in folded]
 
 
 def fold_paths(paths: Iterable[str]) -> list[str]:
@@ -47,7 +45,7 @@ def fold_paths(paths: Iterable[str]) -> list[str]:
     return [pattern for pattern, _ in fold(distinct, [None] * len(distinct), few=1)]
 
 
-def _text(alternatives: tuple[str, ...]) -> str:
+def _pattern_text(alternatives: tuple[str, ...]) -> str:
     """Formats alternatives as '0-11' or '{q,k,v}'."""
     if len(alternatives) == 1:
         return alternatives[0]

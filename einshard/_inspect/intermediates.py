@@ -1,7 +1,7 @@
 """Finds the placements of intermediate values.
 
 A partitioned program has only the shapes of shards. So this module compiles the function again, and
-makes XLA dump the program as it is before partitioning, with global shapes and shardings.
+makes XLA dump the program before partitioning, with global shapes and shardings.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _ELEMENT = re.compile(r'\{((?:[^{}]|\{[^{}]*\})*)\}')
 _OUTERMOST = re.compile(r'jit\([^)]*\)/')
 _TILES = re.compile(r'devices=\[([\d,]+)\](<=\S+|[\d,]+)')
 _MESH = re.compile(r'(mesh\[.*?\](?:, device_ids=\(.*?\))?), \[(.*)\]')
-# opcodes that compute no value of the user's code
+# opcodes that compute nothing
 _NO_VALUES = {'parameter', 'constant', 'tuple', 'get-tuple-element', 'broadcast', 'copy', 'bitcast'}
 
 
 def find_intermediates(lowered: Lowered, meshes: Sequence[AnyMesh]) -> list[ArrayRow]:
-    """Finds the intermediate arrays with a source line; [] without a mesh of several devices."""
+    """Finds the intermediate arrays with a source line; [] without a mesh, or on one device."""
     if not meshes or meshes[0].size == 1:
         return []
     text = _before_partitioning(lowered)
@@ -61,7 +61,7 @@ def _before_partitioning(lowered: Lowered) -> str:
 
 
 def compile_with_dumps(lowered: Lowered, folder: str) -> None:
-    """Compiles again, and makes XLA write the program to `folder` after several stages."""
+    """Compiles again, and makes XLA dump the program to `folder` at several stages."""
     options = {
         'xla_dump_to': folder,
         'xla_dump_hlo_as_text': True,
@@ -85,7 +85,7 @@ _cache_lock = threading.Lock()
 def _no_persistent_cache() -> Generator[None, None, None]:
     """Disables JAX's persistent compilation cache, also for other threads.
 
-    It resets the cache because JAX checks only once whether the cache is enabled.
+    Also resets the cache, because JAX checks only once whether it is enabled.
     """
     from jax.experimental.compilation_cache import compilation_cache
 
@@ -102,7 +102,7 @@ def _no_persistent_cache() -> Generator[None, None, None]:
 
 
 def _read_values(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
-    """Yields a row for each value of the user's code that has a sharding and a source line."""
+    """Yields a row for each value in HLO text that has a sharding and a source line."""
     module = Module(text)
     placements: dict[tuple[str, int], tuple[str, int, bool]] = {}
     for _, _, op in module.find(' sharding={'):
@@ -113,9 +113,9 @@ def _read_values(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
         (array,) = op.results
         key = sharding[1], len(array.shape)
         if key not in placements:
-            placement, parts = _placement(*key, meshes)
+            placement, shard_counts = _placement(*key, meshes)
             is_partial_sum = any(_term_indices(*key, meshes[0].size))
-            placements[key] = placement, math.prod(parts), is_partial_sum
+            placements[key] = placement, math.prod(shard_counts), is_partial_sum
         placement, n_shards, is_partial_sum = placements[key]
         yield ArrayRow(
             path=_OUTERMOST.sub('', op.op_name, count=1),
@@ -154,17 +154,17 @@ def read_shardings(
 
 
 def _placement(text: str, ndim: int, meshes: Sequence[AnyMesh]) -> tuple[str, tuple[int, ...]]:
-    """Returns the expression for a sharding in HLO text, and the number of shards of each axis.
+    """Returns the expression for a sharding in HLO text, and the number of shards along each axis.
 
-    If no expression fits, returns the text itself instead of an expression.
+    If no expression fits, returns `text` instead.
     """
     blocks = _block_indices(text, ndim, meshes[0].size)
     if blocks is None:
         return text, (1,) * ndim
-    parts = tuple(max(indices) + 1 for indices in blocks)
+    shard_counts = tuple(max(indices) + 1 for indices in blocks)
     terms = _term_indices(text, ndim, meshes[0].size)
     for mesh in meshes:
-        # as if the terms of a partial sum were stacked along one more axis
+        # `sharding_of_blocks` sees the terms of a partial sum as blocks of one more axis
         sharding = sharding_of_blocks([*blocks, terms], mesh)
         if sharding is None:
             continue
@@ -173,20 +173,17 @@ def _placement(text: str, ndim: int, meshes: Sequence[AnyMesh]) -> tuple[str, tu
         # JAX has partial sums only on Explicit axes; on other axes, the HLO text is returned
         if not axes or AxisType.Explicit in mesh.axis_types:
             sharding = NamedSharding(mesh, partition_spec(entries[:ndim], axes))
-            return describe_named(sharding, ndim), parts
-    return text, parts
+            return describe_named(sharding, ndim), shard_counts
+    return text, shard_counts
 
 
 def _term_indices(text: str, ndim: int, n_devices: int) -> list[int]:
-    """Returns, for each device, the index of the term of a partial sum that it holds.
-
-    All are 0 if the value is not a partial sum.
-    """
+    """Returns which term of a partial sum each device has; all 0 if the sharding has none."""
     terms = [0] * n_devices
     kinds = re.search(r'last_tile_dims=\{(.*unreduced.*?)\}', text)
     if kinds and (tiles := _TILES.match(text)):
         dimension = ndim + kinds[1].split(', ').index('unreduced')
-        for tile, device in np.ndenumerate(_grid(tiles)):
+        for tile, device in np.ndenumerate(_tile_devices(tiles)):
             terms[device] = tile[dimension]
     elif (mesh := _MESH.match(text)) and (axes := re.search(r'unreduced=\{(.*?)\}', text)):
         for group in read_groups(f'{mesh[1]} {{{axes[1]}}}'):
@@ -195,8 +192,8 @@ def _term_indices(text: str, ndim: int, n_devices: int) -> list[int]:
     return terms
 
 
-def _grid(tiles: re.Match[str]) -> np.ndarray[Any, Any]:
-    """Returns the device of each tile."""
+def _tile_devices(tiles: re.Match[str]) -> np.ndarray[Any, Any]:
+    """Returns the device of each tile of a sharding, such as 'devices=[2,4]<=[8]'."""
     shape, order = [int(size) for size in tiles[1].split(',')], tiles[2]
     n = math.prod(shape)
     (ids,) = read_groups(f'[1,{n}]{order}' if order[0] == '<' else f'{{{{{order}}}}}')
@@ -204,14 +201,14 @@ def _grid(tiles: re.Match[str]) -> np.ndarray[Any, Any]:
 
 
 def _block_indices(text: str, ndim: int, n_devices: int) -> list[list[int]] | None:
-    """Returns, for each array axis, the block index of each device; None if it cannot be read."""
+    """Returns each device's block index along each axis, for a sharding in HLO; None if unknown."""
     blocks = [[0] * n_devices for _ in range(ndim)]
     if text.startswith('replicated') or text.endswith(' replicated'):
         return blocks
     if tiles := _TILES.match(text):
         if 'manual' in text:
             return None
-        for tile, device in np.ndenumerate(_grid(tiles)):
+        for tile, device in np.ndenumerate(_tile_devices(tiles)):
             for axis in range(ndim):
                 blocks[axis][device] = tile[axis]
         return blocks

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.stages import Compiled, Lowered, Traced
 
 from .._errors import EinshardError
-from .._functions.bound_method import BoundMethod
+from .._functions.bound_method import BoundMethod, sharded_call
 from .._functions.program import Program, TracedFunction
 from .._functions.promise import Limits
 from .._functions.sharded import ShardedFunction
@@ -37,14 +37,14 @@ class Stages:
 
     Attributes:
         name: the name of the function; '' if unknown.
-        compiled, lowered, traced: one of them is set: the stage that the user passed, or the traced
-            function.
+        compiled, lowered, traced: the stage that the user passed, or the traced function; the
+            other two are None.
         argument_names: for a `sharded` function, the names of its arguments by position, without
             static ones; else None.
         parameters: for other functions, the names of the parameters that the call passes by
             position, static ones too.
-        program, values: the program of a `sharded` function, and the value of each of its
-            `arguments` in the call, static ones too; None and () for other functions.
+        program: the program of a `sharded` function; None for other functions.
+        values: the values of `program.arguments` in the call, static ones too.
         limits: the limits of a `sharded` function on collectives and memory, or None.
     """
 
@@ -77,7 +77,7 @@ class Stages:
             lowered = self.lower()
             with progress(f'compiling {self.name or "the program"}'):
                 return lowered.compile()
-        except EinshardError:  # raised by expect_collectives
+        except EinshardError:  # from an expect_collectives block
             raise
         except (RuntimeError, TypeError, ValueError) as error:  # JaxRuntimeError is a RuntimeError
             raise EinshardError(
@@ -109,9 +109,9 @@ class Stages:
 def compiled_shardings(compiled: Compiled) -> tuple[list[Sharding | None], Any]:
     """Returns the sharding of each argument leaf (None if unused), and `out_info`.
 
-    If a program uses a `jax.Ref`, JAX's `out_info` and `output_shardings` raise, because the final
-    values of refs are outputs but not in `out_tree`; and `input_shardings` may belong to other
-    arguments. So this reads JAX's private fields; tests/test_jax_facts.py fails if they change.
+    If a program uses a `jax.Ref`, the final value of the ref is an output that `out_tree` lacks.
+    Then `out_info` raises, and `input_shardings` may raise or be wrong, so this reads private
+    fields of JAX; tests/test_jax_facts.py fails if they change.
     """
     leaves, treedef = jtu.tree_flatten(compiled.args_info)
     try:
@@ -139,11 +139,11 @@ def trace_call(
         )
     _hide_our_source_lines()
     quiet_libtpu()
-    name = name_of(fn)
+    name, fn = name_of(fn), sharded_call(fn)
     check_arguments(fn, name, args, kwargs)
     target = None if mesh is None else concrete(current_context(mesh).lowering_mesh, 'compile for')
     if target is not None:
-        # arrays cannot be moved to devices that may not exist
+        # the devices of the mesh may not exist, so keep only the shapes and dtypes of arrays
         _check_no_refs(name, target, args, kwargs)
         _check_devices(name, target, args, kwargs)
         args, kwargs = jtu.tree_map(_without_devices, (tuple(args), dict(kwargs)))
@@ -160,7 +160,7 @@ def trace_call(
 @functools.cache
 def _hide_our_source_lines() -> None:
     """Makes JAX record the user's source lines instead of those of einshard."""
-    # imported here because it would add 15 % to the import time
+    # at the top of the file, this import would add 15% to the import time of einshard
     from jax.extend.source_info_util import register_exclusion
 
     register_exclusion(f'{Path(__file__).parent.parent}{os.sep}')
@@ -218,13 +218,21 @@ def _trace(
     except EinshardError:
         raise
     except (TypeError, ValueError) as error:
-        raise EinshardError(
-            f'tracing {name} with these arguments failed',
-            facts={
-                'JAX says': str(error).partition('\n')[0],
-                'arguments': _format_call(args, kwargs),
-            },
-        ) from error
+        facts = {
+            'JAX says': str(error).partition('\n')[0],
+            'arguments': _format_call(args, kwargs),
+        }
+        if not _is_hashable(unbound):  # a module with arrays
+            facts['instead'] = f'pass {name} as an argument: lambda f, *args: f(*args)'
+        raise EinshardError(f'tracing {name} with these arguments failed', facts=facts) from error
+
+
+def _is_hashable(fn: Any) -> bool:
+    try:
+        hash(fn)
+    except TypeError:
+        return False
+    return True
 
 
 def positional_parameters(fn: Any) -> list[str]:
@@ -244,7 +252,7 @@ def _trace_program(program: Program) -> Callable[..., Any]:
 def _check_no_refs(
     name: str, mesh: AnyMesh, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raises for a `jax.Ref`: unlike arrays, refs have no ShapeDtypeStruct that JAX accepts."""
+    """Raises if an argument is a `jax.Ref`, for which JAX accepts no ShapeDtypeStruct."""
     if any(isinstance(leaf, jax.Ref) for leaf in jtu.tree_leaves((tuple(args), dict(kwargs)))):
         raise EinshardError(
             f'{name} takes a jax.Ref, so mesh= cannot be given',
@@ -257,7 +265,7 @@ def _check_no_refs(
 
 
 def _check_devices(name: str, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises if a ShapeDtypeStruct has a sharding on other devices than those of the mesh."""
+    """Raises if a ShapeDtypeStruct is sharded over a different set of devices from `mesh`."""
     example_of: dict[AnyMesh, Any] = {}
     for leaf in jtu.tree_leaves((tuple(args), dict(kwargs))):
         if isinstance(leaf, jax.ShapeDtypeStruct) and isinstance(leaf.sharding, NamedSharding):
@@ -265,7 +273,7 @@ def _check_devices(name: str, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[s
     for other, leaf in example_of.items():
         if isinstance(other, Mesh) and {*other.devices.flat} != {*mesh.devices.flat}:
             raise EinshardError(
-                f'an argument of {name} is sharded over other devices than those of mesh=',
+                f'an argument of {name} is sharded over a different set of devices from mesh=',
                 facts={
                     'array': array_text(leaf),
                     'its mesh': mesh_fact(other),
@@ -276,10 +284,7 @@ def _check_devices(name: str, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[s
 
 
 def concrete(mesh: AnyMesh, use: str) -> Mesh:
-    """Returns the mesh; raises if it is abstract.
-
-    `use` says what its devices are needed for, such as 'compile for'.
-    """
+    """Returns the mesh; raises 'an abstract mesh has no devices to {use}' if it is abstract."""
     if isinstance(mesh, AbstractMesh):
         raise EinshardError(
             f'an abstract mesh has no devices to {use}',
@@ -313,13 +318,13 @@ def check_arguments(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str
 
 
 def _without_devices(leaf: Any) -> Any:
-    """Replaces an array by a ShapeDtypeStruct without a sharding."""
+    """Converts an array to a ShapeDtypeStruct without a sharding; other leaves are unchanged."""
     if isinstance(leaf, jax.Array | np.ndarray):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     return leaf
 
 
 def _format_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Formats the arguments of a call: 'float32[8,4], lr=float 0.1'; a pytree is its type."""
+    """Formats the arguments of a call: 'float32[8,4], lr=float 0.1'; pytrees as their type."""
     by_keyword = [f'{name}={array_text(value)}' for name, value in kwargs.items()]
     return ', '.join([*map(array_text, args), *by_keyword]) or 'none'

@@ -1,23 +1,25 @@
 """Lower bounds on the time of collectives, from the positions of their devices in the network.
 
-Take any set of devices. The bytes that collectives must send into it (or out of it) cross the links
-at its border, so these bytes / the bandwidth of these links is a lower bound on the time. This
-module tries every chip, every range of consecutive positions along a dimension of the torus, and
-every slice or node. On a ring of n devices this gives the formulas of the scaling book (chapter 3),
-but with (n-1)/n where the book rounds to 1.
+The links into a set of devices, or out of it, are a border. The bytes that must cross a border,
+divided by its bandwidth, are a lower bound on the time. This module takes the largest bound of all
+chips, all ranges of consecutive positions along a dimension of the torus, and all slices or nodes.
+On a ring of n devices this gives the formulas of the scaling book (chapter 3), but with (n-1)/n
+where the book rounds to 1.
 
-If collectives run at the same time, their bytes add up at each border, but their times do not: on a
-line of 4 chips, an all-gather and a reduce-scatter together take the time in which a link sends 1.0
-array; one after the other, the time for 1.5 arrays.
+If collectives run at the same time, their bytes add up at each border, but their times do not. On a
+line of 4 chips, the last chip receives 3/4 of the array in an all-gather and sends 1/4; in a
+reduce-scatter, it receives 1/4 and sends 3/4. One after the other, the two take as long as
+sending 1.5 arrays over a link; at the same time, as long as sending 1.0.
 
 Only links on a shortest path between devices of one group count: a group of 4 neighbors in a ring
 of 16 is a line, and the chip at its end receives over one link. Twisted tori count as ordinary
-tori, because their devices have the same coordinates.
+tori: device coordinates do not show the twist.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -33,16 +35,16 @@ class Network:
     """The devices of a program, as chips at positions in slices (or GPUs in nodes).
 
     Args:
-        devices: the devices in the order of the program. Any two devices without coordinates, such
-            as CPUs, may be neighbors.
-        chip: the kind of all devices.
+        devices: the devices in the order of the program.
+        chip: the chip of the devices.
 
     Attributes:
         slices: for each device, the index of its slice or node.
         chips: for each device, the index of its chip; a chip may have several devices.
         positions: the torus coordinates of each device, with a column for each dimension.
         sizes, wraps: for each dimension of the torus, its size and whether it is a ring.
-        has_coords: whether positions are known; if not, `positions` and `sizes` are empty.
+        has_coords: whether the devices have coordinates. If not, as for CPUs, there are no torus
+            dimensions, and links may connect any two devices.
     """
 
     def __init__(self, devices: Sequence[Any], chip: Chip):
@@ -74,28 +76,29 @@ class Network:
     def seconds(self, *collectives: Collective) -> float:
         """Returns the minimum time of collectives that may run at the same time.
 
-        Collectives whose senders and receivers are unknown count as 0.
+        Collectives whose senders and receivers are unknown count as 0 seconds.
         """
         by_pattern: dict[_Pattern, Any] = {}
         for pattern, n_bytes in self._all_crossings(collectives):
             by_pattern[pattern] = by_pattern.get(pattern, 0) + n_bytes
         bounds = [
-            _longest(n_bytes, self.bandwidths((pattern,)))
+            _max_seconds(n_bytes, self.bandwidths((pattern,)))
             for pattern, n_bytes in by_pattern.items()
         ]
-        if len(bounds) > 1:  # the bytes of all patterns, over all their links
-            bounds.append(_longest(sum(by_pattern.values()), self.bandwidths(tuple(by_pattern))))
+        if len(bounds) > 1:  # the bytes of all collectives, over all their links
+            total = sum(by_pattern.values())
+            bounds.append(_max_seconds(total, self.bandwidths(tuple(by_pattern))))
         return max(bounds, default=0.0)
 
     def seconds_per_byte(self, kind: str, groups: Sequence[Ints]) -> float:
         """Returns the minimum time of a collective in these groups, per byte of its array."""
         pattern = _Pattern(False, tuple(map(tuple, groups)))
-        return _longest(self.crossings(kind, pattern), self.bandwidths((pattern,)))
+        return _max_seconds(self.crossings(kind, pattern), self.bandwidths((pattern,)))
 
     def seconds_in_turn(self, *collectives: Collective) -> float:
         """Returns the minimum time of collectives that every chip runs one after another."""
         n_slices, n_chips = int(self.slices.max()) + 1, int(self.chips.max()) + 1
-        first = 2 * (n_slices + n_chips)  # the borders of chips, for bytes within a slice
+        first = 2 * (n_slices + n_chips)  # index of the first chip, for bytes within a slice
         busy = np.zeros(n_chips)
         for pattern, n_bytes in self._all_crossings(collectives):
             seconds = _seconds(n_bytes, self.bandwidths((pattern,)))[first : first + 2 * n_chips]
@@ -103,7 +106,7 @@ class Network:
         return max(float(busy.max()), self.seconds(*collectives))
 
     def _all_crossings(self, collectives: Sequence[Collective]) -> Iterator[tuple[_Pattern, Any]]:
-        """Yields the pattern of each collective, and the bytes that cross each border."""
+        """Yields each collective's pattern, and its bytes as an array like that of `crossings`."""
         for collective in collectives:
             devices = collective.pairs or collective.groups
             if not devices or collective.kind in ('custom-call', 'ragged-all-to-all'):
@@ -112,13 +115,13 @@ class Network:
             runs = 1 if collective.executions is None else collective.executions
             yield pattern, runs * collective.bytes * self.crossings(collective.kind, pattern)
 
-    # `crossings` and `bandwidths` list borders in this order: of every slice and every chip, for
-    # bytes between slices; of every chip and every range of positions, for bytes within a slice;
-    # and all links together. Each border but the last has two numbers, into it and out of it. For
-    # slices and chips, all numbers into them come first; for ranges, the two are adjacent.
+    # `crossings` and `bandwidths` return arrays with these entries, in this order:
+    # bytes between slices: into each slice, out of each slice, into each chip, out of each chip
+    # bytes within a slice: into each chip, out of each chip, and for each range: into it, out of it
+    # all links together: one entry
 
     def crossings(self, kind: str, pattern: _Pattern) -> Any:
-        """Returns the bytes that cross each border, per byte of the array that is sent."""
+        """Returns the bytes into and out of each chip, slice and range, for an array of 1 byte."""
         key = kind, pattern
         if key not in self._crossings:
             within, across = self.split_by_slice(pattern)
@@ -129,7 +132,7 @@ class Network:
             ]
             for axis in range(len(self.sizes)):
                 parts += self._range_crossings(kind, within, axis)
-            # over all links, the array, or its sum, must reach every other chip of the group
+            # in a group of n chips, all links together send n - 1 arrays; all-reduce: 2 (n - 1)
             rounds = {'all-gather': 1, 'reduce-scatter': 1, 'all-reduce': 2}.get(kind, 0)
             chips = self.chips
             sends = sum(rounds * (len(set(chips[list(group)].tolist())) - 1) for group in within)
@@ -137,7 +140,7 @@ class Network:
         return self._crossings[key]
 
     def bandwidths(self, patterns: Sequence[_Pattern]) -> Any:
-        """Returns the bytes per second that can cross each border, over the patterns' links."""
+        """Returns the bytes per second into and out of each chip, slice and range."""
         key = frozenset(patterns)
         if key not in self._bandwidths:
             chip, n_slices = self.chip, int(self.slices.max()) + 1
@@ -150,7 +153,7 @@ class Network:
             ]
             if self.has_coords:
                 links = _Links(self, patterns)
-                parts += [n * chip.link for n in links.of_chips()]
+                parts += [n * chip.link for n in links.count_at_chips()]
                 for axis in range(len(self.sizes)):
                     across = [
                         links.across(axis, start, start + length, self.wraps[axis])
@@ -178,8 +181,9 @@ class Network:
     def _ranges(self, axis: int) -> Iterator[tuple[int, int]]:
         """Yields (start, length) of ranges of positions along a dimension of the torus.
 
-        On a ring, these are the ranges of at most half of it: longer ranges have the same borders.
-        On a line, these are the ranges at its start: no other range gives a larger bound.
+        On a ring, these are the ranges of up to half its size: a longer range has the same border
+        as the rest of the ring. On a line, these are the ranges from its start: no other range
+        gives a larger bound.
         """
         size, wraps = self.sizes[axis], self.wraps[axis]
         for start in range(size if wraps else 1):
@@ -211,15 +215,14 @@ class Network:
 class _Pattern(NamedTuple):
     """The devices that send to each other."""
 
-    directed: bool  # whether `groups` are the pairs (source, target) of a permute
+    is_directed: bool  # whether `groups` are the pairs (source, target) of a permute
     groups: tuple[tuple[int, ...], ...]
 
 
 def _crossing(kind: str, groups: Sequence[Ints], owners: Any) -> tuple[Any, Any]:
-    """Returns the bytes that enter each slice or chip, and those that leave it, as two arrays.
+    """Returns the bytes into each slice or chip, and out of it, for an array of 1 byte.
 
-    They are per byte of the array that is sent. `owners` has, for each device, the index of its
-    slice or chip.
+    `owners` has, for each device, the index of its slice or chip.
     """
     enters, leaves = (np.zeros(int(owners.max()) + 1) for _ in range(2))
     for group in groups:
@@ -235,44 +238,39 @@ def _crossing(kind: str, groups: Sequence[Ints], owners: Any) -> tuple[Any, Any]
     return enters, leaves
 
 
+# as many bytes leave a set of devices in one of these kinds as enter it in the other
 _REVERSED = {'all-gather': 'reduce-scatter', 'reduce-scatter': 'all-gather'}
 
 
 def _entering(kind: str, inside: Any, n: Any) -> Any:
     """Returns the fraction of the array that must enter a set of devices.
 
-    The set has `inside` of the n devices of the group; both may be arrays, one number per group.
-
-    In an all-gather, all shards outside must enter. In a reduce-scatter, one term of each sum whose
-    result is inside; in an all-reduce, one term of every sum. In an all-to-all, each device inside
-    receives 1/n from each device outside. What must leave the set is what enters it in the reverse
-    collective.
+    The set contains `inside` of the n devices of a group; both may be arrays over groups.
     """
     split = (inside > 0) & (inside < n)
     share = {
-        'all-gather': (n - inside) / n,
-        'reduce-scatter': inside / n,
-        'all-to-all': inside * (n - inside) / n,
-    }.get(kind, 1.0)
+        'all-gather': (n - inside) / n,  # the shards outside
+        'reduce-scatter': inside / n,  # a partial sum of each result element inside
+        'all-to-all': inside * (n - inside) / n,  # 1/n from each device outside to each one inside
+    }.get(kind, 1.0)  # all-reduce: a partial sum of each element
     return split * share
 
 
-def _longest(n_bytes: Any, bandwidths: Any) -> float:
-    """Returns the time at the border that takes longest."""
+def _max_seconds(n_bytes: Any, bandwidths: Any) -> float:
     return float(_seconds(n_bytes, bandwidths).max())
 
 
 def _seconds(n_bytes: Any, bandwidths: Any) -> Any:
-    """Returns the time at each border; 0 if the links that cross it are unknown."""
+    """Divides bytes by bandwidths; 0 where the bandwidth is 0, which stands for unknown."""
     return np.divide(n_bytes, bandwidths, out=np.zeros(len(n_bytes)), where=bandwidths > 0)
 
 
 class _Links:
     """The links on shortest paths between the devices of each group.
 
-    `plus[axis]` is a boolean array over slices and positions: whether the link to the next position
-    along the axis is used. `minus[axis]` is the same for the link from the next position back. The
-    pairs of a permute send in one direction only.
+    `plus[axis]` is a boolean array over slices and positions: whether the link from a position to
+    the next one along the axis is used. `minus[axis]` is the same for the link in the other
+    direction. The pairs of a permute send in one direction only.
     """
 
     def __init__(self, network: Network, patterns: Sequence[_Pattern]):
@@ -282,13 +280,13 @@ class _Links:
         self.plus, self.minus = ([np.zeros(shape, bool) for _ in axes] for _ in range(2))
         for pattern in patterns:
             for group in network.split_by_slice(pattern)[0]:
-                self._add(group, pattern.directed)
+                self._add(group, pattern.is_directed)
 
-    def _add(self, group: Ints, directed: bool) -> None:
+    def _add(self, group: Ints, is_directed: bool) -> None:
         network, at = self.network, self.network.positions[list(group)]
         paths = [
             _shortest_paths(
-                tuple(at[:, i] if directed else np.unique(at[:, i])), size, wraps, directed
+                tuple(at[:, i] if is_directed else np.unique(at[:, i])), size, wraps, is_directed
             )
             for i, (size, wraps) in enumerate(zip(network.sizes, network.wraps, strict=True))
         ]
@@ -302,7 +300,7 @@ class _Links:
     def total(self) -> int:
         return sum(int(links.sum()) for links in (*self.plus, *self.minus))
 
-    def of_chips(self) -> tuple[Any, Any]:
+    def count_at_chips(self) -> tuple[Any, Any]:
         """Returns the number of links into each chip, and out of each chip."""
         network = self.network
         into = np.zeros_like(self.plus[0], int)
@@ -312,8 +310,8 @@ class _Links:
             out += plus + np.roll(minus, 1, axis).astype(int)
         places = (network.slices, *network.positions.T)
         counts = [np.zeros(int(network.chips.max()) + 1, int) for _ in range(2)]
-        for of_chip, of_place in zip(counts, (into, out), strict=True):
-            of_chip[network.chips] = of_place[places]
+        for chip_counts, place_counts in zip(counts, (into, out), strict=True):
+            chip_counts[network.chips] = place_counts[places]
         return counts[0], counts[1]
 
     def across(self, axis: int, start: int, end: int, wraps: bool) -> tuple[int, int]:
@@ -327,7 +325,7 @@ class _Links:
 
     @functools.cached_property
     def _counts(self) -> list[tuple[list[int], list[int]]]:
-        """By axis: the numbers of links from each position to the next one, and back."""
+        """For each axis, the numbers of links from each position to the next one, and back."""
 
         def count(links: Any, axis: int) -> list[int]:
             others = tuple(i for i in range(links.ndim) if i != axis + 1)
@@ -339,23 +337,23 @@ class _Links:
 
 @functools.lru_cache(maxsize=4096)
 def _shortest_paths(
-    positions: tuple[int, ...], size: int, wraps: bool, directed: bool
+    positions: tuple[int, ...], size: int, wraps: bool, is_directed: bool
 ) -> tuple[Any, ...]:
-    """Returns the links (plus, minus) and the positions on shortest paths between `positions`.
+    """Finds the shortest paths between positions along one dimension of the torus.
 
-    These are positions along one dimension. The results are three boolean arrays over all positions
-    of the dimension. If `directed`, only paths from the first position to the second count.
+    Returns boolean arrays over the dimension: whether the link from each position to the next one,
+    the link back, and the position itself are on a path. If `is_directed`, only paths from the
+    first of `positions` to the second count.
     """
     plus, minus, covered = (np.zeros(size, bool) for _ in range(3))
     covered[list(positions)] = True
-    pairs = [(a, b) for a in positions for b in positions if a != b]
-    for a, b in [(positions[0], positions[1])] if directed else pairs:
+    for a, b in [positions] if is_directed else itertools.permutations(positions, 2):
         ahead, back = (b - a) % size, (a - b) % size
-        goes = (ahead <= back, back <= ahead) if wraps else (b > a, a > b)
-        if goes[0] and a != b:
+        goes_ahead, goes_back = (ahead <= back, back <= ahead) if wraps else (a < b, b < a)
+        if goes_ahead:
             plus[[(a + i) % size for i in range(ahead)]] = True
             covered[[(a + i) % size for i in range(ahead)]] = True
-        if goes[1] and a != b:
+        if goes_back:
             minus[[(b + i) % size for i in range(back)]] = True
             covered[[(b + i) % size for i in range(back)]] = True
     return plus, minus, covered

@@ -1,4 +1,4 @@
-"""Runs a function and its gradients: on its own devices, and on one device, for `check_same`."""
+"""Runs a function and its gradients for `check_same`: on its devices, and on one device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._arrays.gather import gather
 from .._errors import EinshardError
-from .._functions.bound_method import BoundMethod
+from .._functions.bound_method import BoundMethod, sharded_call
 from .._functions.place_arguments import place_arguments
 from .._functions.program import Program
 from .._functions.sharded import ShardedFunction
@@ -24,7 +24,7 @@ from .._hlo.hardware import find_chip
 from .._hlo.memory import read_memory
 from .._progress import progress
 from .._sharding.context import ambient_mesh, one_device_scope
-from .._sharding.mesh import Device, device_mesh, of_size_one
+from .._sharding.mesh import Device, device_mesh, is_partial, of_size_one, partition_spec, spec_axes
 from .._text import format_bytes
 from .arrays import argument_path
 from .lowered import positional_parameters
@@ -61,36 +61,37 @@ class Call:
         return [i for i in self.paths if is_inexact(self.leaves[i])]
 
     def result(self, arrays: Arrays) -> Any:
-        """Calls the function, with these arrays in place of those of the call."""
+        """Calls the function, with `arrays` in place of the arrays in `leaves`."""
         args, kwargs = self.arguments(arrays)
         return self.function(*args, **kwargs)
 
     def run(self) -> Any:
-        """Runs the function on its devices. It gets copies, because it may donate arguments."""
+        """Runs the function on copies of the arrays, because it may donate them."""
         function = self.result if hasattr(self.function, 'lower') else jax.jit(self.result)
         copies = {i: x.copy() if isinstance(x, jax.Array) else x for i, x in self.arrays.items()}
         return function(copies)
 
     def arguments(self, arrays: Arrays) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Returns (args, kwargs), with these arrays in place of those of the call."""
+        """Returns (args, kwargs), with `arrays` in place of the arrays in `leaves`."""
         return self.treedef.unflatten([arrays.get(i, x) for i, x in enumerate(self.leaves)])
 
     def gradients(self, arrays: Arrays, weights: Arrays) -> Arrays:
         """Returns the gradients of a weighted sum of the results, by index of the argument leaf.
 
-        `weights[i]` has a weight for each element of result i. Other results do not count.
+        `weights[i]` has a weight for each element of result i. Results without weights are ignored.
         """
 
-        def results_with_weights(inputs: Arrays) -> Arrays:
+        def weighted_results(inputs: Arrays) -> Arrays:
             results = jtu.tree_leaves(self.result({**arrays, **inputs}))
             return {i: results[i] for i in weights}
 
-        _, pull_back = jax.vjp(results_with_weights, {i: arrays[i] for i in self.inputs})
+        _, pull_back = jax.vjp(weighted_results, {i: arrays[i] for i in self.inputs})
         return pull_back(dict(weights))[0]
 
 
 def make_call(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Makes a Call. The arguments of a `sharded` function are placed as in an ordinary call."""
+    fn = sharded_call(fn)
     if isinstance(fn, BoundMethod):
         fn, args = fn.func, (*fn.args, *args)
     if isinstance(fn, ShardedFunction):
@@ -127,13 +128,13 @@ def on_one_device(call: Call, function: Callable[..., Any], mesh: Mesh) -> Call:
 
     Args:
         call: the call on several devices.
-        function: the user's function, or the reference.
-        mesh: the mesh for arrays that have none: in explicit mode, all arrays need the same mesh.
+        function: the user's function, or `reference` of `check_same`.
+        mesh: the mesh for arrays without one: in explicit mode, all arrays need the same mesh.
     """
     if isinstance(function, BoundMethod):
         function = function.func
     if isinstance(function, ShardedFunction):
-        # a copy with its own programs, so that calls of `function` do not become slower
+        # a copy: calls with a second mesh would turn off the fast path of `function`
         function = ShardedFunction(function._setup)  # type: ignore[reportPrivateUsage]
     elif isinstance(function, _JITTED):
         function = function.__wrapped__  # type: ignore[reportFunctionMemberAccess]
@@ -146,23 +147,26 @@ def on_one_device(call: Call, function: Callable[..., Any], mesh: Mesh) -> Call:
 def _put_on_one_device(array: Any, mesh: Mesh) -> Any:
     """Moves an array to the device of `mesh`, and adds up partial sums.
 
-    Its sharding keeps its own mesh axes, with size 1.
+    The array keeps the axes of its own mesh, with size 1.
     """
     sharding = getattr(array, 'sharding', None)
     if not isinstance(sharding, NamedSharding):
         sharding = NamedSharding(mesh, PartitionSpec())
-    sharding = sharding_on(sharding, mesh.devices.flat[0])
-    if sharding.spec.unreduced:
-        array, sharding = gather(array), NamedSharding(sharding.mesh, PartitionSpec())
-    return jax.device_put(array, sharding)
+    if is_partial(sharding):  # device_put rejects it
+        array = gather(array)
+    return jax.device_put(array, sharding_on(sharding, mesh.devices.flat[0]))
 
 
 def sharding_on(sharding: Any, device: Device) -> NamedSharding:
-    """Returns a sharding on one device, over the same mesh axes with size 1."""
+    """Returns a sharding on one device, over the same mesh axes with size 1.
+
+    It has no unreduced or reduced axes: expressions lose their signs on one device, too.
+    """
     single_mesh = device_mesh([device])
     if not isinstance(sharding, NamedSharding):
         return NamedSharding(single_mesh, PartitionSpec())
-    return NamedSharding(of_size_one(sharding.mesh, single_mesh), sharding.spec)
+    spec = partition_spec(spec_axes(sharding.spec))
+    return NamedSharding(of_size_one(sharding.mesh, single_mesh), spec)
 
 
 @contextmanager
@@ -182,9 +186,9 @@ class OneDeviceProgram:
 
     Args:
         name: the name of the user's function, for errors.
-        mesh: a mesh of one device, for expressions that use the canonical mesh.
+        mesh: a mesh of one device, for expressions without named mesh axes.
         function: the function to compile.
-        arguments: arguments like those of the later calls.
+        arguments: arguments with the types and shardings of later calls.
 
     Attributes:
         jaxpr: the jaxpr of the function.
@@ -193,7 +197,7 @@ class OneDeviceProgram:
     def __init__(self, name: str, mesh: Mesh, function: Callable[..., Any], *arguments: Any):
         self._name = name
         self._mesh = mesh
-        with self._errors_on_one_device():
+        with self._on_one_device():
             traced = jax.jit(function).trace(*arguments)
             self.jaxpr = traced.jaxpr.jaxpr
             lowered = traced.lower()
@@ -202,13 +206,13 @@ class OneDeviceProgram:
             _check_memory(name, mesh.devices.flat[0], read_memory(self._compiled))
 
     def __call__(self, *arguments: Any) -> Any:
-        """Returns the results as NumPy arrays."""
-        with self._errors_on_one_device():
+        """Runs the program, and returns the results as NumPy arrays."""
+        with self._on_one_device():
             return gather(self._compiled(*arguments))
 
     @contextmanager
-    def _errors_on_one_device(self) -> Generator[None, None, None]:
-        """Enters the mesh, and says in errors that they are about one device."""
+    def _on_one_device(self) -> Generator[None, None, None]:
+        """Sets the mesh, and says in errors that they come from the run on one device."""
         try:
             with _use_mesh(self._mesh):
                 yield
@@ -238,7 +242,7 @@ def _check_memory(name: str, device: Device, memory: Any) -> None:
 
 def _too_large(name: str, facts: Mapping[str, str]) -> EinshardError:
     return EinshardError(
-        f'{name} does not fit on one device, which check_same needs',
+        f'{name} does not fit on one device, where check_same also runs it',
         facts={**facts, 'instead': 'pass smaller arguments: fewer layers, a smaller batch'},
     )
 

@@ -30,7 +30,7 @@ _ALLOCATION = re.compile(r'^allocation \d+: size (\d+), (.*)', re.MULTILINE)
 
 
 class Oversized:
-    """A program that does not fit into memory, with the methods of `Compiled` that reports use.
+    """A program that does not fit into memory, with the attributes of `Compiled` that reports use.
 
     Attributes:
         available: bytes that the device has for programs.
@@ -56,7 +56,7 @@ class Oversized:
 def find_compile_mesh(stages: Stages, args: Any, mesh: MeshLike | None) -> AnyMesh | None:
     """Finds the mesh that a program will be compiled for; None if it is unknown.
 
-    `args` is a pytree of the arguments, and `mesh` the value of `mesh=`.
+    `args` is a pytree of the arguments, and `mesh` is the mesh that the user passed.
     """
     if stages.program is not None:
         return stages.program.mesh
@@ -71,7 +71,7 @@ def find_compile_mesh(stages: Stages, args: Any, mesh: MeshLike | None) -> AnyMe
 
 
 def compile_stages(stages: Stages, mesh: AnyMesh | None) -> Compiled | Oversized:
-    """Compiles the program; if it does not fit, reads it from what the compiler dumped.
+    """Compiles a program; if it does not fit into memory, reads it from the compiler's dumps.
 
     Args:
         stages: the program.
@@ -96,8 +96,8 @@ def _read_oversized(stages: Stages, mesh: AnyMesh, available: int) -> Oversized 
     with tempfile.TemporaryDirectory() as folder:
         compile_with_dumps(lowered, folder)
         # for a single device, there is no partitioning
-        pass_name = 'before_*spmd-partitioning*' if mesh.size > 1 else '.before_optimizations'
-        before = newest_dump(folder, pass_name)
+        ending = 'before_*spmd-partitioning*' if mesh.size > 1 else '.before_optimizations'
+        before = newest_dump(folder, ending)
         after = newest_dump(folder, '.after_optimizations')
         buffers = newest_dump(folder, '.after_optimizations-buffer-assignment')
     if not (before and after and buffers):
@@ -145,7 +145,7 @@ def read_sizes(buffers: str) -> Any:
     """
     sizes = {'argument': 0, 'output': 0, 'temp': 0, 'alias': 0, 'generated_code': 0}
     for size, description in _ALLOCATION.findall(buffers):
-        if 'color ' in description:  # other memory, such as VMEM
+        if 'color ' in description:  # in a memory other than HBM, such as VMEM
             continue
         is_argument, is_output = 'parameter ' in description, 'maybe-live-out' in description
         for kind, included in (

@@ -15,7 +15,7 @@ from .._hlo.origins import Origins
 from .._hlo.output_uses import output_uses
 from .._notation.expression import ELLIPSIS
 
-# kinds that move their operand and do not sum
+# kinds of collectives that send their operand without summing it
 _MOVES = ('all-gather', 'all-to-all', 'collective-broadcast', 'collective-permute')
 
 
@@ -25,8 +25,8 @@ class Payload(NamedTuple):
     Attributes:
         role: 'weights', 'gradients' or 'activations'.
         is_backward: whether the collective sends gradients or belongs to the backward pass.
-        of: the path of the argument that it sends, or the paths of the results that are computed
-            from it.
+        of: the path of the argument that is sent, or the paths of the results that are computed
+            from what is sent.
         axes: for activations, the axis names or the einsum, as in `CollectiveRow.axes`.
     """
 
@@ -49,7 +49,7 @@ def find_payloads(
         module: the compiled program.
         collectives: its collectives.
         weights: the result of `find_weights`.
-        inputs: (path, dtype) of the program's parameters.
+        inputs: (path, dtype) of each parameter of the program.
         outputs: the paths of the program's outputs, by number.
     """
     places = {place.op.name: place for place in module.find(*MARKS)} if collectives else {}
@@ -58,7 +58,7 @@ def find_payloads(
     updated = _updated_inputs(module, inputs, outputs)
     for collective in collectives:
         parameter = origins.of(places[collective.name]) if collective.kind in _MOVES else None
-        # later parameters are `jax.Ref`s that the function closes over
+        # parameters after `inputs` are Refs that the function closes over
         if parameter is not None and parameter >= len(inputs):
             parameter = None
         used_by = uses[collective.name]
@@ -69,7 +69,7 @@ def find_payloads(
             of = (inputs[parameter][0],)
             role = 'weights' if weights[parameter] else 'activations'
         elif used_by and (is_backward or updates_weights):
-            # all-gathers may gather the new weights, as in ZeRO; others send gradients
+            # an all-gather outside the backward pass sends the new weights, as in ZeRO
             gathers_weights = collective.kind == 'all-gather' and not is_backward
             role = 'weights' if gathers_weights else 'gradients'
         axes = _axes(collective) if role == 'activations' and parameter is None else ''
@@ -81,7 +81,7 @@ def find_weights(
 ) -> dict[int, bool]:
     """Finds which parameters of the program, by number, are weights or optimizer state.
 
-    In a train step, these are the arguments that it updates; if it updates none, all arguments. In
+    In a train step, these are the updated arguments; if none is updated, all arguments. In
     inference, updated arguments are caches, and the weights are all other arguments. Only
     floating-point arrays count.
     """
@@ -95,10 +95,7 @@ def find_weights(
 
 
 def _is_train_step(module: Module) -> bool:
-    """Whether a program is a train step: it has a backward pass, or no products.
-
-    A program without products may be the update of an optimizer.
-    """
+    """Whether a program has a backward pass, or no dots, like an optimizer update."""
     return '/transpose(' in module.text or next(find_products(module), None) is None
 
 
@@ -107,9 +104,9 @@ def _updated_inputs(
 ) -> Mapping[int, Sequence[int]]:
     """Returns, by output number, the inputs that an output replaces.
 
-    These are the inputs that are donated to it, or that have the same path. Paths are compared with
-    and without their first key. In inference, inputs with the same path must also have the same
-    type.
+    An input is replaced if it is donated to the output, or if both have the same path, with or
+    without their first keys. In a program without gradients, inputs that are matched by path must
+    also have the shape and dtype of the output.
     """
     by_path: dict[str, list[int]] = {}
     for i, (path, _) in enumerate(inputs):
@@ -131,7 +128,7 @@ def _updated_inputs(
     return updated
 
 
-# elementwise operations: their operands and results have the axes of a constraint in their line
+# elementwise operations: their arrays have the axes of a constraint on the same source line
 _ELEMENTWISE = frozenset(
     (
         *('add', 'convert_element_type', 'cos', 'div', 'exp', 'logistic', 'max', 'min', 'mul'),
@@ -142,22 +139,22 @@ _EINSUM = re.compile(r'/([A-Za-z,]+)->([A-Za-z]*)/')
 
 
 def _axes(collective: Collective) -> str:
-    """Finds `CollectiveRow.axes`, from the einsum or the constraint in the source line."""
+    """Finds `CollectiveRow.axes`, from the einsum or the constraint on the source line."""
     ndim, op_name = len(collective.arrays[0].shape), collective.op_name
     if einsum := _EINSUM.search(op_name):
         operands, result = einsum[1].split(','), einsum[2]
         is_forward = 'transpose(' not in op_name or '/rematted_computation/' in op_name
         if collective.kind in _MOVES:  # an operand, or the gradient of the result
-            sides = operands if is_forward else [*operands, result]
+            candidates = operands if is_forward else [*operands, result]
         else:  # the result, or the gradient of an operand
-            sides = [result] if is_forward else operands
-        # a single side is not checked: its rank differs if the compiler merged axes
-        fitting = [side for side in sides if len(side) == ndim or len(sides) == 1]
+            candidates = [result] if is_forward else operands
+        # a single candidate always fits: if the compiler merged axes, its rank is not ndim
+        fitting = [c for c in candidates if len(c) == ndim or len(candidates) == 1]
         lines = collective.called_at, collective.source
         names = next((names_by_letter_at[line] for line in lines if line in names_by_letter_at), {})
 
-        def named(side: str) -> str:
-            return ' '.join(names.get(letter, letter) for letter in side)
+        def named(letters: str) -> str:
+            return ' '.join(names.get(letter, letter) for letter in letters)
 
         if len(fitting) == 1:
             return named(fitting[0])

@@ -37,25 +37,25 @@ class Report(Display):
         name: the name of the function.
         n_devices: the number of devices that run the program.
         device_kind: such as 'cpu' or 'TPU v5 lite'.
-        mesh: (axis, size) of the user's mesh, the first of `meshes`; empty if there is none.
+        mesh: (axis, size) pairs of the first of `meshes`; empty if there is none.
         arguments, results: one row per array, in order.
         collectives: one row per collective, with `counts` and `network_bytes` by kind.
         memory: bytes per device; None if the compiler does not report it.
-        flops: flops of the matrix products and convolutions of a device in one run, including loop
-            iterations (one if the trip count is unknown); None if there are none. Kernels count if
-            they declare their flops.
-        findings: likely mistakes and what to write instead: first what keeps the program from
-            running, then most bytes first.
+        flops: flops of the dots and convolutions that a device runs in one run, including loop
+            iterations (one if the trip count is unknown); None if there are none. Custom kernels
+            count if they declare their flops.
+        findings: likely mistakes and what to write instead: first those that keep the program from
+            running, then the others, most bytes first.
         intermediates: one row per intermediate value with a source line; None if not requested.
         temporaries: the largest intermediate arrays in the memory of a device.
         chip: the name of the chip that `bounds` are for; None if it is unknown, as for CPUs.
         bounds: lower bounds on the time of one run: compute, HBM, and the network along each mesh
-            axis, with `largest`. Empty without a chip.
+            axis; `bounds.largest` is the largest. Empty without a chip.
         products: where the flops come from, by source line.
         in_place: (result path, argument path) for each result that reuses the memory of a donated
             argument and has its shape, dtype and sharding.
         notes: facts that are worth knowing but often intended, such as large replicated arrays.
-        meshes: (axis, size) of each of the user's meshes; the canonical mesh is omitted.
+        meshes: (axis, size) pairs of the user's meshes; omits the mesh of expressions with counts.
     """
 
     name: str
@@ -139,7 +139,7 @@ def _page(report: Report) -> Page:
         collective_section(report.collectives),
     ]
     if report.intermediates is not None:
-        sections.insert(2, _intermediates(report.intermediates))
+        sections.insert(2, _intermediate_section(report.intermediates))
     sections.append(Section('on each device', lines=tuple(_resources(report))))
     sections.append(temporaries_section(report.temporaries, report.memory))
     unknown_loops = any(row.at_least for row in report.products) or any(
@@ -181,7 +181,7 @@ def _array_section(title: str, rows: Sequence[ArrayRow]) -> Section:
 
 
 def _result_section(report: Report) -> Section:
-    """Lists the results; lines below the table count those that replace donated arguments."""
+    """Lists the results; the lines below count results that replace donated arguments."""
     in_place = dict(report.in_place)
     section = _array_section('results', [r for r in report.results if r.path not in in_place])
     counts = Counter(_without_common_end(*pair) for pair in report.in_place)
@@ -200,7 +200,7 @@ def _without_common_end(a: str, b: str) -> tuple[str, str]:
     return '/'.join(a_keys[: len(a_keys) - n]), '/'.join(b_keys[: len(b_keys) - n])
 
 
-def _intermediates(rows: Sequence[ArrayRow]) -> Section:
+def _intermediate_section(rows: Sequence[ArrayRow]) -> Section:
     shown = [
         (row.path, row.array, row.placement, format_bytes(row.bytes), short_source(row.source))
         for row in rows

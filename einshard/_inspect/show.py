@@ -72,7 +72,7 @@ def show(
               └───────────────┴───────────────┘
         a is in 4 parts, b in 2; each shard is replicated on 2 devices;
         a device holds [1,4], 1/8 of the array
-        devices, slowest first: 2 replicas x 4 parts of a x 2 parts of b
+        devices, slowest-varying first: 2 replicas x 4 parts of a x 2 parts of b
 
     Drawing an expression needs no devices and starts no JAX backend. Devices are numbered from 0,
     in mesh order.
@@ -145,7 +145,7 @@ def _draw_report(report: Report) -> Gallery:
         terms = parse(split_memory(row.placement)[0]).right
         axes = {axis for term in terms for axis in term.mesh_axes}
         mesh = next((mesh for mesh in meshes if axes <= {*mesh.axis_names}), None)
-        # an expression with counts is on the canonical mesh
+        # counts do not refer to a user's mesh: draw over all devices of the program
         has_counts = not axes and any(term.takes_devices for term in terms)
         devices = report.n_devices if mesh is None or has_counts else mesh
         return f': {row.array}, {row.placement}', _draw_text(row.placement, row.shape, devices)
@@ -156,7 +156,7 @@ def _draw_report(report: Report) -> Gallery:
 def _gallery(
     distinct: Collection[tuple[_T, list[str]]], draw_item: Callable[[_T], tuple[str, Picture]]
 ) -> Gallery:
-    """Draws the first few items.
+    """Draws the first items of `distinct`.
 
     Args:
         distinct: (item, paths) pairs; a caption starts with the paths.
@@ -205,11 +205,11 @@ def _draw_value(x: Any, shape: tuple[int, ...] | None) -> Picture:
     sharding = sharding_of(x)
     if not isinstance(sharding, Sharding):
         raise EinshardError(
-            'nothing to draw: the array has no known sharding', facts={'got': describe(x)}
+            'nothing to draw: the array has no known sharding', facts={'placement': describe(x)}
         )
     if shape is not None and shape != tuple(own_shape):
         raise EinshardError(
-            f'shape= is {list(shape)}, but the array has shape {list(own_shape)}',
+            f'shape= is {shape}, but the array has shape {tuple(own_shape)}',
             facts={'instead': 'leave out shape='},
         )
     return _draw_sharding(sharding, tuple(own_shape), str(x.dtype))

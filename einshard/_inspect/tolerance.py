@@ -1,8 +1,8 @@
 """Computes how much results may differ because of rounding.
 
-Two programs that add the same n numbers in different orders differ by about sqrt(n) roundings. In
-dtypes narrower than float32, each device accumulates sums in float32: so every operation rounds
-once, and an all-reduce once per device.
+If two programs add the same n numbers in different orders, their results differ by about sqrt(n)
+rounding errors. In dtypes narrower than float32, each device accumulates sums in float32, so only
+results are rounded: once per operation, and in an all-reduce once per device.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import jax.numpy as jnp
 
 from .findings.trace import inner_jaxprs
 
-_SAFETY = 4  # the largest difference of many elements exceeds the typical one
-# the dtype to which float32 products round their operands, unless precision= says otherwise
-_PRODUCTS = {'tpu': ('bfloat16', 2.0**-8), 'gpu': ('tfloat32', 2.0**-11)}
+_SAFETY = 4  # the largest of many differences exceeds the typical one
+# the dtype that float32 dots round their operands to by default, and its `rounding_unit`
+_DOT_DTYPES = {'tpu': ('bfloat16', 2.0**-8), 'gpu': ('tfloat32', 2.0**-11)}
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """The roundings of an operation in a program.
+    """The rounding errors of an operation in a program.
 
     Attributes:
         dtype: the dtype to which numbers are rounded, such as 'bfloat16'.
         unit: the largest relative error of one rounding.
-        terms: how many roundings add up: the terms of the sum, times loop trip counts. For dtypes
-            narrower than float32: the number of loop iterations plus the number of devices.
+        terms: how many rounding errors add up: the terms of the sum, times loop trip counts. If
+            the dtype is narrower than float32: the loop iterations plus the devices.
         is_narrow: whether the dtype is narrower than float32.
     """
 
@@ -40,14 +40,16 @@ class Rounding:
 
     @property
     def tolerance(self) -> float:
-        """The largest relative difference that rounding explains."""
+        """The largest relative difference that rounding can explain."""
         return _SAFETY * self.unit * math.sqrt(self.terms)
 
     def __str__(self) -> str:
         if self.terms == 1:
             return self.dtype
         n = f'{self.terms:,}'
-        return f'{self.dtype}, ' + (f'{n} roundings' if self.is_narrow else f'sums of {n} terms')
+        return f'{self.dtype}, ' + (
+            f'{n} roundings' if self.is_narrow else f'longest sum: {n} terms'
+        )
 
 
 def largest_rounding(jaxpr: Any, n_devices: int, platform: str) -> Rounding:
@@ -60,10 +62,10 @@ def largest_rounding(jaxpr: Any, n_devices: int, platform: str) -> Rounding:
                 continue
             unit, name = rounding_unit(dtype), str(dtype)
             is_narrow = unit > rounding_unit(jnp.float32)
-            terms = runs + n_devices if is_narrow else runs * _terms(eqn)
+            terms = runs + n_devices if is_narrow else runs * _n_terms(eqn)
             found.append(Rounding(name, unit, terms, is_narrow))
-            if name == 'float32' and platform in _PRODUCTS and _is_rounded_product(eqn):
-                found.append(Rounding(*_PRODUCTS[platform], runs + n_devices, is_narrow=True))
+            if name == 'float32' and platform in _DOT_DTYPES and _may_round_operands(eqn):
+                found.append(Rounding(*_DOT_DTYPES[platform], runs + n_devices, is_narrow=True))
     return max(found, key=lambda rounding: rounding.tolerance)
 
 
@@ -75,23 +77,24 @@ def rounding_unit(dtype: Any) -> float:
 
 
 def _equations(jaxpr: Any, runs: int) -> Iterator[tuple[Any, int]]:
-    """Yields all equations, each with how often it runs; unknown trip counts count as 1."""
+    """Yields each equation, nested ones too, with how often it runs in `runs` runs of the jaxpr."""
     for eqn in jaxpr.eqns:
         yield eqn, runs
+        # the trip count of a while loop is unknown, and counts as 1
         trip_count = eqn.params['length'] if eqn.primitive.name == 'scan' else 1
         for inner in inner_jaxprs(eqn.params.values()):
             yield from _equations(inner, runs * trip_count)
 
 
-def _terms(eqn: Any) -> int:
-    """Counts the terms that are added or multiplied for each element of the result; at least 1."""
+def _n_terms(eqn: Any) -> int:
+    """Counts the terms that are added or multiplied for each element of the result."""
     name, operands = eqn.primitive.name, [variable.aval for variable in eqn.invars]
     if name == 'dot_general':
         (contracted, _), _ = eqn.params['dimension_numbers']
         return math.prod(operands[0].shape[axis] for axis in contracted)
     if name == 'conv_general_dilated':
         kernel, axis = operands[1].shape, eqn.params['dimension_numbers'].rhs_spec[0]
-        return math.prod(kernel) // max(1, kernel[axis])  # without its output channels
+        return math.prod(kernel) // max(1, kernel[axis])  # without the output channels
     if name in ('reduce_sum', 'reduce_prod'):
         return math.prod(operands[0].shape[axis] for axis in eqn.params['axes'])
     if name in ('cumsum', 'cumprod', 'cumlogsumexp'):
@@ -101,7 +104,7 @@ def _terms(eqn: Any) -> int:
     return 1
 
 
-def _is_rounded_product(eqn: Any) -> bool:
-    """Whether an equation is a product that may round float32 operands."""
+def _may_round_operands(eqn: Any) -> bool:
+    """Whether an equation is a dot or convolution that may round its float32 operands."""
     precision = str(eqn.params.get('precision')).upper()
     return eqn.primitive.name in ('dot_general', 'conv_general_dilated') and 'HIGH' not in precision

@@ -1,4 +1,4 @@
-"""Solves counts and stars for a number of devices. Imports no JAX."""
+"""Replaces stars with counts, for a number of devices. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Devices:
         mesh_axis_terms: the terms with mesh axes, such as 'b@data'. They take devices first.
         taken: the product of the sizes of these mesh axes.
         hints: facts to add to errors, by label.
-        on_users_mesh: whether the user chose the mesh; then '*' may not fit its axes.
+        on_users_mesh: whether the user chose the mesh, whose axes an added '*' may not fit.
     """
 
     total: int
@@ -32,7 +32,7 @@ class Devices:
     def fact(self, counted: Sequence[Term] = ()) -> str:
         """Formats the number of devices: '8', or "8 (2 left after 'b@data')".
 
-        `counted` are terms whose counts took devices too.
+        `counted` are terms whose counts also take devices.
         """
         terms = [*self.mesh_axis_terms, *counted]
         if not terms:
@@ -46,8 +46,8 @@ def solve_counts(
 ) -> tuple[int, ...]:
     """Returns the counts of the terms, with stars replaced by numbers.
 
-    `terms` are the terms without mesh axes, and `n` is the number of devices that the mesh axes
-    leave. All stars stand for the same number r:
+    `terms` are the terms without mesh axes, and `n` is the number of devices left after the mesh
+    axes. All stars stand for the same number r:
     r ** (number of stars) = n / (product of the written counts).
     """
     stars = [term for term in terms if term.star]
@@ -85,12 +85,12 @@ def _root(n: int, k: int) -> int | None:
     return root if root**k == n else None
 
 
-def _works_with(multiple: int, stars: int) -> DeviceCounts:
-    """Lists the device counts multiple * r ** stars for r = 1, 2, 3 and 4, as a fact."""
-    counts = [multiple * r**stars for r in range(1, 5)]
+def _works_with(multiple: int, n_stars: int) -> DeviceCounts:
+    """Lists the device counts multiple * r ** n_stars for r = 1, 2, 3 and 4, as a fact."""
+    counts = [multiple * r**n_stars for r in range(1, 5)]
     text = f'{", ".join(map(str, counts))}, ... devices'
-    if stars > 1:
-        text += ' (all stars are the same number)'
+    if n_stars > 1:
+        text += ' (all stars have the same value)'
     return DeviceCounts(text, counts)
 
 
@@ -114,17 +114,19 @@ def _wrong_product(
             **devices.hints,
             devices=fact,
             works_with=DeviceCounts(
-                f"{needed} devices, or a multiple of {needed} with '*' added", [needed]
+                f'{needed} devices, or a multiple of {needed} '
+                "if you add '*' to replicate over the rest",
+                [needed],
             ),
         )
-    if not counted:  # then there are no mesh axes either
-        sentence = f"nothing is sharded; add '*' to replicate over the {n} devices"
+    if not counted:  # nor mesh axes: with them, `lay_out` requires no counts
+        sentence = f"nothing is sharded; add '*' to replicate over all {n} devices"
     else:
         use = 'uses' if len(counted) == 1 else 'use'
         sentence = f'{quoted(map(str, counted))} {use} only {product} of {n} '
         sentence += 'remaining devices; ' if devices.mesh_axis_terms else 'devices; '
         sentence += (
-            'counts must use all of them'
+            'counts and stars must use all of them'
             if devices.mesh_axis_terms or devices.on_users_mesh
             else "add '*' to replicate over the rest"
         )
@@ -135,14 +137,14 @@ def _not_a_multiple(
     expression: Expression, terms: Sequence[Term], product: int, n: int, devices: Devices
 ) -> EinshardError:
     counted = [term for term in terms if term.factor > 1]
-    stars = sum(term.star for term in terms)
+    n_stars = sum(term.star for term in terms)
     return expression.error(
         _indivisible(n, counted, devices),
         counted,
         fix=_counts_that_fit(expression, terms, n, devices),
         **devices.hints,
         devices=devices.fact(),
-        works_with=_works_with(product * devices.taken, stars),
+        works_with=_works_with(product * devices.taken, n_stars),
     )
 
 
@@ -169,7 +171,7 @@ def _counts_that_fit(
 ) -> Suggestion | None:
     """Suggests smaller counts if the counts need more than n devices; None if it finds none."""
     counted = [term for term in terms if term.factor > 1]
-    # on one device, every count would be 1
+    # no fix on one device: it would only remove all counts
     if math.prod(term.factor for term in counted) <= n or devices.total == 1:
         return None
     replacements: list[tuple[Term, Term]] = []

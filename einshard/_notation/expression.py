@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from .._cache import cached
 from .._errors import EinshardError, Span, Suggestion, quoted
-from .._suggestions import working_fix
+from .._suggestions import with_working_fix
 from .words import ELLIPSIS, SIGNS, not_a_term, read_digits, read_mesh_axes, read_name, read_sign
 
 
@@ -31,8 +31,8 @@ from .words import ELLIPSIS, SIGNS, not_a_term, read_digits, read_mesh_axes, rea
 class Term:
     """A term of an expression: an axis, replicas (no name) or the ellipsis.
 
-    Replicas with a sign are not plain copies of the value: with '+' they add up to it (JAX:
-    unreduced); with '=' each is equal to it, and their gradients add up (JAX: reduced).
+    The sign '+' means that devices hold partial sums (JAX: unreduced), and '=' that they hold
+    replicas whose gradients are partial sums (JAX: reduced).
     """
 
     name: str | None = None
@@ -48,12 +48,12 @@ class Term:
 
     @property
     def takes_devices(self) -> bool:
-        """Whether the term takes devices by a count or a star."""
+        """Whether the term has a star or a count above 1."""
         return self.star or self.factor > 1
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the term takes devices by a count, a star or mesh axes; also for replicas."""
+        """Whether the term (an axis or replicas) has mesh axes, a star or a count above 1."""
         return self.takes_devices or bool(self.mesh_axes)
 
     def __str__(self) -> str:
@@ -66,15 +66,15 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A parsed expression: the axes of the array, and the placement in device order.
+    """A parsed expression: array axes on the left, a row-major device grid on the right.
 
-    Expressions that differ only in whitespace, or in the use of the short form, are equal.
+    Expressions are equal if they differ only in whitespace or in the use of the short form.
     """
 
     left: tuple[Term, ...]
     right: tuple[Term, ...]
     short: bool = field(default=False, compare=False)  # whether it was written without '->'
-    text: str = field(default='', compare=False)  # as written; `span` of a term refers to it
+    text: str = field(default='', compare=False)  # as written; the spans of terms are offsets in it
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -115,12 +115,12 @@ def parse(text: str, where: str = '') -> Expression:
 
     Args:
         text: the expression.
-        where: for an operand of an einsum, ' in operand 0', which errors add to their sentence.
+        where: text for errors about repeated terms, such as ' in operand 0' for an einsum.
     """
     try:
         return _parse(text, where)
     except EinshardError as error:
-        raise error.with_fix(working_fix(error, _parse)) from None
+        raise with_working_fix(error, _parse) from None
 
 
 def _parse(text: str, where: str = '') -> Expression:
@@ -204,7 +204,8 @@ def _check_short(expression: Expression, where: str) -> None:
     repeated = _repeated(expression.right)
     if repeated:
         raise expression.error(
-            f"axis '{repeated[0].name}' appears {len(repeated)} times{where}; it can appear once",
+            f"axis '{repeated[0].name}' appears {len(repeated)} times{where}; "
+            'it can appear only once',
             repeated,
             to_shard_an_axis_twice="repeat it after '->', as in 'i o -> i2 o4 i2'",
         )
@@ -231,7 +232,7 @@ def _check_left(expression: Expression) -> None:
 
 
 def _check_sides(expression: Expression) -> None:
-    """Raises if the sides do not have the same axes."""
+    """Raises if the left and right sides do not have the same axes."""
     left, right = expression.left, expression.right
     if not right:
         end = len(expression.text)
@@ -292,7 +293,7 @@ def check_mesh_axes(expression: Expression) -> None:
     for axis, times in counts.items():
         if times > 1:
             raise expression.error(
-                f"mesh axis '{axis}' is used {times} times; each mesh axis can be used once",
+                f"mesh axis '{axis}' is used {times} times; each mesh axis can be used only once",
                 [term for term in expression.right if axis in term.mesh_axes],
             )
 
@@ -301,7 +302,8 @@ def _check_ellipsis(expression: Expression, terms: Sequence[Term], where: str) -
     ellipses = [term for term in terms if term.name == ELLIPSIS]
     if len(ellipses) > 1:
         raise expression.error(
-            f"'...' appears {len(ellipses)} times{where}; it can appear once, for all unnamed axes",
+            f"'...' appears {len(ellipses)} times{where}; "
+            'it can appear only once, for all unnamed axes',
             ellipses,
         )
 

@@ -30,11 +30,11 @@ class Layout:
     """The device grid of an expression.
 
     Splits by mesh axes come first, in the order written. Splits by count follow: they divide the
-    remaining devices, slowest first. If an array axis has both kinds, all its splits are in the
-    second part, in the order written.
+    remaining devices, slowest-varying first. The splits of an array axis that has both are all in
+    the second group, in the order written.
 
     Every split by count has a count above 1, and neighbors are merged if they shard the same axis
-    or hold the same kind of replicas. So equal placements by counts have equal layouts.
+    or hold replicas with the same sign. So equal placements without mesh axes have equal layouts.
     """
 
     splits: tuple[Split, ...]
@@ -64,12 +64,12 @@ def lay_out(
     """Returns the layout of an expression on `n_devices` devices; raises if it does not fit.
 
     Args:
-        shape: the shape of the array, or the rank that the user gave as `ndim=`. None is allowed if
+        shape: the shape of the array, or its rank if the caller passed `ndim=`. None is allowed if
             no sharded axis comes after '...'.
         n_devices: the number of devices.
         axis_sizes: the mesh axes and their sizes, if the devices form a mesh with named axes.
-        replicates_by_default: whether to replicate over all devices if no term takes devices, as
-            on a user's mesh; otherwise that is an error.
+        replicates_by_default: whether to replicate over all devices if the expression has no mesh
+            axes, counts above 1 or stars, instead of raising; true on a user's mesh.
         replicate_indivisible: whether to replicate axes whose size is not divisible, instead of
             raising: True for all axes, or the names of the axes that may be replicated.
         hints: facts to add to errors about the number of devices.
@@ -138,15 +138,25 @@ def check_divisible(
                     guilty,
                     expected=f"a multiple of {n_shards}, such as symbolic_shape('{n_shards}*n')",
                 )
-            mesh_axes = _mesh_axes_of(layout, axis)
-            source = f', the size of mesh {_axes_text(mesh_axes)}' if mesh_axes else ''
-            facts = _padding(layout, shape, axis) if mesh_axes else _shard_counts(size, n_devices)
+            facts = _shard_counts(size, n_devices)
+            if _mesh_axes_of(layout, axis):
+                facts = _padding(expression, layout, shape, axis)
             raise expression.error(
-                f"axis '{name}' (size {size}) is not divisible by {n_shards}{source}",
+                _indivisible_text(expression, layout, shape, axis),
                 guilty,
                 devices=n_devices,
                 **facts,
             )
+
+
+def _indivisible_text(
+    expression: Expression, layout: Layout, shape: Sequence[int], axis: int
+) -> str:
+    name, _ = terms_of_axis(expression, axis, len(shape))
+    mesh_axes = _mesh_axes_of(layout, axis)
+    source = f', {mesh_size_text(mesh_axes)}' if mesh_axes else ''
+    n_shards = layout.n_shards[axis]
+    return f"axis '{name}' (size {shape[axis]}) is not divisible by {n_shards}{source}"
 
 
 def _mesh_axes_of(layout: Layout, axis: int) -> list[str]:
@@ -156,18 +166,27 @@ def _mesh_axes_of(layout: Layout, axis: int) -> list[str]:
     return [name for split in splits for name in split.mesh_axes] if by_name else []
 
 
-def _axes_text(mesh_axes: Sequence[str]) -> str:
-    return f'{"axis" if len(mesh_axes) == 1 else "axes"} {quoted(mesh_axes)}'
+def mesh_size_text(mesh_axes: Sequence[str]) -> str:
+    kind = 'size of mesh axis' if len(mesh_axes) == 1 else 'product of mesh axes'
+    return f'the {kind} {quoted(mesh_axes)}'
 
 
-def _padding(layout: Layout, shape: Sequence[int], axis: int) -> dict[str, str]:
+def _padding(
+    expression: Expression, layout: Layout, shape: Sequence[int], axis: int
+) -> dict[str, str]:
     """Returns facts that tell how to pad an array so that all axes are divisible."""
     n_shards = layout.n_shards
     padding = [
         -size % n_shards.get(i, 1) if isinstance(size, int) else 0 for i, size in enumerate(shape)
     ]
     widths = tuple((0, n) for n in padding)
-    return {'next multiple': str(shape[axis] + padding[axis]), 'to pad': f'jnp.pad(x, {widths})'}
+    others = [i for i, n in enumerate(padding) if n and i != axis]
+    also = '; '.join(_indivisible_text(expression, layout, shape, i) for i in others)
+    return {
+        **({'also wrong': also} if also else {}),
+        f'next multiple of {n_shards[axis]}': str(shape[axis] + padding[axis]),
+        'to pad': f'jnp.pad(x, {widths})',
+    }
 
 
 def _shard_counts(size: int, n_devices: int) -> dict[str, str]:
@@ -180,8 +199,8 @@ def _shard_counts(size: int, n_devices: int) -> dict[str, str]:
 def fit(layout: Layout, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...] | None:
     """Returns the mesh axes of each split; None if the counts do not match the mesh axes.
 
-    A split by count takes consecutive mesh axes that no split names, until the product of their
-    sizes is its count.
+    A split by count takes consecutive mesh axes that the expression does not name, until the
+    product of their sizes is its count.
     """
     names = {axis for split in layout.splits for axis in split.mesh_axes}
     free = [(name, size) for name, size in axis_sizes.items() if name not in names and size > 1]
@@ -207,14 +226,14 @@ def misfit(expression: Expression, layout: Layout, mesh: str) -> EinshardError:
     return expression.error(
         f'the counts {counts} do not match the axes of the mesh',
         [term for term in expression.right if term.takes_devices],
-        fix=_with_star_after(expression),
+        fix=with_star_after(expression),
         mesh=mesh,
         expected='counts that are products of consecutive mesh axis sizes, in mesh order',
     )
 
 
-def _with_star_after(expression: Expression) -> Suggestion | None:
-    """Suggests 'b4 * d' for '* b4 d'; None unless '*' comes before the other counts."""
+def with_star_after(expression: Expression) -> Suggestion | None:
+    """Suggests 'b4 * d' for '* b4 d'; None unless a '*' comes before all counts."""
     counted = [term for term in expression.right if term.takes_devices]
     if len(counted) < 2:
         return None
@@ -255,7 +274,7 @@ def replicate_axes(layout: Layout, axes: Collection[int]) -> Layout:
 
 
 def with_unsharded(terms: Sequence[Term], names: Sequence[str]) -> list[Term]:
-    """Adds the axes in `names` that no term has, unsharded, after the previous axis in `names`."""
+    """Inserts missing `names` as unsharded terms, each after the last term of the previous name."""
     terms = list(terms)
     for i, name in enumerate(names):
         named = [term.name for term in terms]
@@ -327,14 +346,13 @@ def _splits_by_name(
     positions: Mapping[str, int],
     axis_sizes: Mapping[str, int] | None,
 ) -> list[Split]:
-    """Returns the split of each of the terms, which all have mesh axes."""
+    """Returns the split of each term; all `terms` have mesh axes."""
     if not terms:
         return []
     if axis_sizes is None:
         counts = [(term, count) for term in terms if (count := _as_count(term))]
         raise expression.error(
-            f'{quoted(map(str, terms))} {"names" if len(terms) == 1 else "name"} mesh axes, '
-            'but there is no mesh',
+            no_mesh_text(terms),
             terms,
             fix=with_terms(expression, counts[:1]) if counts else None,
             expected="mesh=mesh or 'with jax.set_mesh(mesh):'",
@@ -347,13 +365,26 @@ def _splits_by_name(
     return splits
 
 
+def no_mesh_text(terms: Sequence[Term]) -> str:
+    """Returns the sentence of the error for terms with mesh axes when there is no mesh."""
+    names = 'names' if len(terms) == 1 else 'name'
+    axes = 'mesh axes' if sum(len(term.mesh_axes) for term in terms) > 1 else 'a mesh axis'
+    return f'{quoted(map(str, terms))} {names} {axes}, but there is no mesh'
+
+
 def _axis_size(expression: Expression, term: Term, axis: str, sizes: Mapping[str, int]) -> int:
     if axis in sizes:
         return sizes[axis]
     used = {name for other in expression.right for name in other.mesh_axes}
-    meant = _as_count(term) or _other_axes(term, axis, sizes.keys() - used)
+    count = _as_count(term)
+    meant = count or _other_axes(term, axis, sizes.keys() - used)
+    instead = ''
+    if count:
+        instead = "; a count is written without '@'"
+    elif meant and len(meant.mesh_axes) > len(term.mesh_axes):
+        instead = '; several mesh axes are written in parentheses, with commas'
     raise expression.error(
-        f"the mesh has no axis '{axis}'",
+        f"the mesh has no axis '{axis}'{instead}",
         [term],
         fix=with_terms(expression, [(term, meant)]) if meant else None,
         mesh=mesh_text(sizes),
@@ -361,14 +392,14 @@ def _axis_size(expression: Expression, term: Term, axis: str, sizes: Mapping[str
 
 
 def _as_count(term: Term) -> Term | None:
-    """Converts 'a@8' to 'a8'; None for other mesh axes."""
+    """Converts 'a@8' to 'a8'; None if the mesh axis is not a number."""
     (axis, *others) = term.mesh_axes
     is_count = not others and re.fullmatch('[1-9][0-9]*', axis)
     return replace(term, count=int(axis), mesh_axes=()) if is_count else None
 
 
 def _other_axes(term: Term, axis: str, free: Collection[str]) -> Term | None:
-    """Replaces a missing mesh axis, as in 'a@data+tp', by likely ones; None if there are none."""
+    """Corrects a misspelled mesh axis: 'a@(data,tp)' for 'a@data+tp'; None if none is similar."""
     meant = re.findall(r'\w+', axis)
     if len(meant) == 1 or not {*meant} <= {*free}:
         meant = difflib.get_close_matches(axis, free, n=1)
@@ -382,7 +413,7 @@ def mesh_text(axis_sizes: Mapping[str, int]) -> str:
 
 
 def merge_neighbors(splits: Sequence[Split]) -> list[Split]:
-    """Merges neighboring splits by count with the same axis and sign."""
+    """Merges neighboring splits with the same axis and sign, if they are counts, not mesh axes."""
     merged: list[Split] = []
     for split in splits:
         last = merged[-1] if merged else None

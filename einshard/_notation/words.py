@@ -1,16 +1,23 @@
-"""Reads words, the texts of terms, and explains what is wrong with one. Imports no JAX."""
+"""Reads the parts of a term from its text, and explains invalid terms. Imports no JAX."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Collection
 
 from .._errors import EinshardError, Suggestion
 
 ELLIPSIS = '...'
 # '+': devices hold partial sums (JAX: unreduced); '=': gradients are partial sums (JAX: reduced)
 SIGNS = '+='
+_SIGN_TEXTS = {'+': 'partial sums', '=': 'replicas whose gradients are partial sums'}
 _MESH_AXIS = re.compile(r'[^\s(),@*]+')
+
+
+def signs_text(signs: Collection[str]) -> str:
+    """Says what terms with these signs are, for errors."""
+    return ' or '.join(text for sign, text in _SIGN_TEXTS.items() if sign in signs)
 
 
 def read_name(text: str, start: int, end: int) -> str:
@@ -29,7 +36,7 @@ def _in_name(character: str, first: bool) -> bool:
 
 
 def read_sign(text: str, start: int, end: int) -> str:
-    """Returns the sign at `start`; '' if there is none. Raises if it is the only character."""
+    """Returns the sign at `start`; '' if there is none. Raises if nothing follows the sign."""
     if text[start] not in SIGNS or text.startswith('=>', start):  # '=>' is a wrong arrow
         return ''
     sign = text[start]
@@ -58,17 +65,21 @@ def read_mesh_axes(text: str, start: int, at: int, end: int, count: str) -> tupl
     """
     word, name = text[start:end], text[start : at - len(count)]
     written = text[at + 1 : end].strip()
-    grouped = written.startswith('(') and written.endswith(')')
-    names = written[1:-1].split(',') if grouped else [written]
+    is_grouped = written.startswith('(') and written.endswith(')')
+    names = written[1:-1].split(',') if is_grouped else [written]
     axes = tuple(name.strip() for name in names)
     if not all(map(is_mesh_axis, axes)):
-        fix = None
+        fix, sentence = None, f"'{word}' needs a mesh axis after '@', or several in parentheses"
         if re.fullmatch(r'[0-9]*\*', written):
             fix = f'{text[:at]}{written}{text[end:]}'
-        elif ',' in written and not grouped:
+            sentence = f"'{word}' is not a valid term: a star is written without '@'"
+        elif ',' in written and not is_grouped:
             fix = f'{text[: at + 1]}({written}){text[end:]}'
+            sentence = f"'{word}' is not a valid term: several mesh axes need parentheses"
+        elif is_grouped and (wrong := next((a for a in axes if a and not is_mesh_axis(a)), None)):
+            sentence = f"'{wrong}' is not a valid name of a mesh axis"
         raise EinshardError(
-            f"'{word}' needs a mesh axis after '@', or several in parentheses",
+            sentence,
             expression=text,
             spans=[(start, end)],
             facts={'one mesh axis': f"'{name}@data'", 'several': f"'{name}@(data,fsdp)'"},
@@ -99,7 +110,7 @@ def not_a_term(text: str, start: int, at: int, end: int) -> EinshardError:
         return (_signed_name if after_sign else _two_terms)(text, start, at, end)
     if character in '->→⟶⇒' or rest.startswith('=>'):
         return _wrong_arrow(text, at, rest)
-    # 'a=@tp' is not a wrong separator: it lacks a space
+    # 'a=@tp' is not a wrong separator: only the space before '=' is missing
     if character in '/:=' and at > start and len(rest) > 1 and rest[1] != '@':
         return _wrong_separator(text, start, at, end)
     fix = None
@@ -122,17 +133,17 @@ def not_a_term(text: str, start: int, at: int, end: int) -> EinshardError:
 
 
 def _about_dots(word: str) -> str:
-    """Returns the end of the sentence for a word with a dot, as in '..' or '...a'."""
+    """Returns the end of the error sentence for a word with a dot, such as '..' or '...a'."""
     other = word.replace(ELLIPSIS, '', 1)
     if other == word or not word.strip('.'):
         return "; write '...' for unnamed axes"
     if word.startswith(ELLIPSIS) and (other[0] in '*@' or read_digits(other, 0, 1)):
-        return ": the axes in '...' are unsharded"
+        return ': only a named axis can be sharded'
     return ": put spaces around '...'"
 
 
 def _wrong_arrow(text: str, at: int, rest: str) -> EinshardError:
-    """Returns the error for another arrow, as in 'a => a2', or half of one, as in 'a - > a2'."""
+    """Returns the error for a wrong arrow, as in 'a => a2', or half an arrow, as in 'a - > a2'."""
     if rest[0] in '->':
         sentence = f"'{rest[0]}' alone is not part of the notation; the arrow is '->'"
         return EinshardError(sentence, expression=text, spans=[(at, at + 1)])
@@ -159,7 +170,7 @@ def _wrong_separator(text: str, start: int, at: int, end: int) -> EinshardError:
 
 
 def _invalid_character(text: str, at: int) -> EinshardError:
-    """Returns the error for a character that no term can have, such as ','."""
+    """Returns the error for a character that is not valid at `at`, as in 'a, b' or 'a%'."""
     character, spans = text[at], [(at, at + 1)]
     if character.isdigit():
         sentence = f"'{character}' is not a valid digit; counts use the digits 0 to 9"
@@ -167,13 +178,13 @@ def _invalid_character(text: str, at: int) -> EinshardError:
     written = f"'{character}'"
     if not character.isprintable():
         written = f'unprintable character U+{ord(character):04X}'
-    terms = 'a  a2  a*  a2*  a@axis  a@(axis,axis)  2  *  2*  +@axis  =2  ...'
-    return EinshardError(
-        f'{written} is not part of the notation',
-        expression=text,
-        spans=spans,
-        facts={'valid terms': terms},
-    )
+    where = 'valid here' if character in '(),' else 'part of the notation'
+    if at < text.find('->'):
+        facts = {'valid left terms': 'a  ...'}
+    else:
+        terms = 'a  a2  a*  a2*  a@axis  a@(axis,axis)  ...  2  *  2*  +2  +@axis  =2  =@axis'
+        facts = {'valid terms': terms}
+    return EinshardError(f'{written} is not {where}', expression=text, spans=spans, facts=facts)
 
 
 def _signed_name(text: str, start: int, at: int, end: int) -> EinshardError:
@@ -181,7 +192,7 @@ def _signed_name(text: str, start: int, at: int, end: int) -> EinshardError:
     sign, rest = text[start], text[at:end]
     fix = Suggestion(f'{text[:start]}{sign}@{rest}{text[end:]}') if is_mesh_axis(rest) else None
     return EinshardError(
-        f"'{text[start:end]}' is not a valid term: '{sign}' is for devices, not for array axes",
+        f"'{text[start:end]}' is not a valid term: add a count, a star or mesh axes to '{sign}'",
         expression=text,
         spans=[(start, end)],
         facts=_sign_examples(sign),

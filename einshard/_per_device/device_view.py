@@ -33,19 +33,19 @@ from .spec_axes import SpecAxes
 class View(NamedTuple):
     """The mesh of a per-device function, and how its expressions map to mesh axes.
 
-    In its methods, `manual` has the manual mesh axes; it is empty if all are.
+    Its methods take the manual mesh axes as `manual`; an empty `manual` means all mesh axes.
     """
 
     mesh: AnyMesh  # for `jax.shard_map`
     uses_array_names: bool  # whether mesh axes are named after array axes; False on the user's mesh
-    joint: JointMesh  # of the expressions that name no axes of the user's mesh
+    joint: JointMesh  # one mesh for all expressions that name no axes of the user's mesh
     n_devices: int
     rules: AxisRules
     on_one_device: bool  # whether to read every count and star as 1, for `check_same`
 
     @property
     def axes(self) -> dict[str, int]:
-        """The sizes of the mesh axes by name, without the unnamed axes of the joint mesh."""
+        """The sizes of the mesh axes, keyed by name, without 'replica0', 'replica1' and so on."""
         return self.joint.named_sizes if self.uses_array_names else sizes_of(self.mesh)
 
     def expression(self, text: str) -> Expression:
@@ -54,7 +54,7 @@ class View(NamedTuple):
         return _apply_rules(parse(text), self.rules, sizes, self.on_one_device)
 
     def complete(self, text: str) -> str:
-        """Extends an expression to cover all devices: 'x y -> x2 y' becomes 'x y -> 4 x2 y'.
+        """Extends an expression to all devices: 'x2 y' becomes 'x y -> 4 x2 y' on 8 devices.
 
         An expression that names axes of the user's mesh stays as it is.
         """
@@ -62,10 +62,10 @@ class View(NamedTuple):
         return self.joint.complete(expression) if self._is_on_joint_mesh(expression) else text
 
     def check(self, text: str, shape: Sequence[int]) -> None:
-        """Raises if an array of this shape does not fit; the error shows the user's expression.
+        """Raises if an array of this shape does not fit the expression `text`.
 
-        For an expression that names axes of the user's mesh, it checks only the rank; `sharded`
-        checks the sizes.
+        For an expression that names axes of the user's mesh, only the rank is checked here;
+        `sharded` checks the sizes.
         """
         expression = self.expression(text)
         axis_positions(expression, len(shape))
@@ -74,7 +74,7 @@ class View(NamedTuple):
             check_divisible(expression, layout, shape, self.n_devices)
 
     def needs_rank(self, text: str) -> bool:
-        """Whether the PartitionSpec depends on the rank of the array."""
+        """Whether the PartitionSpec of an expression depends on the rank of its array."""
         return needs_rank(parse(self._on_mesh_axes(text)))
 
     def partition_spec(self, text: str, ndim: int | None, manual: frozenset[str]) -> PartitionSpec:
@@ -86,9 +86,9 @@ class View(NamedTuple):
         return PartitionSpec(*(tuple(axis for axis in row if axis in manual) for row in rows))
 
     def infers_specs(self, manual: frozenset[str]) -> bool:
-        """Whether the types of arguments contain their specs: all manual axes are explicit."""
+        """Whether arguments need no spec: all manual axes are explicit, so types have shardings."""
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-        manual_types = {kind for name, kind in types if not manual or name in manual}
+        manual_types = {axis_type for name, axis_type in types if not manual or name in manual}
         return manual_types == {AxisType.Explicit}
 
     def inferred_spec(self, leaf: Any, manual: frozenset[str]) -> PartitionSpec:
@@ -98,9 +98,9 @@ class View(NamedTuple):
         return PartitionSpec(*partition_spec(rows), unreduced=spec.unreduced, reduced=spec.reduced)
 
     def shard_shape(self, shape: Sequence[int], spec: PartitionSpec) -> list[int]:
-        """Returns the shape of a shard.
+        """Returns the shape of a shard of an array with this shape and PartitionSpec.
 
-        `NamedSharding.shard_shape` fails on a mesh with manual axes, as in nested functions.
+        `NamedSharding.shard_shape` fails on a mesh with manual axes, as in nested shard_maps.
         """
         sizes = sizes_of(self.mesh)
         entries = spec_axes(spec)
@@ -109,14 +109,13 @@ class View(NamedTuple):
         return [size // count for size, count in zip(shape, counts, strict=True)]
 
     def size_one_axes(self, manual: frozenset[str]) -> tuple[str, ...]:
-        """Returns the names of manual mesh axes of size 1."""
         sizes = sizes_of(self.mesh)
         return tuple(a for a in sizes if sizes[a] == 1 and (not manual or a in manual))
 
     def result_spec(self, text: str, ndim: int, manual: frozenset[str]) -> PartitionSpec:
         """Returns the PartitionSpec of a result.
 
-        Except for a scalar, it also names the mesh axes of size 1.
+        Unless the result is a scalar, the spec also names the manual mesh axes of size 1.
         """
         spec = self.partition_spec(text, ndim, manual)
         if not ndim:
@@ -134,16 +133,13 @@ class View(NamedTuple):
         return quoted(entry_axes(entry) or ['none'])
 
     def _on_mesh_axes(self, text: str) -> str:
-        """Rewrites an expression so that `make_sharding` can lower it onto `mesh`."""
+        """Rewrites an expression so that `make_sharding` can lower it onto `self.mesh`."""
         if not self.uses_array_names:
             return self.complete(text)
         return self.joint.use_mesh_axes(self.expression(text))
 
     def _is_on_joint_mesh(self, expression: Expression) -> bool:
-        """Whether an expression is laid out on the joint mesh.
-
-        On the user's mesh, an expression with named mesh axes needs no joint mesh.
-        """
+        """Whether an expression names no axes of the user's mesh, and so is on `self.joint`."""
         return self.uses_array_names or not any(term.mesh_axes for term in expression.right)
 
 
@@ -151,26 +147,26 @@ class View(NamedTuple):
 def make_view(
     specs: tuple[SpecAxes, ...],
     mesh: AnyMesh,
-    in_context: bool,
+    is_in_context: bool,
     rules: AxisRules,
     on_one_device: bool,
 ) -> View:
-    """Builds the view of a per-device function.
+    """Builds the mesh of a per-device function, and maps its expressions to mesh axes.
 
     Args:
         specs: the expressions of the arguments and the result.
-        mesh: the canonical or the user's mesh.
-        in_context: whether JAX has a mesh in context.
+        mesh: the user's mesh, or else the canonical mesh: all devices, with axes d0, d1, ...
+        is_in_context: whether `mesh` is the mesh in context.
         rules: the axis rules.
         on_one_device: whether to read every count and star as 1, for `check_same`.
     """
     sizes = sizes_of(mesh)
     n_devices = math.prod(sizes.values())
-    # JAX rejects any mesh but the one in context
+    # JAX rejects any mesh but the one in context, so that one keeps its axis names
     uses_array_names = (
-        not in_context and is_device_mesh(mesh) and mesh.axis_types[0] == AxisType.Auto
+        not is_in_context and is_device_mesh(mesh) and mesh.axis_types[0] == AxisType.Auto
     )
-    # 'd0' in 'x@d0' is an axis of the canonical mesh, since array axes have no digits
+    # an expression may name an axis of the canonical mesh: 'x@d0'
     uses_array_names &= not any(sizes.keys() & spec.uses.keys() for spec in specs)
     named_sizes = {} if uses_array_names else sizes
     specs = tuple(
@@ -178,14 +174,13 @@ def make_view(
         for s in specs
     )
     if not uses_array_names:
-        by_count = tuple(spec for spec in specs if not spec.uses)
-        # expressions without mesh axes replicate if none of them has counts; on the canonical mesh,
-        # only if other expressions name its axes, else `joint_mesh` raises
-        has_counts = any(spec.defines or spec.lists_replicas for spec in by_count)
-        if not has_counts and (len(by_count) < len(specs) or not is_device_mesh(mesh)):
-            joint = JointMesh(((None, n_devices),))
-        else:
-            joint = _joint_mesh_on(by_count, specs, sizes)
+        without_mesh_axes = tuple(spec for spec in specs if not spec.uses)
+        has_counts = any(spec.defines or spec.lists_replicas for spec in without_mesh_axes)
+        uses_mesh_axes = len(without_mesh_axes) < len(specs)
+        if not has_counts and (uses_mesh_axes or not is_device_mesh(mesh)):
+            joint = JointMesh(((None, n_devices),))  # the expressions without mesh axes replicate
+        else:  # without counts, this raises on several devices
+            joint = _joint_mesh_on(without_mesh_axes, specs, sizes)
         return View(mesh, False, joint, n_devices, rules, on_one_device)
     joint = joint_mesh(specs, n_devices)
     names, shape = tuple(joint.mesh_shape), tuple(joint.mesh_shape.values())
@@ -198,22 +193,22 @@ def make_view(
 
 
 def _joint_mesh_on(
-    by_count: tuple[SpecAxes, ...], specs: Sequence[SpecAxes], sizes: Mapping[str, int]
+    without_mesh_axes: tuple[SpecAxes, ...], specs: Sequence[SpecAxes], sizes: Mapping[str, int]
 ) -> JointMesh:
-    """Builds the joint mesh of `by_count`, the expressions that name no axes of the user's mesh.
+    """Builds the joint mesh of the expressions that name no axes of the user's mesh.
 
     `specs` are all expressions, and `sizes` the axis sizes of the user's mesh.
     """
     n_devices = math.prod(sizes.values())
 
     def lay_out_others(_: str) -> None:
-        # no fix of a count helps if an expression with mesh axes is invalid
+        # a changed count does not help if an expression with mesh axes is invalid
         for spec in specs:
             if spec.uses:
                 lay_out(spec.expression, len(spec.expression.names), n_devices, sizes)
 
     try:
-        return joint_mesh(by_count, n_devices, tuple(sizes.values()))
+        return joint_mesh(without_mesh_axes, n_devices, tuple(sizes.values()))
     except EinshardError as error:
         raise keep_working_suggestions(error, lay_out_others) from None
 

@@ -10,23 +10,23 @@ from dataclasses import dataclass, replace
 from .._cache import cached
 from .._errors import EinshardError, Suggestion, quoted
 from .._notation.expression import Expression, Term, parse
-from .._notation.layout import Layout, Split, fit, mesh_text
+from .._notation.layout import Layout, Split, fit, mesh_text, with_star_after
 from .._suggestions import keep_working_suggestions, works
 from .spec_axes import MeshAxis, SpecAxes, grid_of, leading_replicas
 
 
 @dataclass(frozen=True, slots=True)
 class JointMesh:
-    """A mesh with axes named after array axes, in device order.
+    """A mesh whose axes are named after array axes, slowest-varying first.
 
-    Axes with name None hold only replicas, for all expressions.
+    Along an axis with the name None, every array is replicated.
     """
 
     axes: tuple[MeshAxis, ...]
 
     @property
     def mesh_shape(self) -> dict[str, int]:
-        """The axis sizes by name; axes without a name become 'replica0', 'replica1' and so on.
+        """The axis sizes, keyed by name; unnamed axes become 'replica0', 'replica1' and so on.
 
         No array axis has such a name, because names of array axes have no digits.
         """
@@ -35,23 +35,21 @@ class JointMesh:
 
     @property
     def named_sizes(self) -> dict[str, int]:
-        """The axis sizes by name, without the unnamed axes."""
+        """The axis sizes, keyed by name, without the unnamed axes."""
         return {name: count for name, count in self.axes if name is not None}
 
     def fits(self, axis_sizes: Sequence[int]) -> bool:
-        """Whether each axis is the product of consecutive axes of a mesh with these sizes."""
+        """Whether the size of each axis is a product of consecutive sizes in `axis_sizes`."""
         grid = Layout(tuple(Split(count, i) for i, (_, count) in enumerate(self.axes)))
         return fit(grid, {str(i): size for i, size in enumerate(axis_sizes)}) is not None
 
     def complete(self, expression: Expression) -> str:
-        """Extends an expression to cover all devices: 'x y -> x2 y' becomes 'x y -> 4 x2 y'."""
+        """Extends an expression to all devices: 'x2 y' becomes 'x y -> 4 x2 y' on 8 devices."""
         array_axis_of = self._array_axes(expression)
-        terms = [
-            (array_axis_of.get(name or '', ''), count) for name, count in self.axes if count > 1
-        ]
-        return _write(
-            expression, {name for name, _ in terms}, [f'{n}{c}' for n, c in terms] or ['1']
-        )
+        # the array axis that each mesh axis shards, or '' for replicas
+        grid = [(array_axis_of.get(name or '', ''), count) for name, count in self.axes]
+        terms = [f'{axis}{count}' for axis, count in grid if count > 1]
+        return _write(expression, {axis for axis, count in grid if count > 1}, terms or ['1'])
 
     def use_mesh_axes(self, expression: Expression) -> str:
         """Rewrites counts as mesh axes: 'x y -> x2 y' becomes 'x y -> x@(x) y'."""
@@ -62,7 +60,7 @@ class JointMesh:
         return _write(expression, mesh_axes.keys(), terms or ['*'])
 
     def _array_axes(self, expression: Expression) -> dict[str, str]:
-        """Returns, by mesh axis in device order, the array axis that it shards in an expression."""
+        """Maps mesh axes, in device order, to the array axis of `expression` that each shards."""
         spec = SpecAxes('', expression)
         array_axis_of = {axis: str(term.name) for axis, term in spec.uses.items()}
         array_axis_of |= {name: name for name in spec.defines}
@@ -70,7 +68,7 @@ class JointMesh:
 
 
 def _write(expression: Expression, sharded: Collection[str], terms: Sequence[str]) -> str:
-    """Writes an expression with these terms, followed by the axes that are not `sharded`."""
+    """Writes an expression with `terms` after the arrow, then the axes that are not `sharded`."""
     unsharded = [name for name in expression.names if name not in sharded]
     return ' '.join([*expression.names, '->', *terms, *unsharded])
 
@@ -79,16 +77,16 @@ def _write(expression: Expression, sharded: Collection[str], terms: Sequence[str
 def joint_mesh(
     specs: tuple[SpecAxes, ...], n_devices: int, axis_sizes: tuple[int, ...] | None = None
 ) -> JointMesh:
-    """Finds the mesh that fits all expressions; raises if none or several do.
+    """Finds the mesh that fits all expressions; raises if no mesh fits, or several fit.
 
-    A count in one expression applies to all of them. Stars are solved first in expressions that
-    list replicas, because these use all devices; the other stars share the remaining devices.
+    A count in one expression applies to all of them. An expression that lists replicas ('4 x*')
+    uses all devices, so it determines the sizes of its starred axes; the other starred axes share
+    the remaining devices.
 
     Args:
         specs: the expressions of the arguments and the result.
         n_devices: the number of devices.
-        axis_sizes: the axis sizes of the user's mesh, which suggestions must fit; None if there is
-            no such mesh.
+        axis_sizes: the axis sizes of the user's mesh, which suggestions must fit, or None.
     """
     all_specs = _Specs(specs, n_devices, axis_sizes)
     try:
@@ -104,7 +102,7 @@ def joint_mesh(
 
 @dataclass(frozen=True, slots=True)
 class _Specs:
-    """The expressions of a function, and the devices to build their mesh from."""
+    """The expressions of a function, and the number of devices of their mesh."""
 
     specs: tuple[SpecAxes, ...]
     n_devices: int
@@ -114,10 +112,10 @@ class _Specs:
         for spec in self.specs:
             spec.check(self.specs)
         counts = self.counts()
-        left, rest = divmod(self.n_devices, math.prod(counts.values()))
-        if rest:
+        n_replicas, remainder = divmod(self.n_devices, math.prod(counts.values()))
+        if remainder:
             raise self.counts_do_not_fit(counts)
-        if left > 1 and not any(spec.lists_replicas for spec in self.specs):
+        if n_replicas > 1 and not any(spec.lists_replicas for spec in self.specs):
             raise self.unused_devices(counts)
         orders = list(itertools.islice(_orders(self.specs, counts, self.n_devices), 2))
         if not orders:
@@ -131,15 +129,16 @@ class _Specs:
         return JointMesh((*order, *size_one_axes) or ((None, 1),))
 
     def try_fix(self, text: str, fix: str) -> None:
-        """Raises if there is still no mesh after the expression `text` is replaced by `fix`."""
+        """Raises if no mesh fits after `fix` replaces the expression `text`."""
         i = [spec.expression.text for spec in self.specs].index(text)
         changed = replace(self.specs[i], expression=parse(fix))
         mesh = replace(self, specs=(*self.specs[:i], changed, *self.specs[i + 1 :])).mesh()
         if self.axis_sizes and not mesh.fits(self.axis_sizes):
-            raise changed.expression.error('the counts do not match the axes of the mesh')
+            fixed = changed.expression
+            raise fixed.error('the counts do not fit the mesh', fix=with_star_after(fixed))
 
     def counts(self) -> dict[str, int]:
-        """Returns the size of every mesh axis by name, in order of appearance."""
+        """Returns the sizes of all mesh axes, keyed by name, in order of appearance."""
         sources: dict[str, tuple[int, SpecAxes]] = {}  # the size, and the first spec that has it
 
         def add(name: str, count: int, spec: SpecAxes) -> None:
@@ -172,7 +171,7 @@ class _Specs:
     def check_stars(self, sources: Mapping[str, tuple[int, SpecAxes]]) -> None:
         """Raises for a term such as 'b3*' if 3 does not divide the count of b in `sources`.
 
-        `sources` has, by axis name, the count and the first expression with this count.
+        `sources` maps an axis name to its count and the first expression with this count.
         """
         for spec in self.specs:
             for name, term in spec.defines.items():
@@ -186,7 +185,7 @@ class _Specs:
                     )
 
     def solve_stars(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """Returns the sizes of starred axes that `counts` lacks. They share the other devices."""
+        """Returns the sizes of starred axes not in `counts`; they share the remaining devices."""
         starred: dict[str, SpecAxes] = {}
         for spec in self.specs:
             for name, term in spec.defines.items():
@@ -226,17 +225,18 @@ class _Specs:
             if works(self.sharing_devices(first, second).mesh):
                 fact = f"'{second}@{first}', which shards {second} over the devices of {first}"
                 facts['to share devices'] = fact
-        return EinshardError(
-            f'{quoted(f"{name}{count}" for name, count in sharded)} '
-            f'{"needs" if len(sharded) == 1 else "need"} '
-            f'{factors if len(sharded) == 1 else f"{factors} = {product}"} devices, '
-            + (
+        terms = quoted(f'{name}{count}' for name, count in sharded)
+        factors = factors if len(sharded) == 1 else f'{factors} = {product}'
+        if product > n_devices:
+            sentence = (
+                f'{terms} {"needs" if len(sharded) == 1 else "need"} {factors} devices, '
                 f'but there {"is" if n_devices == 1 else "are"} only {n_devices}'
-                if product > n_devices
-                else f'but {n_devices} is not divisible by {product}'
-            ),
-            facts=facts,
-        )
+            )
+        else:
+            sentence = (
+                f'the number of devices ({n_devices}) is not divisible by {factors} ({terms})'
+            )
+        return EinshardError(sentence, facts=facts)
 
     def sharing_devices(self, first: str, second: str) -> _Specs:
         """Returns a copy with `second@first` instead of a count of `second`, in all expressions."""
@@ -257,9 +257,11 @@ class _Specs:
         sentence = f"nothing is sharded; add '*' to replicate over all {n_devices} devices"
         if sharded:
             use = f'{"uses" if len(sharded) == 1 else "use"} only {math.prod(counts.values())}'
-            sentence = (
-                f'{quoted(sharded)} {use} of {n_devices} devices; '
+            sentence = f'{quoted(sharded)} {use} of {n_devices} devices; '
+            sentence += (
                 "add '*' to replicate over the rest"
+                if self.axis_sizes is None
+                else 'counts must use all of them'  # '*' may not fit the user's mesh
             )
         return expression.error(
             sentence,
@@ -272,8 +274,8 @@ class _Specs:
     def several_orders(
         self, orders: Sequence[tuple[MeshAxis, ...]], counts: Mapping[str, int]
     ) -> EinshardError:
-        first = next(pair for pair in zip(*orders, strict=False) if pair[0] != pair[1])
-        option, alternative = (f"'{name or ''}{count}'" for name, count in first)
+        differing = next(pair for pair in zip(*orders, strict=False) if pair[0] != pair[1])
+        option, alternative = (f"'{name or ''}{count}'" for name, count in differing)
         facts = {**_expression_facts(self.specs), 'devices': str(self.n_devices)}
         # `complete` writes counts, which would turn 'y@x' into a new mesh axis y
         by_count = [spec for spec in self.specs if not spec.uses]
@@ -293,10 +295,10 @@ class _Specs:
         orders: Sequence[tuple[MeshAxis, ...]],
         counts: Mapping[str, int],
     ) -> list[str]:
-        """Returns, quoted, the completed forms of `spec` that leave only one order.
+        """Returns the expressions, quoted, that can replace `spec` so that only one order is left.
 
-        Each of `orders` gives one form. It is skipped if it leaves several orders, or does not fit
-        the user's mesh.
+        For each of `orders`, `spec` is extended to all devices. The expression is skipped if
+        several orders are left, or if it does not fit the user's mesh.
         """
         fixes: list[str] = []
         for mesh in map(JointMesh, orders):
@@ -328,26 +330,26 @@ class _Specs:
 def _orders(
     specs: Sequence[SpecAxes], counts: Mapping[str, int], n_devices: int
 ) -> Iterator[tuple[MeshAxis, ...]]:
-    """Yields the orders of the mesh axes larger than 1 that agree with every expression.
+    """Yields every order of the mesh axes of size 2 or more that agrees with all expressions.
 
-    The search appends one mesh axis at a time, and every expression must be able to take it from
-    the rest of its device grid (`SpecAxes.take`). A topological sort (`graphlib`) is not enough: if
-    an expression lists replicas, the axes of the others must exactly fill each replica count.
+    The search appends one mesh axis at a time, and every expression must be able to take that axis
+    from the rest of its device grid (`SpecAxes.take`). A topological sort (`graphlib`) is not
+    enough: in '4 x2', the sizes of the mesh axes before x must have the product 4.
     """
 
     def extend(
         order: tuple[MeshAxis, ...], grids: Sequence[tuple[MeshAxis, ...]]
     ) -> Iterator[tuple[MeshAxis, ...]]:
         candidates = [axis for axis in sharded if axis not in order]
-        n_left = n_devices // math.prod(counts.values())
-        n_left //= math.prod(count for name, count in order if name is None)
-        if not candidates and n_left == 1:
+        n_replicas = n_devices // math.prod(counts.values())
+        n_replicas //= math.prod(count for name, count in order if name is None)  # not in `order`
+        if not candidates and n_replicas == 1:
             yield order
         # two successive axes of replicas would be one axis
-        if n_left > 1 and (not order or order[-1][0] is not None):
+        if n_replicas > 1 and (not order or order[-1][0] is not None):
             pairs = zip(specs, grids, strict=True)
             replica_counts = (leading_replicas(grid) for spec, grid in pairs if spec.lists_replicas)
-            common = math.gcd(n_left, *replica_counts)
+            common = math.gcd(n_replicas, *replica_counts)
             candidates += [(None, common)] if common > 1 else []
         for axis in candidates:
             rests = [spec.take(axis, grid) for spec, grid in zip(specs, grids, strict=True)]
@@ -360,7 +362,7 @@ def _orders(
 
 
 def _expression_facts(specs: Sequence[SpecAxes]) -> dict[str, str]:
-    """Returns the distinct expressions as facts, each labeled by the first owner that has it."""
+    """Returns the distinct expressions as facts, labeled with the first `owner` of each."""
     first = {spec.expression: spec for spec in reversed(specs)}
     shown = [spec for spec in specs if first[spec.expression] is spec]
     return {spec.owner: f"'{spec.expression.text}'" for spec in shown}

@@ -59,26 +59,27 @@ def per_device(
         ((8, 5), True)
 
     Each sharded axis of the expressions becomes a mesh axis with its name, which collectives use:
-    `jax.lax.psum(z, 'x')`. An expression lists the axes that it shards in device order, and its
-    array is replicated over the other mesh axes. A count in one expression applies to all of them.
+    `jax.lax.psum(z, 'x')`. An expression lists, in device order, the axes that it shards; its array
+    is replicated over the other mesh axes. A count in one expression applies to all of them.
     `'y@x'` shards y over the devices of x, as after `psum_scatter` over 'x'. If a mesh is in
     context or passed as `mesh=`, collectives use the axis names of that mesh instead.
 
     Arguments are placed and checked as for `sharded`.
 
     Args:
-        in_specs: expressions by position, or pytree prefixes of the arguments; '...' replicates.
-            Every argument that is not static needs one, unless all manual mesh axes are explicit:
-            then an argument without one is sharded as its type says. The `self` of a method is
+        in_specs: expressions by position, or pytree prefixes of them; '...' replicates. Every
+            argument that is not static needs a spec, unless all manual mesh axes are explicit: then
+            an argument without a spec is sharded as its type says. The `self` of a method is
             replicated.
         out: the expression of the result, or a pytree of expressions.
-        mesh: a mesh or a sequence of devices. Default: the mesh in context, or else all devices.
+        mesh: a mesh or a sequence of devices. Default: the mesh of the NamedShardings among the
+            specs, or else the mesh in context, or else all devices.
         axis_names: the mesh axes that are manual, as in `jax.shard_map`. Along the other axes the
             function sees global arrays, sharded by `einshard` or the compiler. Default: all axes.
         check_vma: whether JAX checks that results are replicated where `out` says so. JAX infers
             this for `psum`, but for `all_gather` only with `to='invarying'` (JAX 0.8:
             `all_gather_invariant`).
-        reshard: whether to reshard arguments that are sharded differently; otherwise an error.
+        reshard: whether to reshard arguments that have another sharding, instead of raising.
         collectives: the collectives that the compiled program may have, as for `sharded`.
         named_specs_and_jit_options: expressions by parameter name, and options of `jax.jit`.
 
@@ -126,7 +127,7 @@ def per_device(
 
 
 def _as_expressions(specs: Any) -> Any:
-    """Returns the specs, with PartitionSpecs and NamedShardings as expressions."""
+    """Converts the PartitionSpecs and NamedShardings in a pytree of specs to expressions."""
 
     def text(spec: Any) -> Any:
         if not isinstance(spec, NamedSharding | PartitionSpec):
@@ -180,7 +181,7 @@ class _PerDeviceFunction:
             raise error.about(function=self.name) from None
 
     def resolved_at_call(self, spec: Spec) -> Spec:
-        """Replaces the expressions in a spec by functions, which `sharded` calls at each call."""
+        """Replaces the expressions in a spec by functions that resolve them at each call."""
         return jtu.tree_map(lambda x: functools.partial(self._resolve, x), spec, is_leaf=is_none)
 
     def global_function(self) -> Callable[..., Any]:
@@ -215,12 +216,13 @@ class _PerDeviceFunction:
                     yield read_spec(owner, text)
 
     def _view(self) -> View:
-        """Returns the view on the mesh of the current call; raises if that mesh does not fit."""
+        """Returns the View for the current call; raises if its mesh does not fit the function."""
         try:
             ambient = jax.sharding.get_abstract_mesh()
             if {*ambient.axis_types} == {AxisType.Manual}:
                 raise EinshardError(
-                    'the enclosing per-device function leaves no mesh axes for this one',
+                    'the enclosing per-device function uses all mesh axes, so none are left for '
+                    f'{self.name}',
                     facts={
                         'mesh in context': mesh_fact(ambient),
                         'instead': 'limit the mesh axes of the enclosing function with axis_names=',
@@ -233,11 +235,11 @@ class _PerDeviceFunction:
             abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
             if not ambient.empty and ambient != abstract:
                 raise EinshardError(
-                    'mesh= differs from the mesh in context',
+                    'mesh= must match the mesh in context',
                     facts={'mesh=': mesh_fact(mesh), 'mesh in context': mesh_fact(ambient)},
                 )
-            in_context = not ambient.empty
-            view = make_view(self.spec_axes, mesh, in_context, rules, context.on_one_device)
+            is_in_context = not ambient.empty
+            view = make_view(self.spec_axes, mesh, is_in_context, rules, context.on_one_device)
             for axis in sorted(self.manual):
                 if axis not in view.axes:
                     raise EinshardError(
@@ -246,7 +248,7 @@ class _PerDeviceFunction:
                     )
             return view
         except EinshardError as error:
-            # because of this fact, `sharded` does not name the parameter that it is resolving
+            # `sharded` adds the parameter to errors, but not if they have the fact 'function'
             raise with_legacy_mesh_note(error, self.mesh).about(function=self.name) from None
 
     def _resolve(self, text: str | None, path: str, leaf: Any) -> str | None:
@@ -266,7 +268,7 @@ class _PerDeviceFunction:
         view = self._view()
         labels = self.parameters.value_labels(CallSignature(len(args), tuple(kwargs)))
         values = [*args, *kwargs.values()]
-        # the other values are static or have no array leaves
+        # the values that are not traced are static, or pytrees without arrays
         traced = [i for i, value in enumerate(values) if _is_traced(value)]
         arguments = [values[i] for i in traced]
 
@@ -322,11 +324,11 @@ class _PerDeviceFunction:
                 specs.append(view.inferred_spec(leaf, self.manual))
             else:
                 raise _no_spec_error(f"parameter '{label}' of {self.name}", leaf)
-            self._check_type(view, label, leaf)
+            self._check_explicit_axes(view, label, leaf)
         return jtu.tree_unflatten(treedef, specs)
 
-    def _check_type(self, view: View, label: str, leaf: Any) -> None:
-        """Raises if an argument's type has mesh axes that the mesh lacks."""
+    def _check_explicit_axes(self, view: View, label: str, leaf: Any) -> None:
+        """Raises if an argument is sharded over an explicit mesh axis that `view.mesh` lacks."""
         axes = {axis for entry in spec_axes(jax.typeof(leaf).sharding.spec) for axis in entry}
         mesh_axes = sizes_of(view.mesh)
         for axis in sorted(axes - set(mesh_axes)):
@@ -344,7 +346,7 @@ class _PerDeviceFunction:
     def _shards(
         self, view: View, labels: Sequence[str], arguments: Sequence[Any], in_specs: Sequence[Any]
     ) -> Iterator[SpecLeaf]:
-        """Yields the arguments with the shapes that the body sees."""
+        """Yields the leaves of the arguments, with the shapes that the body sees."""
         for label, argument, partition_specs in zip(labels, arguments, in_specs, strict=True):
             leaves = jtu.tree_leaves_with_path(argument)
             texts = leaf_specs(argument, [leaf for _, leaf in leaves], self._spec_for(label))
@@ -358,7 +360,7 @@ class _PerDeviceFunction:
     def _out_specs(self, view: View, mapped: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         texts = jtu.tree_leaves(self.out)
         if view.size_one_axes(self.manual) or any(map(view.needs_rank, texts)):
-            # the ranks do not depend on out_specs
+            # only for the ranks, which are the same for all out_specs
             unchecked = mapped(out_specs=PartitionSpec(), check_vma=False)
             shapes = jax.eval_shape(unchecked, *arguments)
             leaves = self._result_leaves(view, shapes)
@@ -372,13 +374,13 @@ class _PerDeviceFunction:
         try:
             texts = leaf_specs(result, leaves, self.out)
         except EinshardError as error:
-            raise error.about(value=f'result of {self.name}') from None
+            raise error.about(spec_of=f'the result of {self.name}') from None
         texts_and_ranks: list[tuple[str, int]] = []
         for text, (path, leaf) in zip(texts, jtu.tree_leaves_with_path(result), strict=True):
             suffix = f" '{path_text(path)}'" if path else ''
-            owner = f'the result{suffix} of {self.name}'
+            owner = f'result{suffix} of {self.name}'
             if not isinstance(text, str):
-                raise _no_spec_error(owner, leaf)
+                raise _no_spec_error(owner if path else f'the {owner}', leaf)
             try:
                 axis_positions(view.expression(text), np.ndim(leaf))
             except EinshardError as error:

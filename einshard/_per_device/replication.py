@@ -1,4 +1,4 @@
-"""Rewrites JAX's error about a result that `out=` declares replicated, but that may vary."""
+"""Rewrites JAX's error about a result that is replicated in `out=`, but may vary over devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _VARYING_ERROR = re.compile(
 
 
 @dataclass(frozen=True)
-class Varying:
+class VaryingResult:
     """A result that may vary along mesh axes that its expression does not name."""
 
     key: str  # the key path of the result in out_specs, such as "[1]['mean']"
@@ -36,51 +36,50 @@ class Varying:
 
     def error(self, function: str, facts: Mapping[str, str]) -> EinshardError:
         path = '/'.join(re.findall(r'\w+', self.key))
-        value = f"result '{path}' of {function}" if path else f'result of {function}'
+        result = f"result '{path}'" if path else 'the result'
         return EinshardError(
-            f'out= declares the result replicated over {quoted(self.axes)}, but devices along '
-            f'{quoted(self.axes)} may return different values',
-            facts={'value': value, **facts},
+            f'out= declares {result} of {function} replicated over {quoted(self.axes)}, but '
+            f'devices along {quoted(self.axes)} may return different values',
+            facts=facts,
         )
 
 
-def read_varying(error: Exception) -> Varying | None:
-    """Parses JAX's error; returns None if it is not about replication."""
+def read_varying(error: Exception) -> VaryingResult | None:
+    """Parses JAX's error about a result that may vary; returns None for any other error."""
     match = _VARYING_ERROR.search(str(error)) if isinstance(error, ValueError) else None
     if match is None:
         return None
     key, axis, axes = match.groups()
-    return Varying(key, (axis,) if axis else tuple(axes.split(',')))
+    return VaryingResult(key, (axis,) if axis else tuple(axes.split(',')))
 
 
 @dataclass(frozen=True)
-class History:
-    """The mesh axes along which JAX infers that a value may vary, by reason.
+class VaryingAxes:
+    """The mesh axes along which a value may vary, as JAX infers: one set for each reason.
 
     Attributes:
-        varying: axes along which the value may vary even if JAX inferred that the result of
-            every `all_gather` is replicated.
-        gathered: axes along which the value was all-gathered.
+        varying: axes along which it may vary for another reason than an `all_gather`.
+        gathered: axes of an `all_gather`: the value is replicated, which JAX does not infer.
         exchanged: axes of other collectives, such as a ring of `ppermute`, and of all collectives
             in a loop, a conditional or a nested jit. The value may be replicated along these, but
-            this is not inferred.
+            this is not inferred. They are in `varying` too.
     """
 
     varying: frozenset[str] = frozenset()
     gathered: frozenset[str] = frozenset()
     exchanged: frozenset[str] = frozenset()
 
-    def __or__(self, other: History) -> History:
-        return History(
+    def __or__(self, other: VaryingAxes) -> VaryingAxes:
+        return VaryingAxes(
             self.varying | other.varying,
             self.gathered | other.gathered,
             self.exchanged | other.exchanged,
         )
 
-    def without(self, axes: frozenset[str]) -> History:
-        return History(self.varying - axes, self.gathered - axes, self.exchanged - axes)
+    def without(self, axes: frozenset[str]) -> VaryingAxes:
+        return VaryingAxes(self.varying - axes, self.gathered - axes, self.exchanged - axes)
 
-    def kind(self, axis: str) -> str | None:
+    def reason(self, axis: str) -> str | None:
         """Returns why the value may vary along an axis: 'exchanged', 'varying' or 'gathered'.
 
         Returns None if it does not vary.
@@ -91,13 +90,13 @@ class History:
 
 
 def suggest_replication(
-    result: Varying,
+    result: VaryingResult,
     body: Callable[..., Any],
     in_specs: Sequence[Any],
     arguments: Sequence[Any],
     shard_map: Callable[..., Any],
 ) -> dict[str, str]:
-    """Returns facts that suggest how to make a result replicated; {} without a suggestion.
+    """Returns facts for an error that suggest how to fix `result`; {} without a suggestion.
 
     Args:
         result: the result that may vary.
@@ -106,49 +105,51 @@ def suggest_replication(
         arguments: the arguments, as global arrays.
         shard_map: `jax.shard_map` with the mesh and axis names of the function.
     """
-    histories, ranks, can_add = list[History](), list[int](), list[bool]()
+    varying_axes, ranks, can_add = list[VaryingAxes](), list[int](), list[bool]()
     is_in_result = re.compile(re.escape(result.key) + r'(?!\w)')  # '.a' is not in '.ab'
 
     def trace_body(*values: Any) -> None:
         jaxpr, shapes = jax.make_jaxpr(body, return_shape=True)(*values)
-        all_histories = _histories(jaxpr.jaxpr, list(map(_history_of, jtu.tree_leaves(in_specs))))
+        arguments_axes = [_sharded_axes(spec) for spec in jtu.tree_leaves(in_specs)]
+        results_axes = _varying_axes(jaxpr.jaxpr, arguments_axes)
         leaves = jtu.tree_leaves_with_path(shapes)
-        for (path, leaf), history in zip(leaves, all_histories, strict=True):
+        for (path, leaf), axes in zip(leaves, results_axes, strict=True):
             if is_in_result.match(jtu.keystr(path)):
-                histories.append(history)
+                varying_axes.append(axes)
                 ranks.append(leaf.ndim)
-                # random keys have an extended dtype
+                # random keys have an extended dtype, and cannot be added
                 can_add.append(not jnp.issubdtype(leaf.dtype, jax.dtypes.extended))
 
     unchecked = shard_map(trace_body, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=False)
     jax.eval_shape(unchecked, *arguments)
     # one spec may cover several arrays, which may vary for different reasons
-    kinds = {axis: {history.kind(axis) for history in histories} - {None} for axis in result.axes}
-    varying = [axis for axis, kind in kinds.items() if kind == {'varying'}]
-    gathered = [axis for axis, kind in kinds.items() if kind == {'gathered'}]
+    reasons = {axis: {x.reason(axis) for x in varying_axes} - {None} for axis in result.axes}
+    varying = [axis for axis, reason in reasons.items() if reason == {'varying'}]
+    gathered = [axis for axis, reason in reasons.items() if reason == {'gathered'}]
     gather = _replicating_gather(gathered, shard_map) if gathered else ''
     if len(varying) + len(gathered) < len(result.axes) or gather is None:
         return {'try': 'check_vma=False, if the result is in fact replicated'}
     facts = {'try': f'{gather}, which returns a replicated value'} if gather else {}
     if varying:
-        # a result may be a partial sum along one axis, and differ by rows along another
+        # a result may be a partial sum along one axis, and have different rows along another
         several = len(varying) > 1
         axis = 'axis' if several else repr(varying[0])
-        fixes = [f'jax.lax.psum(result, {axis}) to sum it'] if all(can_add) else []
-        fixes += ['shard it in out='] if all(ranks) else []
+        over = 'it' if several else axis
+        fixes = [f'sum over {over} with jax.lax.psum(result, {axis})'] if all(can_add) else []
+        fixes += [f'shard the result over {over} in out='] if all(ranks) else []
         each = f'for each of {quoted(varying)}: ' if several else ''
         label = f'along {", ".join(varying)}' if gathered else 'try'
         facts |= {label: each + ', or '.join(fixes)} if fixes else {}
     return facts
 
 
-def _history_of(spec: PartitionSpec) -> History:
-    """Returns the history of an argument: it varies along the mesh axes that shard it."""
-    return History(frozenset(axis for entry in spec for axis in entry_axes(entry)))
+def _sharded_axes(spec: PartitionSpec) -> VaryingAxes:
+    """Returns the varying axes of an argument: the mesh axes that shard it."""
+    return VaryingAxes(frozenset(axis for entry in spec for axis in entry_axes(entry)))
 
 
 def _replicating_gather(axes: Sequence[str], shard_map: Callable[..., Any]) -> str | None:
-    """Returns, as text, the `all_gather` of this JAX with a replicated result, or None."""
+    """Returns the text of an `all_gather` call whose result JAX infers as replicated, or None."""
     lax: Any = jax.lax
     gathers: dict[str, Callable[..., Any]] = {  # the first in JAX 0.8.1, the second in newer JAX
         'jax.lax.all_gather_invariant(...)': lambda x, axis: lax.all_gather_invariant(x, axis),
@@ -174,34 +175,35 @@ def _replicating_gather(axes: Sequence[str], shard_map: Callable[..., Any]) -> s
 _REPLICATING = {'psum', 'psum_invariant', 'pmax', 'pmin', 'all_gather_invariant'}
 
 
-def _histories(jaxpr: Jaxpr, arguments: Sequence[History]) -> list[History]:
-    """Computes the history of each result of a jaxpr from the histories of its arguments."""
-    from jax.extend.core import Var  # here: it takes 10 ms of the import of einshard
+def _varying_axes(jaxpr: Jaxpr, arguments: Sequence[VaryingAxes]) -> list[VaryingAxes]:
+    """Computes the varying axes of each result of a jaxpr from those of its arguments."""
+    from jax.extend.core import Var  # imported here: it takes 10 ms
 
-    history: dict[Any, History] = dict(zip(jaxpr.invars, arguments, strict=True))
+    by_variable: dict[Any, VaryingAxes] = dict(zip(jaxpr.invars, arguments, strict=True))
 
-    def read(atoms: Sequence[Any]) -> list[History]:
-        # literals and captured values have no history
-        return [history.get(x, History()) if isinstance(x, Var) else History() for x in atoms]
+    def read(atoms: Sequence[Any]) -> list[VaryingAxes]:
+        # literals and captured values do not vary
+        none = VaryingAxes()
+        return [by_variable.get(x, none) if isinstance(x, Var) else none for x in atoms]
 
     for equation in jaxpr.eqns:
-        operands = functools.reduce(operator.or_, read(equation.invars), History())
-        history.update(dict.fromkeys(equation.outvars, _history_after(equation, operands)))
+        operands = functools.reduce(operator.or_, read(equation.invars), VaryingAxes())
+        by_variable.update(dict.fromkeys(equation.outvars, _varying_after(equation, operands)))
     return read(jaxpr.outvars)
 
 
-def _history_after(equation: Any, before: History) -> History:
-    """Returns the history of an equation's results; `before` is that of its operands."""
+def _varying_after(equation: Any, before: VaryingAxes) -> VaryingAxes:
+    """Returns the varying axes of an equation's results; `before` are those of its operands."""
     name, axes = equation.primitive.name, _mesh_axes(equation)
     if name == 'axis_index':
-        return before | History(varying=axes)
+        return before | VaryingAxes(varying=axes)
     if equation.params.get('axis_index_groups') is None:
         if name in _REPLICATING:
             return before.without(axes)
         if name == 'all_gather':
-            return before.without(axes) | History(gathered=axes)
+            return before.without(axes) | VaryingAxes(gathered=axes)
     exchanged = axes.union(*map(_mesh_axes, _equations_inside(equation)))
-    return before | History(varying=exchanged, exchanged=exchanged)
+    return before | VaryingAxes(varying=exchanged, exchanged=exchanged)
 
 
 def _mesh_axes(equation: Any) -> frozenset[str]:

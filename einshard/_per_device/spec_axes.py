@@ -1,4 +1,4 @@
-"""Finds the mesh axes that the expressions of a per-device function define and use. No JAX."""
+"""Finds the mesh axes that per-device expressions define ('x2') and use ('y@x'); no JAX."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from dataclasses import dataclass, replace
 from .._errors import EinshardError, quoted
 from .._notation.expression import ELLIPSIS, Expression, Term, parse
 from .._notation.layout import axis_positions, lay_out
+from .._notation.words import signs_text
 
-MeshAxis = tuple[str | None, int]  # the name of a mesh axis, None for replicas; and the size
+MeshAxis = tuple[str | None, int]  # name and size; the name is None for replicas
 
 
 def read_spec(owner: str, text: str) -> SpecAxes:
-    """Parses the spec of a parameter or of the result; raises if it has partial sums."""
+    """Parses the spec of a parameter or of the result; raises if a term has a sign: '+' or '='."""
     spec = SpecAxes(owner, parse(text))
     signed = [term for term in spec.expression.right if term.sign]
     if signed:
-        raise spec.error('per_device does not support partial sums', signed)
+        kinds = signs_text([term.sign for term in signed])
+        raise spec.error(f'per_device does not support {kinds}', signed)
     return spec
 
 
@@ -25,7 +27,7 @@ def read_spec(owner: str, text: str) -> SpecAxes:
 class SpecAxes:
     """An expression, and the mesh axes that it defines and uses.
 
-    `owner` says what it is the spec of: "parameter 'x'" or 'the result'.
+    `owner` says whose spec the expression is: "parameter 'x'" or 'the result'.
     """
 
     owner: str
@@ -33,24 +35,24 @@ class SpecAxes:
 
     @property
     def defines(self) -> dict[str, Term]:
-        """The terms that define a mesh axis, by its name: those with a count (even 1) or a star."""
+        """The terms with a count (even 1) or a star, keyed by the mesh axis that each defines."""
         return {str(term.name): term for term in self.expression.right if _defines_an_axis(term)}
 
     @property
     def uses(self) -> dict[str, Term]:
-        """The terms that use mesh axes, such as 'y@x', by mesh axis."""
+        """The terms that name mesh axes, such as 'y@x', keyed by mesh axis."""
         return {axis: term for term in self.expression.right for axis in term.mesh_axes}
 
     @property
     def lists_replicas(self) -> bool:
-        """Whether the expression lists replicas, as in '4 x2', so that it uses all devices."""
+        """Whether a term holds replicas, as in '4 x2'; then the expression uses all devices."""
         return any(term.name is None for term in self.expression.right)
 
     def grid(self, counts: Mapping[str, int], n_devices: int) -> tuple[MeshAxis, ...]:
-        """Returns the device grid of the expression, with stars replaced by `counts`.
+        """Returns the device grid of the expression, without counts of 1.
 
-        Stars of axes that `counts` lacks are solved. The grid lists counts larger than 1. If the
-        expression lists no replicas, the grid has only the axes that the expression defines.
+        Starred axes have their sizes from `counts`; those not in `counts` share the remaining
+        devices. Without replicas in the expression, the grid has only the axes that it defines.
         """
         if not self.lists_replicas:
             return tuple((name, counts[name]) for name in self.defines if counts[name] > 1)
@@ -66,12 +68,11 @@ class SpecAxes:
             raise error.about(spec_of=self.owner).with_fix(None) from None
 
     def take(self, axis: MeshAxis, grid: tuple[MeshAxis, ...]) -> tuple[MeshAxis, ...] | None:
-        """Takes the next mesh axis from the front of the grid; returns the rest of the grid.
+        """Returns the rest of a device grid after `axis`; None if `axis` cannot come next.
 
-        Returns None if this axis cannot come next. The grid has the axes that the expression
-        defines, in their order. Axes that it uses, as in 'y@x', leave the grid as it is. Other axes
-        do so too, unless the expression lists replicas: then they divide the number of replicas at
-        the front.
+        An axis that the expression defines must be the first of the grid. An axis that it only
+        uses, as in 'y@x', leaves the grid unchanged. Any other axis takes replicas from the front
+        of the grid, or leaves the grid unchanged if the expression lists no replicas.
         """
         name, count = axis
         if name in self.uses:
@@ -87,11 +88,11 @@ class SpecAxes:
             return None
         return grid[1:] if n_replicas == count else ((None, n_replicas // count), *grid[1:])
 
-    def check(self, others: Sequence[SpecAxes]) -> None:
+    def check(self, specs: Sequence[SpecAxes]) -> None:
         """Raises if the expression defines or uses a mesh axis in an invalid way.
 
-        It must not define an axis twice, use one that none of `others` defines, or use one that it
-        defines itself.
+        It must not define an axis twice, use an axis that none of `specs` defines, or both define
+        and use an axis.
         """
         terms = [term for term in self.expression.right if _defines_an_axis(term)]
         names = [term.name for term in terms]
@@ -99,11 +100,11 @@ class SpecAxes:
         if repeated:
             name = repeated[0].name
             raise self.error(
-                f"axis '{name}' is sharded twice, but only one mesh axis can be called '{name}'",
+                f"axis '{name}' is sharded twice, but its mesh axis is called '{name}' too",
                 repeated,
                 instead=f"pass a mesh with named axes, and use them: '{name}@(p,q)'",
             )
-        defined = {name for other in others for name in other.defines}
+        defined = {name for spec in specs for name in spec.defines}
         for axis, term in self.uses.items():
             if axis not in defined:
                 raise self.error(
@@ -115,12 +116,13 @@ class SpecAxes:
                 )
             if axis in self.defines:
                 raise self.error(
-                    f"'{self.defines[axis]}' and '{term}' use the same devices",
+                    f"'{self.defines[axis]}' and '{term}' shard two axes of one array over the "
+                    'same devices',
                     [self.defines[axis], term],
                 )
 
     def check_order(self, mesh_axes: Sequence[str | None]) -> None:
-        """Raises if the expression lists the mesh axes of an array axis out of device order."""
+        """Raises if an array axis lists its mesh axes in another order than `mesh_axes`."""
         by_axis: dict[str, list[str]] = {}
         for term in self.expression.right:
             name = str(term.name)
@@ -141,7 +143,6 @@ class SpecAxes:
 
 
 def leading_replicas(grid: Sequence[MeshAxis]) -> int:
-    """Returns the number of replicas at the start of a grid."""
     return grid[0][1] if grid and grid[0][0] is None else 1
 
 

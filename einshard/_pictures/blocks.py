@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Blocks are darker the higher their first device, so that they differ in gray print and for
-# color-blind readers. Black text has a contrast of at least 4.5 on all of these.
+# Blocks with a higher first device number are darker, so that they differ in gray print and for
+# color-blind readers. Black text has a contrast ratio of at least 4.5 on all of these.
 _COLORS = ((255, 244, 184), (172, 224, 178), (105, 192, 190), (94, 151, 205), (128, 104, 190))
 
 
@@ -23,7 +23,8 @@ class Blocks:
         parts: the number of shards of each array axis.
         names: the names of the array axes.
         sizes: the sizes of the array axes; None if the shape is unknown.
-        terms: the number of terms of a partial sum; the devices of a block are grouped by term.
+        terms: the number of partial sums that add up to a block (JAX: unreduced), else 1; the
+            devices of a block are grouped by partial sum.
     """
 
     devices: Sequence[int]
@@ -38,7 +39,7 @@ class Blocks:
 
     @property
     def n_holders(self) -> int:
-        """The number of devices that hold a block; in a partial sum, a term of the block."""
+        """The number of devices that hold a block or, for partial sums, a term of it."""
         return len(self.devices) // self.n_blocks
 
     @property
@@ -59,29 +60,32 @@ class Blocks:
         # not stored: a list per block would take 2 s for a million blocks
         return self.devices[block * self.n_holders : (block + 1) * self.n_holders]
 
-    def devices_label(self, holders: Sequence[int], most: int = 4) -> str:
-        """Lists at most `most` devices or ranges: '0,8', '0-7', '0,8,..,56'.
+    def devices_label(self, holders: Sequence[int], limit: int = 4) -> str:
+        """Lists at most `limit` devices or ranges: '0,8', '0-7', '0,8,..,56'.
 
-        In a partial sum, at most `most` such lists are joined by '+': '0+8' says that devices 0 and
-        8 hold terms of the block.
+        For partial sums, joins at most `limit` such lists by '+': '0+8' says that devices 0 and 8
+        hold terms of the block.
         """
         step = len(holders) // self.terms
         groups = (holders[i : i + step] for i in range(0, len(holders), step))
-        return _shorten([_device_list(group, most) for group in groups], '+', most)
+        return _shorten([_device_list(group, limit) for group in groups], '+', limit)
 
     def color(self, first: int) -> str:
         """Returns the color of the block whose first device is `first`, as '#rrggbb'."""
-        position = self._ranks[first] / max(self.n_blocks - 1, 1) * (len(_COLORS) - 1)
+        position = self._color_order[first] / max(self.n_blocks - 1, 1) * (len(_COLORS) - 1)
         i = min(int(position), len(_COLORS) - 2)
         channels = zip(_COLORS[i], _COLORS[i + 1], strict=True)
         return '#' + ''.join(f'{round(a + (b - a) * (position - i)):02x}' for a, b in channels)
 
     @functools.cached_property
-    def _ranks(self) -> dict[int, int]:
+    def _color_order(self) -> dict[int, int]:
         return {first: i for i, first in enumerate(sorted(self.devices[:: self.n_holders]))}
 
     def part_label(self, axis: int, part: int) -> str:
-        """Labels a shard of an axis: '0:2'; if sizes are unknown, 'part 0', or '' if unsharded."""
+        """Labels a shard of an axis: '0:2'.
+
+        If sizes are unknown: 'part 0' for a sharded axis, '' for an unsharded one.
+        """
         if self.sizes is None:
             return f'part {part}' if self.parts[axis] > 1 else ''
         step = self.sizes[axis] // self.parts[axis]
@@ -102,12 +106,12 @@ def blocks_on_mesh(
     """Splits an array over a mesh whose devices are numbered in row-major order.
 
     Args:
-        mesh: mesh axes and their sizes, slowest first.
+        mesh: mesh axes and their sizes, slowest-varying first.
         entries: for each array axis, the mesh axes that shard it, major to minor.
         names: the names of the array axes.
         sizes: the sizes of the array axes; None if unknown.
-        signs: by mesh axis that shards no array axis: '+' if its devices hold terms of a sum, '='
-            if the gradients on its devices are terms of a sum. Missing for plain replicas.
+        signs: for mesh axes that shard no array axis, '+' if devices hold partial sums (JAX:
+            unreduced), '=' if the gradient of the array is a partial sum (JAX: reduced).
     """
     offsets: dict[Any, range] = {}  # of device numbers, by mesh axis
     stride = math.prod(mesh.values())
@@ -125,7 +129,7 @@ def blocks_on_mesh(
 
 @dataclass(frozen=True)
 class Slices:
-    """Blocks as matrices ("slices") over two array axes.
+    """The blocks of an array, arranged as matrices ("slices") over two array axes.
 
     There is one slice for each combination of shards of the other axes. If an array has more than
     two axes, unsharded axes are omitted.
@@ -165,7 +169,7 @@ class Slices:
 
 
 def slices_of(blocks: Blocks) -> Slices:
-    """Arranges blocks as matrices over the last two axes that are not omitted."""
+    """Arranges blocks as matrices over the last two axes (if ndim > 2, the last two sharded)."""
     axes = list(range(len(blocks.parts)))
     if len(axes) > 2:
         axes = [axis for axis in axes if blocks.parts[axis] > 1]
@@ -179,14 +183,14 @@ def slices_of(blocks: Blocks) -> Slices:
     return Slices(blocks, row_axis, column_axis, titles)
 
 
-def _device_list(devices: Sequence[int], most: int) -> str:
-    runs = devices if len(devices) <= most else _runs(devices)
-    return _shorten([str(run) for run in runs], ',', most)
+def _device_list(devices: Sequence[int], limit: int) -> str:
+    runs = devices if len(devices) <= limit else _runs(devices)
+    return _shorten([str(run) for run in runs], ',', limit)
 
 
-def _shorten(texts: list[str], separator: str, most: int) -> str:
-    if len(texts) > most:
-        texts = [*texts[:2], '..', texts[-1]] if most > 2 else [*texts[:most], '..']
+def _shorten(texts: list[str], separator: str, limit: int) -> str:
+    if len(texts) > limit:
+        texts = [*texts[:2], '..', texts[-1]] if limit > 2 else [*texts[:limit], '..']
     return separator.join(texts)
 
 

@@ -16,7 +16,7 @@ def describe_shards(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...
     Args:
         blocks: the blocks of the array.
         dtype: the dtype; '' if unknown.
-        entries: for each array axis, the mesh axes that shard it; [] to leave them out.
+        entries: for each array axis, the mesh axes that shard it; [] to name no mesh axes.
     """
     n_shards = blocks.n_blocks
     sharded = [axis for axis, count in enumerate(blocks.parts) if count > 1]
@@ -65,15 +65,15 @@ def describe_device_order(
     entries: Sequence[tuple[Any, ...]],
     signs: Mapping[Any, str],
 ) -> list[str]:
-    """Lists the dimensions of the device grid: 'devices, slowest first: 2 replicas x 4 parts of a'.
+    """Lists the dimensions of the device grid, such as '2 replicas x 4 parts of a'.
 
     Args:
         mesh, names, entries, signs: as for `blocks_on_mesh`.
         named: whether the user named the mesh axes, so that the line lists them.
 
     Returns:
-        The line, in a list. Without signs, [] if there are fewer than two dimensions, or if nothing
-        is sharded.
+        A list with one line; [] if there are no signs, and nothing is sharded or the grid has fewer
+        than two dimensions.
     """
     array_axis = {axis: names[i] for i, entry in enumerate(entries) for axis in entry}
     dimensions: list[tuple[str, Any, int]] = []  # label, mesh axis, size
@@ -90,7 +90,7 @@ def describe_device_order(
         return []
     texts = [f'{axis} ({n} {label})' if named else f'{n} {label}' for label, axis, n in dimensions]
     noun = 'mesh axes' if named else 'devices'
-    return [f'{noun}, slowest first: {(", " if named else " x ").join(texts)}']
+    return [f'{noun}, slowest-varying first: {(", " if named else " x ").join(texts)}']
 
 
 _LABEL_OF_SIGN = {

@@ -8,17 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from .._errors import EinshardError, quoted
+from .._errors import EinshardError
 from .._notation.expression import ELLIPSIS, Expression
-from .._notation.layout import axis_positions, lay_out, spec_entries
+from .._notation.layout import axis_positions, lay_out, no_mesh_text, spec_entries
 from .blocks import blocks_on_mesh
 from .caption import describe_device_order, describe_shards
 from .picture import Picture
 
 _MAX_DEVICES = 1_000_000
 _NO_SIGNS: Mapping[Any, str] = MappingProxyType({})
-_MAX_FACTORED = 4096  # devices; to factor 720,720 takes 2 s
-_MAX_DIMS = 63  # numpy allows 64 dimensions, JAX fewer
+_MAX_FACTORED = 4096  # devices; factoring 720,720 takes 2 s
+_MAX_DIMS = 63
 
 
 def draw(
@@ -31,7 +31,7 @@ def draw(
     named: bool = True,
     signs: Mapping[Any, str] = _NO_SIGNS,
 ) -> Picture:
-    """Draws an array.
+    """Draws how an array is sharded over a mesh.
 
     Args:
         mesh, entries, names, sizes, signs: as for `blocks_on_mesh`.
@@ -47,10 +47,10 @@ def draw(
 def draw_expression(
     expression: Expression, shape: tuple[int, ...] | None, n_devices: object = None
 ) -> Picture:
-    """Draws an expression, without a mesh.
+    """Draws an expression without mesh axes; raises if it names any.
 
     Args:
-        expression: the expression; raises if it names mesh axes.
+        expression: the expression.
         shape: the shape of the array; if None, '...' stands for no axes.
         n_devices: the number of devices. Default: the number that the counts use.
     """
@@ -88,8 +88,8 @@ def _device_count(expression: Expression, devices: Any) -> int:
             raise expression.error(
                 'a star needs the number of devices',
                 stars,
-                example='devices=8; also a mesh or a list of devices',
-                on_the_command_line='--devices 8',
+                expected='devices=8, or a mesh or a list of devices',
+                on_the_command_line='einshard show .. --devices 8',
             )
         n_devices = math.prod(term.factor for term in expression.right)
     else:
@@ -109,19 +109,17 @@ def _device_count(expression: Expression, devices: Any) -> int:
 def _no_mesh(
     expression: Expression, shape: tuple[int, ...] | None, n_devices: int | None
 ) -> EinshardError:
-    """Returns the error for terms that name mesh axes; suggests a mesh that they fit, if any."""
+    """Returns the error for terms that name mesh axes; suggests a mesh if one fits."""
     terms = [term for term in expression.right if term.mesh_axes]
-    sentence = (
-        f'{quoted(map(str, terms))} {"names" if len(terms) == 1 else "name"} mesh axes, '
-        'but there is no mesh'
-    )
+    sentence = no_mesh_text(terms)
     mesh = _find_mesh(expression, shape, n_devices)
     if mesh is None:
         return expression.error(sentence, terms, expected='devices=mesh, a Mesh or AbstractMesh')
+    sizes = ' '.join(f'{axis}={n}' for axis, n in mesh.items())
     return expression.error(
         sentence,
         terms,
-        on_the_command_line=f'--mesh {" ".join(f"{axis}={n}" for axis, n in mesh.items())}',
+        on_the_command_line=f'einshard show .. --mesh {sizes}',
         fix=f'devices=AbstractMesh({(*mesh.values(),)}, {(*mesh,)})',
     )
 
@@ -152,7 +150,7 @@ def _find_mesh(
 
 
 def _factorizations(n: int, length: int) -> Iterator[tuple[int, ...]]:
-    """Yields the ways to write n as a product of this many factors, in every order."""
+    """Yields the ways to write n as a product of `length` factors, in every order."""
     if length == 1:
         yield (n,)
         return

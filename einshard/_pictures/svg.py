@@ -17,15 +17,15 @@ _SCALAR, _LOWEST = 100, 40  # the width of a scalar; the minimum height of a dra
 _MIN_SLICE = 60  # the height of a slice is at least this, or 12 pixels a row if that is less
 _FONT, _MIN_FONT = 12, 9
 _CHARACTER = 0.62  # the width of a monospaced character, in font sizes
-_GAP = 18
+_GAP = 18  # pixels between slices
 _LINE = '#444'  # the color of lines between blocks
-_HATCH = 8  # pixels between the lines
+_HATCH = 8  # pixels between the lines of the hatching
 _MAX_BOXES = 20_000
 
 
 @dataclass(frozen=True)
 class _Labels:
-    """The labels of blocks, which list their devices."""
+    """How blocks are labeled with their devices."""
 
     max_devices: int  # the most devices, or ranges of them, that a label lists
     font_size: float
@@ -35,7 +35,7 @@ class _Labels:
 
 @dataclass(frozen=True)
 class _Sheet:
-    """Sizes in pixels, the same for all slices."""
+    """Sizes of a drawing in pixels, and its labels; the same for all slices."""
 
     slices: Slices
     slices_per_row: int
@@ -58,8 +58,8 @@ class _Sheet:
 def svg_text(blocks: Blocks) -> str:
     """Draws blocks in the colors of their first devices; replicated blocks are hatched.
 
-    An array with more than two sharded axes is drawn as several slices. Slices after the first
-    `_MAX_BOXES` blocks are only counted.
+    An array with more than two sharded axes is drawn as several matrices (slices). After about
+    `_MAX_BOXES` blocks, slices are only counted.
     """
     slices = slices_of(blocks)
     sheet = _sheet(slices)
@@ -89,7 +89,7 @@ def svg_text(blocks: Blocks) -> str:
 
 
 def _sheet(slices: Slices) -> _Sheet:
-    """Computes the sizes: all slices together are about as large as the matrix of a 2-D array."""
+    """Computes the sizes: all slices of an array are together about as large as a 2-D array."""
     blocks, n_slices = slices.blocks, len(slices.titles)
     full_width = _SIDE / math.sqrt(max(blocks.aspect, 0.5)) if blocks.parts else _SCALAR
     full_height = max(full_width * blocks.aspect, _LOWEST)
@@ -114,7 +114,7 @@ def _sheet(slices: Slices) -> _Sheet:
 
 
 def _slice(sheet: _Sheet, n: int) -> Iterator[str]:
-    """Draws a slice; the corner of its first block is the origin."""
+    """Draws a slice; the top left corner of its first block is the origin."""
     slices, blocks = sheet.slices, sheet.slices.blocks
     if title := slices.titles[n]:
         yield _text(title, 0, _FONT - sheet.top, 'start')
@@ -178,14 +178,14 @@ def _labels(sheet: _Sheet, n: int) -> Iterator[str]:
 def _fit_labels(blocks: Blocks, width: float, height: float) -> _Labels:
     """Chooses the most detailed labels that fit into boxes of this size."""
     all_holders = [blocks.holders(i) for i in range(min(blocks.n_blocks, _MAX_BOXES))]
-    widths = {  # in font sizes, by the most devices that a label lists
-        most: _CHARACTER * max(len(blocks.devices_label(holders, most)) for holders in all_holders)
-        for most in (4, 2, 1)
+    widths = {  # from `max_devices` to the width of the widest label, in font sizes
+        n: _CHARACTER * max(len(blocks.devices_label(holders, n)) for holders in all_holders)
+        for n in (4, 2, 1)
     }
-    for most in widths:
-        size = min(_FONT, 0.95 * height, (width - 1) / widths[most])
+    for max_devices, label_width in widths.items():
+        size = min(_FONT, 0.95 * height, (width - 1) / label_width)
         if size >= _MIN_FONT:
-            return _Labels(most, size)
+            return _Labels(max_devices, size)
     min_width = widths[2] * _MIN_FONT
     row_step = 1 if 0.95 * height >= _MIN_FONT else math.ceil(2 * _MIN_FONT / height)
     column_step = 1 if width - 1 >= min_width else math.ceil(2 * min_width / width)
@@ -201,7 +201,7 @@ def _column_labels(slices: Slices, box_width: float) -> Iterator[tuple[str, floa
 
 
 def _every_kth(needed: float, box: float, n: int) -> range:
-    """Returns the indices of every k-th of n labels, so that each has the space it needs."""
+    """Returns the indices of every k-th of n boxes, so that each label has the `needed` space."""
     return range(0, n, max(1, math.ceil(needed / box)))
 
 

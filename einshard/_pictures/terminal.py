@@ -10,14 +10,14 @@ from typing import TypeAlias
 from .._text import display_width
 from .blocks import Blocks, Slices, slices_of
 
-Segment: TypeAlias = tuple[str, int | None]  # text, and a device for its color
+Segment: TypeAlias = tuple[str, int | None]  # text, and the device that sets its color
 Line: TypeAlias = list[Segment]
 
 _MAX_SLICES = 8
 _MAX_ROWS = 64
 _FIRST_ROWS, _LAST_ROWS = 24, 8  # the rows that longer pictures show
-_MAX_RULED_ROWS = 16  # no lines between rows if there are more
-_COLUMNS, _LINES = 32, 8  # of a matrix, if its labels fit
+_MAX_RULED_ROWS = 16  # longer pictures have no lines between rows
+_COLUMNS, _LINES = 32, 8  # the size of a single matrix, if its labels fit
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class _Boxes:
     box_height: int = 1
 
     @property
-    def ruled(self) -> bool:
+    def has_row_lines(self) -> bool:
         return self.slices.n_rows <= _MAX_RULED_ROWS
 
     @property
@@ -122,7 +122,7 @@ def _cells(slices: Slices, n: int, row: int | None, max_devices: int) -> Line:
 
 
 def _column_labels(slices: Slices, has_names: bool) -> tuple[list[str], str]:
-    """Returns the column labels; and the axis name for the corner, if the labels omit it."""
+    """Returns the column labels, and the axis name for the corner if the labels omit it."""
     blocks, axis = slices.blocks, slices.column_axis
     if axis is None:
         return [''], ''
@@ -144,10 +144,10 @@ def _every_kth(labels: Sequence[str], box_width: int) -> list[str]:
 def _enlarged(boxes: _Boxes, width: int) -> _Boxes:
     """Enlarges boxes, so that the size of a picture depends little on the sharding.
 
-    Only for a single slice with lines between its rows; a scalar keeps its size.
+    Enlarges only a single slice with lines between its rows; a scalar keeps its size.
     """
     slices = boxes.slices
-    if not slices.blocks.parts or not boxes.ruled or len(slices.titles) > 1:
+    if not slices.blocks.parts or not boxes.has_row_lines or len(slices.titles) > 1:
         return boxes
     room = (width - 1 - boxes.margin) // slices.n_columns - 1
     box_width = max(boxes.box_width, min(_COLUMNS // slices.n_columns - 1, room))
@@ -165,7 +165,7 @@ def _slice_lines(boxes: _Boxes, n: int) -> list[Line]:
         lines.append([(_column_label_line(boxes), None)])
     lines.append([(margin + _rule('┌┬┐', boxes), None)])
     for i, (label, row) in enumerate(zip(boxes.row_labels, boxes.cells[n], strict=True)):
-        if i and boxes.ruled:
+        if i and boxes.has_row_lines:
             lines.append([(margin + _rule('├┼┤', boxes), None)])
         for i_line in range(boxes.box_height):
             is_middle = i_line == boxes.box_height // 2
@@ -206,7 +206,7 @@ def _join(pieces: Iterable[Line], width: int) -> Line:
 
 
 def _table_lines(blocks: Blocks, width: int) -> Iterator[Line]:
-    """Draws a table with a row for each block; the last column has its devices.
+    """Draws a table with a row for each block; the last column lists the devices of the block.
 
     Unsharded axes have no column if the sizes are unknown, or if the table would be too wide.
     """
@@ -223,7 +223,7 @@ def _table_lines(blocks: Blocks, width: int) -> Iterator[Line]:
 
 
 def _table(blocks: Blocks, axes: Sequence[int]) -> tuple[list[Line], list[int]]:
-    """Returns the rows, starting with the headings; and the column widths."""
+    """Returns the rows, of which the first has the headings, and the column widths."""
     headings: Line = [*((blocks.names[axis], None) for axis in axes), ('devices', None)]
     rows = [headings, *(_table_row(blocks, axes, block) for block in _shown_rows(blocks.n_blocks))]
     texts = zip(*([text for text, _ in row] for row in rows), strict=True)

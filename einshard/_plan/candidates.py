@@ -1,8 +1,9 @@
 """Lists the candidates of a model that are worth compiling, the best estimate first.
 
-A small space is enumerated. In a large one, a beam search changes the set of names that a mesh axis
-shards, one mesh axis at a time; then mesh axes are split in two, and names are added, removed and
-replaced. The same model always gives the same candidates.
+A plan is a candidate as a `PlanTuple`: a mesh shape, and a set of axis names for each mesh axis. In
+small spaces, all plans are estimated. In large ones, a beam search changes the name set of each
+mesh axis; then mesh axes are split in two, and single names are added, removed and replaced. The
+same model always gives the same candidates.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ from .space import NameSet, PlanTuple, Sizes, Space
 
 T = TypeVar('T')
 
-# spaces of up to this many plans are enumerated; each plan takes 0.1 ms
+# spaces of up to this many plans are enumerated; an estimate takes 0.1 ms
 MAX_ENUMERATED = 20_000
 # the beam search starts from at most this many plans for each mesh shape
-_STARTS = 2000
-# how many plans each step of the beam search keeps
-_BEAM = 12
+_MAX_STARTS = 2000
+_BEAM_WIDTH = 12
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Candidates:
     """The candidates of a model that are worth compiling.
 
     Attributes:
-        ranked: the best estimate first; those that need too much memory come last.
-        pruned: how many plans, names or sets of names were left out, by reason:
-            {'indivisible': 120}.
+        ranked: the best estimate first; candidates that need too much memory come last.
+        pruned: per reason, how much was left out, {'indivisible': 120}: plans, axis names, or sets
+            of axis names to shard over one mesh axis.
     """
 
     ranked: tuple[Candidate, ...]
@@ -53,10 +53,10 @@ def find_candidates(
 ) -> Candidates:
     """Finds the candidates with the best estimates in a space.
 
-    Names whose sharding does not lower the cost are left unsharded.
+    Axis names whose sharding does not lower the cost are replicated.
 
     Args:
-        memory: the bytes that a plan may use on a device; None if unknown.
+        memory: the bytes that a candidate may use on a device; None if unknown.
     """
     search = _CandidateSearch(space, estimator, memory, objective)
     if search.n_plans() <= MAX_ENUMERATED:
@@ -66,16 +66,16 @@ def find_candidates(
         search.split()
         search.refine()
     best = search.ranked()[:max_candidates]
-    simple = sorted(dict.fromkeys(map(search.simplified, best)), key=search.key)
+    simplified = sorted(dict.fromkeys(map(search.simplified, best)), key=search.key)
     pruned = Counter(space.pruned) + search.pruned
-    pruned['without effect'] += len(best) - len(simple)
+    pruned['without effect'] += len(best) - len(simplified)
     return Candidates(
-        tuple(map(space.candidate, simple)), {reason: n for reason, n in pruned.items() if n}
+        tuple(map(space.candidate, simplified)), {reason: n for reason, n in pruned.items() if n}
     )
 
 
 class _CandidateSearch:
-    """A search for the best plans of a space. It keeps the sort key of each plan it evaluates."""
+    """Searches a space for the plans with the best estimates."""
 
     def __init__(
         self, space: Space, estimator: Estimator, memory: float | None, objective: Objective
@@ -85,7 +85,7 @@ class _CandidateSearch:
         self.memory = math.inf if memory is None else memory
         self.objective: Objective = objective
         self.pruned: Counter[str] = Counter()
-        self._keys: dict[PlanTuple, tuple[float, ...]] = {}  # of the evaluated plans
+        self._keys: dict[PlanTuple, tuple[float, ...]] = {}  # sort keys of the evaluated plans
 
     # --- costs --------------------------------------------------------------------------------
 
@@ -93,24 +93,24 @@ class _CandidateSearch:
         return self.estimator.totals(self.space.axes(plan))
 
     def key(self, plan: PlanTuple) -> tuple[float, ...]:
-        """Returns the sort key of a plan, and keeps it.
+        """Evaluates a plan, and returns its sort key; the best plan has the smallest.
 
-        It has the memory that a device lacks, the objective, memory, bytes sent, and the number of
-        mesh axes.
+        The key is the bytes above the memory limit, the objective, memory, bytes sent, and the
+        number of mesh axes.
         """
         key = self._keys.get(plan)
         if key is None:
             totals = self.totals(plan)
-            missing = max(totals.memory - self.memory, 0)
-            first = {'bound': totals.seconds, 'bytes': totals.sent, 'memory': totals.memory}
-            # rounded, because equal sums of many numbers may differ in their last digits
-            numbers = (first[self.objective], totals.memory, totals.sent)
-            key = missing, *(float(f'{number:.9g}') for number in numbers), len(plan[0])
+            excess = max(totals.memory - self.memory, 0)
+            costs = {'bound': totals.seconds, 'bytes': totals.sent, 'memory': totals.memory}
+            # rounded, because sums that should be equal may differ in their last digits
+            numbers = (costs[self.objective], totals.memory, totals.sent)
+            key = excess, *(float(f'{number:.9g}') for number in numbers), len(plan[0])
             self._keys[plan] = key
         return key
 
     def add(self, plans: Iterable[PlanTuple]) -> None:
-        """Evaluates plans; leaves out those that are not valid, or repeat one with fewer axes."""
+        """Evaluates plans, but not those that are invalid or equal a plan with fewer mesh axes."""
         for plan in plans:
             if not self.space.is_valid(plan):
                 self.pruned['indivisible'] += 1
@@ -120,36 +120,39 @@ class _CandidateSearch:
                 self.key(plan)
 
     def best(self, plans: Iterable[PlanTuple]) -> list[PlanTuple]:
-        """Returns the best valid plans, as many as a step of the beam search keeps."""
+        """Returns the best valid plans, at most `_BEAM_WIDTH`."""
         valid = [plan for plan in plans if self.space.is_valid(plan)]
-        return sorted(dict.fromkeys(valid), key=self.key)[:_BEAM]
+        return sorted(dict.fromkeys(valid), key=self.key)[:_BEAM_WIDTH]
 
     def ranked(self) -> list[PlanTuple]:
-        """Returns the evaluated plans, best first, without those that only rename mesh axes."""
+        """Returns the evaluated plans, best first.
+
+        Plans that only swap mesh axes of equal size count as the same plan.
+        """
         found: dict[object, PlanTuple] = {}
         for plan in sorted(self._keys, key=self.key):
             axes = sorted((size, sorted(names)) for size, names in zip(*plan, strict=True))
             found.setdefault((plan[0], str(axes)), plan)
-        # not added up, because a search ranks its plans several times
+        # not `+=`, because this method is called several times
         self.pruned['same after renaming mesh axes'] = len(self._keys) - len(found)
         return list(found.values())
 
     def simplified(self, plan: PlanTuple) -> PlanTuple:
-        """Removes names whose sharding does not lower the cost of a plan, and merges mesh axes."""
+        """Removes names from mesh axes if that does not raise the cost, and merges mesh axes."""
         sizes, name_sets = plan
         for axis, names in enumerate(name_sets):
             for name in sorted(names - self.space.pinned.keys()):
                 fewer = _replaced(name_sets, axis, name_sets[axis] - {name})
-                # each mesh axis must shard something, except those of the user
+                # a mesh axis may shard nothing only if the user chose the mesh shape
                 is_allowed = fewer[axis] or self.space.mesh is not None
                 if is_allowed and self.key((sizes, fewer)) <= self.key((sizes, name_sets)):
                     name_sets = fewer
         return self.merged((sizes, name_sets))
 
     def merged(self, plan: PlanTuple) -> PlanTuple:
-        """Merges mesh axes that shard the same names, except the axis across slices."""
+        """Merges the mesh axes that shard the same names, except the one across TPU slices."""
         if self.space.mesh is not None or any(self.space.pinned.values()):
-            return plan  # the user has named the mesh axes
+            return plan  # the user has named mesh axes
         sizes: dict[tuple[NameSet, bool], int] = {}
         for i, (size, names) in enumerate(zip(*plan, strict=True)):
             key = names, i == 0 and self.space.n_slices > 1
@@ -159,7 +162,6 @@ class _CandidateSearch:
     # --- the steps ----------------------------------------------------------------------------
 
     def n_plans(self) -> int:
-        """Counts the plans in the space."""
         return sum(
             math.prod(len(self.space.name_sets(sizes, axis)) for axis in range(len(sizes)))
             for sizes in self.space.shapes()
@@ -171,11 +173,11 @@ class _CandidateSearch:
             yield from ((sizes, chosen) for chosen in itertools.product(*name_sets))
 
     def vary_names(self) -> None:
-        """Tries all name sets of each mesh axis in turn, in the best plans of each mesh shape."""
-        # shapes with more axes come from `split`, unless pins need more
+        """Runs a beam search for each mesh shape, over the names of one mesh axis at a time."""
+        # Up to two mesh axes, unless pinned names need three; `split` adds more.
         for sizes in self.space.shapes(2) or self.space.shapes():
             found = self.best(self.starts(sizes))
-            # in both directions, because the best set for an axis depends on those of the others
+            # backward and forward: the best name set of a mesh axis depends on the other axes
             for axis in (*range(len(sizes))[::-1], *range(len(sizes))):
                 changed = [
                     (sizes, _replaced(name_sets, axis, names))
@@ -186,38 +188,38 @@ class _CandidateSearch:
                 found = self.best([*found, *changed])
 
     def starts(self, sizes: Sizes) -> list[PlanTuple]:
-        """Combines name sets that are best for one mesh axis alone, by time, memory or compute."""
-        alone: list[list[NameSet]] = []
-        n_each = int(_STARTS ** (1 / len(sizes)))
+        """Combines the name sets that are best for each mesh axis alone, to start the search."""
+        best_alone: list[list[NameSet]] = []
+        n_each = int(_MAX_STARTS ** (1 / len(sizes)))
         for axis, size in enumerate(sizes):
-            # the other mesh axes stay, with size 1, because specs may name them
+            # the other mesh axes get size 1: they cannot be dropped, because specs may name them
             shape = _replaced((1,) * len(sizes), axis, size)
-            costs = [
+            pairs = [
                 (names, self.totals((shape, _replaced((frozenset(),) * len(sizes), axis, names))))
                 for names in self.space.name_sets(sizes, axis)
             ]
-            by_time = sorted(costs, key=lambda one: one[1].seconds)[:4]
-            by_memory = sorted(costs, key=lambda one: (one[1].memory, one[1].seconds))[:4]
-            by_compute = sorted(costs, key=lambda one: (one[1].compute, one[1].sent))[:4]
+            by_time = sorted(pairs, key=lambda pair: pair[1].seconds)[:4]
+            by_memory = sorted(pairs, key=lambda pair: (pair[1].memory, pair[1].seconds))[:4]
+            by_compute = sorted(pairs, key=lambda pair: (pair[1].compute, pair[1].sent))[:4]
             best = itertools.chain(*zip(by_time, by_memory, by_compute, strict=True))
-            alone.append([*dict.fromkeys(names for names, _ in best)][:n_each])
-        return [(sizes, name_sets) for name_sets in itertools.product(*alone)]
+            best_alone.append([*dict.fromkeys(names for names, _ in best)][:n_each])
+        return [(sizes, name_sets) for name_sets in itertools.product(*best_alone)]
 
     def split(self) -> None:
-        """Splits mesh axes of the best plans in two, and gives one of the two another name set."""
+        """Evaluates the best plans with one mesh axis split in two."""
         if self.space.mesh is not None:
             return
         ranked = self.ranked()
-        good = {names for _, name_sets in ranked[: 4 * _BEAM] for names in name_sets}
-        for plan in ranked[:_BEAM]:
+        good = {names for _, name_sets in ranked[: 4 * _BEAM_WIDTH] for names in name_sets}
+        for plan in ranked[:_BEAM_WIDTH]:
             if len(plan[0]) < len(self.space.mesh_axes):
-                # pins name mesh axes, and those after the split one get other names (y becomes z)
+                # splitting x renames y to z, so names pinned to y may now be sharded over z
                 self.add(filter(self.space.obeys_pins, self.splits(plan, good)))
 
     def splits(self, plan: PlanTuple, good: Container[NameSet]) -> Iterator[PlanTuple]:
-        """Yields plans with two mesh axes in place of one.
+        """Yields plans in which one mesh axis is split in two.
 
-        One of the two has the names of that axis, the other a name set in `good`.
+        One part shards the same names as before, the other a set of names in `good`.
         """
         sizes, name_sets = plan
         first = 1 if self.space.n_slices > 1 else 0  # the axis across slices is not split
@@ -233,15 +235,15 @@ class _CandidateSearch:
                             yield split, (*name_sets[:axis], *pair, *name_sets[axis + 1 :])
 
     def refine(self) -> None:
-        """Changes up to two names of a mesh axis in the best plans, until these stay the same."""
+        """Evaluates the neighbors of the best plans, until the best plans stay the same."""
         tried: set[PlanTuple] = set()
-        while new := [plan for plan in self.ranked()[:_BEAM] if plan not in tried]:
+        while new := [plan for plan in self.ranked()[:_BEAM_WIDTH] if plan not in tried]:
             tried.update(new)
             for plan in new:
                 self.add(self.neighbors(plan))
 
     def neighbors(self, plan: PlanTuple) -> Iterator[PlanTuple]:
-        """Yields the plans that differ in up to two names of one mesh axis."""
+        """Yields the plans that differ from `plan` in up to two names of one mesh axis."""
         sizes, name_sets = plan
         for axis, names in enumerate(name_sets):
             for other in self.space.name_sets(sizes, axis):

@@ -1,4 +1,4 @@
-"""Exports the program of a candidate, and compiles it in a process that simulates devices."""
+"""Exports a traced program, and compiles it in a process that simulates devices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PREFIX = 'jit(call)/call_exported/'  # jax.export adds it to op names
 
 
 class Compiled(NamedTuple):
-    """The optimized program, with op names as in the user's function."""
+    """An optimized HLO program, with op names as in the user's function, and its memory use."""
 
     text: str
     memory: Memory | None
@@ -38,14 +38,14 @@ class Compiled(NamedTuple):
 class Worker:
     """A process that compiles exported programs for simulated CPU devices, one after another.
 
-    It starts with the first program, and ends with `close`, or when this process ends or is killed.
+    The process starts at the first `submit`, and ends at `close` or when its parent process ends.
     """
 
     def __init__(self, n_devices: int):
         self.n_devices = n_devices
         self._process: subprocess.Popen[bytes] | None = None
-        self._requests: Any = None  # the standard input and output of the process
-        self._answers: Any = None
+        self._requests: Any = None  # the standard input of the process
+        self._answers: Any = None  # its standard output
         self._log = Path()
         self._stop: Any = None  # ends the process and deletes its folder
 
@@ -55,15 +55,15 @@ class Worker:
         return None if self._process is None else self._process.pid
 
     def submit(self, request: dict[str, Any]) -> None:
-        """Sends a program; returns at once."""
+        """Sends a request from `export`, without waiting for the answer."""
         if self._process is None:
             self._start()
-        with contextlib.suppress(BrokenPipeError):  # the process has ended; `result` raises
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; `result` will raise
             pickle.dump(request, self._requests)
             self._requests.flush()
 
     def result(self) -> Compiled | str:
-        """Waits until the next program is compiled; returns it, or the error of the compiler."""
+        """Waits for the next answer; returns the compiled program, or the compiler's error."""
         try:
             answer = pickle.load(self._answers)
         except (EOFError, pickle.UnpicklingError):
@@ -72,11 +72,11 @@ class Worker:
             raise EinshardError(
                 f'the process that compiles for {self.n_devices} simulated devices has ended',
                 facts={
-                    'its last output': '\n'.join(lines[-5:])
-                    or 'none; it may have run out of memory'
+                    'last output': '\n'.join(lines[-5:])
+                    or 'none; the process may have run out of memory'
                 },
             ) from None
-        except BaseException:  # such as Ctrl-C, which leaves a part of the answer unread
+        except BaseException:  # such as Ctrl-C: a part of the answer is unread
             self.close()
             raise
         if isinstance(answer, str):
@@ -87,7 +87,7 @@ class Worker:
         return Compiled(text, read_memory(sizes))
 
     def close(self) -> None:
-        """Ends the process; the next program starts another one."""
+        """Ends the process; the next `submit` starts a new one."""
         if self._stop is not None:
             self._stop()
         self._process = self._stop = None
@@ -97,7 +97,7 @@ class Worker:
         self._log = Path(folder.name) / 'log'
         with self._log.open('wb') as log:
             self._process = subprocess.Popen(
-                # -P keeps this folder off sys.path: its modules would hide others of the same name
+                # -P keeps this folder off sys.path, where its modules would shadow others
                 [sys.executable, '-P', str(Path(__file__).with_name('worker.py'))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -114,15 +114,15 @@ def _end_process(
 ) -> None:
     process.kill()
     for stream in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # a request is left in the pipe
+        with contextlib.suppress(OSError):  # from flushing, if the process left input unread
             stream.close()  # type: ignore[reportOptionalMemberAccess]
     process.wait()
     folder.cleanup()
 
 
-# Passes of the CPU backend to disable. They compute bf16 in f32, which doubles the bytes, and
-# combine all-reduces, so that all their arrays are in memory at the same time.
-_PASSES = (
+# These XLA passes of the CPU backend change bf16 to f32, which doubles the bytes, and combine
+# all-reduces, whose operands are then in memory at the same time.
+_DISABLED_PASSES = (
     'float-normalization-bf16',
     'all-reduce-promotion',
     'all-reduce-combiner',
@@ -131,15 +131,15 @@ _PASSES = (
 
 
 def _environment(n_devices: int) -> dict[str, str]:
-    """This process's environment, with JAX and XLA set to compile for simulated CPU devices."""
-    replaced = ('JAX_', 'XLA_', 'TF_', 'PYTHONWARNINGS')
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(replaced)}
+    """Returns the environment of the worker process, which simulates this many CPU devices."""
+    removed = ('JAX_', 'XLA_', 'TF_', 'PYTHONWARNINGS')
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(removed)}
     shardy = getattr(jax.config, 'jax_use_shardy_partitioner', True)
     return {
         **kept,
         'PYTHONPATH': os.pathsep.join(filter(None, sys.path)),
         'XLA_FLAGS': f'--xla_force_host_platform_device_count={n_devices} '
-        f'--xla_disable_hlo_passes={",".join(_PASSES)}',
+        f'--xla_disable_hlo_passes={",".join(_DISABLED_PASSES)}',
         'JAX_PLATFORMS': 'cpu',
         'JAX_ENABLE_X64': str(int(jax.config.jax_enable_x64)),  # type: ignore[reportAttributeAccessIssue]
         'JAX_USE_SHARDY_PARTITIONER': str(int(shardy)),
@@ -152,13 +152,13 @@ def _environment(n_devices: int) -> dict[str, str]:
 
 
 class _Jitted:
-    """A traced function in the form of a jitted one, which `jax.export` expects."""
+    """A traced function with the methods of a jitted one, for `jax.export`."""
 
     def __init__(self, traced: Any):
         self._traced = traced
 
     def __call__(self, *_: Any) -> Any:
-        raise TypeError('jax.export traces and lowers this function, and does not call it')
+        raise TypeError('jax.export traces and lowers this function, but does not call it')
 
     def trace(self, *_: Any) -> Any:
         return self._traced
@@ -171,23 +171,23 @@ def check_flatbuffers() -> None:
     """Raises if JAX cannot serialize exported programs."""
     if importlib.util.find_spec('flatbuffers') is None:
         raise EinshardError(
-            'plan() needs flatbuffers, with which JAX serializes programs; it is not installed',
+            'plan needs flatbuffers to serialize programs, but flatbuffers is not installed',
             facts={'install': "pip install 'einshard[plan]'"},
         )
 
 
 def export(stages: Stages, axes: Sequence[tuple[str, int]]) -> tuple[dict[str, Any], Sequence[int]]:
-    """Lowers a traced program for CPU, to be compiled by a `Worker`.
+    """Lowers a traced program for CPU, and serializes it for a `Worker`.
 
     Args:
-        axes: the mesh axes with their sizes.
+        axes: the mesh axes and their sizes.
 
     Returns:
-        The request for `Worker.submit`, and the numbers of the arguments that the program uses.
+        The request for `Worker.submit`, and the positions of the arguments that the program uses.
     """
     traced = stages.traced
     exported = jax.export.export(_Jitted(traced), platforms=['cpu'])()  # type: ignore[reportArgumentType]
-    # pytrees of other libraries cannot be serialized, so the program takes and returns leaves
+    # custom pytree nodes cannot be serialized, so the program takes and returns leaves
     n_in, n_out = len(exported.in_avals), len(exported.out_avals)
     flat = dataclasses.replace(
         exported,

@@ -1,8 +1,9 @@
-"""Estimates what a candidate costs, from the products of the model, without compiling it.
+"""Estimates the costs of a candidate (a mesh shape and a sharding) without compiling it.
 
-Compute: the flops of every product, over the devices that share them. Network: for every product
-the cheapest way to bring its operands together and to add up its result. HBM: arguments are read
-and results are written once. Memory: arguments, results, and the intermediate arrays of the peak.
+Compute: the flops of each operation, divided by the number of devices that share them. Network: the
+fastest way to reshard the operands of each operation and to reduce its result. HBM: arguments are
+read once, and results written once. Memory: arguments, results, and the intermediate arrays at the
+peak.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from .._hlo.hardware import Chip, as_chip
 from .._inspect.bounds import NO_BOUNDS, Bound, Bounds
 from .._sharding.mesh import device_mesh
 from .candidate import Candidate
+from .costly_ops import CostlyOp, Side
 from .judgement import Judgement
 from .live import Stored
 from .mesh_network import MeshNetwork
 from .model import Model
 from .names import Names
-from .product_cost import Axes, Sent, Way, axes_of_shape, cheapest_way, shards
-from .products import Product, Side
+from .op_cost import Axes, OpCollective, Way, axes_of_shape, fastest_way, sharded_axes
 
-# the chip for choosing the cheapest way to compute a product, if the user's is unknown
-_TYPICAL = 'TPU v5e'
+# if the user's chip is unknown, the fastest way to compute an operation is chosen for this chip
+_DEFAULT_CHIP = 'TPU v5e'
 
 
 class Totals(NamedTuple):
@@ -52,12 +53,12 @@ class Totals(NamedTuple):
 
 
 class _Cost(NamedTuple):
-    """The cost of all executions of a product per device.
+    """The cost per device of all executions of an operation.
 
     Attributes:
         compute, network: seconds.
         sent: bytes.
-        way: how each execution is computed.
+        way: how the operation is computed.
     """
 
     compute: float
@@ -70,7 +71,7 @@ class Estimator:
     """Estimates the candidates of one model on some devices.
 
     Args:
-        devices: a mesh of them, or a list in hardware order.
+        devices: a mesh, or a list in hardware order.
         chip: the chip of the devices; if None, judgements have no bounds.
     """
 
@@ -78,45 +79,45 @@ class Estimator:
         in_order = device_mesh(devices).devices.flat if isinstance(devices, Mesh) else devices
         self.devices = list(in_order)
         self.chip_is_known = chip is not None
-        self.chip = as_chip(_TYPICAL) if chip is None else chip
-        self.chip_share = self.chip.share(self.devices[0])  # 1/2 for one of two TensorCores
+        self.chip = as_chip(_DEFAULT_CHIP) if chip is None else chip
+        self.chip_share = self.chip.share(self.devices[0])  # 1/2 if a chip has 2 devices
         self.network = MeshNetwork(self.devices, self.chip)
-        self.products = [(one, _names_of([*one.operands, one.out])) for one in model.products]
+        self.costly_ops = [(one, _names_of([*one.operands, one.out])) for one in model.costly_ops]
         self.stored = _StoredArrays(model)
-        # for each product, its cost by the mesh axes of its names
-        self._known: list[dict[Any, _Cost]] = [{} for _ in self.products]
+        # for each operation, the costs computed so far, keyed by the mesh axes of its names
+        self._cached_costs: list[dict[Any, _Cost]] = [{} for _ in self.costly_ops]
 
     def totals(self, axes: Axes) -> Totals:
-        """Estimates the costs per device when each name is sharded over its mesh axes."""
+        """Estimates the costs per device if each name is sharded over the given mesh axes."""
         compute = network = sent = gathered = 0.0
-        for one in self._costs(axes):
-            compute += one.compute
-            network += one.network
-            sent += one.sent
-            gathered = max(gathered, one.way.gathered)
+        for cost in self._costs(axes):
+            compute += cost.compute
+            network += cost.network
+            sent += cost.sent
+            gathered = max(gathered, cost.way.gathered)
         read_and_written, memory = self.stored.bytes(axes)
         hbm = read_and_written / (self.chip.memory_bandwidth * self.chip_share)
         return Totals(compute, hbm, network, sent, memory + gathered)
 
     def judge(self, candidate: Candidate) -> Judgement:
-        """Estimates the bounds, the memory and the bytes sent of a candidate."""
-        in_order = axes_of_shape([size for _, size in candidate.mesh])
-        mesh = {name: axis for (name, _), axis in zip(candidate.mesh, in_order, strict=True)}
+        """Estimates the bounds and the memory of a candidate, and the bytes that a device sends."""
+        mesh_axes = axes_of_shape([size for _, size in candidate.mesh])
+        mesh = {name: axis for (name, _), axis in zip(candidate.mesh, mesh_axes, strict=True)}
         axes = {name: tuple(mesh[axis] for axis in used) for name, used in candidate.axes}
-        # specs may name mesh axes, too
+        # specs may also name mesh axes directly
         axes = {name: (axis,) for name, axis in mesh.items()} | axes
         totals = self.totals(axes)
         sent: Counter[str] = Counter()
         sent_by: Counter[tuple[str, str]] = Counter()
         seconds: dict[str, float] = defaultdict(float)
-        for (product, _), cost in zip(self.products, self._costs(axes), strict=True):
-            for one in cost.way.sent:
+        for (op, _), cost in zip(self.costly_ops, self._costs(axes), strict=True):
+            for one in cost.way.collectives:
                 along = ','.join(name for name, axis in mesh.items() if axis in one.axes)
-                n_bytes = product.executions * _sent_bytes(one)
+                n_bytes = op.executions * _sent_bytes(one)
                 sent[along] += round(n_bytes)
                 sent_by[one.kind, one.role] += round(n_bytes)
                 per_byte = self.network.seconds_per_byte(one.kind, one.axes)
-                seconds[along] += product.executions * one.bytes * per_byte
+                seconds[along] += op.executions * one.bytes * per_byte
         bounds = [Bound('compute', '', totals.compute), Bound('HBM', '', totals.hbm)]
         bounds += [Bound('network', along, time) for along, time in seconds.items()]
         positive = Bounds(bound for bound in bounds if bound.seconds)
@@ -130,27 +131,30 @@ class Estimator:
         )
 
     def _costs(self, axes: Axes) -> list[_Cost]:
-        """Returns the cost of each product, in the order of `products`."""
+        """Returns the cost of each operation, in the order of `costly_ops`."""
         costs: list[_Cost] = []
         axes_of = axes.__getitem__
-        for (product, names), known in zip(self.products, self._known, strict=True):
+        for (op, names), cached in zip(self.costly_ops, self._cached_costs, strict=True):
             key = tuple(map(axes_of, names))
-            cost = known.get(key)
+            cost = cached.get(key)
             if cost is None:
-                cost = known[key] = self._cost(product, axes)
+                cost = cached[key] = self._cost(op, axes)
             costs.append(cost)
         return costs
 
-    def _cost(self, product: Product, axes: Axes) -> _Cost:
-        flop_seconds = product.flops / (self.chip.rate(product.dtype) * self.chip_share)
-        way = cheapest_way(product, axes, flop_seconds, self.network.seconds_per_byte)
-        n, compute = product.executions, flop_seconds / way.n_devices
+    def _cost(self, op: CostlyOp, axes: Axes) -> _Cost:
+        flop_seconds = op.flops / (self.chip.rate(op.dtype) * self.chip_share)
+        way = fastest_way(op, axes, flop_seconds, self.network.seconds_per_byte)
+        n, compute = op.executions, flop_seconds / way.n_devices
         return _Cost(
-            n * compute, n * (way.seconds - compute), n * sum(map(_sent_bytes, way.sent)), way
+            n * compute,
+            n * (way.seconds - compute),
+            n * sum(map(_sent_bytes, way.collectives)),
+            way,
         )
 
 
-def _sent_bytes(one: Sent) -> float:
+def _sent_bytes(one: OpCollective) -> float:
     group_size = math.prod(axis.size for axis in one.axes)
     return ring_bytes(one.kind, round(one.bytes), group_size)
 
@@ -160,44 +164,46 @@ def _names_of(sides: Sequence[Side]) -> tuple[str, ...]:
 
 
 class _StoredArrays:
-    """The bytes of the arguments, the results, and the arrays in memory at each peak.
+    """The bytes of arguments, results and intermediate arrays, per device.
 
-    Those of arrays with the same axis names are added up, because they have the same sharding.
+    Arrays with the same axis names have the same sharding, so their bytes are added up.
     """
 
     def __init__(self, model: Model):
         arguments = [(one.names, one.bytes) for one in model.arrays]
         donated = [(one.names, one.bytes) for one in model.arrays if one.donated]
         peaks = [[(names, n * size) for (names, size), n in peak] for peak in model.peaks] or [[]]
-        # arrays that are read or written (donated ones are both), then those in memory at each peak
+        # Row 0: arrays that are read or written; donated ones count twice. Each other row: arrays
+        # that are in memory at the same time. Each column: arrays with the same axis names.
         rows = [
             _summed([*arguments, *donated, *model.results]),
             *(_summed([*arguments, *model.results, *peak]) for peak in peaks),
         ]
-        # arrays with the same names are of one kind
-        kinds = list(dict.fromkeys(names for row in rows for names in row))
-        # of the arrays of each kind: the names of all axes in one tuple, and those of each axis
-        self.kinds = [(tuple(name for one in names for name in one), names) for names in kinds]
-        self.sizes = np.array([[row[names] for names in kinds] for row in rows], float)
-        # for each kind, the fraction that a device has, by the mesh axes of its names
-        self._known: list[dict[Any, float]] = [{} for _ in self.kinds]
+        columns = list(dict.fromkeys(names for row in rows for names in row))
+        # for each column, all names in one tuple, and the names grouped by axis
+        self.columns = [(tuple(name for one in names for name in one), names) for names in columns]
+        self.sizes = np.array([[row[names] for names in columns] for row in rows], float)
+        # for each column, the fraction on each device, keyed by the mesh axes of the names
+        self._cached_fractions: list[dict[Any, float]] = [{} for _ in self.columns]
 
     def bytes(self, axes: Axes) -> tuple[float, float]:
-        """Returns bytes per device: those that are read or written once, and the peak memory."""
+        """Returns the bytes that a device reads or writes, and its peak memory in bytes."""
         fractions: list[float] = []
         axes_of = axes.__getitem__
-        for (flat_names, names), known in zip(self.kinds, self._known, strict=True):
+        for (flat_names, names), cached in zip(self.columns, self._cached_fractions, strict=True):
             key = tuple(map(axes_of, flat_names))
-            fraction = known.get(key)
+            fraction = cached.get(key)
             if fraction is None:
-                fraction = known[key] = 1 / math.prod(axis.size for axis in shards(names, axes))
+                fraction = cached[key] = 1 / math.prod(
+                    axis.size for axis in sharded_axes(names, axes)
+                )
             fractions.append(fraction)
         read_and_written, *peaks = self.sizes.dot(fractions)
         return float(read_and_written), float(max(peaks))
 
 
 def _summed(stored: Iterable[Stored]) -> Counter[tuple[Names, ...]]:
-    """Adds up the bytes of arrays with the same names, leaving out axes without names."""
+    """Adds up the bytes of arrays with equal names; axes without names are left out."""
     total: Counter[tuple[Names, ...]] = Counter()
     for names, n_bytes in stored:
         total[tuple(one for one in names if one)] += n_bytes

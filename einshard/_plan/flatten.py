@@ -1,4 +1,4 @@
-"""Flattens a jaxpr, with the bodies of its loops and nested functions, to a list of operations."""
+"""Flattens a jaxpr, including loop bodies and nested calls, into a list of operations."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .links import Relation, Shape, relate
 
 @dataclass(slots=True)
 class Value:
-    """An array of the program; in the body of a loop, it stands for those of all iterations.
+    """An array in a program; in a loop body, it stands for the arrays of all iterations.
 
     Attributes:
-        spec: the mesh axes of each array axis, from a sharding constraint; None without one.
+        spec: the mesh axes of each array axis, if the value is the result of a sharding constraint.
     """
 
     shape: Shape
@@ -30,16 +30,17 @@ class Value:
 
 @dataclass(slots=True)
 class Op:
-    """An operation of the program.
+    """An operation in a program.
 
     Attributes:
-        primitive: the name of its JAX primitive; or 'scan_input', 'scan_output', 'scan_axis' or
-            'carry', which connect a loop with its body, and branches with the result of a `cond`.
+        primitive: the name of a JAX primitive; or, for operations that connect a loop with its
+            body, 'scan_input', 'scan_output', 'scan_axis' or 'carry'. 'carry' also connects the
+            branches of a `cond` with its result.
         ins, outs: operands and results, as indices into `Program.values`; None for a scalar.
-        executions: how often it runs: the product of the lengths of the scans around it. A while
-            loop counts as one iteration.
-        scope: the number of the innermost loop around it; 0 outside of loops.
-        body: the number of the loop that a 'scan_input' or 'scan_output' belongs to; else 0.
+        executions: the product of the trip counts of the loops around it; those of while loops,
+            which are unknown, count as 1.
+        scope: the id of the innermost loop around it; 0 outside loops.
+        scan: for 'scan_input' and 'scan_output', the id of the loop that they connect; else 0.
     """
 
     primitive: str
@@ -48,7 +49,7 @@ class Op:
     relation: Relation
     executions: int = 1
     scope: int = 0
-    body: int = 0
+    scan: int = 0
 
     @property
     def arrays_in(self) -> list[int]:
@@ -66,7 +67,7 @@ class Program:
     Attributes:
         values: all arrays; operations refer to them by index.
         ops: in program order.
-        parents: for each scope, the number of the scope around it.
+        parents: for each loop id, the id of the loop around it; 0 if there is none.
         arguments, results: indices into `values`; None for a scalar.
     """
 
@@ -78,13 +79,13 @@ class Program:
 
 
 def flatten(closed: Any) -> Program:
-    """Flattens a ClosedJaxpr; leaves out operations whose results are not used."""
+    """Flattens a ClosedJaxpr, and removes operations whose results are not used."""
     reader = _Reader()
     jaxpr = _open(closed)
     program = reader.program
     program.arguments = reader.new_values(jaxpr.invars)
     program.results = reader.read(jaxpr, program.arguments)
-    program.ops = _used(program)
+    program.ops = _used_ops(program)
     return program
 
 
@@ -92,7 +93,7 @@ class _Reader:
     """Reads jaxprs into one program.
 
     Attributes:
-        executions, scope: those of the operations that it adds next, as in `Op`.
+        executions, scope: `Op.executions` and `Op.scope` of the operations that are added next.
     """
 
     def __init__(self) -> None:
@@ -101,8 +102,8 @@ class _Reader:
         self.scope = 0
         self.n_scopes = 0
 
-    def new(self, aval: Any) -> int | None:
-        """Adds a value and returns its number; None for a scalar or a value without a shape."""
+    def new_value(self, aval: Any) -> int | None:
+        """Adds a value and returns its index; None for a scalar or a value without a shape."""
         shape = getattr(aval, 'shape', ())
         if not shape:
             return None
@@ -110,10 +111,10 @@ class _Reader:
         return len(self.program.values) - 1
 
     def new_values(self, variables: Sequence[Any]) -> list[int | None]:
-        return [self.new(variable.aval) for variable in variables]
+        return [self.new_value(variable.aval) for variable in variables]
 
     def read(self, jaxpr: Any, arguments: Sequence[int | None]) -> list[int | None]:
-        """Adds the operations of a jaxpr whose arguments are these values; returns the results."""
+        """Adds the operations of a jaxpr, called with `arguments`; returns its results."""
         constants = self.new_values(jaxpr.constvars)
         env: dict[Any, int | None] = dict(
             zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True)
@@ -121,7 +122,7 @@ class _Reader:
 
         def value_of(atom: Any) -> int | None:
             if hasattr(atom, 'val'):  # a literal
-                return self.new(atom.aval)
+                return self.new_value(atom.aval)
             return env[atom]
 
         for eqn in jaxpr.eqns:
@@ -131,7 +132,7 @@ class _Reader:
         return [value_of(atom) for atom in jaxpr.outvars]
 
     def equation(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
-        """Adds the operations of an equation with these operands; returns the results."""
+        """Adds the operations of an equation with the operands `ins`; returns its results."""
         name, params = eqn.primitive.name, eqn.params
         if name == 'scan':
             return self.scan(eqn, ins)
@@ -139,12 +140,12 @@ class _Reader:
             return self.while_loop(eqn, ins)
         if name == 'cond':
             return self.cond(eqn, ins)
-        # a nested function such as jit; the body of a Pallas kernel has blocks instead of arrays
+        # calls such as jit are inlined; a Pallas kernel is not, because its body works on blocks
         body = next(_bodies(params), None)
         if body is not None and len(body.invars) == len(ins) and name != 'pallas_call':
-            found = self.read(body, ins)
-            if len(found) == len(eqn.outvars):
-                return found
+            results = self.read(body, ins)
+            if len(results) == len(eqn.outvars):
+                return results
         outs = self.new_values(eqn.outvars)
         if name == 'sharding_constraint':
             self.constrain(outs[0], params['sharding'])
@@ -162,21 +163,21 @@ class _Reader:
         self.program.ops.append(op)
 
     def connect(
-        self, name: str, old: int | None, new: int | None, shift: tuple[int, int], body: int = 0
+        self, name: str, old: int | None, new: int | None, skip: tuple[int, int], scan: int = 0
     ) -> None:
-        """Adds an operation that passes a value into or out of a loop, or to the next iteration.
+        """Adds an operation that passes a value into or out of a loop, or to its next iteration.
 
         Args:
-            shift: the first axis to link, of the old and of the new value.
-            body: the number of the loop, if its iterations slice or stack the value.
+            skip: how many leading axes of `old` and of `new` have no counterpart in the other.
+            scan: the id of the loop, if its iterations slice or stack the value.
         """
         if old is None or new is None:
             return
-        n = min(len(self.shape(old)) - shift[0], len(self.shape(new)) - shift[1])
-        links = tuple((0, d + shift[0], 0, d + shift[1]) for d in range(n))
-        # every device runs all iterations, so it needs the scanned axis in full
+        n = min(len(self.shape(old)) - skip[0], len(self.shape(new)) - skip[1])
+        links = tuple((0, d + skip[0], 0, d + skip[1]) for d in range(n))
+        # every device runs all iterations, so it needs all of the scanned axis
         unsharded = ((0, 0),) if name == 'scan_input' else ()
-        self.append(Op(name, (old,), (new,), Relation(links, unsharded=unsharded), body=body))
+        self.append(Op(name, (old,), (new,), Relation(links, unsharded=unsharded), scan=scan))
 
     def carry(self, olds: Sequence[int | None], news: Sequence[int | None]) -> None:
         """Connects values that enter or leave a loop or branch, or go to the next iteration."""
@@ -188,25 +189,25 @@ class _Reader:
 
     def scan(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
         body, length = _open(eqn.params['jaxpr']), eqn.params['length']
-        # JAX 0.12 has no `num_consts` and `num_carry`; outside of the body, what is scanned over or
-        # stacked has one more axis, so variables of the same rank are constants or carried
-        n_carry = sum(map(_same_rank, body.outvars, eqn.outvars))
-        n_before = sum(map(_same_rank, body.invars, eqn.invars))
-        n_consts = n_before - n_carry
+        # JAX 0.12 has no `num_consts` and `num_carry`, so this counts by rank: in the body, scanned
+        # and stacked arrays have one axis fewer than outside; constants and the carry do not
+        n_carry = sum(map(_has_same_rank, body.outvars, eqn.outvars))
+        n_unscanned = sum(map(_has_same_rank, body.invars, eqn.invars))
+        n_consts = n_unscanned - n_carry
         outs = self.new_values(eqn.outvars)
-        loop = self.n_scopes + 1  # the number that `read_loop` gives the body
+        loop = self.n_scopes + 1  # the id that `read_loop` gives the loop
         inner = self.new_values(body.invars)
         inner[:n_consts] = ins[:n_consts]
-        self.carry(ins[n_consts:n_before], inner[n_consts:n_before])
-        for old, new in zip(ins[n_before:], inner[n_before:], strict=True):
+        self.carry(ins[n_consts:n_unscanned], inner[n_consts:n_unscanned])
+        for old, new in zip(ins[n_unscanned:], inner[n_unscanned:], strict=True):
             self.connect('scan_input', old, new, (1, 0), loop)
-        found = self.read_loop(body, inner, length)
-        self.carry(found[:n_carry], inner[n_consts:n_before])
-        self.carry(found[:n_carry], outs[:n_carry])
-        for old, new in zip(found[n_carry:], outs[n_carry:], strict=True):
+        results = self.read_loop(body, inner, length)
+        self.carry(results[:n_carry], inner[n_consts:n_unscanned])
+        self.carry(results[:n_carry], outs[:n_carry])
+        for old, new in zip(results[n_carry:], outs[n_carry:], strict=True):
             self.connect('scan_output', old, new, (0, 1), loop)
-        # the first axis of stacked and of scanned arrays is the same: the iterations
-        scanned = next((value for value in ins[n_before:] if value is not None), None)
+        # the first axis of scanned inputs and stacked outputs is the same: the iterations
+        scanned = next((value for value in ins[n_unscanned:] if value is not None), None)
         for new in outs[n_carry:]:
             if scanned is not None and new is not None:
                 self.append(Op('scan_axis', (scanned,), (new,), Relation(((0, 0, 0, 0),))))
@@ -220,29 +221,29 @@ class _Reader:
         inner = self.new_values(body.invars[n_body:])
         outs = self.new_values(eqn.outvars)
         self.carry(carry, inner)
-        found = self.read_loop(body, [*consts, *inner], 1)  # the number of iterations is unknown
-        self.carry(found, inner)
-        self.carry(found, outs)
+        results = self.read_loop(body, [*consts, *inner], 1)  # the trip count is unknown
+        self.carry(results, inner)
+        self.carry(results, outs)
         return outs
 
     def cond(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
         outs = self.new_values(eqn.outvars)
         for branch in map(_open, eqn.params['branches']):
-            found = self.read(branch, ins[1:])
-            self.carry(found, outs)
+            results = self.read(branch, ins[1:])
+            self.carry(results, outs)
         return outs
 
     def read_loop(
         self, jaxpr: Any, arguments: Sequence[int | None], length: int
     ) -> list[int | None]:
-        """Adds the operations of a loop body, each executed `length` times; returns the results."""
+        """Adds the operations of a loop body that runs `length` times; returns its results."""
         outside = self.executions, self.scope
         self.n_scopes += 1
         self.program.parents.append(self.scope)
         self.executions, self.scope = self.executions * length, self.n_scopes
-        found = self.read(jaxpr, arguments)
+        results = self.read(jaxpr, arguments)
         self.executions, self.scope = outside
-        return found
+        return results
 
 
 def _bodies(params: Mapping[str, Any]) -> Iterator[Any]:
@@ -252,27 +253,26 @@ def _bodies(params: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _open(jaxpr: Any) -> Any:
-    """Returns the jaxpr in a ClosedJaxpr; anything else as it is."""
+    """Returns the jaxpr of a ClosedJaxpr; anything else unchanged."""
     return getattr(jaxpr, 'jaxpr', jaxpr)
 
 
-def _same_rank(one: Any, other: Any) -> bool:
+def _has_same_rank(one: Any, other: Any) -> bool:
     shapes = [getattr(atom.aval, 'shape', ()) for atom in (one, other)]
     return len(shapes[0]) == len(shapes[1])
 
 
 def entries_of(spec: Any, shape: Shape) -> tuple[tuple[str, ...], ...]:
-    """Returns the mesh axes of every array axis of a PartitionSpec."""
+    """Returns the mesh axes over which a PartitionSpec shards each axis of an array."""
     entries = [() if entry == UNCONSTRAINED else entry for entry in spec_axes(spec)]
     entries += [()] * (len(shape) - len(entries))
     return tuple(tuple(map(str, entry)) for entry in entries)
 
 
-def _used(program: Program) -> list[Op]:
-    """Returns the operations whose results are used."""
+def _used_ops(program: Program) -> list[Op]:
     used: set[int | None] = {value for value in program.results if value is not None}
     kept: set[int] = set()
-    # repeated, because an operation of a loop body may be used only in the next iteration
+    # repeated, because a result in a loop body may be used only in the next iteration
     n_before = -1
     while len(kept) > n_before:
         n_before = len(kept)
@@ -280,6 +280,6 @@ def _used(program: Program) -> list[Op]:
             op = program.ops[i]
             if i not in kept and any(value in used for value in op.outs):
                 kept.add(i)
-                if op.primitive != 'scan_axis':  # it links axes, and reads no data
+                if op.primitive != 'scan_axis':  # 'scan_axis' links axes, but uses no value
                     used.update(op.arrays_in)
     return [op for i, op in enumerate(program.ops) if i in kept]

@@ -1,4 +1,4 @@
-"""Judges candidates: by XLA's partitioner for simulated devices, or by the target's compiler."""
+"""Judges candidates: compiles them for simulated CPU devices or the target, and reads the costs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .._inspect.lowered import Stages, trace_call
 from .._inspect.payloads import find_payloads, find_weights
 from .._inspect.report import Report
 from .._inspect.totals import product_rows
-from .._sharding.collective_axes import axes_text, mesh_axes_of
+from .._sharding.collective_axes import along_text
 from .._sharding.mesh import partition_spec
 from .._trees.paths import path_text
 from .candidate import Candidate
@@ -35,10 +35,10 @@ from .metadata import metadata_names
 
 @dataclass(frozen=True)
 class Function:
-    """A function with the arguments of a call, to be compiled for candidates.
+    """A function and the arguments of a call, to be compiled for each candidate.
 
     Attributes:
-        devices: the devices of the target, which each candidate arranges in a mesh of its own.
+        devices: the devices of the target; each candidate arranges them in its own mesh.
         chip: the chip of the devices; None if unknown, as for CPUs.
     """
 
@@ -51,7 +51,7 @@ class Function:
     def trace(self, candidate: Candidate) -> Stages:
         """Traces the function on the candidate's mesh, with its axis rules."""
         with candidate.scope(self.devices) as mesh:
-            return trace_call(self._copy(), *self._shapes(candidate, mesh), mesh=None)
+            return trace_call(self._copy(), *self._structs(candidate, mesh), mesh=None)
 
     def report(self, candidate: Candidate) -> Report:
         """Compiles the function for the target, and reports on it as `explain` does."""
@@ -60,7 +60,7 @@ class Function:
             return explain_stages(stages, mesh, self.chip)
 
     def judge(self, candidate: Candidate) -> Judgement:
-        """Judges a candidate by the compiler of the target."""
+        """Compiles a candidate for the target, and returns its costs."""
         try:
             report = self.report(candidate)
         except EinshardError as error:
@@ -78,33 +78,32 @@ class Function:
         )
 
     def judge_all(self, candidates: Iterable[Candidate]) -> Generator[Judgement, None, None]:
-        """Judges candidates in order by the compiler of the target."""
         yield from map(self.judge, candidates)
 
-    def _shapes(self, candidate: Candidate, mesh: Mesh) -> Any:
-        """Returns `args` and `kwargs` as shapes; those with Flax axis names are sharded by them."""
+    def _structs(self, candidate: Candidate, mesh: Mesh) -> Any:
+        """Returns `args` and `kwargs` as ShapeDtypeStructs, sharded by their Flax axis names."""
         arguments = tuple(self.args), dict(self.kwargs)
         leaves, treedef = jtu.tree_flatten(arguments)
         axes = dict(candidate.axes)
-        # the specs of a `sharded` function say how its arguments are sharded
+        # a `sharded` function shards its arguments by its specs
         has_specs = as_sharded(self.fn) is not None
-        of_flax = [None] * len(leaves) if has_specs else metadata_names(arguments)
-        shapes: list[Any] = []
-        for x, array_axes in zip(leaves, of_flax, strict=True):
+        flax_names = [None] * len(leaves) if has_specs else metadata_names(arguments)
+        structs: list[Any] = []
+        for x, array_names in zip(leaves, flax_names, strict=True):
             sharding = None
-            if array_axes is not None:
-                entries = (tuple(a for n in names for a in axes.get(n, ())) for names in array_axes)
+            if array_names is not None:
+                entries = (sum((axes.get(name, ()) for name in names), ()) for names in array_names)
                 sharding = NamedSharding(mesh, partition_spec(entries))
             is_array = hasattr(x, 'shape')
-            shapes.append(
+            structs.append(
                 jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if is_array else x
             )
-        return treedef.unflatten(shapes)
+        return treedef.unflatten(structs)
 
     def _copy(self) -> Any:
-        """Returns a copy of a `sharded` function, and other functions as they are.
+        """Returns a copy of `fn` if it is a `sharded` function, else `fn` itself.
 
-        A `sharded` function keeps its programs, so the user's would keep those of all candidates.
+        Without the copy, the user's function would cache the programs of all candidates.
         """
         function = as_sharded(self.fn)
         if function is None:
@@ -122,7 +121,7 @@ def as_sharded(fn: Any) -> ShardedFunction[..., Any] | None:
 class Partitioner:
     """Judges candidates by compiling them for simulated CPU devices, with XLA's partitioner.
 
-    A program that cannot be lowered for CPU is judged by the target's compiler.
+    Programs that cannot be lowered for CPU are compiled for the target instead.
     """
 
     def __init__(self, function: Function, worker: Worker | None = None):
@@ -134,7 +133,7 @@ class Partitioner:
         self._worker.close()
 
     def judge_all(self, candidates: Iterable[Candidate]) -> Generator[Judgement, None, None]:
-        """Judges candidates in order, tracing each while the worker compiles the one before."""
+        """Judges candidates in order; the next one is traced while the worker compiles."""
         pending: deque[_SentProgram | Judgement] = deque()
         try:
             for candidate in candidates:
@@ -144,18 +143,18 @@ class Partitioner:
             while pending:
                 yield self._receive(pending.popleft())
         finally:
-            if pending:  # the caller has stopped early, so nobody reads the worker's answers
+            if pending:  # the caller stopped early, so answers of the worker may be unread
                 self.close()
 
     def _send(self, candidate: Candidate) -> _SentProgram | Judgement:
-        """Traces a candidate and sends it to the worker, or judges it without the worker."""
+        """Traces a candidate, and sends its program to the worker, or else judges it here."""
         function = self._function
         try:
             stages = function.trace(candidate)
             try:
                 with candidate.scope(function.devices):
                     request, kept = export(stages, candidate.mesh)
-            except Exception:  # such as a kernel for another platform, or a host callback
+            except Exception:  # the program may have a TPU kernel or a host callback
                 return function.judge(candidate)
             self._worker.submit(request)
             return _describe_program(candidate, stages, kept)
@@ -163,7 +162,7 @@ class Partitioner:
             return _failed(candidate, 'partitioner', str(error))
 
     def _receive(self, program: _SentProgram | Judgement) -> Judgement:
-        """Judges a sent program when it is compiled; returns a judgement as it is."""
+        """Judges a sent program after the worker has compiled it; returns a judgement unchanged."""
         if isinstance(program, Judgement):
             return program
         compiled = self._worker.result()
@@ -174,11 +173,11 @@ class Partitioner:
 
 @dataclass(frozen=True)
 class _SentProgram:
-    """What is known of a program that was sent to the worker.
+    """A program that was sent to the worker.
 
     Attributes:
         inputs: the path and the dtype of each argument that the program uses.
-        outputs: the path of each result, by its number.
+        outputs: the path of each result, keyed by position.
     """
 
     candidate: Candidate
@@ -191,14 +190,14 @@ class _SentProgram:
         collectives = target_collectives(module, find_collectives(module))
         weights = find_weights(module, self.inputs, self.outputs)
         payloads = find_payloads(module, collectives, weights, self.inputs, self.outputs)
-        axes = [axes_text(mesh_axes_of(one.groups, mesh), mesh, {}) for one in collectives]
+        axes = [along_text(one.groups, one.pairs, [mesh], {}) for one in collectives]
         sent = [_sent_bytes(one) for one in collectives]
         bounds, chip = NO_BOUNDS, function.chip
         if chip is not None:
             devices = list(mesh.devices.flat)
             rows = list(zip(collectives, axes, strict=True))
             bounds = find_bounds(chip, devices, module, product_rows(module), rows, is_cpu=True)
-        kinds = [
+        kinds_and_roles = [
             (one.kind, payload.role) for one, payload in zip(collectives, payloads, strict=True)
         ]
         return Judgement(
@@ -207,7 +206,7 @@ class _SentProgram:
             bounds=bounds,
             memory=compiled.memory and compiled.memory.total,
             sent=_sums(zip(axes, sent, strict=True)),
-            sent_by=_sums(zip(kinds, sent, strict=True)),
+            sent_by=_sums(zip(kinds_and_roles, sent, strict=True)),
             counts=Counter(one.kind for one in collectives),
         )
 
@@ -229,7 +228,7 @@ def _failed(candidate: Candidate, judge: Judge, error: str) -> Judgement:
 
 
 def _sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
-    """Adds up the bytes of each key, the largest sum first."""
+    """Adds up the bytes of each key; the largest sum comes first."""
     total: Counter[Any] = Counter()
     for key, n_bytes in pairs:
         total[key] += n_bytes
@@ -237,7 +236,7 @@ def _sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
 
 
 def _sent_bytes(one: Collective) -> int:
-    """Returns the bytes that a device sends in one run of the program.
+    """Returns the bytes that a device sends in a collective during one run of the program.
 
     Unknown bytes count as 0, an unknown number of executions as 1.
     """

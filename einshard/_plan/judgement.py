@@ -11,7 +11,7 @@ from .._text import format_bytes
 from .candidate import Candidate
 
 Objective: TypeAlias = Literal['bound', 'bytes', 'memory']
-# An estimate without compiling; XLA's partitioner for simulated devices; the target's compiler.
+# an estimate without compiling; XLA's partitioner for simulated CPUs; the target's compiler
 Judge: TypeAlias = Literal['estimate', 'partitioner', 'compiler']
 
 
@@ -20,16 +20,16 @@ class Judgement:
     """The costs of a candidate.
 
     Attributes:
-        candidate: the sharding.
+        candidate: the mesh shape and the sharding of each axis name.
         judge: the source of these costs.
         bounds: lower bounds on the time of one run; empty if the chip is unknown.
         memory: bytes per device; None if unknown.
-        sent: bytes that a device sends in one run, by mesh axes: {'x': 10, 'x,y': 20}.
-        sent_by: the same bytes, by kind of collective and by what it carries:
+        sent: bytes that a device sends in one run, per set of mesh axes: {'x': 10, 'x,y': 20}.
+        sent_by: the same bytes, per kind of collective and what it carries:
             {('all-gather', 'weights'): 10}.
-        counts: the number of collectives by kind, for `collectives=` of `sharded`; empty for an
+        counts: the number of collectives per kind, for `collectives=` of `sharded`; empty for an
             estimate.
-        error: why it does not compile, or ''.
+        error: why the candidate does not compile, or ''.
     """
 
     candidate: Candidate
@@ -53,19 +53,19 @@ class Judgement:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """The lower bound if all resources overlap (the largest), and if none do (the sum)."""
+        """The bound on time if all resources overlap (their maximum), and if none do (the sum)."""
         each = [bound.seconds for bound in self.bounds]
         return max(each, default=0.0), sum(each)
 
     def fits(self, limit: float | None) -> bool:
-        """Whether the candidate compiles and needs no more memory than `limit`; None for no limit.
+        """Whether the candidate compiles and needs no more memory than `limit`, if there is one.
 
         Unknown memory counts as within the limit.
         """
         return not self.error and (limit is None or (self.memory or 0) <= limit)
 
     def cost(self, objective: Objective) -> tuple[float, float, float]:
-        """Returns the sort key of a plan, best first: the objective, memory, bytes sent."""
+        """Returns the costs by which candidates are ranked: the objective, memory, bytes sent."""
         memory, sent = float(self.memory or 0), float(self.network_bytes)
-        first = {'bound': self.seconds[1], 'bytes': sent, 'memory': memory}[objective]
-        return (float('inf') if self.error else first, memory, sent)
+        costs = {'bound': self.seconds[1], 'bytes': sent, 'memory': memory}
+        return (float('inf') if self.error else costs[objective], memory, sent)

@@ -1,7 +1,7 @@
 """Links the axes of operands and results that can share a sharding, for each JAX primitive.
 
-In `a + b`, axis 0 of `a`, of `b` and of the sum are linked: if they are sharded in the same way,
-every device has what it needs. Products and reductions also get an index for each axis, like the
+In `a + b`, axis 0 of `a`, of `b` and of the sum are linked: if they are sharded in the same way, no
+communication is needed. Contractions and reductions also get an index for each axis, like the
 letters of an einsum.
 """
 
@@ -15,20 +15,22 @@ from typing import Any, TypeAlias
 
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Sequence[Shape]
-# (operand, its axis, result, its axis), as numbers
+# operand number, axis of the operand, result number, axis of the result
 Link: TypeAlias = tuple[int, int, int, int]
 Indices: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Einsum:
-    """The indices of a product, a reduction or a lookup, as the letters of an einsum.
+    """The indices of a contraction or a reduction, like the letters of an einsum.
+
+    A gather or a scatter counts as a contraction with one-hot indices.
 
     Attributes:
-        operands: the positions of the operands that are multiplied or reduced; other operands of
-            the operation, such as the array that a scatter adds to, have no indices.
-        indices: the indices of each of these operands.
-        out: the indices of the result.
+        operands: the positions of the operands that have indices: not the array that a scatter
+            updates, for example.
+        indices: for each of these operands, the index of each axis.
+        out: the index of each axis of the result.
         flops: the flops of one execution.
     """
 
@@ -40,13 +42,13 @@ class Einsum:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """Which axes of operands and results can share a sharding.
+    """The axes of operands and results that can share a sharding.
 
     Attributes:
-        links: the pairs of axes that can.
-        einsum: the indices of a product, a reduction or a lookup; None for other operations.
-        unsharded: the axes that each device needs in full, as (operand, axis) pairs; if one of
-            them is sharded, it must be gathered first.
+        links: the pairs of such axes.
+        einsum: the indices of a contraction or a reduction; None for other operations.
+        unsharded: the axes that must be gathered first if they are sharded, as (operand, axis)
+            pairs.
     """
 
     links: tuple[Link, ...] = ()
@@ -55,7 +57,7 @@ class Relation:
 
 
 def relate(primitive: str, params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Finds the relation of a primitive with these parameters and shapes."""
+    """Returns the relation of an operation; `ins` and `outs` are operand and result shapes."""
     if primitive in _RULES:
         rule = _RULES[primitive]
     elif primitive.startswith(('reduce_window', 'select_and_')):  # pooling and its gradients
@@ -68,7 +70,7 @@ def relate(primitive: str, params: Mapping[str, Any], ins: Shapes, outs: Shapes)
 
 
 def _elementwise(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Links equal shapes: the rule for all primitives that have no other."""
+    """Links arrays of equal shapes: the default rule."""
     return Relation(
         tuple(
             (i, dim, o, dim)
@@ -79,7 +81,7 @@ def _elementwise(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relati
     )
 
 
-def _each(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+def _pairwise(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
     """Links each operand to the result with the same number."""
     return Relation(tuple((i, d, i, d) for i, shape in enumerate(ins) for d in range(len(shape))))
 
@@ -97,24 +99,24 @@ def _dot(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
     sizes = {dims[d]: shape[d] for dims, shape in zip((lhs, rhs), ins, strict=False) for d in dims}
     indices = tuple(tuple(dims[d] for d in range(len(dims))) for dims in (lhs, rhs))
     out = (*(lhs[d] for d in lhs_batch), *free)
-    return _related(Einsum((0, 1), indices, out, 2 * math.prod(sizes.values())))
+    return _einsum_relation(Einsum((0, 1), indices, out, 2 * math.prod(sizes.values())))
 
 
 def _ragged_dot(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Multiplies each group of rows by its own matrix; or gives a matrix for each group."""
+    """Treats a ragged dot (or its gradient) as a dot with a separate matrix per group of rows."""
     numbers = params['ragged_dot_dimension_numbers']
     plain = _dot({'dimension_numbers': numbers.dot_dimension_numbers}, ins, ()).einsum
-    assert plain is not None, 'a product has indices'
-    groups = {plain.indices[1][d] for d in numbers.rhs_group_dimensions}
+    assert plain is not None, 'a dot has indices'
+    group_indices = {plain.indices[1][d] for d in numbers.rhs_group_dimensions}
     flops = plain.flops // math.prod(ins[1][d] for d in numbers.rhs_group_dimensions)
-    out = tuple(index for index in plain.out if index not in groups)
-    if len(out) < len(outs[0]):  # a matrix for each group: the sums are over its rows
+    out = tuple(index for index in plain.out if index not in group_indices)
+    if len(out) < len(outs[0]):  # the gradient has a matrix for each group: index -1 is the group
         out = (-1, *out)
-    return _related(Einsum((0, 1), plain.indices, out, flops))
+    return _einsum_relation(Einsum((0, 1), plain.indices, out, flops))
 
 
-def _related(einsum: Einsum, links: Iterable[Link] = ()) -> Relation:
-    """Returns the relation of an einsum: axes with the same index are linked."""
+def _einsum_relation(einsum: Einsum, links: Iterable[Link] = ()) -> Relation:
+    """Links operand and result axes of an einsum that have the same index; adds `links`."""
     same_index = (
         (i, dim, 0, einsum.out.index(index))
         for i, indices in zip(einsum.operands, einsum.indices, strict=True)
@@ -125,37 +127,40 @@ def _related(einsum: Einsum, links: Iterable[Link] = ()) -> Relation:
 
 
 def _conv(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Adds over input features; also over positions, if the window is larger than the result."""
+    """Contracts the input features of a convolution, and for a kernel gradient, the positions."""
     numbers, rhs, out = params['dimension_numbers'], ins[1], outs[0]
     groups = params['feature_group_count'] * params['batch_group_count']
     new = itertools.count(3)
-    of_lhs, of_rhs, of_out = {}, {}, {}
+    lhs_index, rhs_index, out_index = {}, {}, {}
     batch, in_features, out_features = 0, 1, 2
-    of_lhs[numbers.lhs_spec[0]] = of_out[numbers.out_spec[0]] = batch
-    of_lhs[numbers.lhs_spec[1]] = in_features
-    of_rhs[numbers.rhs_spec[0]] = of_out[numbers.out_spec[1]] = out_features
-    of_rhs[numbers.rhs_spec[1]] = in_features if groups == 1 else next(new)
+    lhs_index[numbers.lhs_spec[0]] = out_index[numbers.out_spec[0]] = batch
+    lhs_index[numbers.lhs_spec[1]] = in_features
+    rhs_index[numbers.rhs_spec[0]] = out_index[numbers.out_spec[1]] = out_features
+    rhs_index[numbers.rhs_spec[1]] = in_features if groups == 1 else next(new)
     flops = 2 * rhs[numbers.rhs_spec[1]] * math.prod(out)
     spatial = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
     for image_dim, window_dim, out_dim in spatial:
-        position = of_lhs[image_dim] = next(new)
+        position = lhs_index[image_dim] = next(new)
         flops *= rhs[window_dim]
-        # the gradient with respect to the kernel is a convolution whose window is as large as the
-        # image: it adds over positions of the image, and its result has positions of the kernel
-        slides = rhs[window_dim] <= out[out_dim]
-        of_rhs[window_dim] = next(new) if slides else position
-        of_out[out_dim] = position if slides else next(new)
-    *indices, of_result = (tuple(of[d] for d in range(len(of))) for of in (of_lhs, of_rhs, of_out))
-    return _related(Einsum((0, 1), tuple(indices), of_result, flops))
+        # A window larger than the result means a gradient with respect to the kernel: it contracts
+        # the positions of the image, and its result has the positions of the kernel.
+        is_kernel_gradient = rhs[window_dim] > out[out_dim]
+        rhs_index[window_dim] = position if is_kernel_gradient else next(new)
+        out_index[out_dim] = next(new) if is_kernel_gradient else position
+    *indices, result = (
+        tuple(index[d] for d in range(len(index))) for index in (lhs_index, rhs_index, out_index)
+    )
+    return _einsum_relation(Einsum((0, 1), tuple(indices), result, flops))
 
 
 def _reduce(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
     indices = tuple(range(len(ins[0])))
-    return _related(Einsum((0,), (indices,), tuple(i for i in indices if i not in params['axes'])))
+    out = tuple(i for i in indices if i not in params['axes'])
+    return _einsum_relation(Einsum((0,), (indices,), out))
 
 
 def _linked(dims: Iterable[tuple[int, int]]) -> Relation:
-    """Links pairs of an axis of the first operand and an axis of the first result."""
+    """Links axes of the first operand with axes of the first result, given as pairs."""
     return Relation(tuple((0, d, 0, to) for d, to in dims))
 
 
@@ -175,16 +180,14 @@ def _squeeze(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
 
 
 def _reshape(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Links the major axes of a reshape; other axes that are merged or split are not linked."""
     return _linked(major_axes(ins[0], outs[0]))
 
 
 def major_axes(old: Shape, new: Shape) -> Iterator[tuple[int, int]]:
-    """Yields pairs of an old and a new axis of a reshaped array, whose major shards are the same.
+    """Yields the (old, new) pairs of axes of a reshape that can share a sharding.
 
-    An axis that is split is paired with the major one of its parts; of axes that are merged, the
-    major one is paired. (8, 6) reshaped to (2, 4, 6) gives (0, 0) and (1, 2); reshaped to (48,), it
-    gives (0, 0).
+    A split axis is paired with the most major of its parts, a merged axis with the most major of
+    its sources: (8, 6) reshaped to (2, 4, 6) gives (0, 0) and (1, 2); to (48,), it gives (0, 0).
     """
     i = j = 0
     while i < len(old) and j < len(new):
@@ -206,7 +209,7 @@ def major_axes(old: Shape, new: Shape) -> Iterator[tuple[int, int]]:
 
 
 def _same_sizes(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Links axes that keep their size; sliced, padded and joined axes must be unsharded."""
+    """Links axes that keep their size; sliced, padded and concatenated axes must be unsharded."""
     links: list[Link] = []
     unsharded: list[tuple[int, int]] = []
     for (i, shape), (o, out) in itertools.product(enumerate(ins), enumerate(outs)):
@@ -219,22 +222,23 @@ def _same_sizes(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relatio
     return Relation(tuple(links), unsharded=tuple(dict.fromkeys(unsharded)))
 
 
-def _update(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+def _update_slice(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
     links = [(0, d, 0, d) for d in range(len(ins[0]))]
     links += [(1, d, 0, d) for d, size in enumerate(ins[1]) if size == ins[0][d]]
     return Relation(tuple(links))
 
 
 def _window(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Links all axes of pooling; the exchange of edges between neighbors counts as free."""
+    """Links all axes of a pooling operation; halo exchanges count as free."""
     same = (i for i, shape in enumerate(ins) if len(shape) == len(outs[0]))
     return Relation(tuple((i, d, 0, d) for i in same for d in range(len(outs[0]))))
 
 
 def _unsharded_axis(parameter: str) -> Callable[..., Relation]:
-    """Returns the rule for operations along one axis, such as a sort.
+    """Returns the rule for primitives that need one axis unsharded, such as a sort.
 
-    `parameter` is the parameter of the primitive that has the axis, such as 'dimension'.
+    Args:
+        parameter: the parameter of the primitive that holds the axis, such as 'dimension'.
     """
 
     def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
@@ -252,26 +256,26 @@ def _unsharded_axis(parameter: str) -> Callable[..., Relation]:
 
 
 def _gather(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Treats a lookup as a product with a one-hot array of the positions."""
+    """Treats a gather as a contraction of its operand with one-hot indices."""
     numbers, sizes = params['dimension_numbers'], params['slice_sizes']
-    table, positions = ins[:2]
-    new = itertools.count(len(positions))
-    of_table = [next(new) for _ in table]
+    operand, starts = ins[:2]
+    new = itertools.count(len(starts))
+    operand_indices = [next(new) for _ in operand]
     batching = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     for d, at in batching:
-        of_table[d] = at
+        operand_indices[d] = at
     dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    kept = (d for d in range(len(table)) if d not in dropped)
-    # an axis of which the lookup takes only a part is not linked: it gets a new index
-    windows = (of_table[d] if sizes[d] == table[d] else next(new) for d in kept)
-    rest = iter(range(len(positions) - 1))
+    kept = (d for d in range(len(operand)) if d not in dropped)
+    # an axis of which the gather takes slices is not linked: in the result, it has a new index
+    windows = (operand_indices[d] if sizes[d] == operand[d] else next(new) for d in kept)
+    rest = iter(range(len(starts) - 1))  # the last axis of `starts` is the coordinates
     out = [next(windows if d in numbers.offset_dims else rest) for d in range(len(outs[0]))]
-    indices = tuple(range(len(positions))), tuple(of_table)
-    return _related(Einsum((1, 0), indices, tuple(out)))
+    indices = tuple(range(len(starts))), tuple(operand_indices)
+    return _einsum_relation(Einsum((1, 0), indices, tuple(out)))
 
 
 def _scatter(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Treats the addition of updates as a product with a one-hot array of the positions."""
+    """Treats a scatter as a contraction of its updates with one-hot indices."""
     numbers = params['dimension_numbers']
     array, positions, updates = ins[:3]
     new = itertools.count(len(positions))
@@ -284,16 +288,16 @@ def _scatter(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
     dropped = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     kept = iter([d for d in range(len(array)) if d not in dropped])
     rest = iter(range(len(positions) - 1))
-    of_updates: list[int] = []
+    update_indices: list[int] = []
     for d, size in enumerate(updates):
         if d in numbers.update_window_dims:
             at = next(kept)
-            of_updates.append(out[at] if size == array[at] else next(new))
+            update_indices.append(out[at] if size == array[at] else next(new))
         else:
-            of_updates.append(next(rest))
-    indices = tuple(range(len(positions))), tuple(of_updates)
+            update_indices.append(next(rest))
+    indices = tuple(range(len(positions))), tuple(update_indices)
     links = ((0, d, 0, d) for d in range(len(array)))
-    return _related(Einsum((1, 2), indices, tuple(out)), links)
+    return _einsum_relation(Einsum((1, 2), indices, tuple(out)), links)
 
 
 _RULES: dict[str, Callable[..., Relation]] = {
@@ -305,9 +309,9 @@ _RULES: dict[str, Callable[..., Relation]] = {
     'squeeze': _squeeze,
     'reshape': _reshape,
     'gather': _gather,
-    'dynamic_update_slice': _update,
+    'dynamic_update_slice': _update_slice,
     'sort': _unsharded_axis('dimension'),
-    'optimization_barrier': _each,
+    'optimization_barrier': _pairwise,
     **dict.fromkeys(['slice', 'dynamic_slice', 'split', 'concatenate', 'pad'], _same_sizes),
     **dict.fromkeys(
         ['top_k', 'cumsum', 'cumprod', 'cummax', 'cummin', 'cumlogsumexp'], _unsharded_axis('axis')

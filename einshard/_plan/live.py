@@ -12,23 +12,23 @@ from .names import Names
 
 # an array: the names of each axis, and the bytes
 Stored: TypeAlias = tuple[tuple[Names, ...], int]
-# arrays that are in memory at the same time, and how many there are of each
+# arrays that are in memory at the same time, each with its count
 Peak: TypeAlias = tuple[tuple[Stored, int], ...]
 
-# operations whose result is a view of their operand, or may be written over it
+# operations whose result may share the memory of their operand
 _VIEWS = frozenset(
     {'broadcast_in_dim', 'carry', 'convert_element_type', 'copy', 'expand_dims', 'reshape'}
     | {'optimization_barrier', 'sharding_constraint', 'squeeze', 'transpose'}
 )
-_MAX_PEAKS = 24  # every estimate computes the memory of each
+_MAX_PEAKS = 24  # every estimate computes the bytes of all of them
 
 
 @dataclass(slots=True)
 class _Buffer:
-    """A part of memory.
+    """A buffer that holds a value and its views, as in `Roots`.
 
     Attributes:
-        start, end: the positions of the first and the last operation that need it.
+        start, end: the positions of the first and the last operation that need the buffer.
         stored: the largest array in it.
     """
 
@@ -38,28 +38,29 @@ class _Buffer:
 
 
 class Roots:
-    """Finds the value whose memory a value uses: for a view, its source; else the value itself."""
+    """Maps a view to the value whose memory it uses, and other values to themselves."""
 
     def __init__(self, program: Program):
-        self.of = list(range(len(program.values)))
+        self._parents = list(range(len(program.values)))
         for op in program.ops:
             if op.primitive in _VIEWS:
                 for old, new in zip(op.ins, op.outs, strict=False):
                     if old is not None and new is not None:
-                        self.of[self(new)] = self(old)
+                        self._parents[self(new)] = self(old)
 
     def __call__(self, value: int) -> int:
-        while self.of[value] != value:
-            value = self.of[value] = self.of[self.of[value]]
+        parents = self._parents
+        while parents[value] != value:
+            value = parents[value] = parents[parents[value]]
         return value
 
 
 def find_peaks(program: Program, names: Sequence[tuple[Names, ...]]) -> tuple[Peak, ...]:
-    """Returns sets of arrays that are in memory at the same time, those with the most bytes first.
+    """Returns sets of arrays that are in memory at the same time, the largest set first.
 
-    Which one is the peak depends on the sharding, so there are up to `_MAX_PEAKS`. Arrays count if
-    they must be in memory: operands and results of products and lookups, and what loops stack and
-    carry. Other values may be fused. Arguments are left out.
+    Which set has the most bytes on a device depends on the sharding, so up to `_MAX_PEAKS` are
+    returned. They contain the operands and results of contractions, gathers and scatters, and the
+    arrays that loops stack or carry. XLA may fuse other values. Arguments are left out.
     """
     roots = Roots(program)
     kept = {roots(value) for value in _in_memory(program.ops)}
@@ -67,18 +68,18 @@ def find_peaks(program: Program, names: Sequence[tuple[Names, ...]]) -> tuple[Pe
     buffers = _buffers(program, names, roots, kept)
     if not buffers:
         return ()
-    # smaller arrays are left out: they hardly change the sum
+    # arrays with less than 1/1000 of the bytes of the largest are left out
     least = max(buffer.stored[1] for buffer in buffers) // 1000
     found: dict[Peak, None] = {}
     for end in sorted({buffer.end for buffer in buffers}):
         live = [b.stored for b in buffers if b.start <= end <= b.end and b.stored[1] > least]
         found[tuple(sorted(Counter(live).items(), key=repr))] = None
-    largest = sorted(found, key=lambda peak: -sum(n * one[1] for one, n in peak))
+    largest = sorted(found, key=lambda peak: -sum(n * stored[1] for stored, n in peak))
     return tuple(_not_contained(largest[: 4 * _MAX_PEAKS])[:_MAX_PEAKS])
 
 
 def _in_memory(ops: Iterable[Op]) -> Iterable[int]:
-    """Yields the values that must be in memory."""
+    """Yields the values that need memory, because XLA does not fuse them into their users."""
     for op in ops:
         einsum = op.relation.einsum
         if op.primitive in ('carry', 'scan_output'):
@@ -91,7 +92,7 @@ def _in_memory(ops: Iterable[Op]) -> Iterable[int]:
 def _buffers(
     program: Program, names: Sequence[tuple[Names, ...]], roots: Roots, kept: set[int]
 ) -> list[_Buffer]:
-    """Finds the first and the last operation that need each value of `kept` in memory."""
+    """Returns the buffers of the values in `kept`."""
     spans = _spans(program)
     buffers: dict[int, _Buffer] = {}
     results = {value for value in program.results if value is not None}
@@ -101,7 +102,8 @@ def _buffers(
             root = roots(value)
             if root not in kept:
                 continue
-            start = spans[op.body][0] if op.primitive == 'scan_output' else at
+            # a stacked result is in memory from the start of its loop
+            start = spans[op.scan][0] if op.primitive == 'scan_output' else at
             n_bytes = program.values[value].bytes
             buffer = buffers.setdefault(root, _Buffer(start, at, (names[value], n_bytes)))
             scopes.setdefault(root, op.scope)
@@ -111,7 +113,7 @@ def _buffers(
         for value in op.arrays_in:
             root = roots(value)
             if root in buffers:
-                end = spans[op.body][1] if op.primitive == 'scan_input' else at
+                end = spans[op.scan][1] if op.primitive == 'scan_input' else at
                 # a loop that uses a value from outside needs it until its last iteration
                 loop = _outermost_within(op.scope, scopes[root], program.parents)
                 buffers[root].end = max(buffers[root].end, end, spans[loop][1] if loop else 0)
@@ -119,10 +121,10 @@ def _buffers(
 
 
 def _spans(program: Program) -> dict[int, tuple[int, int]]:
-    """Returns the positions of the first and the last operation of every loop, by loop number."""
+    """Returns the positions of the first and the last operation of each loop, keyed by loop id."""
     spans: dict[int, tuple[int, int]] = {0: (0, 0)}
     for at, op in enumerate(program.ops):
-        for scope in {op.scope, op.body} - {0}:
+        for scope in {op.scope, op.scan} - {0}:
             while scope:
                 first, _ = spans.get(scope, (at, at))
                 spans[scope] = first, at
@@ -139,7 +141,7 @@ def _outermost_within(scope: int, outer: int, parents: Sequence[int]) -> int:
 
 
 def _not_contained(peaks: Sequence[Peak]) -> list[Peak]:
-    """Leaves out the peaks whose arrays are all in an earlier peak."""
+    """Removes the peaks whose arrays are all in an earlier peak."""
     kept: list[tuple[Peak, Counter[Stored]]] = []
     for peak in peaks:
         counted = Counter(dict(peak))

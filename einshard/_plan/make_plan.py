@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from .._errors import EinshardError, plural
@@ -16,15 +17,11 @@ from .source import spec_lines
 
 
 def make_plan(search: Search, found: Candidates, model: Model, function: Function) -> Plan:
-    """Makes the plan; raises if no candidate was compiled without an error."""
     choices = search.ranking()
     if not choices:
         raise EinshardError(f'plan {search.stopped}, before a candidate was compiled')
     if choices[0].error:
-        raise EinshardError(
-            f'{model.name} does not compile with any of the {plural(len(choices), "plan")} tried',
-            facts={'plan': choices[0].candidate, 'the compiler says': choices[0].error},
-        )
+        raise _no_plan_compiles(choices, model)
     best = choices[0].candidate
     program = function.trace(best).program
     arguments = [] if program is None else program.arguments
@@ -47,6 +44,20 @@ def make_plan(search: Search, found: Candidates, model: Model, function: Functio
     )
 
 
+def _no_plan_compiles(choices: Sequence[Judgement], model: Model) -> EinshardError:
+    """Returns an error with the compiler's most frequent message, and a plan that causes it."""
+    counts = Counter(one.error for one in choices)
+    ((error, n_plans),) = counts.most_common(1)
+    example = next(one.candidate for one in choices if one.error == error)
+    return EinshardError(
+        f'{model.name} does not compile with any of the {plural(len(choices), "plan")} tried',
+        facts={
+            'the compiler says': error,
+            'plans with this error': f'{n_plans} of {len(choices)}, such as {example}',
+        },
+    )
+
+
 def _notes(choices: Sequence[Judgement], search: Search) -> Iterator[str]:
     n_alike = _n_alike(choices) if search.objective == 'bound' else 1
     if n_alike > 1:
@@ -54,29 +65,27 @@ def _notes(choices: Sequence[Judgement], search: Search) -> Iterator[str]:
             f'the bounds do not tell plans 0 to {n_alike - 1} apart: their ranges (column bound) '
             'overlap that of plan 0'
         )
-    if search.by_compiler and not any(one.judge == 'compiler' for one in choices):
+    if search.judge_by_compiler and not any(one.judge == 'compiler' for one in choices):
         yield (
-            "the target's compiler was not used; the partitioner's figure for memory may be 40 % "
-            'too high'
+            "the target's compiler was not used, and the partitioner's memory may be 40% too high"
         )
 
 
 def _n_alike(choices: Sequence[Judgement]) -> int:
-    """Counts the plans, from the best on, whose range overlaps the range of the best one.
+    """Counts the plans at the start of `choices` whose time ranges overlap that of plan 0.
 
-    The range of a plan goes from its largest bound (all resources are used at the same time) to the
-    sum of its bounds (one after another).
+    A time range goes from the largest of a plan's lower bounds to their sum.
     """
     if not choices[0].bounds:
         return 1
     least, most = choices[0].seconds
-    # a plan may be faster than the first, which is the best one by the target's compiler
-    apart = (
+    # plans that are not compiled for the target may be below the range of plan 0
+    outside = (
         i
         for i, one in enumerate(choices)
         if one.error or one.seconds[0] > most or one.seconds[1] < least
     )
-    return next(apart, len(choices))
+    return next(outside, len(choices))
 
 
 def _warnings(best: Judgement, search: Search, model: Model) -> Iterator[str]:
@@ -84,7 +93,7 @@ def _warnings(best: Judgement, search: Search, model: Model) -> Iterator[str]:
         return
     state = sum(array.bytes for array in model.arrays if array.is_state)
     yield (
-        f'no plan fits: this one is closest, and needs {format_bytes(best.memory)} per device, '
+        f'no plan fits into memory: the closest one needs {format_bytes(best.memory)} per device, '
         f'more than {format_bytes(search.limit)}. To fit, use a smaller batch or more accumulation '
         'steps, jax.checkpoint around each layer, or more chips (weights and other state take '
         f'{format_bytes(state)} before sharding)'

@@ -1,4 +1,4 @@
-"""The time of collectives along mesh axes, for any shape of the mesh."""
+"""MeshNetwork: the time of collectives along mesh axes."""
 
 from __future__ import annotations
 
@@ -9,51 +9,51 @@ import numpy as np
 
 from .._hlo.hardware import Chip
 from .._inspect.network import Network
-from .product_cost import MeshAxis
+from .op_cost import MeshAxis
 
 
 class MeshNetwork:
-    """Finds the time of collectives along mesh axes, for any mesh shape of the same devices.
+    """Finds the minimum time of collectives along mesh axes, for all mesh shapes of `devices`.
 
     Args:
-        devices: in hardware order; a mesh is a row-major reshape of them.
+        devices: in hardware order; each mesh is a row-major reshape of them.
     """
 
     def __init__(self, devices: Sequence[Any], chip: Chip):
         self.n_devices = len(devices)
         self.network = Network(devices, chip)
-        self._known: dict[tuple[str, tuple[MeshAxis, ...]], float] = {}
+        self._cache: dict[tuple[str, tuple[MeshAxis, ...]], float] = {}
 
     def seconds_per_byte(self, kind: str, axes: Sequence[MeshAxis]) -> float:
-        """Returns the minimum time of a collective along mesh axes, per byte of its array."""
+        """Returns the minimum time of a collective per byte of the larger of operand and result."""
         kind = 'all-gather' if kind == 'reduce-scatter' else kind  # the same in reverse
-        # also kept by the axes as given: merging them each time makes estimates 20 % slower
+        # also cached with the axes unmerged: merging in each call makes estimates 20% slower
         key = kind, tuple(axes)
-        found = self._known.get(key)
+        found = self._cache.get(key)
         if found is None:
             merged = kind, _merged(axes)
-            if merged not in self._known:
-                groups = self._without_copies(_groups(self.n_devices, merged[1])).tolist()
-                self._known[merged] = self.network.seconds_per_byte(kind, groups)
-            found = self._known[key] = self._known[merged]
+            if merged not in self._cache:
+                groups = self._without_parallel_groups(_groups(self.n_devices, merged[1])).tolist()
+                self._cache[merged] = self.network.seconds_per_byte(kind, groups)
+            found = self._cache[key] = self._cache[merged]
         return found
 
-    def _without_copies(self, groups: Any) -> Any:
-        """Keeps one of the groups that lie in parallel rows or planes of a torus.
+    def _without_parallel_groups(self, groups: Any) -> Any:
+        """Keeps one of the device groups that are parallel rows or planes of a torus.
 
-        They share no links, so each takes the same time. For 8,192 devices, it would take 100 ms to
-        find the time of all. With several slices, or without coordinates, all groups are kept.
+        They share no links, so they take the same time. `Network` would need 100 ms for all groups
+        of 8,192 devices. With several TPU slices, or without coordinates, keeps all.
         """
         network = self.network
         if not network.has_coords or len(set(network.slices[groups].ravel().tolist())) > 1:
             return groups
         at = network.positions[groups]
-        fixed = (at.max(1) == at.min(1)).all(0)
+        fixed = (at.max(1) == at.min(1)).all(0)  # coordinates that are constant within each group
         return groups[(at[:, 0][:, fixed] == 0).all(1)]
 
 
 def _merged(axes: Sequence[MeshAxis]) -> tuple[MeshAxis, ...]:
-    """Merges adjacent mesh axes."""
+    """Merges adjacent mesh axes: those with (stride, size) = (1, 4) and (4, 2) become (1, 8)."""
     found: list[MeshAxis] = []
     for axis in sorted(axes):
         if found and found[-1].stride * found[-1].size == axis.stride:
@@ -64,10 +64,10 @@ def _merged(axes: Sequence[MeshAxis]) -> tuple[MeshAxis, ...]:
 
 
 def _groups(n: int, axes: Sequence[MeshAxis]) -> Any:
-    """Returns an array of device numbers, with a row for each group along these mesh axes."""
+    """Returns the groups of `n` devices along mesh axes; each row has a group's device numbers."""
     offsets, ids = np.zeros(1, int), np.arange(n)
-    first = np.ones(n, bool)
+    is_first = np.ones(n, bool)  # whether the device is the first one of its group
     for stride, size in axes:
         offsets = (np.arange(size)[:, None] * stride + offsets).reshape(-1)
-        first &= ids // stride % size == 0
-    return ids[first][:, None] + offsets
+        is_first &= ids // stride % size == 0
+    return ids[is_first][:, None] + offsets

@@ -1,9 +1,10 @@
 """Propagates axis names through a flattened program.
 
-An axis of a value has the names that its sharding depends on: `('embed',)`; or `()` if it is not
-sharded; or None if unknown. Names come from arguments, results and constraints. They go
-forward through all operations. They also go backward from constraints and results to the product
-that computes the value, because it can add its partial sums directly in that sharding.
+An array axis has a tuple of names, which determine its sharding: usually one, `('embed',)`; `()` if
+the axis is not sharded; None while they are unknown. Names come from arguments, results and
+constraints. They propagate forward through all operations, and backward from constraints and
+results to the contraction that computes the value, whose partial sums can be reduced directly to
+that sharding.
 """
 
 from __future__ import annotations
@@ -26,74 +27,76 @@ def name_axes(
     arguments: Sequence[AxisNames | None],
     results: Sequence[AxisNames | None],
 ) -> list[AxisNames]:
-    """Returns the names of the axes of every value.
+    """Returns the axis names of each value of a program.
 
     Args:
-        arguments, results: the axis names from specs and metadata; None for arrays without them.
+        arguments, results: the axis names from specs and from Flax; None for arrays without them.
     """
-    required = _Table(program)
+    required = _NameTable(program)
     for value, names in zip(program.results, results, strict=True):
         if value is not None:
-            required.set(value, names)
-    # twice: the names of a loop's carry are known only after the first pass
+            required.fill(value, names)
+    # twice, because the names of a loop's carry are known only after the first time
     for _ in range(2):
         for op in reversed(program.ops):
             _name_operands(op, required)
-    forward = _Table(program)
+    forward = _NameTable(program)
     for value, names in zip(program.arguments, arguments, strict=True):
         if value is not None:
-            forward.set(value, names)
-            forward.set(value, required.names[value])
+            forward.fill(value, names)
+            forward.fill(value, required.names[value])
     for _ in range(2):
         for op in program.ops:
             _name_results(op, forward, required)
     return [tuple(names) for names in forward.names]
 
 
-class _Table:
-    """The axis names of every value. Names that are known do not change."""
+class _NameTable:
+    """The axis names of each value of a program."""
 
     def __init__(self, program: Program):
         self.specs = [value.spec for value in program.values]
         self.names: list[list[Names | None]] = [[None] * len(v.shape) for v in program.values]
 
-    def set(self, value: int, names: Sequence[Names | None] | None) -> None:
-        for axis, of_axis in enumerate(names or ()):
+    def fill(self, value: int, names: Sequence[Names | None] | None) -> None:
+        """Sets the names of the axes whose names are unknown."""
+        for axis, axis_names in enumerate(names or ()):
             if self.names[value][axis] is None:
-                self.names[value][axis] = of_axis
+                self.names[value][axis] = axis_names
 
 
-def _name_operands(op: Op, required: _Table) -> None:
-    """Gives each operand the axis names that the operation requires.
+def _name_operands(op: Op, required: _NameTable) -> None:
+    """Adds the axis names that an operation requires of its operands to `required`.
 
-    These are the names of a constraint, or those that consumers require of the results. An
-    operation with an einsum requires none.
+    A constraint requires the names in its spec; operations with an `Einsum` (such as contractions)
+    require none; the others require the names required of their results.
     """
     if op.primitive == _CONSTRAINT:
         for old, new in zip(op.arrays_in, op.arrays_out, strict=True):
-            required.set(old, required.specs[new])
+            required.fill(old, required.specs[new])
     elif op.relation.einsum is None and op.primitive != 'scan_axis':
-        for i, axis, o, of_out in op.relation.links:
+        for i, axis, o, out_axis in op.relation.links:
             old, new = op.ins[i], op.outs[o]
             if old is not None and new is not None and required.names[old][axis] is None:
-                required.names[old][axis] = required.names[new][of_out]
+                required.names[old][axis] = required.names[new][out_axis]
 
 
-def _name_results(op: Op, forward: _Table, required: _Table) -> None:
-    """Gives each result the axis names of its constraint, its operands or its consumers.
+def _name_results(op: Op, forward: _NameTable, required: _NameTable) -> None:
+    """Adds the axis names of an operation's results to `forward`.
 
-    They are tried in this order; if the operation has an einsum, consumers come before operands.
+    They come from a constraint, else from the operands, else from `required`; for an operation with
+    an `Einsum`, from `required` first.
     """
     for out in op.arrays_out:
         if op.primitive == _CONSTRAINT:
-            forward.set(out, forward.specs[out])
+            forward.fill(out, forward.specs[out])
         elif op.relation.einsum is not None:
-            forward.set(out, required.names[out])
-    for i, axis, o, of_out in op.relation.links:
+            forward.fill(out, required.names[out])
+    for i, axis, o, out_axis in op.relation.links:
         old, new = op.ins[i], op.outs[o]
-        if old is not None and new is not None and forward.names[new][of_out] is None:
-            forward.names[new][of_out] = forward.names[old][axis]
-    # the names of what a loop carries or stacks may come from another operation
+        if old is not None and new is not None and forward.names[new][out_axis] is None:
+            forward.names[new][out_axis] = forward.names[old][axis]
+    # values that a loop carries or stacks may still get their names from another operation
     if op.primitive not in ('carry', 'scan_input', 'scan_output', 'scan_axis'):
         for out in op.arrays_out:
-            forward.set(out, required.names[out])
+            forward.fill(out, required.names[out])

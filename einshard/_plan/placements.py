@@ -1,4 +1,4 @@
-"""Reads the placements that users pass to `plan` as `pin=` and `candidates=`."""
+"""Reads `pin=` and `candidates=` of `plan`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 
 from .._errors import EinshardError, quoted
 from .._notation.expression import Term, parse
-from .._notation.layout import mesh_text
+from .._notation.layout import mesh_size_text, mesh_text
 from .._sharding.axis_rules import AxisPlacement, axis_rules
 from .candidate import Candidate
 from .model import Model
 
-# the mesh axes of some axis names: {'embed': ('x',), 'mlp': ('x', 'y'), 'layers': ()}
+# the mesh axes of each axis name: {'embed': ('x',), 'mlp': ('x', 'y'), 'layers': ()}
 MeshAxesOf: TypeAlias = Mapping[str, tuple[str, ...]]
 
 
@@ -23,9 +23,9 @@ def read_pins(pin: Mapping[str, AxisPlacement], mesh_axes: Collection[str]) -> M
 
 
 def read_candidate(number: int, given: Any, model: Model, n_devices: int) -> Candidate:
-    """Reads one of `candidates=`: the mesh sizes, and a placement by axis name.
+    """Reads element `number` of `candidates=`: a pair of mesh sizes and placements of axis names.
 
-    Names that the model lacks are ignored, because the same placements often serve several models.
+    Names that the model lacks are ignored, so that several models can share their placements.
     """
     label = f'candidates[{number}]'
     is_pair = isinstance(given, tuple | list) and len(given) == 2
@@ -37,7 +37,8 @@ def read_candidate(number: int, given: Any, model: Model, n_devices: int) -> Can
     mesh = {str(axis): size for axis, size in given[0].items()}
     if math.prod(mesh.values()) != n_devices:
         raise EinshardError(
-            f'the mesh of {label} has {math.prod(mesh.values())} devices, not {n_devices}',
+            f'the mesh of {label} has {math.prod(mesh.values())} devices, but the plan is for '
+            f'{n_devices}',
             facts={'mesh sizes': mesh_text(mesh)},
         )
     placed = _read_placements(label, given[1], mesh)
@@ -47,13 +48,13 @@ def read_candidate(number: int, given: Any, model: Model, n_devices: int) -> Can
 
 
 def check_divisible(label: str, placed: MeshAxesOf, model: Model, mesh: Mapping[str, int]) -> None:
-    """Raises if the mesh axes of a name do not divide its size."""
+    """Raises if the size of an axis is not divisible by the number of its shards."""
     for name, axes in placed.items():
-        size, n_shards = model.divisors[name], math.prod(mesh[axis] for axis in axes)
-        if size % n_shards:
+        n_shards = math.prod(mesh[axis] for axis in axes)
+        if model.divisors[name] % n_shards:
             raise EinshardError(
-                f"{label} does not fit the mesh: axis '{name}' (size {size}) is not divisible by "
-                f'{n_shards} ({quoted(axes)})',
+                f"{label} does not fit the mesh: axis '{name}' (size {model.size_text(name)}) is "
+                f'not divisible by {n_shards}, {mesh_size_text(axes)}',
                 facts={'mesh': mesh_text(mesh)},
             )
 
@@ -73,7 +74,7 @@ def _read_placements(
         if unknown:
             raise EinshardError(
                 f"{label} shards '{rule.name}' over {quoted(unknown)}, "
-                f'but the mesh axes are {quoted(list(mesh_axes))}'
+                f'but the mesh has only {quoted(list(mesh_axes))}'
             )
         found[rule.name] = term.mesh_axes
     return found

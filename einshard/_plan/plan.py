@@ -1,4 +1,4 @@
-"""plan: finds the sharding of a model."""
+"""plan: finds how to shard a model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, get_args
 from jax.sharding import Mesh
 
 from .._errors import EinshardError
+from .._functions.bound_method import sharded_call
 from .._hlo.hardware import Chip, as_chip, find_chip
 from .._hlo.memory import parse_bytes
 from .._inspect.lowered import concrete
@@ -28,7 +29,7 @@ from .result import Plan
 from .search import Search
 from .space import AXES, Space
 
-# A sharding to judge: the sizes of the mesh axes, and the placement of each axis name.
+# an element of `candidates=`: the sizes of the mesh axes, and the placement of each axis name
 GivenSharding: TypeAlias = tuple[Mapping[str, int], Mapping[str, AxisPlacement]]
 
 
@@ -60,33 +61,34 @@ def plan(
         {'batch': '@x', 'embed': '', 'mlp': ''}
 
     The function names its axes in expressions without placements: in the specs of `sharded`, in
-    `Rules`, and in `einshard(x, 'batch seq act')` inside. `plan` finds these names by tracing, and
-    compares mesh shapes with up to three axes (x, y, z) and ways to shard the names over them.
-    An estimate orders the candidates. XLA's partitioner compiles the most promising ones, for
-    simulated CPU devices in another process; the compiler of the target compiles the best of them.
-    Nothing runs, and arguments can be shapes: `jax.ShapeDtypeStruct`.
+    `Rules`, and in constraints such as `einshard(x, 'batch seq act')`. `plan` finds these names by
+    tracing. A candidate is a mesh shape with up to three axes (x, y, z), and the mesh axes that
+    each name is sharded over. An estimate ranks the candidates. The most promising ones are
+    compiled with XLA's partitioner, for simulated CPU devices in another process; the best of these
+    are compiled for the target. Nothing runs, and arguments can be ShapeDtypeStructs.
 
     The cost of a candidate is a sum of lower bounds: compute, HBM, and the network along each
     mesh axis. It is not a prediction of the step time.
 
     Args:
         fn: a `sharded` or jitted function, or any other function that names its axes.
-        args, kwargs: arguments of the call, as in `explain`.
-        mesh: the devices, such as `topology('v5e:16x16')`. A mesh with named axes fixes the mesh
-            shape, so that only the names are planned. Default: the mesh in context, or all devices.
+        args, kwargs: the arguments of a call, as in `explain`.
+        mesh: the devices, such as `topology('v5e:16x16')`. `plan` keeps the shape of a mesh with
+            named axes, and finds only placements. Default: the mesh in context, or all devices.
         chip: the chip for the lower bounds, as in `explain`. Default: that of the devices.
-        memory: bytes of a device that a plan may use, such as '14 GB'. Default: all that it
-            has; no limit if the chip is unknown.
-        objective: what to minimize: 'bound', the sum of the lower bounds; 'bytes' that a device
-            sends; or 'memory'. Ties are broken by memory, then bytes.
-        pin: placements that are fixed, by name: {'embed': '@x', 'layers': ''}.
-        candidates: shardings of your own to judge alongside, as pairs of mesh sizes and
+        memory: the bytes that a plan may use on a device, such as '14 GB'. Default: all of its
+            memory; no limit if the chip is unknown.
+        objective: what to minimize: 'bound' (the sum of the lower bounds), 'bytes' (sent by a
+            device) or 'memory'. Ties are broken by memory, then bytes.
+        pin: axis names with fixed placements: {'embed': '@x', 'layers': ''}.
+        candidates: your own candidates, which are compiled first, as pairs of mesh sizes and
             placements: `({'data': 16, 'tensor': 16}, {'batch': '@data', 'mlp': '@tensor'})`.
-        compilations: how many candidates the partitioner compiles; fewer if there are fewer.
-        seconds: stop after this time. The result then depends on the speed of the machine.
+        compilations: the maximum number of candidates to compile with the partitioner.
+        seconds: the time after which to stop. The result then depends on the speed of the machine.
 
     Returns:
-        A `Plan`. If no candidate fits into memory, the one that is closest, with a warning.
+        A `Plan`. If no candidate fits into memory, its best plan is the one that needs least
+        memory, with a warning.
 
     Raises:
         EinshardError: the model has no axis names or nothing to shard; `fn` has its own mesh; there
@@ -94,11 +96,12 @@ def plan(
             not fit the sizes; or no candidate compiles.
     """
     check_option('objective', objective, get_args(Objective))
+    fn = sharded_call(fn)
     _check_has_no_mesh(fn)
     devices = _devices(mesh)
     chip = _find_chip(chip, devices, objective)
     limit = _memory_limit(memory, chip, devices)
-    _check_budget(compilations, seconds)
+    _check_search_limits(compilations, seconds)
     mesh_axes = None if is_device_mesh(devices) else tuple(devices.shape.items())
     mesh_axis_names = [name for name, _ in mesh_axes or ()]
     model = find_model(fn, args, kwargs, mesh_axis_names)
@@ -110,14 +113,14 @@ def plan(
     if not any(axes for candidate in found.ranked for _, axes in candidate.axes):
         raise _nothing_to_shard(model, devices)
     function = Function(fn, args, kwargs, devices, chip)
-    # if the devices are CPUs, the partitioner already compiles for them
+    # for CPUs, the partitioner is already the compiler of the target
     is_cpu = devices.devices.flat[0].platform == 'cpu'
     with closing(Partitioner(function)) as partitioner:
         search = Search(
             estimates=[estimator.judge(candidate) for candidate in found.ranked],
             given=given,
-            by_partitioner=partitioner.judge_all,
-            by_compiler=None if is_cpu else function.judge_all,
+            judge_by_partitioner=partitioner.judge_all,
+            judge_by_compiler=None if is_cpu else function.judge_all,
             objective=objective,
             limit=limit,
             compilations=compilations,
@@ -175,7 +178,7 @@ def _check_has_no_mesh(fn: Any) -> None:
 
 
 def _nothing_to_shard(model: Model, devices: Mesh) -> EinshardError:
-    sizes = ', '.join(f'{name} {size}' for name, size in model.divisors.items())
+    sizes = ', '.join(f'{name} {model.size_text(name)}' for name in model.sizes)
     return EinshardError(
         f'{model.name} has no axis that can be sharded over {devices.size} devices',
         facts={
@@ -190,8 +193,9 @@ def _n_slices(devices: Mesh) -> int:
     return len({getattr(device, 'slice_index', None) for device in devices.devices.flat})
 
 
-def _check_budget(compilations: object, seconds: object) -> None:
-    if not isinstance(compilations, int) or compilations < 1:
+def _check_search_limits(compilations: object, seconds: object) -> None:
+    if isinstance(compilations, bool) or not isinstance(compilations, int) or compilations < 1:
         raise EinshardError(f'compilations= must be a positive integer, not {compilations!r}')
-    if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+    is_positive = isinstance(seconds, int | float) and seconds > 0
+    if seconds is not None and (isinstance(seconds, bool) or not is_positive):
         raise EinshardError(f'seconds= must be a positive number, not {seconds!r}')

@@ -14,11 +14,11 @@ _WIDTH, _HEIGHT, _MARGIN = 480, 280, 76
 
 
 def scatter_svg(judgements: Sequence[Judgement], limit: int | None, n_numbered: int) -> str:
-    """Draws a point per plan, and the memory limit as a line. Bytes sent are on a log scale.
+    """Draws plans as points, and the memory limit as a line. Bytes sent are on a log scale.
 
-    The best plan is filled, and the first `n_numbered` plans have their numbers. Tooltips give the
-    shardings. Plans that do not compile, or whose memory is unknown, have no point. A limit far
-    above all points has no line. Returns '' if there are no points.
+    The point of the best plan is filled, and the first `n_numbered` plans are labeled with their
+    numbers. Tooltips show the shardings. Plans that do not compile, or whose memory is unknown,
+    have no point. A limit far above all points has no line. Returns '' if there are no points.
     """
     points = {
         i: plan for i, plan in enumerate(judgements) if plan.memory is not None and not plan.error
@@ -30,8 +30,8 @@ def scatter_svg(judgements: Sequence[Judgement], limit: int | None, n_numbered: 
     top = max(plan.memory or 0 for plan in points.values()) * 1.08
     if limit and top > limit / 4:  # else the points would be too close to each other
         top = max(top, limit * 1.08)
-    x_of = [_MARGIN + (x - low) / ((high - low) or 1) * (_WIDTH - 2 * _MARGIN) for x in sent]
-    y_of = [_y(plan.memory or 0, top) for plan in points.values()]
+    xs = [_MARGIN + (x - low) / ((high - low) or 1) * (_WIDTH - 2 * _MARGIN) for x in sent]
+    ys = [_y(plan.memory or 0, top) for plan in points.values()]
     parts = [_axes(2**low, 2**high, top)]
     if limit and limit < top:
         y = _y(limit, top)
@@ -41,8 +41,8 @@ def scatter_svg(judgements: Sequence[Judgement], limit: int | None, n_numbered: 
             f'<text x="{_WIDTH - 8}" y="{y - 4:.1f}" text-anchor="end">'
             f'memory limit: {format_bytes(limit)}</text>'
         )
-    numbers: defaultdict[tuple[int, int], list[str]] = defaultdict(list)  # by position
-    for (i, plan), x, y in zip(points.items(), x_of, y_of, strict=True):
+    labels: defaultdict[tuple[int, int], list[str]] = defaultdict(list)  # keyed by (x, y)
+    for (i, plan), x, y in zip(points.items(), xs, ys, strict=True):
         fill = 'currentColor' if i == 0 else 'none'
         title = html.escape(
             f'plan {i}: {plan.candidate}; memory {format_bytes(plan.memory or 0)}, '
@@ -53,10 +53,10 @@ def scatter_svg(judgements: Sequence[Judgement], limit: int | None, n_numbered: 
             f'<title>{title}</title></circle>'
         )
         if i < n_numbered:
-            numbers[round(x), round(y)].append(str(i))
+            labels[round(x), round(y)].append(str(i))
     parts += [
-        f'<text x="{x + 8}" y="{y + 4}">{", ".join(plans)}</text>'
-        for (x, y), plans in numbers.items()
+        f'<text x="{x + 8}" y="{y + 4}">{", ".join(numbers)}</text>'
+        for (x, y), numbers in labels.items()
     ]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '

@@ -1,4 +1,4 @@
-"""Plan: the result of `plan`, to print, to use and to compare."""
+"""Plan: the result of `plan`."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ _SHOWN = 4  # plans in the printed table
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(Display):
-    """The sharding that `plan` found, with the plans that it was compared with.
+    """The sharding that `plan` found, and the plans that it was compared with.
 
     Prints as code to paste, with a table of the best plans. `axis_rules(plan.rules)` applies it.
 
     Attributes:
         name: the name of the function.
-        devices: the devices that were planned for.
-        chip: the name of the chip for the bounds; None if it is unknown.
-        objective: what was minimized.
+        devices: the mesh with the devices of all plans; each plan arranges them in its own mesh.
+        chip: the name of the chip for the bounds; None if unknown.
+        objective: what is minimized.
         limit: the bytes that a plan may use on a device; None if unknown.
         sizes: the axis names of the model, with their sizes.
         choices: the compiled plans, best first, each a `Judgement`.
         code: the specs of the function with the placements of the best plan, as source text.
-        n_candidates: how many candidates were left to choose from after pruning; at most 200.
-        pruned: how many other ways to shard the model or a mesh axis were left out, by reason:
-            {'indivisible': 120}.
+        n_candidates: the number of candidates left after pruning, at most 200.
+        pruned: per reason, how much was left out, {'indivisible': 120}: plans, axis names, or sets
+            of axis names to shard over one mesh axis.
         stopped: why the search ended early, or ''.
-        notes: what to know about the result, such as plans that cannot be told apart.
-        warnings: why the result may not be usable.
+        notes: remarks on the result, such as how many plans are equally good within the bounds.
+        warnings: why the result may be unusable.
     """
 
     name: str
@@ -77,11 +77,11 @@ class Plan(Display):
 
     @property
     def fits(self) -> bool:
-        """Whether the best plan compiles and needs no more memory than `limit`."""
+        """Whether the best plan needs no more memory than `limit`."""
         return self.best.fits(self.limit)
 
     def explain(self, i: int = 0) -> Report:
-        """Returns the full report of plan `i`, as `explain` does; this may compile it again."""
+        """Returns the report of `explain` on plan `i`; this may compile the plan again."""
         return self._function.report(self._choice(i).candidate)
 
     def trace(self) -> Stages:
@@ -89,7 +89,7 @@ class Plan(Display):
         return self._function.trace(self.best.candidate)
 
     def why(self, name: str) -> Why:
-        """Compares the best plan with others of its mesh shape that differ only in this axis."""
+        """Compares the best plan with the plans that shard only axis `name` differently."""
         if name not in self.sizes:
             raise EinshardError(
                 f"the model has no axis named '{name}'",
@@ -123,7 +123,7 @@ class Plan(Display):
             arrays=tuple((name, before.get(name), after.get(name)) for name in names),
             collectives=changed,
             numbers=tuple((name, a, b) for name, a, b in numbers if a != b),
-            # a judgement does not have the bytes and source lines of each collective
+            # a judgement has neither the bytes nor the source lines of single collectives
             details=((0, ''),) * len(changed),
         )
 
@@ -181,7 +181,7 @@ class Plan(Display):
         pruned = ', '.join(f'{why} ({n})' for why, n in self.pruned.items())
         lines = [
             f'{plural(self.n_candidates, "candidate")} ranked by estimates; '
-            f'{len(judges)} compiled, {judges.count("compiler")} of them for the target'
+            f'{len(judges)} compiled, {judges.count("compiler")} of them for the devices'
             f'{f" ({self.stopped})" if self.stopped else ""}',
             *([f'not considered: {pruned}'] if pruned else []),
         ]
@@ -222,11 +222,11 @@ _COLUMNS = (
     Column('bound', right=True),
     Column('memory', right=True),
     Column('sent', right=True),
-    Column('dominated by'),
+    Column('largest bound'),
     Column('judge'),
     Column('axes', below=True),
     Column('sends', below=True),
-    Column('loses:', below=True),
+    Column('vs. plan 0:', below=True),
 )
 
 
@@ -252,7 +252,7 @@ class Why(Display):
             for text, one in others
         ]
         if not others:
-            lines.append('no compiled plan of this mesh shape differs only in this axis')
+            lines.append('no compiled plan shards only this axis differently')
         return Page('', (Section('', lines=tuple(lines)),))
 
 

@@ -1,7 +1,7 @@
-"""Searches the candidates: estimates choose what to compile, and compilers choose the plan.
+"""Searches the candidates: estimates choose what to compile, compilations choose the plan.
 
-The three judges are the levels of successive halving (Jamieson and Talwalkar, 2016): an estimate
-for every candidate, XLA's partitioner for tens of them, the target's compiler for a few.
+As in successive halving (Jamieson and Talwalkar, 2016), candidates are judged at three levels: all
+by an estimate, tens of them by XLA's partitioner, a few by the target's compiler.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from typing import TypeAlias
 from .candidate import Candidate
 from .judgement import Judgement, Objective
 
-# Judges candidates one after another, by compiling them.
-CompileAll: TypeAlias = Callable[[Sequence[Candidate]], Generator[Judgement, None, None]]
+# compiles candidates one after another, and yields their costs
+JudgeAll: TypeAlias = Callable[[Sequence[Candidate]], Generator[Judgement, None, None]]
 
-_FINALISTS = 3  # how many of the best plans the target's compiler gets at first
-_MAX_FINALISTS = 5  # after this many, it gets another one only if the newest is the best
-_TIE = 1.02  # plans whose costs differ by less than this ratio are equally good
+_FINALISTS = 3  # how many of the best plans are first compiled for the target
+_MAX_FINALISTS = 5  # after this many, another plan is compiled only if the newest is the best
+_TIE = 1.02  # plans whose costs differ by up to this ratio are equally good
 # for large models, the partitioner reports 0.95 to 1.42 times the memory that the TPU compiler does
-_MARGIN = 1.5
+_MEMORY_MARGIN = 1.5
 
 
 @dataclass
 class Search:
-    """A search over candidates, and what it has found so far.
+    """A search over candidates, and its results so far.
 
     Attributes:
         estimates: the candidates left after pruning, the best estimate first.
         given: candidates of the user, which are compiled first.
-        by_partitioner: judges candidates by XLA's partitioner.
-        by_compiler: judges candidates by the target's compiler; None if the devices are CPUs, for
-            which the partitioner already compiles.
+        judge_by_partitioner: compiles with XLA's partitioner, for simulated CPU devices.
+        judge_by_compiler: compiles for the target; None if the target is CPUs, for which
+            `judge_by_partitioner` compiles already.
         limit: the bytes that a plan may use on a device; None if unknown.
-        compilations: how many candidates the partitioner compiles.
+        compilations: the maximum number of candidates to compile with the partitioner.
         seconds: no compilation starts after this time; None for no limit.
         judged: the last judgement of each compiled candidate.
         stopped: why the search ended early, or ''.
@@ -44,8 +44,8 @@ class Search:
 
     estimates: Sequence[Judgement]
     given: Sequence[Candidate]
-    by_partitioner: CompileAll
-    by_compiler: CompileAll | None
+    judge_by_partitioner: JudgeAll
+    judge_by_compiler: JudgeAll | None
     objective: Objective
     limit: int | None
     compilations: int
@@ -54,34 +54,37 @@ class Search:
     stopped: str = ''
 
     def run(self) -> None:
-        """Fills `judged`. A KeyboardInterrupt ends it, and is raised only if nothing is judged."""
+        """Runs the search, which fills `judged`.
+
+        A KeyboardInterrupt stops the search, and is raised only if nothing is judged yet.
+        """
         self._started = time.monotonic()
         try:
             self._explore()
-            if self.by_compiler is not None and not self.stopped:
-                self._decide(self.by_compiler)
+            if self.judge_by_compiler is not None and not self.stopped:
+                self._compile_for_target(self.judge_by_compiler)
         except KeyboardInterrupt:
             if not self.judged:
                 raise
             self.stopped = 'interrupted'
 
     def ranking(self) -> list[Judgement]:
-        """Ranks the compiled candidates; the best that fits by the target's compiler comes first.
+        """Ranks the compiled candidates.
 
-        Without the target's compiler, all are in the partitioner's order.
+        Of those that were compiled for the target and fit into memory, the best comes first.
         """
-        ranked = sorted(self.judged.values(), key=self._rank)
-        by_compiler = [one for one in ranked if one.judge == 'compiler' and one.fits(self.limit)]
-        best = by_compiler[:1]
+        ranked = sorted(self.judged.values(), key=self._sort_key)
+        for_target = [one for one in ranked if one.judge == 'compiler' and one.fits(self.limit)]
+        best = for_target[:1]
         return [*best, *(one for one in ranked if one not in best)]
 
     def progress_text(self) -> str:
         text = f'plan: compiled {len(self.judged)} of {self.compilations} candidates'
-        n_on_target = self._n_on_target()
-        return f'{text}, {n_on_target} for the target' if n_on_target else text
+        n_for_target = self._n_for_target()
+        return f'{text}, {n_for_target} for the target' if n_for_target else text
 
-    def _rank(self, judgement: Judgement) -> tuple[object, ...]:
-        """Returns a sort key: plans that fit come first, by cost; others follow, by memory."""
+    def _sort_key(self, judgement: Judgement) -> tuple[object, ...]:
+        """Returns a sort key: first the plans that fit, by cost; then the others, by memory."""
         fits = judgement.fits(self.limit)
         return (
             not fits,
@@ -94,17 +97,17 @@ class Search:
     # --- the partitioner -------------------------------------------------------------------------
 
     def _explore(self) -> None:
-        """Compiles the user's candidates and the best estimates, then others in batches."""
+        """Compiles the user's candidates, those with the best estimates, then batches of others."""
         first = [*self.given, *_spread(self.estimates, max(1, self.compilations // 2))]
-        self._compile(self.by_partitioner, first[: self.compilations])
+        self._compile(self.judge_by_partitioner, first[: self.compilations])
         while not self.stopped and (left := self.compilations - len(self.judged)) > 0:
             batch = self._next_batch(min(left, max(2, self.compilations // 8)))
             if not batch:
                 return
-            self._compile(self.by_partitioner, batch)
+            self._compile(self.judge_by_partitioner, batch)
 
     def _next_batch(self, n: int) -> list[Candidate]:
-        """Chooses up to n candidates: half are neighbors of the best plan, half best estimates."""
+        """Chooses up to n candidates: up to half are neighbors of the best plan."""
         new = [one.candidate for one in self.estimates if one.candidate not in self.judged]
         best = self.ranking()[0].candidate
         neighbors = [candidate for candidate in new if is_neighbor(best, candidate)]
@@ -112,37 +115,37 @@ class Search:
 
     # --- the target's compiler -------------------------------------------------------------------
 
-    def _decide(self, compile_all: CompileAll) -> None:
-        """Compiles for the target: the best plans, the best with another mesh shape, the user's.
+    def _compile_for_target(self, judge_all: JudgeAll) -> None:
+        """Compiles the best plans, the best with another mesh shape and the user's, for the target.
 
-        More plans follow, one by one, while the target's compiler disagrees with the order of the
-        partitioner; after `_MAX_FINALISTS`, only while the newest is the best.
+        More plans follow, one by one, while the target's compiler orders the plans differently than
+        the partitioner; after `_MAX_FINALISTS`, only while the newest plan is the best.
         """
         ranked = self.ranking()
-        margin = None if self.limit is None else _MARGIN * self.limit
-        may_fit = [one for one in ranked if one.fits(margin)]
+        high_limit = None if self.limit is None else _MEMORY_MARGIN * self.limit
+        may_fit = [one for one in ranked if one.fits(high_limit)]
         by_cost = sorted(may_fit, key=lambda one: one.cost(self.objective)) or ranked
         # first the partitioner's best plan, then the cheapest ones that may fit
         plans = list(dict.fromkeys(one.candidate for one in [*may_fit[:1], *by_cost]))
         finalists, others = plans[:_FINALISTS], plans[_FINALISTS:]
-        contrast = [c for c in others if c.mesh != finalists[0].mesh][:1]
+        other_shape = [c for c in others if c.mesh != finalists[0].mesh][:1]
         given = [c for c in self.given if c not in finalists]
-        first = list(dict.fromkeys([*finalists, *given, *contrast]))
-        self._compile(compile_all, first)
+        first = list(dict.fromkeys([*finalists, *given, *other_shape]))
+        self._compile(judge_all, first)
         newest = None
         for candidate in (c for c in others if c not in first):
             best = self.ranking()[0].candidate
-            is_enough = self._n_on_target() - len(given) >= _MAX_FINALISTS and best != newest
-            as_expected = best == finalists[0] and self._keeps_order(by_cost)
-            if is_enough or self.stopped or as_expected:
+            is_enough = self._n_for_target() - len(given) >= _MAX_FINALISTS and best != newest
+            is_as_expected = best == finalists[0] and self._keeps_order(by_cost)
+            if is_enough or self.stopped or is_as_expected:
                 return
-            self._compile(compile_all, [candidate])
+            self._compile(judge_all, [candidate])
             newest = candidate
 
     def _keeps_order(self, ranked: Sequence[Judgement]) -> bool:
-        """Whether the target's compiler agrees with the order of `ranked`.
+        """Whether the target's compiler orders plans like `ranked`.
 
-        Only plans that it has compiled and that fit are compared.
+        Compares only the plans that were compiled for the target and fit into memory.
         """
         highest = 0.0
         for one in ranked:
@@ -154,19 +157,19 @@ class Search:
                 highest = max(highest, cost)
         return True
 
-    def _n_on_target(self) -> int:
+    def _n_for_target(self) -> int:
         return sum(one.judge == 'compiler' for one in self.judged.values())
 
-    def _compile(self, compile_all: CompileAll, candidates: Sequence[Candidate]) -> None:
-        if self._out_of_time():
+    def _compile(self, judge_all: JudgeAll, candidates: Sequence[Candidate]) -> None:
+        if self._is_out_of_time():
             return
-        with closing(compile_all(candidates)) as judgements:
+        with closing(judge_all(candidates)) as judgements:
             for judgement in judgements:
                 self.judged[judgement.candidate] = judgement
-                if self._out_of_time():
+                if self._is_out_of_time():
                     return
 
-    def _out_of_time(self) -> bool:
+    def _is_out_of_time(self) -> bool:
         if self.seconds is not None and time.monotonic() - self._started > self.seconds:
             self.stopped = f'stopped after {self.seconds:g} s'
         return bool(self.stopped)
@@ -182,7 +185,7 @@ def is_neighbor(one: Candidate, other: Candidate) -> bool:
 
 
 def _spread(estimates: Sequence[Judgement], n: int) -> list[Candidate]:
-    """Chooses n candidates, alternating between the best overall and the best of each shape."""
+    """Chooses n candidates: in turn the best overall and the best of the next mesh shape."""
     by_shape: dict[object, list[Candidate]] = {}
     for one in estimates:
         by_shape.setdefault(one.candidate.mesh, []).append(one.candidate)

@@ -1,4 +1,4 @@
-"""The space of candidates: mesh shapes, and the sets of axis names that a mesh axis may shard."""
+"""Space: the mesh shapes, and the sets of axis names that may be sharded over each mesh axis."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from typing import Any, TypeAlias
 from .._errors import EinshardError, plural, quoted
 from .candidate import Candidate
 from .model import Model
+from .op_cost import MeshAxis, axes_of_shape
 from .placements import check_divisible
-from .product_cost import MeshAxis, axes_of_shape
 
+# a mesh shape: the sizes of the mesh axes
 Sizes: TypeAlias = tuple[int, ...]
-# the axis names that one mesh axis shards: at most one of them in each array
+# the axis names that are sharded over a mesh axis; no array has two of them
 NameSet: TypeAlias = frozenset[str]
-# a plan: its mesh shape, and the names that each mesh axis shards
+# a mesh shape, and the axis names that are sharded over each mesh axis
 PlanTuple: TypeAlias = tuple[Sizes, tuple[NameSet, ...]]
 
 AXES = ('x', 'y', 'z')
-# once a mesh axis has this many name sets, the remaining names are not considered for it
+# once a mesh axis has this many name sets, the remaining names are not sharded over it
 _MAX_NAME_SETS = 2000
 
 
@@ -31,12 +32,11 @@ class Space:
     """All candidates of a model on a number of devices.
 
     Attributes:
-        n_devices: the number of devices.
         n_slices: the number of TPU slices. If there are several, and the user has not named the
             mesh axes, the slices are the first mesh axis, over which only the batch is sharded.
-        mesh: the user's mesh axes with their sizes; None to try all factorizations.
-        pinned: names with their mesh axes, which do not change.
-        pruned: how many names, or sets of names for a mesh axis, were left out, by reason.
+        mesh: the user's mesh axes and their sizes; None to try all factorizations.
+        pinned: the mesh axes of the names in `pin=`.
+        pruned: how many axis names, or sets of names for a mesh axis, were left out, per reason.
     """
 
     model: Model
@@ -55,7 +55,7 @@ class Space:
         return AXES if self.mesh is None else tuple(name for name, _ in self.mesh)
 
     def shapes(self, max_axes: int = len(AXES)) -> list[Sizes]:
-        """Returns the mesh shapes with up to `max_axes` axes that fit the pins; or the user's."""
+        """Returns the user's mesh shape; else all shapes of up to `max_axes` axes that fit pins."""
         if self.mesh is not None:
             return [tuple(size for _, size in self.mesh)]
         first = (self.n_slices,) if self.n_slices > 1 else ()
@@ -68,18 +68,18 @@ class Space:
         return [sizes for sizes in found if self._fits_pins(sizes)]
 
     def name_sets(self, sizes: Sizes, axis: int) -> list[NameSet]:
-        """Returns the sets of names that a mesh axis may shard; all have the names pinned to it."""
-        across_slices = self.n_slices > 1 and self.mesh is None and axis == 0
+        """Returns the name sets for mesh axis number `axis`; all have the names pinned to it."""
+        is_across_slices = self.n_slices > 1 and self.mesh is None and axis == 0
         pinned = frozenset(n for n, axes in self.pinned.items() if self.mesh_axes[axis] in axes)
-        # specs may name a mesh axis of the user, which then shards no other axis of the array
-        of_user = frozenset({self.mesh[axis][0]} if self.mesh else ())
-        key = sizes[axis], across_slices, pinned, of_user
+        # specs may name the user's mesh axes: in 'a@data b', b cannot be sharded over data
+        user_axis = frozenset({self.mesh[axis][0]} if self.mesh else ())
+        key = sizes[axis], is_across_slices, pinned, user_axis
         if key not in self._name_sets:
             self._name_sets[key] = self._find_name_sets(*key)
         return self._name_sets[key]
 
     def is_valid(self, plan: PlanTuple) -> bool:
-        """Whether the mesh axes of every name divide its size."""
+        """Whether all sizes of each axis name are divisible by the number of its shards."""
         sizes, name_sets = plan
         shards: dict[str, int] = {}
         for size, names in zip(sizes, name_sets, strict=True):
@@ -88,32 +88,35 @@ class Space:
         return all(self.model.divisors[name] % n == 0 for name, n in shards.items())
 
     def obeys_pins(self, plan: PlanTuple) -> bool:
-        """Whether the pinned names are sharded over their mesh axes, and no others."""
-        axes = dict(self.candidate(plan).axes)
-        return all({*axes[name]} == {*pinned} for name, pinned in self.pinned.items())
+        """Whether each pinned name is sharded over exactly the mesh axes of its pin."""
+        return all(
+            {*self._mesh_axes_of(plan, name)} == {*axes} for name, axes in self.pinned.items()
+        )
 
     def axes(self, plan: PlanTuple) -> dict[str, tuple[MeshAxis, ...]]:
-        """Returns the mesh axes of each axis name. A mesh axis of the user is a name for itself."""
+        """Returns the mesh axes of each axis name.
+
+        The user's mesh axes are also keys, because specs may name them.
+        """
         sizes, name_sets = plan
         found: dict[str, tuple[MeshAxis, ...]] = dict.fromkeys(self.model.sizes, ())
         for axis, names in zip(axes_of_shape(sizes), name_sets, strict=True):
             for name in names:
                 found[name] += (axis,)
-        # specs may name mesh axes, too
-        of_user = zip(self.mesh or (), axes_of_shape(sizes), strict=False)
-        return {name: (axis,) for (name, _), axis in of_user} | found
+        user_axes = zip(self.mesh or (), axes_of_shape(sizes), strict=False)
+        return {name: (axis,) for (name, _), axis in user_axes} | found
 
     def candidate(self, plan: PlanTuple) -> Candidate:
-        """Converts a plan to a candidate, in which the mesh axes have names."""
-        sizes, name_sets = plan
-        pairs = list(zip(self.mesh_axes, name_sets, strict=False))
+        """Converts a plan to a candidate, whose mesh axes have names."""
+        axes = {name: self._mesh_axes_of(plan, name) for name in self.model.sizes}
         return Candidate(
-            tuple(zip(self.mesh_axes, sizes, strict=False)),
-            tuple(
-                (name, tuple(axis for axis, names in pairs if name in names))
-                for name in self.model.sizes
-            ),
+            tuple(zip(self.mesh_axes, plan[0], strict=False)),
+            tuple((axes | dict(self.pinned)).items()),  # a pin '@(y,x)' keeps this order
         )
+
+    def _mesh_axes_of(self, plan: PlanTuple, name: str) -> tuple[str, ...]:
+        pairs = zip(self.mesh_axes, plan[1], strict=False)
+        return tuple(axis for axis, names in pairs if name in names)
 
     def _batch_names(self) -> frozenset[str]:
         """Returns the first axis name of each array that is data, such as 'batch'."""
@@ -124,34 +127,34 @@ class Space:
         )
 
     def _find_name_sets(
-        self, size: int, across_slices: bool, pinned: NameSet, of_user: frozenset[str]
+        self, size: int, is_across_slices: bool, pinned: NameSet, user_axis: frozenset[str]
     ) -> list[NameSet]:
-        """Lists the name sets for a mesh axis, and counts in `pruned` why others are left out.
+        """Lists the name sets for a mesh axis, and counts those left out in `pruned`.
 
-        `of_user` has the name of the mesh axis if specs may name it.
+        `user_axis` has the name of the mesh axis if the user named it; else it is empty.
         """
         free = [name for name in self.model.sizes if name not in self.pinned]
-        divided = [name for name in free if self.model.divisors[name] % size == 0]
-        self.pruned['indivisible'] += len(free) - len(divided)
-        if across_slices:
-            n_before, batch = len(divided), self._batch_names()
-            divided = [name for name in divided if name in batch]
-            self.pruned['another axis than the batch across slices'] += n_before - len(divided)
+        divisible = [name for name in free if self.model.divisors[name] % size == 0]
+        self.pruned['indivisible'] += len(free) - len(divisible)
+        if is_across_slices:
+            n_before, batch = len(divisible), self._batch_names()
+            divisible = [name for name in divisible if name in batch]
+            self.pruned['axis other than the batch across slices'] += n_before - len(divisible)
         conflicts = self._conflicts()
         found: list[NameSet] = [pinned]
-        for name in divided:
+        for name in divisible:
             if len(found) < _MAX_NAME_SETS:
                 others = conflicts[name]
-                more = [names | {name} for names in found if others.isdisjoint(names | of_user)]
+                more = [names | {name} for names in found if others.isdisjoint(names | user_axis)]
                 self.pruned['two axes of an array over one mesh axis'] += len(found) - len(more)
                 found += more
-        # a mesh axis may shard nothing only if there is nothing that it can shard
+        # the empty set is used only if no name can be sharded over the mesh axis
         return [names for names in found if names] or [frozenset()]
 
     def _conflicts(self) -> dict[str, set[str]]:
-        """Returns, for each name, the names that share an array with it."""
+        """Maps each axis name to the names that occur with it in an array."""
         found: dict[str, set[str]] = {name: set() for name in self.model.sizes}
-        for names in self.model.names_by_array:
+        for names in self.model.array_names:
             for name, other in itertools.permutations(names, 2):
                 if name in found:
                     found[name].add(other)
@@ -173,19 +176,20 @@ class Space:
                 'has no such axis name',
                 facts={'axis names': ', '.join(self.model.sizes)},
             )
-        for names in self.model.names_by_array:
+        for names in self.model.array_names:
             for name, other in itertools.combinations(names, 2):
                 twice = set(self.pinned.get(name, ())) & set(self.pinned.get(other, ()))
                 if twice:
                     raise EinshardError(
-                        f"pin= shards '{name}' and '{other}' of one array over '{min(twice)}'",
+                        f"pin= shards two axes of one array, '{name}' and '{other}', over mesh "
+                        f"axis '{min(twice)}'",
                         facts={'axes of the array': ' '.join(names)},
                     )
         if self.mesh is not None:
             check_divisible('pin=', self.pinned, self.model, dict(self.mesh))
         elif not self.shapes():
             pinned = [
-                f"'{name}' (size {self.model.divisors[name]}) over {quoted(axes)}"
+                f"'{name}' (size {self.model.size_text(name)}) over {quoted(axes)}"
                 for name, axes in self.pinned.items()
                 if axes
             ]
@@ -193,13 +197,14 @@ class Space:
                 f'pin= does not fit any mesh of {plural(self.n_devices, "device")}',
                 facts={
                     'pinned': '; '.join(pinned),
-                    'expected': 'mesh axes of 2 or more devices, which divide these sizes',
+                    'expected': 'mesh axes of size 2 or more, whose product divides both the size '
+                    f'and {self.n_devices}',
                 },
             )
 
 
 def _factorizations(n: int, n_factors: int) -> Iterator[Sizes]:
-    """Yields all ways to write n as an ordered product of `n_factors` factors above 1."""
+    """Yields the ways to write n as an ordered product of `n_factors` factors greater than 1."""
     if not n_factors:
         if n == 1:
             yield ()

@@ -1,7 +1,7 @@
-"""Traces a function so that its program has the axis names of the user.
+"""Traces a function so that its jaxpr has the user's axis names.
 
-The first trace finds the names. The second is on a mesh of one device with an axis for every name,
-so each sharding constraint in the program has the names of its axes as mesh axes.
+The first trace finds the names. The second is on a mesh of one device that has a mesh axis for each
+name, so the sharding constraints in the jaxpr have the names as mesh axes.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def trace_with_names(
     names: Sequence[str],
     mesh_axes: Sequence[str],
 ) -> tuple[Stages, list[AxisNames | None], list[AxisNames | None]]:
-    """Returns the traced function, and the axis names of its arguments and of its results.
+    """Returns the traced function, and the axis names of each argument and of each result.
 
-    They have an entry for each leaf: None without a spec.
+    For an argument or a result without a spec, they are None.
     """
     with _scope(names, mesh_axes):
         stages = _trace(fn, args, kwargs)
@@ -75,9 +75,9 @@ def trace_with_names(
 def _names_of(
     specs: Sequence[AnySpec | None] | None, leaves: Sequence[Any]
 ) -> list[AxisNames | None]:
-    """Returns the axis names of each leaf, which are the mesh axes of its placement in `_scope`.
+    """Returns the axis names of each leaf; None for a leaf without a spec.
 
-    They are None for a leaf without a spec.
+    They are the mesh axes of the leaf's placement in `_scope`.
     """
     context = current_context()
     found: list[AxisNames | None] = []
@@ -92,13 +92,13 @@ def _names_of(
 
 def _trace(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Stages:
     args, kwargs = jtu.tree_map(_struct, (tuple(args), dict(kwargs)))
-    # `trace_call` takes no mesh for jitted functions; the context has it
+    # `trace_call` takes no mesh for jitted functions; they use the mesh in context
     is_jitted = hasattr(fn, 'trace') and not isinstance(fn, ShardedFunction)
     return trace_call(fn, args, kwargs, None if is_jitted else current_context().lowering_mesh)
 
 
 def _struct(leaf: Any) -> Any:
-    """Returns the shape and dtype of an array, without its sharding; other leaves as they are."""
+    """Returns the shape and dtype of an array, without its sharding; other leaves unchanged."""
     if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     return leaf
@@ -110,13 +110,13 @@ def _scope(names: Sequence[str], mesh_axes: Sequence[str]) -> Generator[None]:
 
     The mesh also has `mesh_axes`, of size 1, because expressions may name them.
 
-    One more rule, with a new name each time, makes JAX trace again: it caches traces by the rules,
-    and the constraints are recorded while it traces.
+    Constraints are recorded only while JAX traces. An extra rule with a new name each time forces a
+    retrace, because the rules are part of JAX's cache key.
     """
     axes = (*names, *(axis for axis in mesh_axes if axis not in names)) or ('x',)
     device = np.array(jax.devices()[:1], dtype=object).reshape((1,) * len(axes))
     mesh = Mesh(device, axes, axis_types=(AxisType.Auto,) * len(axes))
-    # in letters, because axis names have no digits
+    # letters, because axis names have no digits
     number = ''.join(chr(ord('a') + int(digit)) for digit in str(next(_trace_numbers)))
     rules = {name: f'@{name}' for name in names}
     with mesh_scope(mesh), axis_rules({**rules, f'einshard_plan_trace_{number}': ''}):
@@ -124,9 +124,9 @@ def _scope(names: Sequence[str], mesh_axes: Sequence[str]) -> Generator[None]:
 
 
 def names_in(expression: Expression) -> list[str]:
-    """Returns the names that axis rules apply to: those without a placement.
+    """Returns the names in an expression that axis rules apply to: those without a placement.
 
-    An expression with '->' has none. `...`, `None` and names such as `_` are left out.
+    Expressions with '->' have none. `...`, `None` and names such as `_` are left out.
     """
     terms = expression.right if expression.short else ()
     names = [str(term.name) for term in terms if term == Term(term.name)]
@@ -143,7 +143,7 @@ def no_names(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Einshar
     )
     if isinstance(fn, ShardedFunction) or hasattr(fn, 'trace') or kwargs:
         return error
-    specs = [_example(arg, number) for number, arg in enumerate(args)]
+    specs = [_example_spec(arg, number) for number, arg in enumerate(args)]
     try:
         first_trace(sharded(*specs)(fn), args, kwargs, ())
     except EinshardError:
@@ -151,15 +151,15 @@ def no_names(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Einshar
     return error.with_fix(f'sharded({", ".join(map(_spec_text, specs))})({name_of(fn)})')
 
 
-# axis names for examples: of the first argument if it is an array, and of all others
+# axis names in suggested specs: of the first argument if it is an array; of all other arrays
 _DATA_NAMES = 'batch', 'length', 'embed', 'height', 'width'
 _WEIGHT_NAMES = 'rows', 'columns', 'depth', 'height', 'width'
 
 
-def _example(arg: Any, number: int) -> Any:
-    """Returns a spec for an argument, with an axis name for each axis of its largest array.
+def _example_spec(arg: Any, number: int) -> Any:
+    """Returns an example spec of an argument, with a name for each axis of its largest array.
 
-    It is None for a scalar. For a pytree, it is `Rules` that replicate the other arrays.
+    The spec of a scalar is None; that of a pytree is `Rules`, which replicate the other arrays.
     """
     leaves = [(path_text(path), leaf) for path, leaf in jtu.tree_leaves_with_path(arg)]
     path, leaf = max(leaves, key=lambda one: math.prod(np.shape(one[1])), default=('', 0))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from .._cache import cached
-from .._errors import EinshardError, Suggestion
+from .._errors import EinshardError, RuleSuggestion, Suggestion
 from .._notation.expression import Expression, Term, check_mesh_axes, parse
 from .._notation.write import write_short
 from .._suggestions import works
@@ -21,7 +21,7 @@ class RuledExpression(NamedTuple):
     """An expression with axis rules applied.
 
     Attributes:
-        expression: the expression, without the missing axes that are to be ignored.
+        expression: the expression with the placements of the rules; ignored mesh axes are removed.
         missing_axes: mesh axes that the expression or an applied rule names, but the mesh lacks.
         replicate_indivisible: the names of array axes to replicate if their size is not divisible.
     """
@@ -39,8 +39,8 @@ def apply_axis_rules(
 ) -> RuledExpression:
     """Applies axis rules to an expression, on a mesh with the axes `axis_sizes`.
 
-    Rules apply only to the short form. Mesh axes that the mesh lacks are removed if `on_missing` or
-    the `missing=` of their rule is 'replicate'.
+    Rules apply only to expressions without an arrow. Mesh axes that the mesh lacks are removed if
+    `on_missing`, or the `missing=` of their rule, is 'replicate'.
     """
     if on_missing == 'replicate':
         rules = tuple(rule._replace(ignores_missing=True) for rule in rules)
@@ -60,18 +60,18 @@ def _with_placements(
     ruled: Sequence[tuple[Term, AxisRule | None]],
     axis_sizes: Mapping[str, int],
 ) -> Expression:
-    """Replaces the terms of a short form by those of `ruled`; raises if two share a mesh axis.
+    """Replaces the terms of an expression with those of `ruled`; adds '*' for unused devices.
 
-    Adds '*' if unused devices need it.
+    Raises if two terms share a mesh axis.
     """
     terms = [
-        _with_known_axes(term, axis_sizes) if rule and rule.ignores_missing else term
+        _keep_mesh_axes(term, axis_sizes) if rule and rule.ignores_missing else term
         for term, rule in ruled
     ]
     takes_devices = any(term.takes_devices for term in terms)
     has_mesh_axes = any(term.mesh_axes for term in terms)
     if not any(term.star for term in terms) and (takes_devices or not has_mesh_axes):
-        # unused devices hold replicas; with mesh axes only, they do so without a star
+        # terms with only mesh axes replicate over unused devices without a star
         terms.insert(0, Term(star=True))
     placed = write_short(terms)
     try:
@@ -79,8 +79,8 @@ def _with_placements(
     except EinshardError as error:
         raise error.about(
             before_axis_rules=f"'{expression.text}'",
-            instead='leave one of the axes unsharded: give it a name that has no rule; '
-            "or use taken='next'",
+            instead='give one of the axes a name without a rule, or use '
+            "axis_rules(.., taken='next'), to leave it unsharded",
         ) from None
     return placed
 
@@ -92,6 +92,7 @@ def _ruled_terms(
     ruled: list[tuple[Term, AxisRule | None]] = [(term, None) for term in expression.right]
     if not (expression.short and rules):
         return ruled
+    # only names written without a placement
     index_of = {term.name: i for i, term in enumerate(expression.right) if term == Term(term.name)}
     used = {axis for term in expression.right for axis in term.mesh_axes}
     for rule in rules:
@@ -102,7 +103,7 @@ def _ruled_terms(
             _parse_placement(rule.placement), name=rule.name, span=expression.right[i].span
         )
         taken = used.intersection(term.mesh_axes)
-        # a missing mesh axis that the rule ignores is like one of size 1
+        # a missing mesh axis that the rule ignores counts as a mesh axis of size 1
         size_if_missing = 1 if rule.ignores_missing else None
         conflicts = any(axis_sizes.get(axis, size_if_missing) != 1 for axis in taken)
         if rule.skips_taken and conflicts:
@@ -119,7 +120,7 @@ def _ruled_terms(
 
 
 def _check_spelling(expression: Expression, term: Term, rule_names: Collection[str]) -> None:
-    """Raises if a name without a rule looks like a misspelled name with a rule."""
+    """Raises if the name of `term` looks like a misspelling of one of `rule_names`."""
     name, (start, end) = str(term.name), term.span
     for other in rule_names:
         if other not in expression.names and _is_misspelled(name, other):
@@ -132,11 +133,11 @@ def _check_spelling(expression: Expression, term: Term, rule_names: Collection[s
 
 
 def _is_misspelled(name: str, other: str) -> bool:
-    """Whether one letter is missing, added or different, or two neighbors are swapped.
+    """Whether `name` and `other` differ by one letter, or by a swap of two adjacent letters.
 
-    Stricter than difflib, for which 'q_heads' is close to 'kv_heads'. Names of up to 3 letters, and
-    words of one letter as in 'w_q' and 'w_k', often differ on purpose; of names of 3 letters, only
-    swaps count.
+    Stricter than difflib, for which 'q_heads' is close to 'kv_heads'. Names often differ on purpose
+    if they are short, or differ in a one-letter word ('w_q' and 'w_k'). These give False, except
+    names of 3 letters that differ by a swap.
     """
     different = {*name.split('_')} ^ {*other.split('_')}
     shortest = min(len(name), len(other))
@@ -156,17 +157,14 @@ def _common_prefix_length(name: str, other: str) -> int:
 
 
 def _without_missing(expression: Expression, mesh_axes: Container[str]) -> Expression:
-    """Removes from an expression the mesh axes that the mesh lacks.
-
-    Adds '*' if nothing is sharded then.
-    """
-    right = tuple(_with_known_axes(term, mesh_axes) for term in expression.right)
+    """Removes mesh axes that the mesh lacks; adds '*' if that leaves no sharded axis."""
+    right = tuple(_keep_mesh_axes(term, mesh_axes) for term in expression.right)
     if not any(term.is_sharded for term in right):
         right = (Term(star=True), *right)  # all devices hold replicas
     return replace(expression, right=right)
 
 
-def _with_known_axes(term: Term, mesh_axes: Container[str]) -> Term:
+def _keep_mesh_axes(term: Term, mesh_axes: Container[str]) -> Term:
     return replace(term, mesh_axes=tuple(axis for axis in term.mesh_axes if axis in mesh_axes))
 
 
@@ -180,7 +178,10 @@ def _parse_placement(placement: str) -> Term:
 def fix_in_axis_rules(
     fix: str | None, error: EinshardError, spec: AnySpec, context: Context
 ) -> str | None:
-    """Returns the fix as an axis rule if it changes only the placement of a rule; else the fix."""
+    """Rewrites a fix as "axis_rules(batch='@data')" if it changes only a placement from a rule.
+
+    Returns other fixes as they are.
+    """
     if not isinstance(fix, Suggestion) or error.expression is None:
         return fix
     if not context.axis_rules or not works(lambda: as_leaf_spec(spec)):
@@ -192,4 +193,4 @@ def fix_in_axis_rules(
         return fix
     if Term(name) not in as_leaf_spec(spec).expression.right:  # the user wrote the placement
         return fix
-    return f"axis_rules({name}='{str(changed[0]).removeprefix(name)}')"
+    return RuleSuggestion(name, str(changed[0]).removeprefix(name))

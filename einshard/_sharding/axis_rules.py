@@ -26,7 +26,7 @@ Taken: TypeAlias = Literal['error', 'next']
 # The placement of one axis: the text after a name, or a PartitionSpec or NamedSharding with one
 # entry.
 AxisPlacement: TypeAlias = str | PartitionSpec | NamedSharding
-# A pair of axis name and mesh axes, as in the logical axis rules of Flax; or name and placement.
+# An axis name and its mesh axes, as in the logical axis rules of Flax; or a name and a placement.
 LogicalRule: TypeAlias = tuple[str, AxisPlacement | Sequence[str] | None]
 
 
@@ -44,11 +44,11 @@ class axis_rules:
         >>> describe(x)
         'a b c -> a@data b@tp c'
 
-    Rules apply to expressions without an arrow. A name without its own placement takes the
-    placement of its rule; a name without a rule is not sharded (if it looks like a misspelled name
-    with a rule, that is an error); unused devices hold replicas.
-    So the same model code works on any mesh. Nested rules are merged, and the inner rule of an axis
-    wins. The object is reusable and reentrant, also across threads.
+    Rules apply to expressions without an arrow. An axis written without a placement takes the
+    placement of its rule. An axis without a rule is not sharded; it is an error if its
+    name looks like a misspelling of one that has a rule. Unused devices hold replicas. So the same
+    model code works on any mesh. Nested rules are merged, and the inner rule of an axis wins. An
+    `axis_rules` object is reusable and reentrant, also across threads.
 
     Logical axis rules, as Flax and MaxText have them, are a list of pairs. With `taken='next'` a
     name may be listed several times, and the first rule whose mesh axes are free applies:
@@ -61,9 +61,9 @@ class axis_rules:
     Rules are part of JAX's cache keys: functions under `jax.jit` and `sharded` are traced once per
     set of rules.
 
-    Do not `await` or `yield` inside the rules. Asyncio tasks share a thread, and JAX's cache keys
-    use thread-local state, so einshard raises an error if another task in the thread has entered
-    different rules. In a thread that runs in a copied `contextvars` context, `einshard` and
+    Do not `await` or `yield` inside the `with` block. Asyncio tasks share a thread, and JAX's cache
+    keys use thread-local state, so einshard raises an error if another task in the thread has
+    entered different rules. In a thread that runs in a copied `contextvars` context, `einshard` and
     `sharded` use the rules of that context; under plain `jax.jit` einshard raises an error, so
     enter the rules in the function that the thread runs.
 
@@ -81,7 +81,7 @@ class axis_rules:
         taken: what to do if two axes of an array take the same mesh axis: 'error', or 'next' to
             skip a rule whose mesh axes are in use. Placements in the expression apply first, then
             rules with `taken='error'`, then rules with `taken='next'` in order, inner before outer.
-            An axis that no rule applies to is not sharded. Mesh axes of size 1 are never in use.
+            An axis whose rules are all skipped is not sharded. Mesh axes of size 1 may be shared.
         more: placements by keyword.
 
     Raises:
@@ -129,8 +129,8 @@ class axis_rules:
         in_order = leave_rules(self)
         if not in_order and raised is None:
             raise EinshardError(
-                'axis_rules must be exited in reverse order, by the task and thread that entered '
-                'them',
+                'axis_rules blocks must be exited innermost first, by the task and thread that '
+                'entered them',
                 facts={'instead': 'enter axis_rules in a function that does not await or yield'},
             )
 
@@ -165,26 +165,25 @@ def check_option(
 
 
 def _for_an_axis_named(option: str) -> dict[str, str]:
-    """Returns the fact for a user who meant an axis with the name of an option."""
+    """Says, for an error, how to write a rule for an axis that has the name of an option."""
     return {f'for an axis named {option}': f"axis_rules({{'{option}': '@tp'}})"}
 
 
 def _pairs(placements: Any) -> list[tuple[Any, Any]]:
     """Returns the names and placements of a mapping or of a list of pairs."""
-    pairs = [*placements.items()] if isinstance(placements, Mapping) else None
+    if isinstance(placements, Mapping):
+        return [*placements.items()]
     if isinstance(placements, list | tuple) and all(
         isinstance(pair, list | tuple) and len(pair) == 2 for pair in placements
     ):
-        pairs = [(name, _mesh_axes_to_placement(value)) for name, value in placements]
-    if pairs is None:
-        raise EinshardError(
-            'axis_rules needs a mapping from axis names to placements, or a list of pairs, not '
-            f'{placements!r}',
-            facts={
-                'examples': "axis_rules(batch='@data'), axis_rules([('batch', 'data')])",
-            },
-        )
-    return pairs
+        return [(name, _mesh_axes_to_placement(value)) for name, value in placements]
+    raise EinshardError(
+        'axis_rules needs a mapping from axis names to placements, or a list of pairs, not '
+        f'{placements!r}',
+        facts={
+            'examples': "axis_rules(batch='@data'), or as in Flax: axis_rules([('batch', 'data')])"
+        },
+    )
 
 
 def _as_text(name: object, placement: AxisPlacement) -> str:
@@ -229,7 +228,7 @@ def _is_placement(text: str) -> bool:
 
 
 def _parse_short_form(text: str) -> list[Term]:
-    """Parses an expression without an arrow; returns its terms, or [] if it is invalid."""
+    """Returns the terms of an expression without an arrow; [] for any other text."""
     try:
         expression = parse(text)
     except EinshardError:

@@ -12,16 +12,16 @@ from .._errors import EinshardError
 from .._notation.words import is_mesh_axis
 
 _MAX_SHOWN = 5
-_CANONICAL = re.compile(r'd\d+')
+_RESERVED = re.compile(r'd\d+')
 
 
 def solve_sizes(sizes: Mapping[str, int], n_devices: int, call: str) -> dict[str, int]:
-    """Replaces a size of -1 by the remaining devices; raises if the sizes do not use all devices.
+    """Solves for a size of -1; raises unless the product of the sizes is then `n_devices`.
 
     `call` is the start of the call in suggested fixes, such as 'device_mesh('.
     """
     for name, size in sizes.items():
-        _check(name, size)
+        _check_axis(name, size)
     sizes = {name: int(size) for name, size in sizes.items()}  # they may be numpy integers
     unknown = [name for name, size in sizes.items() if size == -1]
     if len(unknown) > 1:
@@ -29,63 +29,65 @@ def solve_sizes(sizes: Mapping[str, int], n_devices: int, call: str) -> dict[str
             'only one mesh axis may have size -1',
             facts={'got': _text(sizes)},
         )
-    known_sizes = {name: size for name, size in sizes.items() if size != -1}
-    product = math.prod(known_sizes.values())
+    given_sizes = {name: size for name, size in sizes.items() if size != -1}
+    product = math.prod(given_sizes.values())
     if n_devices % product or (not unknown and product != n_devices):
-        raise _wrong_sizes(sizes, known_sizes, n_devices, call)
+        raise _wrong_sizes(sizes, given_sizes, n_devices, call)
     return {name: n_devices // product if size == -1 else size for name, size in sizes.items()}
 
 
-def _check(name: str, size: object) -> None:
+def _check_axis(name: str, size: object) -> None:
     if not isinstance(size, Integral) or isinstance(size, bool) or (size < 1 and size != -1):
         raise EinshardError(
             f'the size of mesh axis {name!r} must be a positive integer or -1, not {size!r}'
         )
     if not is_mesh_axis(name):
         raise EinshardError(f'{name!r} is not a valid name of a mesh axis')
-    if _CANONICAL.fullmatch(name):
-        raise EinshardError(f'{name!r} is an axis name of the canonical mesh; use another name')
+    if _RESERVED.fullmatch(name):
+        raise EinshardError(f"{name!r} is reserved for einshard's own meshes; use another name")
 
 
 def _wrong_sizes(
-    sizes: Mapping[str, int], known_sizes: Mapping[str, int], n_devices: int, call: str
+    sizes: Mapping[str, int], given_sizes: Mapping[str, int], n_devices: int, call: str
 ) -> EinshardError:
-    product = math.prod(known_sizes.values())
-    if len(known_sizes) < len(sizes):
-        divisor = f'{product} ({_text(known_sizes)})'
+    product = math.prod(given_sizes.values())
+    if len(given_sizes) < len(sizes):
+        divisor = f'{product} ({_text(given_sizes)})'
         sentence = f'the number of devices ({n_devices}) is not divisible by {divisor}'
     else:
         s = 's' if len(sizes) == 1 else ''
         sentence = (
-            f'{_text(sizes)} use{s} {product} of {n_devices} devices; the sizes must use all'
+            f'{_text(sizes)} use{s} only {product} of {n_devices} devices; '
+            'the sizes must use all of them'
             if product < n_devices
-            else f'{_text(sizes)} need{s} {product} devices, but there are {n_devices}'
+            else f'{_text(sizes)} need{s} {product} devices, but there are only {n_devices}'
         )
     fitting = sorted(_fitting(sizes, n_devices), key=lambda candidate: _distance(sizes, candidate))
+    # not tried: `solve_sizes` accepts all sizes with this product, as test_mesh.py checks
     facts = {'sizes that fit': '; '.join(map(_text, fitting[:_MAX_SHOWN]))}
-    if len(known_sizes) == len(sizes) and product < n_devices and call == 'device_mesh(':
+    if len(given_sizes) == len(sizes) and product < n_devices and call == 'device_mesh(':
         facts[f'on {product} devices'] = f'{call}jax.devices()[:{product}], {_text(sizes)})'
     return EinshardError(sentence, facts=facts, fix=f'{call}{_text(fitting[0])})')
 
 
 def _fitting(sizes: Mapping[str, int], n_devices: int) -> Iterator[dict[str, int]]:
-    """Yields axis sizes with the product `n_devices`.
+    """Yields sizes that use all devices: `sizes` with one or two axes changed (-1 counts as 1).
 
-    They differ from `sizes` in at most two axes (-1 counts as 1), or give all devices to the first.
+    Always includes the sizes that give all devices to the first axis.
     """
     requested = {name: max(size, 1) for name, size in sizes.items()}
     candidates: list[dict[str, int]] = []
     for first, second in itertools.combinations_with_replacement(requested, 2):
         rest = math.prod(size for name, size in requested.items() if name not in (first, second))
-        left, remainder = divmod(n_devices, rest)
+        product, remainder = divmod(n_devices, rest)
         if remainder:
             continue
-        for size in _divisors(left) if first != second else (left,):
-            second_size = left // size if first != second else size
+        for size in _divisors(product) if first != second else (product,):
+            second_size = product // size if first != second else size
             candidates.append({**requested, first: size, second: second_size})
     first, *others = requested
     candidates.append({first: n_devices, **dict.fromkeys(others, 1)})
-    yield from {tuple(sizes.items()): sizes for sizes in candidates}.values()
+    yield from {tuple(found.items()): found for found in candidates}.values()
 
 
 def _divisors(n: int) -> list[int]:
@@ -94,7 +96,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _distance(sizes: Mapping[str, int], other: Mapping[str, int]) -> float:
-    """Returns the sum of |log(other size / size)| over all axes but the one of size -1."""
+    """Returns the sum of |log(other size / size)| over all axes, except the one of size -1."""
     return sum(abs(math.log(other[name] / size)) for name, size in sizes.items() if size != -1)
 
 

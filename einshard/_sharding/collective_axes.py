@@ -1,4 +1,4 @@
-"""Converts groups of devices to the mesh axes or array axes that they run along."""
+"""Finds the mesh axes or array axes that the groups of a collective run along."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .mesh import AnyMesh, is_device_mesh, spec_axes
 
-# By the name of an array axis, the mesh axes that shard it, such as {'b': [('d0', 'd1'), ('d0',)]}:
-# one entry for each way in which the expressions of a program shard axes of this name.
+# Maps the name of an array axis to the mesh axes that shard it: {'b': [('d0', 'd1'), ('d0',)]} if
+# 'b' is sharded over d0 and d1 in some arrays of a program, and over d0 in others.
 ShardedBy = Mapping[str, Sequence[tuple[str, ...]]]
 
 
 def mesh_axes_of(groups: Sequence[Sequence[int]], mesh: AnyMesh) -> tuple[str, ...] | None:
-    """Finds the mesh axes that groups run along; None if they do not run along full mesh axes.
+    """Finds the mesh axes that groups of devices span; None if no mesh axes fit.
 
     Devices are numbered in mesh order. An empty sequence means one group of all devices.
 
@@ -33,7 +33,7 @@ def mesh_axes_of(groups: Sequence[Sequence[int]], mesh: AnyMesh) -> tuple[str, .
     grid = np.arange(mesh.size).reshape([size for _, size in axes])
     first_group = set(groups[0])
     origin = np.unravel_index(groups[0][0], grid.shape)
-    varying: list[int] = []  # the axes along which the first group has another device
+    varying: list[int] = []  # the axes that the first group spans
     for i in range(len(axes)):
         other = (*origin[:i], 0 if origin[i] else 1, *origin[i + 1 :])
         if int(grid[other]) in first_group:
@@ -58,13 +58,19 @@ def mesh_axes_between(pairs: Sequence[tuple[int, int]], mesh: AnyMesh) -> tuple[
         >>> mesh_axes_between(((0, 1), (1, 2), (5, 5)), mesh)
         ('tp',)
     """
-    places = np.array(np.unravel_index(np.array(pairs), mesh.axis_sizes))  # [axis, pair, end]
+    # indexed by mesh axis, pair, and source or target
+    places = np.array(np.unravel_index(np.array(pairs), mesh.axis_sizes))
     differ = (places[..., 0] != places[..., 1]).any(axis=1)
     return tuple(map(str, itertools.compress(mesh.axis_names, differ)))
 
 
+def pairs_of_groups(groups: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Pairs the first device of each group with each of the others."""
+    return [(first, other) for first, *others in groups for other in others]
+
+
 def sharding_of_blocks(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedSharding | None:
-    """Finds the sharding over a mesh in which devices hold these blocks; None if there is none.
+    """Finds the sharding over `mesh` that gives devices these blocks; None if there is none.
 
     Args:
         blocks: for each array axis, the block index of each device.
@@ -74,7 +80,7 @@ def sharding_of_blocks(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedS
     entries: list[tuple[str, ...]] = []
     for block_indices in blocks:
         grid = np.asarray(block_indices).reshape(sizes)
-        # along each mesh axis, the block of the second device; the first one has block 0
+        # the block of the second device along each mesh axis; the first device has block 0
         steps = {
             i: int(grid[tuple(int(i == j) for j in range(len(sizes)))])
             for i, size in enumerate(sizes)
@@ -92,7 +98,7 @@ def sharding_of_blocks(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedS
 
 
 def find_sharded_by(arrays: Iterable[tuple[Sequence[str], NamedSharding]]) -> ShardedBy:
-    """Collects the mesh axes that shard each array axis, by axis name.
+    """Maps the name of each array axis to the mesh axes that shard it.
 
     `arrays` has the axis names and the sharding of each array.
     """
@@ -110,9 +116,9 @@ def along_text(
     meshes: Sequence[AnyMesh],
     sharded_by: ShardedBy,
 ) -> str:
-    """Formats the axes that a collective runs along, on the first mesh where they are known.
+    """Formats the axes that a collective runs along; '' if they are unknown.
 
-    Returns '' if they are known on no mesh.
+    'part of data' means groups that are smaller than the mesh axis.
 
     Args:
         groups: the groups of devices of the collective; for a permute, the devices that its pairs
@@ -125,15 +131,18 @@ def along_text(
         axes = mesh_axes_of(groups, mesh)
         if axes is not None:
             return axes_text(axes, mesh, sharded_by)
-    if not (pairs and meshes):
+    if not (groups and meshes):
         return ''
     # the pairs of a permute need not connect all devices along its axes
-    return axes_text(mesh_axes_between(pairs, meshes[0]), meshes[0], sharded_by)
+    axes = mesh_axes_between(pairs or pairs_of_groups(groups), meshes[0])
+    text = axes_text(axes, meshes[0], sharded_by)
+    return text if pairs or text in ('', 'all') else f'part of {text}'
 
 
 def axes_text(axes: tuple[str, ...] | None, mesh: AnyMesh, sharded_by: ShardedBy) -> str:
-    """Formats the mesh axes of a collective; on the canonical mesh, as the array axes they shard.
+    """Formats the mesh axes of a collective: those of a user's mesh by name.
 
+    The axes d0, d1, ... of `device_mesh()` are shown as the array axes that they shard:
     'b,x' stands for the mesh axes that shard b and those that shard x. 'h|k' stands for mesh axes
     that shard h in some arrays and k in others. If no array axes match, returns the mesh axes, or
     'all' for all of them. If `axes` is None, returns ''.
@@ -156,6 +165,6 @@ def axes_text(axes: tuple[str, ...] | None, mesh: AnyMesh, sharded_by: ShardedBy
         if sum(map(len, entries)) == len(target) and target == frozenset().union(*entries):
             in_order = sorted(entries, key=lambda entry: min(map(axes.index, entry)))
             names = [name_of[entry] for entry in in_order]
-            if len({*names}) == len(names):  # two entries may shard axes of one name
+            if len({*names}) == len(names):  # not 'b,b': two entries may be of one array axis
                 return ','.join(names)
     return 'all' if len(axes) == sum(size > 1 for size in mesh.axis_sizes) else ','.join(axes)

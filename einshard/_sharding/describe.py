@@ -21,7 +21,7 @@ from .leaf_spec import in_memory, signed_terms
 from .lower import lower
 from .mesh import (
     UNCONSTRAINED,
-    has_names,
+    has_valid_names,
     is_device_mesh,
     is_partial,
     partial_axes,
@@ -61,10 +61,10 @@ def describe(x: Any) -> Any:
             has no rank, so the axes after the last sharded one are '...'.
 
     Returns:
-        An expression. Some arrays have none, such as host arrays, arrays with a
-        `SingleDeviceSharding`, and tracers sharded by the compiler. For these, a description such
-        as 'on one device: cpu:0', which is not a valid spec. For a pytree, a pytree of expressions
-        and descriptions; None for leaves that are not arrays.
+        An expression. Host arrays, arrays with a `SingleDeviceSharding` and tracers sharded by the
+        compiler have none; for these, returns a description such as 'on one device: cpu:0', which
+        is not a valid spec. For a pytree, a pytree of expressions and descriptions, with None for
+        leaves that are not arrays.
 
     Raises:
         EinshardError: `x` is a leaf that is neither an array nor a sharding.
@@ -95,11 +95,11 @@ class Description(str):
 
 
 def _describe_leaf(x: Any) -> str | None:
-    """Returns the expression or description of a leaf, or None if it is not an array."""
+    """Returns the expression or description of an array or sharding; None for other leaves."""
     sharding: Any = x if isinstance(x, Sharding) else sharding_of(x)
     if sharding is None or isinstance(sharding, Description):
         return sharding
-    ndim = None if isinstance(x, Sharding) else len(x.shape)  # in 0.8.1 a jax.Ref has no ndim
+    ndim = None if isinstance(x, Sharding) else len(x.shape)  # in JAX 0.8.1 a Ref has no ndim
     if isinstance(sharding, NamedSharding):
         return describe_named(sharding, ndim)
     if isinstance(sharding, SingleDeviceSharding):
@@ -107,7 +107,9 @@ def _describe_leaf(x: Any) -> str | None:
         portable = 'on one device'
         text = f'{portable}: {device}'
     else:
-        text = portable = f'by a {type(sharding).__name__} over {len(sharding.device_set)} devices'
+        text = portable = (
+            f'sharded by a {type(sharding).__name__} over {len(sharding.device_set)} devices'
+        )
     kind = sharding.memory_kind
     return Description(in_memory(text, kind), in_memory(portable, kind))
 
@@ -164,14 +166,14 @@ def find_expression(
     """
     spec, mesh = sharding.spec, sharding.mesh
     entries = _entries(sharding)
-    if unreduced_kind(spec) != 'sum' or None in entries or not has_names(mesh):
+    if unreduced_kind(spec) != 'sum' or None in entries or not has_valid_names(mesh):
         return None
     axes, rest = _axis_names(sharding, ndim, names)
-    by_name = (any(entries) or is_partial(sharding)) and _has_writable_axes(sharding)
-    # on a mesh with named axes, counts are for replicas, and for axes whose names are not valid
-    if _fits_counts(sharding) and (is_device_mesh(mesh) or not by_name):
+    can_use_names = (any(entries) or is_partial(sharding)) and _has_writable_axes(sharding)
+    # on a mesh with named axes, use counts only if no axis is sharded, or a name is not valid
+    if _fits_counts(sharding) and (is_device_mesh(mesh) or not can_use_names):
         right = (*_terms_by_count(sharding, axes), *map(Term, rest))
-    elif by_name:
+    elif can_use_names:
         signed = signed_terms(spec, mesh.axis_names)
         right = (*_terms_by_name(sharding, axes), *map(Term, rest), *signed)
     else:
@@ -182,10 +184,10 @@ def find_expression(
 def _axis_names(
     sharding: NamedSharding, ndim: int | None, names: Sequence[str] | None
 ) -> tuple[Sequence[str], Sequence[str]]:
-    """Returns the names of the array axes, and what follows them on both sides: ['...'] or [].
+    """Returns the names of the array axes, and the names after them: ['...'] or [].
 
-    '...' follows if the rank is unknown, and also if there are no names, because the right side of
-    an expression cannot be empty.
+    '...' is for an unknown rank; and for scalars, because the right side of an expression cannot be
+    empty.
     """
     n_named = len(_entries(sharding)) if ndim is None else ndim
     axes = list(itertools.islice(axis_letters(), n_named)) if names is None else names
@@ -218,7 +220,7 @@ def _terms_by_count(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
 
 
 def _fits_counts(sharding: NamedSharding) -> bool:
-    """Whether counts in the order of the mesh axes lower to exactly this sharding."""
+    """Whether an expression with counts, in the order of the mesh axes, gives this sharding."""
     grid = _device_grid(sharding)
     signs = [split.sign for split in grid if split.sign]
     # an expression has each sign at most once
@@ -234,7 +236,7 @@ def _fits_counts(sharding: NamedSharding) -> bool:
 
 
 def _device_grid(sharding: NamedSharding) -> list[Split]:
-    """Returns the mesh axes as splits by count, in mesh order, with neighbors merged."""
+    """Returns a Split per mesh axis, in mesh order; merges neighbors that shard one array axis."""
     array_axis = {axis: i for i, entry in enumerate(_entries(sharding)) for axis in entry or ()}
     mesh = sharding.mesh
     sizes = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
@@ -255,10 +257,7 @@ def signs_of(sharding: NamedSharding) -> dict[Any, str]:
 
 
 def _notes(sharding: NamedSharding) -> str:
-    """Describes what the mesh axes of array axes do not show; '' if there is nothing.
-
-    Example: ' (with unconstrained axes; in pinned_host)'.
-    """
+    """Describes unconstrained and partial axes and the memory kind, as in ' (in pinned_host)'."""
     notes: list[str] = []
     if None in _entries(sharding):
         notes.append('with unconstrained axes')

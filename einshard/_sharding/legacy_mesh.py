@@ -1,8 +1,8 @@
 """Detects `with mesh:`, the deprecated way to enter a mesh, which einshard ignores.
 
-`jax.sharding.get_mesh` does not return the mesh of `with mesh:`. So `_is_entered` constrains a
+`jax.sharding.get_mesh` does not return the mesh of `with mesh:`. So `_has_any_mesh` constrains a
 value to a bare PartitionSpec, which raises RuntimeError without a mesh. This takes 10 us in a trace
-and 200 us elsewhere, so it runs only in traces and for errors.
+and 200 us elsewhere, with `jax.eval_shape`, so it runs only in traces and for errors.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _NOTE = "einshard does not use the mesh of 'with mesh:'; use 'with jax.set_mesh(
 
 
 def warn_if_ignored(function: str, mesh: object) -> None:
-    """Warns in the trace of `function` if it has no mesh, but `with mesh:` is in effect."""
-    if mesh is None and _is_entered():
+    """Warns in the trace of `function` if `mesh` is None, but `with mesh:` is in effect."""
+    if mesh is None and _has_any_mesh():
         warnings.warn(f'{function}: {_NOTE}', stacklevel=depth_of_user())
 
 
@@ -30,14 +30,14 @@ def with_legacy_mesh_note(error: EinshardError, mesh: object) -> EinshardError:
     if mesh is not None or '@' not in (error.expression or ''):
         return error
     results: list[bool] = []
-    jax.eval_shape(lambda: results.append(_is_entered()))
+    jax.eval_shape(lambda: results.append(_has_any_mesh()))
     return error.about(note=_NOTE) if results[0] else error
 
 
-def _is_entered() -> bool:
-    """Whether, in a trace, `with mesh:` or `jax.set_mesh` is in effect.
+def _has_any_mesh() -> bool:
+    """Whether `with mesh:` or `jax.set_mesh` is in effect. Call it only in a trace.
 
-    The constraint is not used, so JAX drops it when it lowers the program.
+    Tries a sharding constraint, which needs a mesh. JAX drops it from the program, as it is unused.
     """
     try:
         jax.lax.with_sharding_constraint(np.float32(0), PartitionSpec())

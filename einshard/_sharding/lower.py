@@ -14,19 +14,20 @@ from .mesh import AnyMesh, is_device_mesh, partition_spec, refactored_mesh, size
 def lower(
     layout: Layout, mesh: AnyMesh, mesh_is_ambient: bool = False, memory_kind: str | None = None
 ) -> NamedSharding | None:
-    """Lowers a layout to a sharding; None if its counts do not match the axes of the mesh.
+    """Lowers a layout to a sharding on `mesh`; None if its counts do not match the mesh axes.
 
-    If the counts do not fit the canonical mesh, and its axes are Auto, the sharding is on a mesh of
-    the same devices with other axis sizes. An ambient mesh is never replaced, because JAX rejects
-    arrays on any other.
+    If the counts do not fit a canonical mesh (see `device_mesh`) with Auto axes, the sharding is on
+    a mesh of the same devices with other axis sizes. A mesh in JAX's context is never replaced,
+    because JAX rejects arrays on any other mesh.
 
-    The cache makes arrays of many shapes share one sharding object, which is faster in device_put.
+    Because of the cache, arrays of many shapes share one sharding object, which makes `device_put`
+    faster.
     """
     fitted = fit(layout, sizes_of(mesh))
     if fitted is None:
-        by_name = any(split.mesh_axes for split in layout.splits)
+        has_mesh_axes = any(split.mesh_axes for split in layout.splits)
         is_auto = set(mesh.axis_types) == {AxisType.Auto}
-        if mesh_is_ambient or by_name or not (is_auto and is_device_mesh(mesh)):
+        if mesh_is_ambient or has_mesh_axes or not (is_auto and is_device_mesh(mesh)):
             return None
         mesh = refactored_mesh(mesh, fitting_sizes(layout))
         fitted = fit(layout, sizes_of(mesh))

@@ -1,10 +1,10 @@
 """The canonical mesh, and helpers for meshes.
 
 All expressions over the same devices are lowered onto the same mesh: the devices in hardware order,
-with one mesh axis per prime factor of their number. So equal layouts compare equal, arrays sharded
-by different expressions can be used in one program, and explicit sharding, which requires a single
-mesh, works. One mesh per expression would fail on TPU, where `jax.make_mesh` orders the devices by
-the mesh shape.
+with one mesh axis per prime factor of their number. So equal placements are equal shardings,
+arrays sharded by different expressions can be used in one program, and explicit sharding, which
+requires a single mesh, works. One mesh per expression would fail on TPU, where `jax.make_mesh`
+orders the devices by the mesh shape.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ def device_mesh(
         (('data', 'tensor'), True)
 
     Devices are sorted in hardware order: on TPU by slice, chip coordinates and core; elsewhere by
-    process and id. Named axes divide this order in row-major order: devices along the last axis are
-    neighbors, and the first axis crosses slices, if there are several. `jax.make_mesh` may reorder
-    TPUs for the mesh shape, and takes the first devices if the sizes need fewer than all.
+    process and id. With named axes, the sorted devices are reshaped to the sizes: devices along the
+    last axis are neighbors, and the first axis crosses slices, if there are several. By contrast,
+    `jax.make_mesh` may reorder TPUs for the mesh shape, and takes the first devices if the sizes
+    need fewer than all.
 
     Without axes, `device_mesh` returns the canonical mesh, which expressions are lowered onto
     unless you use a mesh of your own. Its axes `d0`, `d1`, ... are the prime factors of the number
@@ -79,13 +80,18 @@ def device_mesh(
         EinshardError: there are no devices, a device is listed twice, or the sizes do not use all
             devices. The error lists sizes that do.
     """
-    call = 'device_mesh(' if devices is None else 'device_mesh(devices, '
     mesh = _canonical_mesh(devices, axis_types)
+    call = ('device_mesh(' if devices is None else 'device_mesh(devices, ') + types_text(axis_types)
     return named_mesh(mesh, axes, call) if axes else mesh
 
 
+def types_text(axis_types: AxisType | None) -> str:
+    """Writes the argument `axis_types=` and a comma after it; '' if it is None."""
+    return '' if axis_types is None else f'axis_types=AxisType.{axis_types.name}, '
+
+
 def named_mesh(mesh: AnyMesh, axes: Mapping[str, int], call: str) -> AnyMesh:
-    """Returns `mesh`, a canonical mesh, with named axes.
+    """Reshapes a canonical mesh, such as `device_mesh()` returns, to named axes.
 
     `call` is the start of the call in suggested fixes, such as 'device_mesh('.
     """
@@ -121,8 +127,7 @@ def _canonical_mesh(devices: MeshLike | None, axis_types: AxisType | None) -> An
     for device in chosen:
         if not isinstance(device, jax.Device):
             raise EinshardError(
-                f'a device mesh must contain jax.Device objects, got {reprlib.repr(device)}',
-                facts={'expected': 'a sequence of jax.Device, a Mesh or an AbstractMesh'},
+                f'a device mesh must contain jax.Device objects, not {reprlib.repr(device)}'
             )
     return _mesh_of_devices(chosen, axis_type)
 
@@ -149,7 +154,7 @@ def _mesh_of_devices(devices: tuple[Device, ...], axis_type: AxisType) -> Mesh:
 
 @cached
 def refactored_mesh(mesh: AnyMesh, sizes: tuple[int, ...]) -> AnyMesh:
-    """Returns the canonical mesh with other axis sizes, and the same devices in the same order."""
+    """Reshapes a canonical mesh to other axis sizes. The devices keep their order."""
     axis_type = mesh.axis_types[0]
     if isinstance(mesh, AbstractMesh):
         return _abstract_device_mesh(mesh.size, axis_type, sizes)
@@ -176,11 +181,11 @@ def _canonical_names(sizes: Sequence[int]) -> tuple[str, ...]:
 
 
 def position(device: Device) -> tuple[int, ...]:
-    """Returns the position of a device in the hardware, slowest network first.
+    """Returns (slice, *coordinates, core) for TPUs, (slice, process, id) for other devices.
 
-    TPUs are sorted by coordinates, not by host: a host may have a 2 x 2 block of chips, and devices
-    in the order of such blocks are not a ring of the torus. Only some devices have `slice_index`
-    and `core_on_chip`.
+    TPUs are sorted by coordinates, not by host: a host may have a 2 x 2 block of chips, and a mesh
+    axis over such blocks would not be a ring of the torus. Only some devices have `slice_index` and
+    `core_on_chip`.
     """
     pod_slice = getattr(device, 'slice_index', None) or 0
     coordinates = getattr(device, 'coords', None)
@@ -193,8 +198,8 @@ def axis_sizes_of(positions: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Computes the axis sizes of the canonical mesh, for devices at these positions.
 
     Element i of a position is the index at level i of the hardware, such as slice, torus dimension
-    or host. Each level adds the prime factors of its size. A level that does not divide the devices
-    evenly is skipped.
+    or host. Each level adds the prime factors of its size. Levels that split the devices unevenly
+    are skipped.
     """
     sizes: list[int] = []
     n_groups = 1
@@ -210,7 +215,7 @@ def axis_sizes_of(positions: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 def sizes_of(mesh: AnyMesh) -> dict[str, int]:
     """Returns the mesh axis sizes by name, without Manual axes, which expressions cannot use."""
     names = [str(name) for name in mesh.axis_names]
-    if not has_names(mesh):
+    if not has_valid_names(mesh):
         raise EinshardError(
             'mesh axes need distinct, nonempty names',
             facts={'mesh axes': ', '.join(map(repr, mesh.axis_names))},
@@ -220,7 +225,7 @@ def sizes_of(mesh: AnyMesh) -> dict[str, int]:
     return {name: size for name, size, kind in sizes if kind != AxisType.Manual}
 
 
-def has_names(mesh: AnyMesh) -> bool:
+def has_valid_names(mesh: AnyMesh) -> bool:
     """Whether axis names are distinct and not 0 or '': JAX reads P(0) and P('') as unsharded."""
     return all(mesh.axis_names) and len(set(map(str, mesh.axis_names))) == len(mesh.axis_names)
 
@@ -261,7 +266,7 @@ def partition_spec(
 
 
 def partial_axes(sharding: Sharding) -> tuple[frozenset[Any], frozenset[Any]]:
-    """Returns the unreduced and the reduced mesh axes of a sharding."""
+    """Returns the partial mesh axes of a sharding: the unreduced and the reduced ones."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
     return spec.unreduced, spec.reduced
 
@@ -341,7 +346,7 @@ def memory_kinds(mesh: AnyMesh) -> list[str] | None:
 
 
 def check_mesh(mesh: Any, option: str = 'mesh=') -> None:
-    """Raises if the value of `mesh=`, or of another option, is not valid. Starts no backend."""
+    """Raises if `mesh` is not a valid value of `option`. Starts no backend."""
     if mesh is None or isinstance(mesh, Mesh | AbstractMesh):
         return
     ndim = getattr(mesh, 'ndim', 1)
@@ -353,10 +358,9 @@ def check_mesh(mesh: Any, option: str = 'mesh=') -> None:
     make_mesh = _make_mesh_call(mesh)
     is_sequence = isinstance(mesh, Iterable) and not isinstance(mesh, str | Mapping) and ndim == 1
     if make_mesh or not is_sequence:
-        facts = {'expected': 'a Mesh, an AbstractMesh or a sequence of devices'}
-        facts |= {'try': make_mesh} if make_mesh else {}
         raise EinshardError(
-            f'{option} must be a mesh or a sequence of devices, not {mesh!r}', facts=facts
+            f'{option} must be a Mesh, an AbstractMesh or a sequence of devices, not {mesh!r}',
+            facts={'try': make_mesh} if make_mesh else {},
         )
 
 
@@ -378,7 +382,7 @@ def _make_mesh_call(sizes: Any) -> str | None:
 
 
 def mesh_fact(mesh: AnyMesh) -> str:
-    """Formats a mesh for errors: "'data': 4, 'tp': 2 (Auto)"."""
-    kinds = {kind.name for kind in mesh.axis_types}
+    """Formats a mesh for errors: "'data': 4, 'tp': 2 (Auto)", or "... (Auto, Explicit)"."""
+    kinds = [kind.name for kind in mesh.axis_types]
     sizes = dict(zip(map(str, mesh.axis_names), mesh.axis_sizes, strict=True))
-    return f'{mesh_text(sizes)} ({", ".join(sorted(kinds))})'
+    return f'{mesh_text(sizes)} ({", ".join(kinds if len({*kinds}) > 1 else kinds[:1])})'

@@ -16,7 +16,7 @@ from .._errors import EinshardError, Suggestion, quoted
 from .._notation.expression import ELLIPSIS, Expression
 from .._notation.hints import mesh_axes_hint, spacing_hint
 from .._notation.layout import Layout, lay_out, misfit
-from .._suggestions import working_fix, works
+from .._suggestions import with_working_fix, works
 from .apply_axis_rules import RuledExpression, apply_axis_rules, fix_in_axis_rules
 from .axis_rules import Fallback
 from .context import Context, context_on, current_context, depth_of_user, make_context
@@ -46,7 +46,7 @@ from .mesh import (
 
 Shape: TypeAlias = tuple[int, ...]
 
-_MAX_DIMS = 2**16  # a limit, since '...' takes an entry per dimension
+_MAX_DIMS = 2**16  # '...' becomes one entry per dimension
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class Placement:
     layout: Layout
     sharding: NamedSharding
     missing_axes: tuple[str, ...] = ()  # mesh axes that were ignored because the mesh lacks them
-    # replicated only because no axis has a placement or a rule; False if there is a `warning`
-    lacks_placement: bool = False
+    # on the user's mesh, no axis has a placement, no axis rules apply, and `warning` is None
+    shards_nothing: bool = False
     is_unconstrained: bool = False  # some axes are P.UNCONSTRAINED; for traced values only
     warning: str | None = None  # about a likely typo in the expression
     names_without_rule: tuple[str, ...] = ()  # names without an axis rule, if no axis is sharded
@@ -118,7 +118,7 @@ def resolve(
     option: str | None = None,
     traced: bool = False,
 ) -> Placement:
-    """Finds the placement of arrays; errors suggest a fix that was tested, if there is one.
+    """Finds the placement of an array with a spec; errors suggest a fix only if it was tested.
 
     Args:
         shape: the shape or the rank; None if both are unknown.
@@ -136,7 +136,8 @@ def resolve(
         check_types(spec, shape, memory_kind)
         raise
     except EinshardError as error:
-        fix = _working_fix(error, spec, shape, context, memory_kind, option)
+        error = _with_working_fix(error, spec, shape, context, memory_kind, option)
+        fix = error.fix
         if isinstance(spec, LeafSpec) and spec.partition is not None:
             fix = None if spec.unconstrained and not traced else fix
             error = error.about(spec=partition_text(spec.partition))
@@ -153,9 +154,9 @@ def resolve(
 def find_placement(
     spec: AnySpec, shape: Shape | int | None, context: Context, memory_kind: str | None
 ) -> Placement:
-    """Does what `resolve` does, in one cache lookup.
+    """Finds the placement as `resolve` does, but without fixes and warnings.
 
-    But it suggests no fix, shows no warning, and allows P.UNCONSTRAINED.
+    Allows P.UNCONSTRAINED. A repeated call costs one cache lookup.
     """
     check_types(spec, shape, memory_kind)
     spec = as_leaf_spec(spec)
@@ -179,19 +180,19 @@ def find_placement(
         raise
     if spec.unconstrained:
         sharding = _with_unconstrained(sharding, spec)
-    lacks_placement = (
+    shards_nothing = (
         _is_users_mesh(context)
         and not context.axis_rules
         and spec.expression.short
         and not any(term.is_sharded for term in spec.expression.right)
     )
-    warning = _likely_typo(spec, shape, context, memory_kind, lacks_placement)
+    warning = _likely_typo(spec, shape, context, memory_kind, shards_nothing)
     return Placement(
         ruled.expression,
         layout,
         sharding,
         missing_axes=ruled.missing_axes,
-        lacks_placement=lacks_placement and warning is None,
+        shards_nothing=shards_nothing and warning is None,
         is_unconstrained=bool(spec.unconstrained),
         warning=warning,
         names_without_rule=_names_without_rule(spec.expression, ruled.expression, context),
@@ -242,31 +243,28 @@ def _lower(
 
 
 def _is_users_mesh(context: Context) -> bool:
-    """Whether the context has a mesh that is not the canonical mesh."""
+    """Whether the context has a mesh other than the canonical mesh of its devices."""
     return context.mesh is not None and not is_device_mesh(context.mesh)
 
 
 def _check_memory_kind(expression: Expression, memory_kind: str | None, mesh: AnyMesh) -> None:
-    known = None if memory_kind is None else memory_kinds(mesh)
-    if known is not None and memory_kind not in known:
+    kinds = None if memory_kind is None else memory_kinds(mesh)
+    if kinds is not None and memory_kind not in kinds:
         raise expression.error(
-            f'the devices have no memory kind {memory_kind!r}', memory_kinds=', '.join(known)
+            f'the devices have no memory kind {memory_kind!r}', memory_kinds=', '.join(kinds)
         )
 
 
 def _names_without_rule(
     written: Expression, ruled: Expression, context: Context
 ) -> tuple[str, ...]:
-    """Lists the names of a short form that lack an axis rule, if no axis is sharded.
-
-    Returns () if an axis is sharded, or if there are no axis rules at all.
-    """
+    """Returns the names without an axis rule; () if there are no rules, or `ruled` is sharded."""
     is_bare = written.short and not any(term.is_sharded for term in written.right)
     is_sharded = any(term.name and term.is_sharded for term in ruled.right)
     if not (context.axis_rules and is_bare) or is_sharded:
         return ()
-    known = {ELLIPSIS, *(rule.name for rule in context.axis_rules)}
-    return tuple(name for name in written.names if name not in known)
+    has_rule = {ELLIPSIS, *(rule.name for rule in context.axis_rules)}
+    return tuple(name for name in written.names if name not in has_rule)
 
 
 def _likely_typo(
@@ -274,14 +272,14 @@ def _likely_typo(
     shape: Shape | int | None,
     context: Context,
     memory_kind: str | None,
-    lacks_placement: bool,
+    shards_nothing: bool,
 ) -> str | None:
     """Returns a warning, with a tested fix, if a valid spec is likely a typo; else None."""
 
     def attempt(text: str) -> Placement:
         return find_placement(with_expression(spec, text), shape, context, memory_kind)
 
-    if lacks_placement:
+    if shards_nothing:
         names = [name for name, size in sizes_of(context.lowering_mesh).items() if size > 1]
         return mesh_axes_hint(spec.expression, names, attempt)
     if _is_ruled(spec.expression, context):
@@ -309,7 +307,7 @@ def _check_explicit(expression: Expression, mesh: AnyMesh) -> None:
 
 
 def _with_unconstrained(sharding: NamedSharding, spec: LeafSpec) -> NamedSharding:
-    """Replaces the entries of the unconstrained axes of `spec` by P.UNCONSTRAINED."""
+    """Replaces the entries of the unconstrained axes of `spec` with P.UNCONSTRAINED."""
     mesh = sharding.mesh
     if AxisType.Explicit in mesh.axis_types:
         raise EinshardError(
@@ -323,7 +321,7 @@ def _with_unconstrained(sharding: NamedSharding, spec: LeafSpec) -> NamedShardin
 
 
 def _simulation_hint(mesh: AnyMesh) -> dict[str, str]:
-    """Returns the fact that tells how to simulate devices, if there is only one CPU device."""
+    """Says, for an error, how to simulate devices if there is only one CPU device; else {}."""
     has_one_device = mesh.size == 1 and isinstance(mesh, Mesh) and jax.device_count() == 1
     if not has_one_device or jax.default_backend() != 'cpu':
         return {}
@@ -331,48 +329,50 @@ def _simulation_hint(mesh: AnyMesh) -> dict[str, str]:
     return {'to_simulate_8': f'set {simulated} before JAX starts'}
 
 
-def _working_fix(
+def _with_working_fix(
     error: EinshardError,
     spec: AnySpec,
     shape: Shape | int | None,
     context: Context,
     memory_kind: str | None,
     option: str | None,
-) -> str | None:
-    """Returns the fix of the error, or else an option that ignores missing mesh axes.
+) -> EinshardError:
+    """Returns the error with its fix, or else with an option that ignores missing mesh axes.
 
-    Returns None if neither works.
+    If neither works, the error has no fix.
     """
 
     def attempt(candidate: AnySpec, context: Context = context) -> Placement:
         return find_placement(candidate, shape, context, memory_kind)
 
-    fix = working_fix(error, lambda text: attempt(with_expression(spec, text)))
-    if fix is not None:
-        fixed = with_expression(spec, fix.expression)
+    result = with_working_fix(error, lambda text: attempt(with_expression(spec, text)))
+    if isinstance(result.fix, Suggestion):
+        fixed = with_expression(spec, result.fix.expression)
         if not isinstance(spec, LeafSpec) or spec.partition is None:
-            return Suggestion(str(fixed))
+            return result.with_fix(Suggestion(str(fixed)))
         sharding = attempt(fixed).sharding
-        return partition_text(
-            (_with_unconstrained(sharding, spec) if spec.unconstrained else sharding).spec
+        return result.with_fix(
+            partition_text(
+                (_with_unconstrained(sharding, spec) if spec.unconstrained else sharding).spec
+            )
         )
     mesh, rules = context.mesh, context.axis_rules
-    # without a mesh, mesh= was probably forgotten; if the error has a fix, even one that fails, the
-    # expression is probably wrong, and not meant for meshes with other axes
+    # suggest no option: without a mesh, mesh= was probably forgotten; and an expression
+    # for which even the fix of the error fails is probably wrong on any mesh
     if mesh is None or error.fix is not None:
-        return None
+        return result
     lenient_rules = tuple(rule._replace(ignores_missing=True) for rule in rules)
     lenient = make_context(mesh, context.mesh_is_ambient, lenient_rules, context.on_one_device)
     if lenient is not context and works(lambda: attempt(spec, lenient)):
-        return "axis_rules(..., missing='replicate')"
+        return result.with_fix("axis_rules(..., missing='replicate')")
     if option is None:
-        return None
+        return result
     try:
         placement = attempt(with_fallbacks(spec, on_missing='replicate'))
     except EinshardError:
-        return None
+        return result
     # the option helps only if mesh axes are missing
-    return option if placement.missing_axes else None
+    return result.with_fix(option) if placement.missing_axes else result
 
 
 def check_types(expression: object, shape: object, memory_kind: object) -> None:
@@ -386,7 +386,7 @@ def check_types(expression: object, shape: object, memory_kind: object) -> None:
         not isinstance(ndim, int) or isinstance(ndim, bool) or not 0 <= ndim < _MAX_DIMS
     ):
         raise EinshardError(
-            f'ndim= must be a number of dimensions, not {ndim!r}',
+            f'ndim= must be an integer from 0 to {_MAX_DIMS - 1}, not {ndim!r}',
             expression=str(expression),
         )
     if memory_kind is not None and not isinstance(memory_kind, str):

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 from .._cache import cached
 from .._errors import EinshardError
 from .libtpu import has_libtpu, quiet_libtpu
-from .mesh import device_mesh, named_mesh
+from .mesh import device_mesh, named_mesh, types_text
 from .tpu_names import known_names, topology_name
 
 
@@ -24,9 +24,9 @@ def topology(
         >>> mesh.axis_names, mesh.devices.flat[0].device_kind
         (('data', 'tensor'), 'TPU v5 lite')
 
-    Pass it to `explain` or `assert_collectives` as `mesh=`. Programs can be lowered and compiled
-    for its devices, but these cannot hold arrays. On a machine without TPUs, this sets environment
-    variables that libtpu reads, unless they are set already.
+    Pass the mesh to `explain` or `assert_collectives` as `mesh=`. Programs can be lowered and
+    compiled for its devices, but these cannot hold arrays. On a machine without TPUs, this sets
+    environment variables that libtpu reads, unless they are set already.
 
     Args:
         name: TPU generation and chips along each dimension, such as 'v5e:4x4' or 'v5p:2x2x2'; or
@@ -56,6 +56,7 @@ def topology(
     if axis_types is not None:
         mesh = device_mesh(mesh, axis_types=axis_types)
     call = f"topology('{name}', " + (f'n_slices={n_slices}, ' if n_slices > 1 else '')
+    call += types_text(axis_types)
     return cast(Mesh, named_mesh(mesh, axes, call)) if axes else mesh
 
 

@@ -23,7 +23,7 @@ _NAME = re.compile(
     r'(?P<generation>[\w ]+?)[:=](?P<sizes>\d+(?:x\d+)*)(?P<twist>_(?:un)?twisted)?', re.ASCII
 )
 
-# Cloud accelerator types, such as 'v5p-128': a number of TensorCores or of chips.
+# Cloud accelerator types, such as 'v5p-128'; the number counts TensorCores or chips.
 _CLOUD_NAME = re.compile(r'(?P<generation>v2|v3|v4|v5p|v5litepod|v5e|v6e)-(?P<count>[0-9]{1,6})')
 _CORES_PER_CHIP = {'v2': 2, 'v3': 2, 'v4': 2, 'v5p': 2, 'v5litepod': 1, 'v5e': 1, 'v6e': 1}
 _CLOUD_CHIPS = {
@@ -64,7 +64,7 @@ def _respelled(name: str) -> str | None:
 def _convert(name: str) -> str:
     match = _CLOUD_NAME.fullmatch(name)
     if match is None:
-        _check_shape(name)
+        _check_name(name)
         return name
     generation, count = match['generation'], int(match['count'])
     cores = _CORES_PER_CHIP[generation]
@@ -82,7 +82,7 @@ def _convert(name: str) -> str:
 
 
 def _default_shape(chips: int, ndim: int) -> tuple[int, ...]:
-    """Chooses the shape closest to a square or a cube. Larger 3D slices consist of 4x4x4 cubes."""
+    """Chooses the shape closest to a square, or to a cube (of 4x4x4 blocks, from 64 chips on)."""
     if ndim == 3 and chips < 64:
         return {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}[chips]
     unit = 4 if ndim == 3 else 1
@@ -97,15 +97,15 @@ def _example(generation: str) -> str:
     return f'{generation}:{"4x4" if _GENERATIONS[generation] == 2 else "2x2x2"}'
 
 
-def _check_shape(name: str) -> None:
-    """Raises for invalid names, because the errors of libtpu use its internal names."""
+def _check_name(name: str) -> None:
+    """Raises for invalid names, for which libtpu's own errors would show its internal names."""
     if _GPU.search(name):
         raise EinshardError(
-            f"'{name}' is not a TPU slice: topology() knows only TPUs",
+            f"'{name}' is not a TPU slice; topology() supports only TPUs",
             facts={
                 'on a GPU machine': 'leave out mesh=, or pass mesh=jax.devices()',
-                'without GPUs': 'simulate as many CPU devices: same layouts, '
-                'mostly the same collectives',
+                'without GPUs': 'simulate the same number of CPU devices: same shardings, mostly '
+                'the same collectives',
             },
         )
     match = _NAME.fullmatch(name)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .._notation.layout import Layout
-from .communication import Blocks, Communication, in_order, resharding
+from .communication import Blocks, Communication, is_in_order, resharding
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Choice:
 
     @property
     def bytes(self) -> int | None:
-        """The bytes of all collectives: 0 if there are none, else None if sizes are not given."""
+        """The bytes of all collectives; None if array sizes are not given."""
         if any(collective.bytes is None for collective in self.collectives):
             return None
         return sum(collective.bytes or 0 for collective in self.collectives)
@@ -44,7 +44,7 @@ class Choice:
 
 
 def find_conflicts(operands: Sequence[Blocks]) -> Iterable[str]:
-    """Yields the reasons why the blocks of the operands do not match; nothing if they match."""
+    """Yields the reasons why the devices cannot multiply their blocks of the operands."""
     if len(operands) < 2:
         return
     left, right = operands
@@ -56,58 +56,67 @@ def find_conflicts(operands: Sequence[Blocks]) -> Iterable[str]:
                 'same devices, so for some blocks of the product no device has both inputs'
             )
     for name in left.names:
-        left_devices, right_devices = left.device_axes(name), right.device_axes(name)
-        if name not in right.names or left_devices == right_devices:
+        left_axes, right_axes = left.device_axes(name), right.device_axes(name)
+        if name not in right.names or left_axes == right_axes:
             continue
-        if left_devices and right_devices:
+        if left_axes and right_axes:
             yield f"'{name}' is sharded differently in operand 0 and operand 1"
             continue
-        sharded, replicated = (0, 1) if left_devices else (1, 0)
-        # if these devices shard another axis of the other operand, that is reported above
-        if not any(map(operands[replicated].array_axis, left_devices or right_devices)):
-            yield f"'{name}' is sharded in operand {sharded} but not in operand {replicated}"
+        sharded, unsharded = (0, 1) if left_axes else (1, 0)
+        # device axes that shard another axis of the `unsharded` operand are reported above
+        if not any(map(operands[unsharded].array_axis, left_axes or right_axes)):
+            yield f"'{name}' is sharded in operand {sharded} but not in operand {unsharded}"
 
 
 def find_targets(operands: Sequence[Blocks], result: Blocks) -> Iterable[Layout]:
-    """Finds layouts in which the blocks of the operands match.
+    """Finds layouts in which the devices can multiply their blocks of the operands.
 
-    In these, each device axis shards no array axis, or one that it shards in an operand or in the
-    result. The sharding of the result is a candidate because XLA may first reshard an operand to
-    match it, which may send less data.
+    In them, each device axis (axis of the device grid) holds replicas, or shards an array axis that
+    it shards in an operand or in the result. The result counts because XLA may reshard an operand
+    to match the result, which may send less data.
     """
     space = result.space
-    # device axes by the array axes that they shard, in each operand and in the result
+    # device axes, keyed by the array axis that they shard in each operand and in the result
     groups: dict[tuple[str | None, ...], list[str]] = {}
     for axis in space.devices:
         sharded = tuple(array.array_axis(axis) for array in (*operands, result))
         groups.setdefault(sharded, []).append(axis)
-    candidates: list[list[str | None]] = []  # for each group: the array axes that it may shard
-    for *sharded, requested in groups:
-        names = list(dict.fromkeys(name for name in sharded if name))
-        # if only one of the operands with this array axis shards it, it can also be gathered
-        is_one_sided = len(names) == 1 and any(
-            names[0] in operand.names and name is None
-            for operand, name in zip(operands, sharded, strict=True)
-        )
-        options: list[str | None] = [*names, None] if is_one_sided or not names else [*names]
-        if requested and requested not in options:
-            options.append(requested)
-        candidates.append(options)
+    options = [_options(operands, in_operands, in_result) for *in_operands, in_result in groups]
     targets: dict[Layout, None] = {}
-    for chosen in itertools.product(*candidates):
+    for chosen in itertools.product(*options):
         pairs = zip(chosen, groups.values(), strict=True)
         array_axes = {axis: name for name, axes in pairs for axis in axes}
         targets[space.sharded(space.replicated, _ordered([*operands, result], array_axes))] = None
     return targets
 
 
+def _options(
+    operands: Sequence[Blocks], in_operands: Sequence[str | None], in_result: str | None
+) -> list[str | None]:
+    """Lists the array axes that a device axis may shard in the contraction; None for replicas.
+
+    `in_operands` and `in_result` are the array axes that it shards in the operands and the result.
+    """
+    options: list[str | None] = list(dict.fromkeys(name for name in in_operands if name))
+    # an array axis that both operands have, but only one shards, can be gathered
+    can_gather = len(options) == 1 and any(
+        options[0] in operand.names and name is None
+        for operand, name in zip(operands, in_operands, strict=True)
+    )
+    if can_gather or not options:
+        options.append(None)
+    if in_result and in_result not in options:
+        options.append(in_result)
+    return options
+
+
 def _ordered(
     arrays: Sequence[Blocks], array_axes: Mapping[str, str | None]
 ) -> dict[str, str | None]:
-    """Sorts `array_axes`, which has the array axis that each device axis shards.
+    """Sorts the device axes in `array_axes`, which maps them to the array axes that they shard.
 
-    Device axes of the same array axis come in the order that they have in the array that shards it
-    over the most of them.
+    The device axes of one array axis get their order from the operand or result that shards it over
+    the most device axes.
     """
     ordered: dict[str, str | None] = {}
     for name in dict.fromkeys(array_axes.values()):
@@ -118,12 +127,11 @@ def _ordered(
 
 
 def choices_for(
-    operands: Sequence[Blocks], target: Layout, result: Blocks, result_is_placed: bool
+    operands: Sequence[Blocks], target: Layout, result: Blocks, is_result_placed: bool
 ) -> Iterable[Choice]:
-    """Yields the choices that multiply operands in the layout `target`.
+    """Yields the ways to compute a contraction with the operands resharded to the layout `target`.
 
-    A result with a placement is resharded to it. One without keeps the layout of the product, or
-    that of a reduce-scatter.
+    If not `is_result_placed`, the result stays as the devices compute it, or is reduce-scattered.
     """
     matched = [operand.with_layout(target) for operand in operands]
     pairs = list(zip(operands, matched, strict=True))
@@ -135,22 +143,22 @@ def choices_for(
         if any(old.array_axis(axis) is None for axis in new.device_axes(name))
     ]
     block = ' '.join(f'[{operand.block}]' for operand in matched)
-    product = result.with_layout(target)
-    used = {split.mesh_axes[0] for split in target.splits if split.axis is not None}
+    product = result.with_layout(target)  # the result before the sum over `partial`
+    sharding_axes = {split.mesh_axes[0] for split in target.splits if split.axis is not None}
     # device axes that shard a contracted axis
-    partial = [a for a in result.space.devices if a in used and not product.array_axis(a)]
-    for final in [result] if result_is_placed else [product, *_scattered(product, partial)]:
+    partial = [a for a in result.space.devices if a in sharding_axes and not product.array_axis(a)]
+    for final in [result] if is_result_placed else [product, *_scattered(product, partial)]:
         yield Choice(
             final.expression(),
-            (*before, *_sums(product, partial, final)),
+            (*before, *_final_steps(product, partial, final)),
             tuple(slices),
             tuple(operand.expression() for operand in matched),
             block,
         )
 
 
-def _sums(product: Blocks, partial: Sequence[str], final: Blocks) -> Iterable[Communication]:
-    """Yields the collectives that add partial sums and reshard the result."""
+def _final_steps(product: Blocks, partial: Sequence[str], final: Blocks) -> Iterable[Communication]:
+    """Yields the collectives that sum `product` along the device axes `partial`, to get `final`."""
     scattered = {axis: final.array_axis(axis) for axis in partial if final.array_axis(axis)}
     added = [axis for axis in partial if axis not in scattered]
     if scattered:
@@ -162,13 +170,16 @@ def _sums(product: Blocks, partial: Sequence[str], final: Blocks) -> Iterable[Co
 
 
 def _scattered(product: Blocks, partial: Sequence[str]) -> Iterable[Blocks]:
-    """Yields the result of a reduce-scatter along each array axis that can be scattered.
+    """Yields the result of a reduce-scatter of `product` along `partial`, for each array axis.
 
-    Its size must be divisible, and its device axes must stay in device order.
+    Skips array axes whose size is not divisible by the number of shards, or whose blocks would not
+    be in device order, as no expression says that.
     """
+    if not partial:
+        return
     devices, sizes = product.space.devices, product.space.sizes
-    for name in product.names if partial else ():
+    for name in product.names:
         over = (*product.device_axes(name), *partial)
         n_shards = math.prod(devices[axis] for axis in over)
-        if (sizes is None or sizes[name] % n_shards == 0) and in_order(over, devices):
+        if (sizes is None or sizes[name] % n_shards == 0) and is_in_order(over, devices):
             yield product.sharded(dict.fromkeys(partial, name))

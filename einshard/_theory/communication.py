@@ -1,7 +1,7 @@
 """Predicts the collectives that reshard the arrays of a contraction. Imports no JAX.
 
-All layouts of a contraction use the same axis numbers and device axes. A `Layout` has one split per
-device axis, with the array axis that it shards, or None.
+All layouts of a contraction have the same device axes (the axes of the device grid), and refer to
+array axes by their index in `Space.names`. A `Layout` here has one split per device axis.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Communication:
 class Space:
     """The array axes, the device axes and the sizes of a contraction, common to all its arrays."""
 
-    names: tuple[str, ...]  # all array axes; layouts refer to them by index
-    devices: Mapping[str, int]  # device axes and their sizes, slowest first
+    names: tuple[str, ...]  # all array axes
+    devices: Mapping[str, int]  # device axes and their sizes, slowest-varying first
     sizes: Mapping[str, int] | None = None  # of the array axes; None if unknown
     item_bytes: int = 4  # bytes per element
 
@@ -63,10 +63,10 @@ class Space:
         return Layout(tuple(Split(size, None, (axis,)) for axis, size in self.devices.items()))
 
     def sharded(self, layout: Layout, array_axes: Mapping[str, str | None]) -> Layout:
-        """Returns the layout after some device axes change the array axis that they shard.
+        """Returns the layout with some device axes assigned to other array axes.
 
-        `array_axes` has the new array axis of each of them, or None to replicate over it. Each
-        becomes the minormost device axis of its array axis.
+        `array_axes` maps each of these device axes to its new array axis, or to None for replicas.
+        They become minor to the device axes that already shard the array axis.
         """
         positions = {a: None if n is None else self.names.index(n) for a, n in array_axes.items()}
         splits = [split for split in layout.splits if split.mesh_axes[0] not in positions]
@@ -79,7 +79,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Blocks:
-    """An array of a contraction with its layout; each device has one block."""
+    """An operand or the result of a contraction, with its layout; each device has one block."""
 
     array: str  # 'operand 0', 'the result'
     names: tuple[str, ...]
@@ -87,15 +87,15 @@ class Blocks:
     space: Space
 
     def with_layout(self, layout: Layout) -> Blocks:
-        """Returns the array in a layout.
+        """Returns the array in `layout`, which may also shard array axes that the array lacks.
 
-        The array is replicated over device axes that shard an array axis it lacks.
+        Device axes that shard such an array axis hold replicas.
         """
         others = {i for i, name in enumerate(self.space.names) if name not in self.names}
         return replace(self, layout=self.space.sharded(replicate_axes(layout, others), {}))
 
     def sharded(self, array_axes: Mapping[str, str | None]) -> Blocks:
-        """Returns the array after a change of device axes: see `Space.sharded`."""
+        """Returns the array with some device axes assigned as in `Space.sharded`."""
         return replace(self, layout=self.space.sharded(self.layout, array_axes))
 
     def device_axes(self, name: str) -> tuple[str, ...]:
@@ -110,7 +110,6 @@ class Blocks:
         return next((name for name in self.names if device_axis in self.device_axes(name)), None)
 
     def n_shards(self, name: str) -> int:
-        """Returns the number of shards of an array axis."""
         return self.layout.n_shards.get(self.space.names.index(name), 1)
 
     @property
@@ -130,9 +129,9 @@ class Blocks:
         )
 
     def expression(self) -> str:
-        """Writes the layout with counts, or with device axes by name if they are out of order."""
+        """Writes the layout with counts, or with device axes if these are out of device order."""
         left, devices = ' '.join(self.names), self.space.devices
-        if not all(in_order(self.device_axes(name), devices) for name in self.names):
+        if not all(is_in_order(self.device_axes(name), devices) for name in self.names):
             by_name = [str(Term(name, mesh_axes=self.device_axes(name))) for name in self.names]
             return f'{left} -> {" ".join(by_name)}'
         axes = {split.mesh_axes[0]: split.axis for split in self.layout.splits}
@@ -144,7 +143,6 @@ class Blocks:
         return f'{left} -> {" ".join(map(str, with_unsharded(terms, self.names)))}'.strip()
 
     def communication(self, kind: str, over: Sequence[str]) -> Communication:
-        """Returns a collective on these blocks along some device axes."""
         devices = self.space.devices
         group_size = math.prod(devices[axis] for axis in over)
         groups = math.prod(devices.values()) // group_size
@@ -152,22 +150,22 @@ class Blocks:
         return Communication(kind, self.array, tuple(over), group_size, groups, block, n_bytes)
 
 
-def in_order(axes: Sequence[str], order: Iterable[str]) -> bool:
-    """Whether `axes` are in the order in which `order` lists them."""
+def is_in_order(axes: Sequence[str], order: Iterable[str]) -> bool:
+    """Whether `axes` are in the order that they have in `order`."""
     return [axis for axis in order if axis in axes] == list(axes)
 
 
 def resharding(old: Blocks, new: Blocks) -> tuple[Communication, ...]:
-    """Returns the collectives that reshard an array.
+    """Returns the collectives that reshard an array from `old` to `new`.
 
     Devices first take slices, which need no communication.
     """
     current = old
     for name in old.names:
-        # only if no device axis has to stop sharding this array axis
+        # only if all device axes that shard this array axis shard it in `new`, too
         if set(old.device_axes(name)) <= set(new.device_axes(name)):
-            free = [axis for axis in new.device_axes(name) if old.array_axis(axis) is None]
-            current = current.sharded(dict.fromkeys(free, name))
+            unused = [axis for axis in new.device_axes(name) if old.array_axis(axis) is None]
+            current = current.sharded(dict.fromkeys(unused, name))
     sharded = [axis for axis in old.space.devices if current.array_axis(axis)]
     gathered = [axis for axis in sharded if not new.array_axis(axis)]
     exchanged = [
@@ -177,9 +175,6 @@ def resharding(old: Blocks, new: Blocks) -> tuple[Communication, ...]:
     if gathered:
         current = current.sharded(dict.fromkeys(gathered))
         collectives.append(current.communication('all-gather', gathered))
-    if exchanged:
-        collectives.append(current.communication('all-to-all', exchanged))
-        return tuple(collectives)
     # device axes that shard the same array axis, but in another order
     permuted = [
         axis
@@ -187,6 +182,8 @@ def resharding(old: Blocks, new: Blocks) -> tuple[Communication, ...]:
         if current.device_axes(name) != new.device_axes(name)[: len(current.device_axes(name))]
         for axis in current.device_axes(name)
     ]
-    if permuted:
+    if exchanged:
+        collectives.append(current.communication('all-to-all', exchanged))
+    elif permuted:
         collectives.append(current.communication('collective-permute', permuted))
     return tuple(collectives)

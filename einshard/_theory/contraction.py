@@ -16,7 +16,7 @@ from .._notation.layout import axis_positions
 
 @dataclass(frozen=True, slots=True)
 class Contraction:
-    """A parsed einsum, whose operands and result are short-form expressions."""
+    """A parsed einsum. Its operands and result are expressions without '->'."""
 
     operands: tuple[Expression, ...]
     result: Expression
@@ -45,14 +45,14 @@ class Contraction:
         return tuple(name for name in self.names if name not in self.result.names)
 
     def numpy_subscripts(self) -> str:
-        """Returns the einsum as numpy subscripts, without placements."""
+        """Returns the einsum as NumPy subscripts, such as 'ab,bc->ac', without placements."""
         letters = {name: letter for letter, name in self.names_by_letter().items()}
         letters[ELLIPSIS] = ELLIPSIS
         sides = [''.join(letters[name] for name in array.names) for array in self.arrays]
         return f'{",".join(sides[:-1])}->{sides[-1]}'
 
     def names_by_letter(self) -> dict[str, str]:
-        """Returns the axis names by their letter in the numpy subscripts."""
+        """Maps each letter in `numpy_subscripts` to its axis name."""
         named = [name for name in self.names if name != ELLIPSIS]
         return {_letter(i): name for i, name in enumerate(named)}
 
@@ -68,18 +68,17 @@ class Contraction:
         return EinshardError(sentence, expression=self.text, spans=spans, facts=facts, fix=fix)
 
 
-def is_placed(operand: Expression) -> bool:
-    """Whether the operand has a placement."""
-    return any(term.is_sharded for term in operand.right)
+def is_placed(array: Expression) -> bool:
+    return any(term.is_sharded for term in array.right)
 
 
-def operand_text(operand: Expression) -> str:
-    """Returns the expression of one operand, without the rest of the einsum."""
-    return ' '.join(map(str, operand.right))
+def array_text(array: Expression) -> str:
+    """Returns the text of an operand or the result, such as 'b x*'."""
+    return ' '.join(map(str, array.right))
 
 
 def read_contraction(text: str) -> Contraction:
-    """Parses 'b x*, x* y -> b y'; raises EinshardError if it is invalid."""
+    """Parses an einsum such as 'b x*, x* y -> b y'; raises EinshardError if it is invalid."""
     if not isinstance(text, str):
         kind = type(text).__name__
         raise EinshardError(f'an einsum must be a string, not {text!r} ({kind})')
@@ -99,9 +98,11 @@ def _read(text: str) -> Contraction:
         )
     ((end, start),) = arrows
     operands = tuple(
-        _array(text, *span, f' in operand {i}') for i, span in enumerate(_between_commas(text, end))
+        _parse_array(text, *span, f' in operand {i}')
+        for i, span in enumerate(_between_commas(text, end))
     )
-    contraction = Contraction(operands, _array(text, start, len(text), ' in the result'), text)
+    result = _parse_array(text, start, len(text), ' in the result')
+    contraction = Contraction(operands, result, text)
     _check_result(contraction)
     return contraction
 
@@ -109,7 +110,7 @@ def _read(text: str) -> Contraction:
 def from_numpy_subscripts(text: object) -> Suggestion | None:
     """Rewrites NumPy subscripts with one axis per letter.
 
-    Returns None if `text` does not look like them, or if the einsum would be invalid.
+    Returns None if `text` is not NumPy subscripts, or if the einsum would be invalid.
 
     >>> from einshard._theory.contraction import from_numpy_subscripts
     >>> from_numpy_subscripts('bx,xy->by')
@@ -129,13 +130,13 @@ def from_numpy_subscripts(text: object) -> Suggestion | None:
 
 
 def result_shape(contraction: Contraction, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Returns the shape of the result; raises if the shapes do not fit the einsum or each other."""
+    """Returns the shape of the result for operands of these shapes; raises if they do not fit."""
     if len(shapes) != len(contraction.operands):
         raise contraction.error(
             f'the einsum has {plural(len(contraction.operands), "operand")}, '
             f'but got {plural(len(shapes), "array")}'
         )
-    sizes: dict[str, tuple[int, ...]] = {}  # one size per name, any number for '...'
+    sizes: dict[str, tuple[int, ...]] = {}  # of each axis name, as in `_sizes_by_name`
     first_operand: dict[str, int] = {}
     for i, shape in enumerate(shapes):
         for name, size in _sizes_by_name(contraction, i, tuple(shape)).items():
@@ -149,7 +150,7 @@ def result_shape(contraction: Contraction, shapes: Sequence[Sequence[int]]) -> t
 def _sizes_by_name(
     contraction: Contraction, i: int, shape: tuple[int, ...]
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the sizes of operand `i` by axis name: one per name, any number for '...'."""
+    """Maps each axis name of operand `i` to its size as a tuple, and '...' to all its sizes."""
     operand = contraction.operands[i]
     try:
         positions = axis_positions(operand, len(shape))
@@ -186,7 +187,7 @@ def _two_sizes(
 
 
 def _between_commas(text: str, end: int) -> Iterable[Span]:
-    """Yields the spans of the operands in `text[:end]`, split at commas, but not in '@(p,q)'."""
+    """Yields the spans between the commas of `text[:end]`, except commas in '@(p,q)'."""
     start = depth = 0
     for at, character in enumerate(text[:end]):
         depth += (character == '(') - (character == ')')
@@ -196,8 +197,8 @@ def _between_commas(text: str, end: int) -> Iterable[Span]:
     yield start, end
 
 
-def _array(text: str, start: int, end: int, where: str) -> Expression:
-    """Parses one operand or the result; `where` says which, for errors."""
+def _parse_array(text: str, start: int, end: int, where: str) -> Expression:
+    """Parses `text[start:end]`: an operand or the result; `where` says which, for errors."""
     written = text[start:end]
     if not written.strip():  # a scalar
         return Expression((), (), short=True, text=text)

@@ -1,4 +1,4 @@
-"""Finds the device axes of an einsum, and the array axis that each one shards. Imports no JAX."""
+"""Finds the device axes (axes of the device grid) of an einsum. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .._errors import EinshardError, quoted
 from .._notation.counts import prime_factors
 from .._notation.expression import Expression
 from .._notation.layout import fit, lay_out, mesh_text
-from .contraction import Contraction, is_placed, operand_text
+from .contraction import Contraction, array_text, is_placed
 
 
 def device_axes(
@@ -24,24 +24,25 @@ def device_axes(
     array axes.
     """
     if contraction.mesh_axes:
-        named = _named_devices(contraction, counts)
-        left = _n_replicas(contraction, named, n_devices)
+        named = _mesh_axis_sizes(contraction, counts)
+        n_replicas = _n_replicas(contraction, named, n_devices)
         names = (name for i in itertools.count() if (name := f'd{i}') not in named)
-        rest = dict(zip(names, prime_factors(left), strict=False))
-        return rest | named, contraction.operands
+        # prime factors, so that more counts in the einsum fit
+        unnamed = dict(zip(names, prime_factors(n_replicas), strict=False))
+        return unnamed | named, contraction.operands
     if any(map(is_placed, contraction.arrays)):
         if counts:
             raise _placed_twice(contraction, counts)
-        return _joint_devices(contraction, n_devices), contraction.operands
+        return _joint_axes(contraction, n_devices), contraction.operands
     devices = {name: count for name, count in counts.items() if count > 1}
-    left = _n_replicas(contraction, devices, n_devices)
+    n_replicas = _n_replicas(contraction, devices, n_devices)
     operands = tuple(_shard_by_name(operand, devices) for operand in contraction.operands)
     # the axis of the replicas is called '*', which is not the name of an array axis
-    return {'*': left, **devices} if left > 1 else devices, operands
+    return {'*': n_replicas, **devices} if n_replicas > 1 else devices, operands
 
 
 def _shard_by_name(operand: Expression, counts: Mapping[str, int]) -> Expression:
-    """Shards each axis of an operand that is in `counts` over the device axis of that name."""
+    """Shards each operand axis in `counts` over the device axis with the same name."""
     terms = (
         replace(term, mesh_axes=(str(term.name),)) if term.name in counts else term
         for term in operand.right
@@ -50,20 +51,20 @@ def _shard_by_name(operand: Expression, counts: Mapping[str, int]) -> Expression
 
 
 def _n_replicas(contraction: Contraction, counts: Mapping[str, int], n_devices: int | None) -> int:
-    """Returns `n_devices` divided by the product of the counts; 1 if `n_devices` is None."""
+    """Returns `n_devices` divided by all counts; 1 if `n_devices` is None."""
     product = math.prod(counts.values())
     if n_devices is not None and n_devices % product:
         raise contraction.error(
-            f'the number of devices ({n_devices}) is not divisible by the product of the counts '
-            f'({product})'
+            f'the number of devices ({n_devices}) is not divisible by {product} '
+            f'({", ".join(f"{name}={count}" for name, count in counts.items())})'
         )
     return 1 if n_devices is None else n_devices // product
 
 
 def array_axes_of(operand: Expression, devices: Mapping[str, int]) -> dict[str, str | None]:
-    """Returns, by device axis, the array axis that it shards; None if it holds replicas.
+    """Maps each device axis, major to minor, to the array axis that it shards; None for replicas.
 
-    Device axes are in order, from major to minor. Returns {} for an operand without a placement.
+    Returns {} for an operand without a placement.
     """
     if not is_placed(operand):
         return {}
@@ -75,7 +76,7 @@ def array_axes_of(operand: Expression, devices: Mapping[str, int]) -> dict[str, 
             f'the counts {counts} do not match the device axes',
             [term for term in operand.right if term.takes_devices],
             device_axes=mesh_text(devices),
-            device_order='devices without a name (d0, d1, ..), then the axes given by keyword',
+            device_order='unnamed axes (d0, d1, ..), then the axes given by keyword',
             expected='counts that are products of consecutive device axis sizes, in order',
         )
     return {
@@ -85,8 +86,8 @@ def array_axes_of(operand: Expression, devices: Mapping[str, int]) -> dict[str, 
     }
 
 
-def _named_devices(contraction: Contraction, counts: Mapping[str, int]) -> dict[str, int]:
-    """Returns the mesh axes and their sizes; raises if `counts` lacks one or shards array axes."""
+def _mesh_axis_sizes(contraction: Contraction, counts: Mapping[str, int]) -> dict[str, int]:
+    """Returns the mesh axes with their sizes; raises if `counts` lacks one, or has array axes."""
     mesh_axes = contraction.mesh_axes
     array_axes = counts.keys() - mesh_axes
     by_keyword = {name: counts[name] for name in contraction.names if name in array_axes}
@@ -110,7 +111,7 @@ def _placed_twice(contraction: Contraction, counts: Mapping[str, int]) -> Einsha
     )
 
 
-def _joint_devices(contraction: Contraction, n_devices: int | None) -> dict[str, int]:
+def _joint_axes(contraction: Contraction, n_devices: int | None) -> dict[str, int]:
     """Splits the devices into axes that fit the counts of all operands and the result."""
     placed = list(filter(is_placed, contraction.arrays))
     if n_devices is None:
@@ -118,13 +119,13 @@ def _joint_devices(contraction: Contraction, n_devices: int | None) -> dict[str,
         if not counted:
             raise contraction.error('a star needs the number of devices', example='devices=8')
         n_devices = max(math.prod(term.factor for term in array.right) for array in counted)
-    # the devices are split wherever the device grid of an array has a boundary
+    # products of the first counts of each array; their ratios are the sizes of the device axes
     products = {1, n_devices}
     grids: dict[str, str] = {}
     for array in placed:
         layout = lay_out(array, len(array.names), n_devices)
         products.update(itertools.accumulate((s.count for s in layout.splits), operator.mul))
-        grids[f"'{operand_text(array)}'"] = _grid_text(split.count for split in layout.splits)
+        grids[f"'{array_text(array)}'"] = _grid_text(split.count for split in layout.splits)
     pairs = list(itertools.pairwise(sorted(products)))
     if any(after % before for before, after in pairs):
         raise contraction.error(

@@ -12,18 +12,19 @@ from jax.sharding import AbstractMesh, AxisType
 
 from .._arrays.constrain import constrain, record_einsum, restrict_to_type
 from .._arrays.place import einshard
-from .._errors import EinshardError, Suggestion, quoted
+from .._errors import EinshardError, RuleSuggestion, Suggestion, quoted
 from .._notation.expression import Expression, Term
 from .._notation.layout import axis_positions
+from .._sharding.axis_rules import axis_rules
 from .._sharding.context import current_context, is_tracing
 from .._sharding.mesh import MeshLike, device_mesh, spec_axes
 from .._sharding.resolve import Placement, resolve
-from .._suggestions import keep_working_suggestions
+from .._suggestions import keep_working_suggestions, works
 from .contraction import (
     Contraction,
+    array_text,
     from_numpy_subscripts,
     is_placed,
-    operand_text,
     read_contraction,
     result_shape,
 )
@@ -43,8 +44,8 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
 
     Both operands shard x over all devices, and the result shards y, so the sum over x becomes a
     reduce-scatter. Operands and result are expressions without '->'. Arrays with a placement are
-    placed or constrained, as `einshard` does; the compiler decides the sharding of the others. With
-    `'+@tp'` in the result, the terms of a sum over mesh axis tp are not added up yet.
+    placed or constrained, as `einshard` does; the compiler decides the sharding of the others.
+    `'+@tp'` makes the result a partial sum over mesh axis tp (JAX: unreduced).
 
     Args:
         expression: operands separated by commas, '->', and the result. An axis appears at most once
@@ -71,19 +72,21 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
     try:
         for i, current in enumerate(contraction.operands):
             if is_placed(current):
-                operands[i] = einshard(arrays[i], operand_text(current), mesh=mesh)
+                operands[i] = einshard(arrays[i], array_text(current), mesh=mesh)
         current = contraction.result
         if is_placed(current):
-            placement = resolve(operand_text(current), shape, current_context(mesh))
-            _check_partial_sum(contraction, operands, placement)
+            context = current_context(mesh)
+            placement = resolve(array_text(current), shape, context)
+            if not context.on_one_device:  # where signs are dropped, as partial sums have one term
+                _check_partial_sum(contraction, operands, placement)
         else:
-            _check_types(contraction, operands)
+            _check_contracted_axes(contraction, operands)
     except EinshardError as error:
         raise _with_working_fix(error, contraction, current, arrays, mesh, options) from None
     tracing = is_tracing()
     if tracing:
         record_einsum(contraction.names_by_letter())
-    # outside jit: in one jitted program, XLA can compute the sum directly in the result's sharding
+    # a call outside jit is jitted, so that XLA can compute the sum in the result's sharding
     contract = _contract if tracing else _jitted
     if isinstance(options.get('optimize'), list | tuple):
         options['optimize'] = _hashable_path(options['optimize'])
@@ -100,7 +103,7 @@ def _with_working_fix(
 ) -> EinshardError:
     """Converts an error about an operand or the result to one about the einsum.
 
-    It keeps a fix only if it works.
+    Keeps the fix only if it works.
     """
     text = contraction.text
     if error.expression != text:
@@ -118,13 +121,21 @@ def _with_working_fix(
             jax.eval_shape(traced, *arrays)
         except EinshardError:
             raise
-        except Exception as other:  # JAX's own errors under explicit axes
-            raise EinshardError(str(other)) from None
+        except Exception as jax_error:  # such as those of explicit mesh axes
+            raise EinshardError(str(jax_error)) from None
 
     def on_devices(n: int) -> None:
         try_einsum(text, device_mesh(AbstractMesh((n,), ('n',))))
 
-    return keep_working_suggestions(error, try_einsum, on_devices)
+    def with_rule(fix: RuleSuggestion) -> None:
+        with axis_rules({fix.name: fix.placement}):
+            try_einsum(text)
+
+    kept = keep_working_suggestions(error, try_einsum, on_devices)
+    fix = error.fix
+    if isinstance(fix, RuleSuggestion) and works(lambda: with_rule(fix)):
+        return kept.with_fix(fix)
+    return kept
 
 
 def _hashable_path(path: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
@@ -141,7 +152,7 @@ def _hashable_path(path: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def _from_numpy_subscripts(expression: str, shapes: Sequence[tuple[int, ...]]) -> str | None:
-    """Rewrites NumPy subscripts with one axis per letter; None if the arrays do not fit."""
+    """Rewrites NumPy subscripts with one axis per letter; None if `shapes` do not fit."""
     fix = from_numpy_subscripts(expression)
     try:
         if fix is not None:
@@ -160,9 +171,9 @@ def _contract(
     if placement is None:
         return jnp.einsum(subscripts, *operands, **dict(options))
     mesh = placement.sharding.mesh
-    explicit = AxisType.Explicit in mesh.axis_types
-    # under explicit axes, a sum over a sharded axis needs out_sharding
-    out = restrict_to_type(placement.sharding, AxisType.Explicit) if explicit else None
+    is_explicit = AxisType.Explicit in mesh.axis_types
+    # with explicit mesh axes, JAX needs out_sharding for a sum over a sharded axis
+    out = restrict_to_type(placement.sharding, AxisType.Explicit) if is_explicit else None
     return constrain(
         jnp.einsum(subscripts, *operands, out_sharding=out, **dict(options)), placement
     )
@@ -171,13 +182,13 @@ def _contract(
 _jitted = jax.jit(_contract, static_argnums=(0, 1, 2))
 
 
-def _check_types(contraction: Contraction, operands: Sequence[Any]) -> None:
-    """Raises if an axis sharded over explicit mesh axes is contracted into an unplaced result."""
+def _check_contracted_axes(contraction: Contraction, operands: Sequence[Any]) -> None:
+    """Raises if a contracted axis is sharded over explicit mesh axes."""
     before, _, result = contraction.text.rpartition('->')
     for i, name, _ in _contracted(contraction, operands):
         raise contraction.error(
-            f"contracted axis '{name}' is sharded over explicit mesh axes; give the result "
-            'a placement',
+            f"contracted axis '{name}' is sharded over explicit mesh axes, so the result needs a "
+            "placement; '*' replicates it",
             [term.span for term in contraction.operands[i].right if term.name == name],
             operand=f'{i}, {jax.typeof(operands[i])}',
             fix=Suggestion(f'{before}-> * {result.strip()}'.strip()),
@@ -196,8 +207,12 @@ def _check_partial_sum(
         return
     spans = [term.span for term in signed]
     if len(operands) > 2:
-        # JAX would choose the sharding of each product, as with Auto axes
-        raise contraction.error('a partial sum needs an einsum of one or two operands', spans)
+        # JAX uses `auto_axes` for these, so the compiler decides where to sum
+        raise contraction.error(
+            'a partial sum needs an einsum of one or two operands, but this one has '
+            f'{len(operands)}',
+            spans,
+        )
     mesh = placement.sharding.mesh
     sharded_axes = {axis for _, _, axes in _contracted(contraction, operands) for axis in axes}
     axes = tuple(axis for axis in mesh.axis_names if axis in sharded_axes)
@@ -216,11 +231,11 @@ def _check_partial_sum(
 def _contracted(
     contraction: Contraction, operands: Sequence[Any]
 ) -> Iterator[tuple[int, str, set[Any]]]:
-    """Yields (operand number, name, explicit mesh axes) for each sharded contracted axis."""
+    """Yields (operand number, axis name, explicit mesh axes) of each sharded contracted axis."""
     for i, (operand, array) in enumerate(zip(contraction.operands, operands, strict=True)):
         sharding = jax.typeof(array).sharding
         types = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
-        explicit = {name for name, kind in types if kind == AxisType.Explicit}
+        explicit = {name for name, axis_type in types if axis_type == AxisType.Explicit}
         entries = spec_axes(sharding.spec)
         for name, at in axis_positions(operand, len(array.shape)).items():
             axes = explicit.intersection(entries[at] if at < len(entries) else ())

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias, overload
 from .._display import Display, as_json
 from .._errors import EinshardError, plural, quoted
 from .._notation.expression import ELLIPSIS
+from .._notation.words import signs_text
 from .._page import Column, Page, Section
 from .._suggestions import keep_working_suggestions
 from .choices import Choice, choices_for, find_conflicts, find_targets
@@ -50,13 +51,13 @@ class Parallelism(Display):
         kind: 'replicated', 'data parallelism' (only free axes are sharded, which may be columns or
             heads), 'tensor parallelism' (only reduced axes are sharded), 'hybrid' (both) or
             'resharding' (the blocks do not match).
-        devices: device axes and their sizes, slowest first.
+        devices: device axes and their sizes, slowest-varying first.
         free: the axes of the result.
         reduced: the axes that are summed over.
         operands: the placements of the operands.
         conflicts: the reasons why the blocks do not match.
         choices: ways to compute the einsum. If the blocks match and the result has no placement,
-            XLA compiles the first one. Otherwise XLA decides by sizes, and may compile another way.
+            XLA compiles the first one. Otherwise the sizes decide which one XLA compiles.
     """
 
     einsum: str
@@ -79,7 +80,7 @@ class Parallelism(Display):
         return self.choices[0].collectives
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts it to dictionaries, lists, strings and numbers, for JSON."""
+        """Converts to dictionaries, lists, strings and numbers, for JSON."""
         return as_json(self)
 
     def _page(self) -> Page:
@@ -122,18 +123,18 @@ class Chain(tuple[Parallelism, ...], Display):
     """The parallelism of a sequence of einsums.
 
     With counts by keyword, an axis has the same sharding in all einsums, so each result is sharded
-    as the next one needs. With placements, resharding between two einsums is not counted.
+    as the next einsum needs. With placements, resharding between two einsums is not counted.
     """
 
     __slots__ = ()
 
     @property
     def collectives(self) -> tuple[Communication, ...]:
-        """The collectives of all steps in order, by their first choices."""
+        """The collectives of the first choice of each step, in order."""
         return tuple(itertools.chain.from_iterable(step.collectives for step in self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts it to dictionaries, lists, strings and numbers, for JSON."""
+        """Converts to dictionaries, lists, strings and numbers, for JSON."""
         return {
             'steps': [step.to_dict() for step in self],
             'collectives': as_json(self.collectives),
@@ -211,9 +212,9 @@ def parallelism(
             placement has a star. Devices that the counts do not use hold replicas.
         sizes: the size of every axis. Without it, the bytes of collectives are None.
         item_bytes: bytes per element.
-        counts: the number of shards of an axis, by name, in all operands that have the axis; in
-            device order, slowest first. If `einsum` names mesh axes (`'b@data x'`), the sizes of
-            the mesh axes.
+        counts: for each sharded axis, the number of shards (`x=8`), in all operands that have the
+            axis; in device order, slowest-varying first. If `einsum` names mesh axes
+            (`'b@data x'`), the sizes of the mesh axes.
 
     Returns:
         A `Parallelism`; for a list, a `Chain` of them. Both print as text, show as HTML in
@@ -266,41 +267,41 @@ def _analyze_once(
     counts: Mapping[str, int],
 ) -> Parallelism:
     _check_supported(contraction)
-    devices, operands = device_axes(contraction, n_devices, counts)
-    expressions = {f'operand {i}': operand for i, operand in enumerate(operands)}
+    devices, placed = device_axes(contraction, n_devices, counts)
+    expressions = {f'operand {i}': operand for i, operand in enumerate(placed)}
     expressions['the result'] = contraction.result
     array_axes = {
         array: array_axes_of(expression, devices) for array, expression in expressions.items()
     }
     axis_sizes = None if sizes is None else _checked_sizes(contraction, sizes)
     space = Space(contraction.names, devices, axis_sizes, item_bytes)
-    *placed, result = [
+    *operands, result = [
         Blocks(array, expression.names, space.sharded(space.replicated, array_axes[array]), space)
         for array, expression in expressions.items()
     ]
-    for blocks in (*placed, result):
+    for blocks in (*operands, result):
         _check_divisible(contraction, blocks, array_axes[blocks.array])
-    conflicts = tuple(find_conflicts(placed))
+    conflicts = tuple(find_conflicts(operands))
     choices = tuple(
         choice
-        for target in find_targets(placed, result)
-        for choice in choices_for(placed, target, result, is_placed(contraction.result))
+        for target in find_targets(operands, result)
+        for choice in choices_for(operands, target, result, is_placed(contraction.result))
     )
-    sharded = {name for blocks in placed for name in blocks.names if blocks.device_axes(name)}
+    sharded = {name for blocks in operands for name in blocks.names if blocks.device_axes(name)}
     return Parallelism(
         contraction.plain(),
         _kind(sharded, contraction, bool(conflicts)),
         devices,
         contraction.result.names,
         contraction.reduced,
-        tuple(blocks.expression() for blocks in placed),
+        tuple(blocks.expression() for blocks in operands),
         conflicts,
         choices,
     )
 
 
-def _kind(sharded: set[str], contraction: Contraction, resharding: bool) -> Kind:
-    if resharding:
+def _kind(sharded: set[str], contraction: Contraction, has_conflicts: bool) -> Kind:
+    if has_conflicts:
         return 'resharding'
     free, reduced = sharded & set(contraction.result.names), sharded & set(contraction.reduced)
     if free and reduced:
@@ -316,9 +317,11 @@ def _check_supported(contraction: Contraction) -> None:
         )
     if ELLIPSIS in contraction.names:
         raise contraction.error("parallelism does not support '...'; name all axes")
-    signed = [term.span for array in contraction.arrays for term in array.right if term.sign]
+    signed = [term for array in contraction.arrays for term in array.right if term.sign]
     if signed:
-        raise contraction.error('parallelism does not support partial sums', signed)
+        kinds = signs_text([term.sign for term in signed])
+        spans = [term.span for term in signed]
+        raise contraction.error(f'parallelism does not support {kinds}', spans)
 
 
 def _check_counts(contractions: Sequence[Contraction], counts: Mapping[str, object]) -> None:
@@ -328,30 +331,32 @@ def _check_counts(contractions: Sequence[Contraction], counts: Mapping[str, obje
     for name, count in counts.items():
         if name not in axes:
             near = difflib.get_close_matches(name, axes, n=1)
-            facts = {'axes': ' '.join(dict.fromkeys(axes))} | ({'similar': near[0]} if near else {})
+            facts = {'axes': ' '.join(dict.fromkeys(axes))}
+            if near:
+                facts['similar'] = f"'{near[0]}'"
             owner = 'the einsum has no' if len(contractions) == 1 else 'no einsum has an'
             raise EinshardError(f"{owner} axis '{name}'", facts=facts)
-        if not _is_count(count):
+        if not _is_positive_int(count):
             raise EinshardError(f'{name}= must be a positive integer, not {count!r}')
 
 
 def _check_options(devices: object, sizes: object, item_bytes: object) -> None:
-    if devices is not None and not _is_count(devices):
+    if devices is not None and not _is_positive_int(devices):
         raise EinshardError(f'devices= must be a positive integer, not {devices!r}')
-    if not _is_count(item_bytes):
+    if not _is_positive_int(item_bytes):
         raise EinshardError(f'item_bytes= must be a positive integer, not {item_bytes!r}')
     if sizes is None:
         return
     if not isinstance(sizes, Mapping):
         raise EinshardError(f'sizes= must be a dict with the size of every axis, not {sizes!r}')
     for name, size in sizes.items():
-        if not _is_count(size) and size != 0:
+        if not _is_positive_int(size) and size != 0:
             raise EinshardError(
                 f"the size of axis '{name}' in sizes= must be a non-negative integer, not {size!r}"
             )
 
 
-def _is_count(value: object) -> bool:
+def _is_positive_int(value: object) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
 
 

@@ -1,4 +1,4 @@
-"""Shards arrays over mesh axes that are still free: ZeRO, and fully sharded data parallelism."""
+"""Shards arrays over mesh axes that do not shard them yet, for ZeRO and FSDP."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .._sharding.resolve import resolve
 
 Shape: TypeAlias = tuple[int, ...]
 MeshAxes: TypeAlias = Literal[True] | tuple[str, ...]  # True: all mesh axes
-# For each axis of a state array: the matching axis of its parameter; None for an added axis.
+# For each axis of an optimizer-state array: its axis in the parameter, or None for an added axis.
 AxisMap: TypeAlias = tuple[int | None, ...]
 Entry: TypeAlias = tuple[Any, ...]  # the mesh axes that shard an array axis
 
@@ -46,15 +46,15 @@ def state_specs(
     context: Context,
     all_or_none: bool = False,
 ) -> tuple[LeafSpec, ...]:
-    """Returns the specs that a state array can have: one per axis map, without duplicates.
+    """Returns the specs that an optimizer-state array can have: one per axis map, deduplicated.
 
     Args:
         spec: the spec of the parameter.
         axis_maps: the possible maps from axes of the state array to axes of its parameter; more
             than one only if several axes have the same size.
         also_over: shard the state array over these mesh axes too, unless they shard the parameter.
-        all_or_none: shard one array axis over all of these mesh axes; if no array axis is
-            divisible, over none of them.
+        all_or_none: shard one array axis over all of these mesh axes, or if no array axis is
+            divisible, none.
     """
     param_spec = as_leaf_spec(spec)
     placement = resolve(param_spec, param_shape, context)
@@ -94,19 +94,19 @@ def _add_mesh_axes(
     mesh: AnyMesh,
     all_or_none: bool,
 ) -> list[Entry]:
-    """Shards an array over free mesh axes too; `entries` are the mesh axes of each array axis.
+    """Returns `entries`, the mesh axes of each array axis, with mesh axes from `free` added.
 
-    Each step shards one array axis over the first n free mesh axes: the axis whose shard size is
-    divisible for the largest n; of several, the one with the largest shards. The new mesh axes
-    become minor to the ones it has: each device then keeps a part of the shard that it had, and no
-    data moves between devices. If the first free mesh axis divides no shard size, it is left out.
-    With `all_or_none`, there is one step, for all free mesh axes.
+    Each step shards one array axis over the first n free mesh axes, with the largest n for which a
+    shard size is divisible; of several array axes, it takes the one with the largest shards. If no
+    shard size is divisible, the first free mesh axis stays unused. With `all_or_none`, there is one
+    step, over all free mesh axes.
 
-    On the canonical mesh, an entry must list mesh axes in mesh order. A free mesh axis that comes
-    before a mesh axis of the entry becomes major to that one, and data moves. So on this mesh,
-    array axes where that does not happen are picked first. This matters for float32[256,1024] as
-    'd f -> * d f2' on 16 devices: with moments as 'd f -> f8 d f2', XLA all-reduced unsharded
-    gradients and gathered activations; as 'd f -> d8 f2', it gathered only the new parameters.
+    New mesh axes become minor to those of the array axis: each device keeps a part of its shard,
+    and no data moves. But expressions on `device_mesh()` list mesh axes in mesh order, so a new
+    mesh axis may become major there, and data moves; other array axes are picked first. For
+    example, float32[256,1024] parameters as 'd f -> * d f2' on 16 devices: with moments as
+    'd f -> f8 d f2', XLA all-reduced unsharded gradients and gathered activations; as
+    'd f -> d8 f2', it gathered only the new parameters.
     """
     sizes = sizes_of(mesh)
     free = [axis for axis in free if sizes.get(str(axis), 1) > 1]
@@ -114,9 +114,11 @@ def _add_mesh_axes(
     position = {axis: i if in_order else 0 for i, axis in enumerate(mesh.axis_names)}
     sharded = list(entries)
     while free:
-        choices: list[tuple[int, int, int, int]] = []  # the smallest is picked
+        # (next_minor, -n, -shard_size, array axis): the smallest is picked
+        choices: list[tuple[int, int, int, int]] = []
         for i, (size, axes) in enumerate(zip(shape, sharded, strict=True)):
             shard_size = size // _n_shards(axes, sizes)
+            # the position of the first mesh axis that would become minor to the new ones, or -1
             minor = (position[axis] for axis in axes if position[axis] > position[free[0]])
             next_minor = min(minor, default=-1)
             for n in range(len(free) if all_or_none else 1, len(free) + 1):
@@ -136,10 +138,10 @@ def _n_shards(axes: Sequence[Any], sizes: Mapping[str, int]) -> int:
 
 
 class Option(NamedTuple):
-    """How errors show an argument that names mesh axes."""
+    """An argument that names mesh axes, as errors show it."""
 
     name: str
-    expected: str  # follows the name in the error
+    expected: str  # comes after `name` in the error
     call: str  # with {} for the value
     call_for_all: str  # the call for all mesh axes
 
@@ -149,7 +151,7 @@ LARGEST = Option('shard_largest', 'takes names of mesh axes', 'shard_largest({})
 
 
 def read_mesh_axes(value: object, option: Option) -> MeshAxes:
-    """Returns the mesh axes in the value of an option, () for False; raises if it is invalid."""
+    """Returns the mesh axes that an option names, () for False; raises if `value` is invalid."""
     if isinstance(value, bool):
         return value or ()
     names = (value,) if isinstance(value, str) else value
@@ -159,7 +161,7 @@ def read_mesh_axes(value: object, option: Option) -> MeshAxes:
             f'{option.name} {option.expected}, not {value!r}',
             facts={
                 'examples': ', '.join(examples),
-                'for all mesh axes': option.call_for_all,
+                'over all devices': option.call_for_all,
             },
         )
     return tuple(names)

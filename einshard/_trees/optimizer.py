@@ -17,7 +17,7 @@ from .._sharding.leaf_spec import REPLICATED, AnySpec
 from .._sharding.mesh import MeshLike
 from .._text import array_text, first_of
 from .free_axes import ZERO, AxisMap, MeshAxes, Shape, check_mesh_axes, read_mesh_axes, state_specs
-from .paths import leaf_paths, leaf_text
+from .paths import leaf_paths, leaf_text, path_and_array
 from .rules import Rules
 from .specs import ArgumentOrder, Spec, check_specs, leaf_specs
 from .table import Table, make_table
@@ -41,12 +41,12 @@ def for_optimizer(
         {'w': 'a b -> a8 b2'}
 
     The path of a moment contains the path of its parameter: '0/mu/mlp/kernel' and 'mlp/kernel/mu'
-    belong to 'mlp/kernel'. If it contains several, the longest wins, then the last. The spec of a
-    moment depends on its shape:
+    belong to 'mlp/kernel'. If it contains several parameter paths, the longest wins, then the last.
+    The spec of a moment depends on its shape:
 
     * Same shape as the parameter: the spec of the parameter.
-    * Fewer axes, as in Adafactor: that spec without the missing axes. If the sizes do not tell
-      which axes are missing, the keys `v_row` and `v_col` of optax in the path do.
+    * Fewer axes, as in Adafactor: the spec of the parameter without the missing axes. If several
+      axes have the same size, the optax keys `v_row` and `v_col` in the path decide.
     * More axes in front, as in L-BFGS: the added axes are not sharded.
 
     Other arrays with one element, such as counters, are replicated. Use the spec wherever `Rules`
@@ -60,10 +60,10 @@ def for_optimizer(
     `Rules([('opt_state/', for_optimizer(params, rules, zero=True))], default=rules)`.
 
     Args:
-        params: the parameters, as arrays or as shapes from `jax.eval_shape`. Only their paths,
-            shapes and dtypes are kept.
+        params: the parameters, as arrays or ShapeDtypeStructs. Only their paths, shapes and dtypes
+            are kept.
         spec: the spec of the parameters: an expression, `Rules`, a function, or a pytree of these.
-        zero: True to shard moments over all free mesh axes, or the names of the mesh axes to use.
+        zero: True to use all mesh axes that replicate the parameter, or the names of mesh axes.
         default: the spec of arrays that match no parameter. If omitted, such an array is an error.
 
     Returns:
@@ -94,12 +94,9 @@ class StateSpec:
         self._zero: MeshAxes = read_mesh_axes(zero, ZERO)
         self._default = None if default is ... else Rules([], default=default)
         check_specs(spec, _ORDER)
-        try:
-            # checks only that `spec` is a prefix; functions in it are called later, because their
-            # results may depend on the mesh in use
-            leaf_specs(self._params, self._leaves, jtu.tree_map(lambda _: None, spec))
-        except EinshardError as error:
-            raise error.about(value='model parameters, in for_optimizer') from None
+        # checks only that `spec` is a prefix; functions in it are called later, because their
+        # results may depend on the mesh in context
+        self._specs_of_parameters(jtu.tree_map(lambda _: None, spec))
         arrays = [i for i, leaf in enumerate(self._leaves) if _shape_of(leaf) is not None]
         self._by_path = {self._paths[i]: i for i in arrays}
         self._matches: dict[tuple[str, Shape], tuple[int, tuple[AxisMap, ...]] | None] = {}
@@ -118,11 +115,11 @@ class StateSpec:
         return self.for_leaves([path], [leaf])[0]
 
     def for_leaves(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[AnySpec | None]:
-        """Returns the specs of many leaves; one error lists all arrays without a parameter."""
+        """Returns the specs of many leaves; one error lists all arrays that match no parameter."""
         return [spec for _, spec in self.find_all(paths, leaves)]
 
     def table(self, tree: Any, *, mesh: MeshLike | None = None) -> Table:
-        """Shows how each leaf of a state is sharded, with totals, as `Rules.table` does."""
+        """Shows how each leaf of an optimizer state is sharded, with totals, like `Rules.table`."""
         context = current_context(mesh)
         with mesh_scope(context.mesh):
             rules_and_specs = self.find_all(leaf_paths(tree), jtu.tree_leaves(tree))
@@ -131,13 +128,16 @@ class StateSpec:
     def find_all(
         self, paths: Sequence[str], leaves: Sequence[Any]
     ) -> list[tuple[str, AnySpec | None]]:
-        """Returns (rule, spec) for each leaf.
+        """Returns a (rule, spec) pair for each leaf.
 
-        The rule is 'as w' for a state of parameter w; else 'scalar', 'default' or 'not an array'.
+        The rule is 'as w' for a moment of parameter w, 'scalar', 'default' or 'not an array'.
         """
         context = current_context(None)
         check_mesh_axes(self._zero, context, ZERO)
-        specs = self._specs(context)
+        latest = self._latest  # other threads may replace it
+        if latest is None or latest[0] is not context:
+            latest = self._latest = context, self._specs_of_parameters(self._spec)
+        specs = latest[1]
         result: list[tuple[str, AnySpec | None]] = []
         unmatched: list[str] = []
         for path, leaf in zip(paths, leaves, strict=True):
@@ -159,19 +159,14 @@ class StateSpec:
             raise self._no_parameter_error(unmatched)
         return result
 
-    def _specs(self, context: Context) -> Sequence[AnySpec | None]:
-        """Returns the specs of the parameters, cached for the latest context."""
-        latest = self._latest
-        if latest is None or latest[0] is not context:
-            try:
-                latest = context, leaf_specs(self._params, self._leaves, self._spec)
-            except EinshardError as error:
-                raise error.about(value='model parameters, in for_optimizer') from None
-            self._latest = latest
-        return latest[1]
+    def _specs_of_parameters(self, spec: Spec) -> Sequence[AnySpec | None]:
+        try:
+            return leaf_specs(self._params, self._leaves, spec)
+        except EinshardError as error:
+            raise error.about(spec_of='the model parameters, in for_optimizer') from None
 
     def _find_parameter(self, path: str, shape: Shape) -> tuple[int, tuple[AxisMap, ...]] | None:
-        """Finds the parameter of a state array: its index, and the possible axis maps."""
+        """Returns the index of the parameter of a state array, and the axis maps that fit."""
         key = path, shape
         if key not in self._matches:
             self._matches[key] = next(self._find_parameters(path, shape), None)
@@ -196,7 +191,7 @@ class StateSpec:
         spec: AnySpec | None,
         context: Context,
     ) -> AnySpec | None:
-        """Returns the spec of a state array; `spec` is that of its parameter, the i-th one."""
+        """Returns the spec of a state array; `spec` is the spec of its parameter, number `i`."""
         parameter = self._leaves[i]
         if spec is None or (not self._zero and leaf.shape == parameter.shape):
             return spec
@@ -207,8 +202,9 @@ class StateSpec:
             raise error.about(array=leaf_text(self._paths[i], parameter, 'parameter')) from None
         if len(candidates) == 1:
             return candidates[0]
+        size = next(size for size in shape if parameter.shape.count(size) > 1)
         raise EinshardError(
-            'ambiguous: several parameter axes have this size',
+            f"ambiguous: several axes of parameter '{self._paths[i]}' have size {size}",
             facts={
                 'array': leaf_text(path, leaf),
                 'parameter': leaf_text(self._paths[i], parameter, 'parameter'),
@@ -220,15 +216,13 @@ class StateSpec:
     def _unmatched_text(self, path: str, leaf: Any) -> str:
         matches = (self._by_path[sub] for sub, _ in _subpaths(path) if sub in self._by_path)
         i = next(matches, None)
-        text = f"'{path}' {array_text(leaf)}"
+        text = path_and_array(path, leaf)
         if i is None:
             return text
         return f'{text} (its parameter is {array_text(self._leaves[i])})'
 
     def _no_parameter_error(self, unmatched: Sequence[str]) -> EinshardError:
-        parameters = [
-            f"'{path}' {array_text(self._leaves[i])}" for path, i in self._by_path.items()
-        ]
+        parameters = [path_and_array(path, self._leaves[i]) for path, i in self._by_path.items()]
         return EinshardError(
             f'{plural(len(unmatched), "array")} {"matches" if len(unmatched) == 1 else "match"} '
             'no parameter by path and shape',
@@ -253,8 +247,8 @@ def _shape_of(leaf: Any) -> Shape | None:
 def _subpaths(path: str) -> Iterator[tuple[str, Sequence[str]]]:
     """Yields (subpath, other keys) for each part of a state path that may be a parameter's path.
 
-    Long subpaths come first; of equally long ones, the last: 'a/b/c' yields 'a/b/c', 'b/c', 'a/b',
-    'c', 'b', 'a' and ''.
+    Longer subpaths come first; of equally long ones, the last comes first: 'a/b/c' yields 'a/b/c',
+    'b/c', 'a/b', 'c', 'b', 'a' and ''.
     """
     keys = path.split('/')
     for n in range(len(keys), 0, -1):

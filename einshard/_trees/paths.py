@@ -37,9 +37,14 @@ def path_text(path: Sequence[Any]) -> str:
 
 
 def common_end(path: str, other: str) -> int:
-    """Counts the keys at the ends of two paths that are equal: 2 for 'a/0/w' and 'b/0/w'."""
+    """Counts the equal keys at the ends of two paths: 2 for 'a/0/w' and 'b/0/w'."""
     pairs = zip(reversed(path.split('/')), reversed(other.split('/')), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def path_and_array(path: str, leaf: Any) -> str:
+    """Formats a path and its array: "'layers/0/w' float32[6,8]"."""
+    return f"'{path}' {array_text(leaf)}" if path else array_text(leaf)
 
 
 def leaf_text(path: str, leaf: Any, noun: str = 'leaf') -> str:

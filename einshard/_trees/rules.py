@@ -26,8 +26,8 @@ from .._sharding.leaf_spec import (
     with_fallbacks,
 )
 from .._sharding.mesh import MeshLike
-from .._text import array_text, first_of
-from .paths import leaf_paths, leaf_text
+from .._text import first_of
+from .paths import leaf_paths, leaf_text, path_and_array
 from .specs import Spec, check_registered_pytree, is_function
 from .table import Table, make_table
 
@@ -63,8 +63,8 @@ class Rules:
     Args:
         rules: pairs of a pattern and a spec: an expression, None for no spec, a
             `PartitionSpec`, a `NamedSharding`, or a function `(path, leaf) -> spec`.
-        default: the spec of leaves that no pattern matches. If omitted, such a leaf is an error. If
-            it is used but no pattern matches any path of the tree, that is an error, too.
+        default: the spec of leaves that no pattern matches. If omitted, such a leaf is an error. A
+            tree whose paths match no pattern at all is an error even with a default.
         indivisible: what to do if the size of an axis is not divisible by its number of shards:
             'error', or 'replicate' to replicate that axis only. `table` lists the replicated axes.
         missing: what to do with mesh axes that a spec names but the mesh lacks: 'error', or
@@ -101,19 +101,19 @@ class Rules:
         check_option('missing', missing)
         self.indivisible: Fallback = indivisible
         self.missing: Fallback = missing
-        self.min_size = _read_min_size(min_size)
+        self.min_size = read_least_size(min_size, 'min_size=', 'elements')
         self.strict = strict
         self.patterns = [re.compile(pattern) for pattern, _ in self.rules]
         self._matches: dict[str, int | None] = {}
         self._by_path_and_shape: dict[tuple[str, tuple[int, ...]], _RuleAndSpec] = {}
-        self._used: set[tuple[str, ...]] = set()
+        self._checked_paths: set[tuple[str, ...]] = set()
 
     def __repr__(self) -> str:
         return f'Rules({list(self.rules)!r})'
 
     def __getstate__(self) -> dict[str, Any]:
         # without the caches, which other threads may change during a pickle
-        return {**self.__dict__, '_matches': {}, '_by_path_and_shape': {}, '_used': set()}
+        return {**self.__dict__, '_matches': {}, '_by_path_and_shape': {}, '_checked_paths': set()}
 
     def __call__(self, path: str, leaf: Any) -> AnySpec | None:
         """Returns the spec of one leaf."""
@@ -130,16 +130,16 @@ class Rules:
         """Returns the specs of the leaves of a tree.
 
         Raises if a leaf has no valid spec; if the default is used, but no rule matches any path; or
-        with `strict`, if any rule matches no path.
+        with `strict`, if a rule matches no path.
         """
         rules_and_specs = self.find_all(paths, leaves)
         rules = {rule for rule, _ in rules_and_specs}
         if self.strict or ('default' in rules and not any(type(rule) is int for rule in rules)):
-            self._check_use(tuple(paths))
+            self._check_rules_match(tuple(paths))
         return [spec for _, spec in rules_and_specs]
 
     def find_all(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[_RuleAndSpec]:
-        """Calls `find` for many leaves; one error lists all leaves without a valid spec."""
+        """Calls `find` for many leaves; one error lists all that lack a rule or a valid spec."""
         rules_and_specs: list[_RuleAndSpec] = []
         errors: list[EinshardError] = []
         unmatched: list[tuple[str, Any]] = []
@@ -158,10 +158,10 @@ class Rules:
         return rules_and_specs
 
     def find(self, path: str, leaf: Any) -> _RuleAndSpec:
-        """Finds the rule of a leaf, or why it needs none, and its spec."""
+        """Returns the rule of a leaf, as an index or a word such as 'scalar', and its spec."""
         # a Mesh has a shape but no dtype
         shape = leaf.shape if hasattr(leaf, 'dtype') else None
-        if shape is None:  # such as Python numbers, which are settings of modules
+        if shape is None:  # such as Python numbers, which modules may contain
             try:
                 check_registered_pytree(leaf)
             except EinshardError as error:
@@ -212,12 +212,12 @@ class Rules:
             rules_and_specs = self.find_all(leaf_paths(tree), jtu.tree_leaves(tree))
         return make_table(tree, rules_and_specs, self.patterns, context)
 
-    def _check_use(self, paths: tuple[str, ...]) -> None:
-        """Raises if no rule matches any path of a tree; if strict, also if one matches none.
+    def _check_rules_match(self, paths: tuple[str, ...]) -> None:
+        """Raises if no rule matches any path of a tree; with `strict`, if a rule matches no path.
 
-        It does not check a single array, whose path is '', nor `Rules` with only a default.
+        Skips a single array, whose path is '', and `Rules` with only a default.
         """
-        if paths in self._used or not self.rules or paths == ('',):
+        if paths in self._checked_paths or not self.rules or paths == ('',):
             return
         unused = [p.pattern for p in self.patterns if not any(map(p.search, paths))]
         all_unused = len(unused) == len(self.patterns)
@@ -227,16 +227,16 @@ class Rules:
             subject = 'no rule matches any' if all_unused else no_match
             facts = {
                 'rules': first_of([f"'{pattern}'" for pattern in unused], 8),
-                'paths': first_of([f"'{path}'" for path in paths], 8),
+                'paths': first_of([f"'{path}'" for path in paths], 8) or 'none',
             }
-            facts |= _anchor_note(unused, paths[0])
+            facts |= _anchor_note(unused, paths[0]) if paths else {}
             if all_unused and self.default is not _NO_DEFAULT:
                 facts['to use default= for all leaves'] = 'pass that spec instead of Rules'
             raise EinshardError(f'{subject} path of the tree', facts=facts)
-        self._used.add(paths)
+        self._checked_paths.add(paths)
 
     def _unmatched_error(self, leaves: Sequence[tuple[str, Any]]) -> EinshardError:
-        shown = [f"'{path}' {array_text(leaf)}" for path, leaf in leaves]
+        shown = [path_and_array(path, leaf) for path, leaf in leaves]
         patterns = [pattern for pattern, _ in self.rules]
         near = difflib.get_close_matches(leaves[0][0], patterns, n=3, cutoff=0.3)
         facts = {'paths': first_of(shown, 8)}
@@ -249,7 +249,7 @@ class Rules:
 
 
 def _anchor_note(patterns: Sequence[str], path: str) -> dict[str, str]:
-    """Returns a fact if a pattern would match the path without its '^' or '$'; else {}."""
+    """Returns a fact if, without its '^' or '$', a pattern would match the path; else {}."""
     for pattern in patterns:
         for anchor, rest in (('$', pattern.removesuffix('$')), ('^', pattern.removeprefix('^'))):
             if rest != pattern and not rest.endswith('\\') and re.search(rest, path):
@@ -291,15 +291,19 @@ def _check_rule_spec(spec: Spec, facts: dict[str, str]) -> None:
 _SPECS = 'an expression, a PartitionSpec, a NamedSharding, None, or a function (path, leaf) -> spec'
 
 
-def _read_min_size(size: Any) -> int:
+def read_least_size(size: Any, option: str, unit: str) -> int:
+    """Returns the value of an option such as `min_size=`; raises unless it is an integer >= 0."""
     try:
-        return operator.index(size)
+        n = -1 if isinstance(size, bool) else operator.index(size)
     except TypeError:
-        raise EinshardError(f'min_size= must be a number of elements, not {size!r}') from None
+        n = -1
+    if n < 0:
+        raise EinshardError(f'{option} must be a number of {unit}, not {size!r}')
+    return n
 
 
 def _spec_for(spec: Spec, path: str, leaf: Any, rule: str) -> LeafSpec | None:
-    """Returns the spec of a rule for one leaf; raises if it does not fit the rank of the leaf."""
+    """Returns the spec of a rule for one leaf; raises if the spec does not fit its rank."""
     if spec is None:
         return None
     if is_function(spec):
@@ -317,7 +321,7 @@ def _spec_for(spec: Spec, path: str, leaf: Any, rule: str) -> LeafSpec | None:
 
 @cached
 def _fit_to_rank(spec: LeafSpec, ndim: int) -> LeafSpec:
-    """Returns the spec for arrays of this rank; raises if it does not fit."""
+    """Returns `spec` for arrays of rank `ndim`; raises if `spec` does not fit."""
     spec = of_rank(spec, ndim)
     axis_positions(spec.expression, ndim)
     return spec

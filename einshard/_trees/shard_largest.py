@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -20,6 +19,7 @@ from .._sharding.leaf_spec import REPLICATED, AnySpec
 from .._sharding.mesh import sizes_of
 from .free_axes import LARGEST, MeshAxes, check_mesh_axes, read_mesh_axes, state_specs
 from .paths import leaf_text
+from .rules import read_least_size
 from .specs import Spec, call_spec, check_specs
 
 _NO_LEAF: Any = object()
@@ -47,8 +47,8 @@ def shard_largest(
     Use `shard_largest` as a spec, or as `default=` of `Rules`, for fully sharded data parallelism
     (FSDP).
 
-    Call it with mesh axes or options to get a spec with these. `spec=` adds to the sharding of
-    another spec, for example FSDP on top of tensor parallelism:
+    Call it to choose mesh axes or options. With `spec=`, it adds to the sharding of another spec,
+    for example FSDP on top of tensor parallelism:
 
         >>> types = (jax.sharding.AxisType.Auto,) * 2
         >>> mesh = jax.sharding.AbstractMesh((4, 2), ('fsdp', 'tensor'), axis_types=types)
@@ -68,10 +68,7 @@ def shard_largest(
     """
     if leaf is not _NO_LEAF:
         return _over_all_devices(np.shape(leaf))
-    try:
-        min_bytes = operator.index(min_bytes)
-    except TypeError:
-        raise EinshardError(f'min_bytes= must be a number of bytes, not {min_bytes!r}') from None
+    min_bytes = read_least_size(min_bytes, 'min_bytes=', 'bytes')
     if not jtu.all_leaves([spec]):
         raise EinshardError(f'spec= of shard_largest must be one spec for all arrays, not {spec!r}')
     check_specs(spec)
@@ -80,7 +77,7 @@ def shard_largest(
 
 @dataclass(frozen=True)
 class LargestAxis:
-    """The spec of `shard_largest` with options."""
+    """The spec that `shard_largest` returns if it is called with options."""
 
     axes: MeshAxes
     spec: Spec
@@ -113,7 +110,7 @@ class LargestAxis:
     def _shard_largest_axis(self, spec: AnySpec | None, leaf: Any) -> AnySpec | None:
         """Adds the sharding of the largest divisible axis to `spec`.
 
-        Returns `spec` if it is None, or if the array is a scalar or has less than `min_bytes`.
+        Returns `spec` if it is None, or if the array is a scalar or smaller than `min_bytes`.
         """
         shape: tuple[int, ...] = tuple(leaf.shape) if hasattr(leaf, 'dtype') else ()
         if spec is None or not shape or math.prod(shape) * leaf.dtype.itemsize < self.min_bytes:

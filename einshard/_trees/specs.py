@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from types import FunctionType
@@ -70,8 +71,23 @@ def leaf_specs(
     return specs
 
 
+def leaves_with_own_spec(tree: Any, spec: Spec) -> set[int]:
+    """Returns the indices of the leaves of `tree` that have a spec of their own.
+
+    That is a spec for this leaf, not for a subtree or for all leaves; functions do not count.
+    """
+    prefix, prefix_def = jtu.tree_flatten(spec, is_leaf=is_none)
+    own: set[int] = set()
+    index = 0
+    for prefix_leaf, subtree in zip(prefix, prefix_def.flatten_up_to(tree), strict=True):
+        if isinstance(prefix_leaf, LEAF_SPECS) and jtu.all_leaves([subtree]):
+            own.add(index)
+        index += len(jtu.tree_leaves(subtree))
+    return own
+
+
 def is_none(node: Any) -> bool:
-    """Whether a node is None: the `is_leaf=` of pytrees of specs, where None is a spec."""
+    """Whether a node is None. Pass it as `is_leaf=` for pytrees of specs, where None is a spec."""
     return node is None
 
 
@@ -99,7 +115,7 @@ def check_specs(spec: Spec, order: ArgumentOrder | None = None, expected: str = 
     Args:
         order: the order of the caller's arguments, shown if all leaves are arrays: the user has
             probably swapped the arguments.
-        expected: the kinds of specs that the error lists.
+        expected: the list of valid specs in the error.
     """
     leaves = jtu.tree_leaves_with_path(spec, is_leaf=is_none)
     for path, leaf in leaves:
@@ -114,11 +130,11 @@ def check_specs(spec: Spec, order: ArgumentOrder | None = None, expected: str = 
 
 
 def check_spec_functions(specs: Sequence[Spec]) -> None:
-    """Raises if a function does not take (path, leaf), as in `sharded(spec, function)`."""
+    """Raises if a function in `specs` does not take (path, leaf), as `f` in `sharded(spec, f)`."""
     for spec in specs:
         if is_function(spec) and not _takes_path_and_leaf(spec):
             raise EinshardError(
-                f'{name_of(spec)} is not a spec: spec functions are called with (path, leaf)',
+                f'{name_of(spec)} is read as a spec, but a spec function takes (path, leaf)',
                 facts={'try': f'sharded(...)({name_of(spec)})'},
             )
 
@@ -149,7 +165,7 @@ def read_specs(spec: Spec) -> Spec:
 
 
 def needs_leaves(spec: Spec) -> bool:
-    """Whether the shardings depend on the ranks, paths or shapes of the leaves."""
+    """Whether the shardings for a spec depend on the ranks, paths or shapes of leaves."""
     return any(
         needs_rank(leaf.expression) if isinstance(leaf, LeafSpec) else leaf is not None
         for leaf in jtu.tree_leaves(spec, is_leaf=is_none)
@@ -157,7 +173,7 @@ def needs_leaves(spec: Spec) -> bool:
 
 
 def call_spec(spec: Spec, path: str, leaf: Any) -> AnySpec | None:
-    """Returns the spec of a leaf: `spec`, or what it returns for the leaf if it is a function.
+    """Returns the spec of a leaf: `spec`, or if that is a function, its result for the leaf.
 
     A PartitionSpec or NamedSharding becomes a LeafSpec.
     """
@@ -174,7 +190,7 @@ def call_spec(spec: Spec, path: str, leaf: Any) -> AnySpec | None:
 def mesh_of(spec: Spec) -> AnyMesh | None:
     """Returns the mesh of the NamedShardings in a pytree of specs.
 
-    Returns None if there are none, or if their mesh is abstract; raises if their meshes differ.
+    Returns None if there are none or their mesh is abstract; raises if the meshes differ.
     """
     leaves = jtu.tree_leaves(spec, is_leaf=is_none)
     meshes = {
@@ -209,24 +225,64 @@ def _not_a_spec(
 
 
 def check_registered_pytree(leaf: Any) -> None:
-    """Raises if a leaf is an object with arrays that JAX would not place: an unregistered pytree.
+    """Raises if a leaf is an object with arrays that JAX would not place.
 
-    Objects with `__array__` count as such. Functions, strings and other leaves without arrays are
-    allowed, because models contain them.
+    That is an unregistered pytree, or an array of another library. Functions, strings and other
+    leaves without arrays are allowed, because models contain them.
     """
-    kind = type(leaf)
-    if hasattr(kind, '__array__'):
-        instead = 'convert it: numpy.asarray(x)'
-    elif isinstance(leaf, FunctionType) or not _has_arrays(leaf):
+    reject_masked_array(leaf)
+    cls = type(leaf)
+    if isinstance(leaf, np.ndarray | np.generic):
+        return
+    if hasattr(cls, '__array__') or hasattr(cls, '__dlpack__'):
+        conversion = _conversion(leaf)
+        raise EinshardError(
+            f'{cls.__name__} is not a JAX or numpy array',
+            facts={'instead': f'convert it: {conversion}'} if conversion else {},
+        )
+    if isinstance(leaf, FunctionType) or not _has_arrays(leaf):
         return
     elif is_dataclass(leaf):
-        instead = f'register it: jax.tree_util.register_dataclass({kind.__name__})'
+        instead = f'register it: jax.tree_util.register_dataclass({cls.__name__})'
     else:
-        instead = f'register it: jax.tree_util.register_pytree_node({kind.__name__}, ...)'
+        instead = f'register it: jax.tree_util.register_pytree_node({cls.__name__}, ...)'
     raise EinshardError(
-        f'{kind.__name__} contains arrays but is not a registered pytree',
+        f'{cls.__name__} contains arrays but is not a registered pytree',
         facts={'instead': instead},
     )
+
+
+def reject_masked_array(x: Any) -> None:
+    """Raises for a masked array of numpy. JAX rejects it, and `np.asarray` drops the mask."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise EinshardError(
+            'JAX does not support masked arrays', facts={'instead': 'x.filled(value)'}
+        )
+
+
+_MAX_READ = 2**24  # elements
+
+
+def _conversion(x: Any) -> str | None:
+    """Returns the call that converts an array of another library; None if none works.
+
+    It does not try to convert large arrays without `__dlpack__`, which may be files.
+    """
+    shape = getattr(x, 'shape', None)
+    n_elements = math.prod(shape) if isinstance(shape, tuple) else 0
+    if n_elements > _MAX_READ and not hasattr(x, '__dlpack__'):
+        return None
+    conversions: dict[str, Callable[[Any], Any]] = {
+        'numpy.asarray(x)': np.asarray,
+        'jax.dlpack.from_dlpack(x)': jax.dlpack.from_dlpack,
+    }
+    for call, convert in conversions.items():
+        try:
+            jax.typeof(convert(x))  # raises for arrays of objects
+        except Exception:  # the other library may raise anything
+            continue
+        return call
+    return None
 
 
 def _has_arrays(node: Any) -> bool:
@@ -261,7 +317,7 @@ def _mismatch(spec: Spec, tree: Any, path: tuple[Any, ...]) -> EinshardError | N
     keys, tree_keys = ([_key(child) for child in node] for node in (spec_children, tree_children))
     if type(spec) is not type(tree) or keys != tree_keys:
         return EinshardError(
-            f'spec tree does not match: {_difference(spec, tree, keys, tree_keys)} {where}',
+            f'spec tree does not match: {_mismatch_text(spec, tree, keys, tree_keys)} {where}',
             facts={'specs': _node_text(spec, keys), 'tree': _node_text(tree, tree_keys)},
         )
     for (key, spec_child), (_, tree_child) in zip(spec_children, tree_children, strict=True):
@@ -271,7 +327,7 @@ def _mismatch(spec: Spec, tree: Any, path: tuple[Any, ...]) -> EinshardError | N
     return None
 
 
-def _difference(spec: Any, tree: Any, keys: Sequence[str], tree_keys: Sequence[str]) -> str:
+def _mismatch_text(spec: Any, tree: Any, keys: Sequence[str], tree_keys: Sequence[str]) -> str:
     """Describes how two nodes differ: "no spec for 'b'", 'tuple instead of list'."""
     if jtu.all_leaves([tree]):
         return f'{type(spec).__name__} instead of a leaf'
@@ -297,7 +353,7 @@ def _keys_text(node: Any, keys: Sequence[str]) -> str:
 
 
 def _children(node: Any) -> list[tuple[Any, Any]]:
-    """Returns (key path, child) pairs; a leaf is its own only child, with an empty key path."""
+    """Returns (key path, child) pairs; for a leaf, the leaf itself with an empty key path."""
     children, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda other: other is not node)
     return children
 

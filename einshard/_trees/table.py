@@ -17,8 +17,9 @@ from .._page_html import page_html
 from .._sharding.context import Context
 from .._sharding.leaf_spec import AnySpec, in_memory
 from .._sharding.resolve import Placement, resolve
-from .._text import deprecated_alias, format_bytes, shape_text
+from .._text import deprecated_alias, first_of, format_bytes, shape_text
 from .paths import leaf_paths, leaf_text
+from .specs import check_registered_pytree
 
 _HEADS = ('path', 'array', 'rule', 'placement', 'shard')
 _COLUMNS = (*map(Column, _HEADS), Column('per device', right=True))
@@ -58,8 +59,7 @@ class Table:
         unused: patterns that match no path.
         shadowed: (pattern, earlier pattern) pairs: all paths that the pattern matches get the rule
             of the earlier pattern.
-        unneeded: patterns that never apply, as in `shadowed`, but because of several earlier
-            patterns.
+        unneeded: patterns that never apply, because several earlier patterns match all their paths.
     """
 
     rows: tuple[Row, ...]
@@ -95,8 +95,8 @@ class Table:
         return all_devices / self.total_bytes if self.total_bytes else 1.0
 
     def largest_replicated(self, n: int = 5) -> list[Row]:
-        """Returns the n largest replicated arrays, including arrays without a spec."""
-        replicated = [row for row in self.rows if not row.sharded]
+        """Returns the n largest replicated arrays; none without a spec, which may be anywhere."""
+        replicated = [row for row in self.rows if row.expression and not row.sharded]
         return sorted(replicated, key=lambda row: -row.bytes)[:n]
 
     def __str__(self) -> str:
@@ -125,6 +125,11 @@ class Table:
         if replicated and self.n_devices > 1:
             listed = ', '.join(f'{row.path} ({format_bytes(row.bytes)})' for row in replicated)
             notes.append(f'largest replicated: {listed}')
+        unplaced = [row for row in self.rows if not row.expression]
+        if unplaced:
+            n_bytes = format_bytes(sum(row.bytes for row in unplaced))
+            listed = first_of([row.path for row in unplaced], 5)
+            notes.append(f'no spec, so counted as replicated: {listed} ({n_bytes})')
         notes += [
             f'not divisible, so replicated: axis {axis} of {row.path}, size {row.shape[axis]}'
             for row in self.rows
@@ -183,7 +188,7 @@ def make_table(
 def _rules_without_use(
     patterns: Sequence[re.Pattern[str]], paths: Sequence[str], rules: Sequence[int | str | None]
 ) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """Finds the `unused`, `shadowed` and `unneeded` patterns; `rules` has the rule of each path."""
+    """Returns `unused`, `shadowed` and `unneeded` of a Table; `rules` has the rule of each path."""
     unused: list[str] = []
     shadowed: list[tuple[str, str]] = []
     unneeded: list[str] = []
@@ -206,12 +211,14 @@ def _aval(leaf: Any, path: str, spec: AnySpec | None) -> Any:
         return leaf
     try:
         return jax.typeof(leaf)
-    except TypeError:
+    except (TypeError, ValueError):  # ValueError: a masked array
         if spec is None:
             return None
-        raise EinshardError(
-            f'JAX does not support dtype {leaf.dtype}', facts={'array': leaf_text(path, leaf)}
-        ) from None
+        try:
+            check_registered_pytree(leaf)
+            raise EinshardError(f'JAX does not support dtype {leaf.dtype}')
+        except EinshardError as error:
+            raise error.about(array=leaf_text(path, leaf)) from None
 
 
 def _row(path: str, aval: Any, rule: str, placement: Placement | None) -> Row:

@@ -1,29 +1,29 @@
-"""Finds collectives of activations that another sharding avoids or makes cheaper."""
+"""Finds collectives of activations that another sharding would avoid or make cheaper."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from ..._errors import plural
 from ..._hlo.collectives import Collective
 from ..._text import first_of, format_bytes, short_source
 from ..fold_layers import fold_paths
 from ..report_rows import CollectiveRow, Finding
 from .expressions import expression_of
 from .facts import Facts
+from .lines import lines_text
 from .values import Axis, Product, Value
 
 
-class _SentAtProduct(NamedTuple):
-    """A collective in the line of a product of data and a weight.
+class _ProductCollective(NamedTuple):
+    """A collective, and a matmul of data and a weight in the same source line.
 
     Attributes:
-        collective, row: the collective, as the compiler wrote it and as a row of the report.
-        product: the product.
-        weight: the operand that is a part of a weight.
+        collective, row: the collective, as in the HLO and as a row of the report.
+        product: the matmul.
+        weight: the operand that is a weight, or a part of one.
         data: the other operand.
         along: the mesh axes that the collective runs along.
     """
@@ -36,10 +36,10 @@ class _SentAtProduct(NamedTuple):
     along: frozenset[str]
 
 
-def _find_sent_at_products(facts: Facts) -> Iterator[_SentAtProduct]:
-    """Yields the collectives of activations and weights in lines of products with weights.
+def _find_product_collectives(facts: Facts) -> Iterator[_ProductCollective]:
+    """Yields pairs of a collective, unless it sends gradients, and a matmul in the same line.
 
-    Yields none on a mesh with explicit axes, where types decide on shardings.
+    Yields none on a mesh with Explicit axes, where types determine the shardings.
     """
     if facts.trace is None or facts.is_explicit:
         return
@@ -51,13 +51,13 @@ def _find_sent_at_products(facts: Facts) -> Iterator[_SentAtProduct]:
         if not along or row.role == 'gradients':
             continue
         for product in by_line.get(row.source or '', ()):
-            sides = weight_and_data(product)
-            if sides is not None:
-                yield _SentAtProduct(collective, row, product, *sides, along)
+            operands = weight_and_data(product)
+            if operands is not None:
+                yield _ProductCollective(collective, row, product, *operands, along)
 
 
 def weight_and_data(product: Product) -> tuple[Value, Value] | None:
-    """Returns the weight of a product and the other operand; None if neither is a weight."""
+    """Returns the weight operand of a matmul and the other one; None if neither is a weight."""
     for weight, data in ((product.right, product.left), (product.left, product.right)):
         if weight.argument is not None and not weight.is_data:
             return weight, data
@@ -71,27 +71,30 @@ def missing_constraint(facts: Facts) -> Iterator[Finding]:
     """Reports activations that are sent along the mesh axes of the batch, instead of weights.
 
     This happens in fully sharded data parallelism (FSDP) without constraints on the activations:
-    the compiler shards them like the weights, along other axes than the batch.
+    the compiler shards their features like those of the weights, and not their batch.
     """
-    flagged: dict[frozenset[str], list[_SentAtProduct]] = {}
-    for sent in _find_sent_at_products(facts):
-        # an argument that is gathered may be a frozen weight
-        is_activation = sent.row.role == 'activations' and not sent.row.of
-        if is_activation and _is_cheaper_to_gather_weight(facts, sent):
-            flagged.setdefault(sent.along, []).append(sent)
-    for along, sent_list in flagged.items():
-        distinct = {sent.collective.name: sent for sent in sent_list}.values()
-        n_bytes = sum(sent.row.total_bytes for sent in distinct)
-        line, axes, what = _value_to_constrain(facts, along, sent_list)
-        if not facts.mesh or not any(along & set(axis.mesh_axes) for axis in axes):
+    flagged: dict[frozenset[str], list[_ProductCollective]] = {}
+    for item in _find_product_collectives(facts):
+        # with a path in `of`, it gathers an argument, which may be a frozen weight
+        is_activation = item.row.role == 'activations' and not item.row.of
+        if is_activation and _is_cheaper_to_gather_weight(facts, item):
+            flagged.setdefault(item.along, []).append(item)
+    for along, items in flagged.items():
+        distinct = {item.collective.name: item for item in items}.values()
+        n_bytes = sum(item.row.total_bytes for item in distinct)
+        value = _value_to_constrain(facts, along, items)
+        if value is None or facts.mesh is None:
             continue
-        largest = max(distinct, key=lambda sent: sent.row.total_bytes)
-        paths = _paths_of(facts, [sent.weight for sent in sent_list])
+        line, axes, what = value
+        if not any(along & set(axis.mesh_axes) for axis in axes):
+            continue
+        largest = max(distinct, key=lambda item: item.row.total_bytes)
+        paths = _paths_of(facts, [item.weight for item in items])
         yield Finding(
             'missing constraint',
             f'activations are reduced or gathered along {largest.row.along}, over which the batch '
             f'is sharded, instead of gathering the weights {paths}: {format_bytes(n_bytes)} in '
-            f'{_lines_of(distinct)}',
+            f'{lines_text(item.row for item in distinct)}',
             line,
             n_bytes,
             f"constrain {what} in {short_source(line)}: einshard(..., '"
@@ -99,49 +102,56 @@ def missing_constraint(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _is_cheaper_to_gather_weight(facts: Facts, sent: _SentAtProduct) -> bool:
-    """Whether gathering the weight along the mesh axes of the batch would send fewer bytes."""
-    batch = sent.data.axes[0] if sent.data.axes else Axis()
-    if not facts.is_data(batch.origin) or not sent.along <= set(batch.mesh_axes):
+def _is_cheaper_to_gather_weight(facts: Facts, item: _ProductCollective) -> bool:
+    """Whether the collective runs along the batch, and gathering the weight would send less."""
+    batch = item.data.axes[0] if item.data.axes else Axis()
+    # its sharding comes from an input or a constraint, not from a weight
+    is_batch = facts.is_data(batch.origin) or isinstance(batch.origin, str)
+    if not is_batch or not item.along <= set(batch.mesh_axes):
         return False
-    _, weight_side = _sides(sent)
-    batch_axes = {pair[weight_side] for pair in sent.product.batch}
-    is_sharded = any(
-        i not in batch_axes and sent.along & set(axis.mesh_axes)
-        for i, axis in enumerate(sent.weight.axes)
+    _, weight_index = _operand_indices(item)
+    batch_dims = {pair[weight_index] for pair in item.product.batch}
+    is_weight_sharded = any(
+        i not in batch_dims and item.along & set(axis.mesh_axes)
+        for i, axis in enumerate(item.weight.axes)
     )
-    return is_sharded and (sent.collective.network_bytes or 0) > _bytes_to_gather(facts, sent)
+    return is_weight_sharded and (item.collective.network_bytes or 0) > _gathered_bytes(facts, item)
 
 
-def _sides(sent: _SentAtProduct) -> tuple[int, int]:
-    """Returns the sides of the data and of the weight in the product: 0 for left, 1 for right."""
-    return (0, 1) if sent.weight == sent.product.right else (1, 0)
+def _operand_indices(item: _ProductCollective) -> tuple[int, int]:
+    """Returns (index of the data, index of the weight) in the matmul: 0 for left, 1 for right."""
+    return (0, 1) if item.weight == item.product.right else (1, 0)
 
 
-def _bytes_to_gather(facts: Facts, sent: _SentAtProduct) -> int:
-    """Returns the bytes that a device would send to gather the weight."""
-    assert sent.weight.argument is not None
+def _gathered_bytes(facts: Facts, item: _ProductCollective) -> int:
+    """Returns the bytes of the weight on a device after it is gathered along `item.along`."""
+    assert item.weight.argument is not None
     assert facts.mesh is not None
-    array = facts.arguments[sent.weight.argument]
-    n_shards = prod(facts.mesh.shape[name] for name in sent.weight.mesh_axes - sent.along)
-    sizes = (array.shape[axis.dim] for axis in sent.weight.axes if axis.dim >= 0)
+    array = facts.arguments[item.weight.argument]
+    n_shards = prod(facts.mesh.shape[name] for name in item.weight.mesh_axes - item.along)
+    sizes = (array.shape[axis.dim] for axis in item.weight.axes if axis.dim >= 0)
     return prod(sizes) * array.dtype.itemsize // n_shards
 
 
 def _value_to_constrain(
-    facts: Facts, along: frozenset[str], sent_list: Sequence[_SentAtProduct]
-) -> tuple[str, Sequence[Axis], str]:
+    facts: Facts, along: frozenset[str], items: Sequence[_ProductCollective]
+) -> tuple[str, Sequence[Axis], str] | None:
     """Returns the line, the axes and a description of the value to constrain.
 
-    This is the result of a lookup, if the mesh axes in `along` shard its indices: the compiler may
-    shard the result like the table. Else it is the data of the first product in `sent_list`.
+    This is the result of an embedding lookup, if the indices are sharded over mesh axes in `along`:
+    the compiler may shard the result like the table. Else it is the data of the first matmul whose
+    batch is sharded like an input. None if the user's code constrains these values already.
     """
     assert facts.trace is not None
+    constrained = {constraint.before for constraint in facts.trace.constraints}
     for product in facts.trace.products:
-        if product.is_lookup and along & product.right.mesh_axes:
+        is_inherited = product.is_lookup and along & product.right.mesh_axes
+        if is_inherited and product.result not in constrained:
             return product.line, product.result.axes, 'the result of the lookup'
-    first = sent_list[0]
-    return first.product.line, first.data.axes, 'the operand of the product'
+    for item in items:
+        if facts.is_data(item.data.axes[0].origin):
+            return item.product.line, item.data.axes, 'the activations of the matmul'
+    return None
 
 
 # --- contracted axes ----------------------------------------------------------------------------
@@ -151,38 +161,40 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
     """Reports contracted axes that are sharded in the data, but not in the weight.
 
     If the activations inherit the sharding of a lookup table, such as an embedding sharded along d,
-    the suggestion is to constrain the result of the lookup; else, to shard weights like data.
+    the suggestion is to constrain the result of the lookup; else, to shard the axis of the weight.
     """
     if facts.trace is None:
         return
-    # by lookup table and mesh axes
-    inherited: dict[tuple[int, frozenset[str]], list[_SentAtProduct]] = {}
-    # by source line, axis name and suggested expression
-    reshardable: dict[tuple[str, str, str], list[_SentAtProduct]] = {}
-    # weights that a suggestion reshards; data that inherits an axis from them is resharded too
-    changed: set[int] = set()
+    # keyed by (argument index of the lookup table, mesh axes)
+    inherited: dict[tuple[int, frozenset[str]], list[_ProductCollective]] = {}
+    # keyed by (source line, name of the contracted axis, suggested expression of the weight)
+    reshardable: dict[tuple[str, str, str], list[_ProductCollective]] = {}
+    # indices of the weights that a suggestion reshards; data that inherits its sharding from one of
+    # them needs no suggestion
+    resharded: set[int] = set()
+    # in program order, weights come before such data
     order = {id(product): i for i, product in enumerate(facts.trace.products)}
-    for sent in sorted(_find_sent_at_products(facts), key=lambda sent: order[id(sent.product)]):
-        for axis, weight_axis in _mismatched(facts, sent):
+    for item in sorted(_find_product_collectives(facts), key=lambda item: order[id(item.product)]):
+        for axis, weight_axis in _mismatched(facts, item):
             if isinstance(axis.origin, int) and axis.origin in facts.lookup_tables:
-                inherited.setdefault((axis.origin, sent.along), []).append(sent)
-            elif sent.row.kind != 'all-reduce' and axis.origin not in changed:
-                placement = _sharded_alike(facts, sent, axis, weight_axis)
-                if placement is not None and sent.weight.argument is not None:
-                    key = sent.product.line, axis.name, placement
-                    reshardable.setdefault(key, []).append(sent)
-                    changed.add(sent.weight.argument)
-    for (table, along), sent_list in inherited.items():
-        yield from _inherited(facts, table, along, sent_list)
-    for (line, name, placement), sent_list in reshardable.items():
-        distinct = {sent.collective.name: sent for sent in sent_list}.values()
-        n_bytes = sum(sent.row.total_bytes for sent in distinct)
-        paths = _paths_of(facts, [sent.weight for sent in sent_list])
+                inherited.setdefault((axis.origin, item.along), []).append(item)
+            elif item.row.kind != 'all-reduce' and axis.origin not in resharded:
+                placement = _weight_sharded_like_data(facts, item, axis, weight_axis)
+                if placement is not None and item.weight.argument is not None:
+                    key = item.product.line, axis.name, placement
+                    reshardable.setdefault(key, []).append(item)
+                    resharded.add(item.weight.argument)
+    for (table, along), items in inherited.items():
+        yield from _inherited_sharding(facts, table, along, items)
+    for (line, name, placement), items in reshardable.items():
+        distinct = {item.collective.name: item for item in items}.values()
+        n_bytes = sum(item.row.total_bytes for item in distinct)
+        paths = _paths_of(facts, [item.weight for item in items])
         what = f"axis '{name}' is summed over, and" if name else 'the contracted axis is'
-        kinds = ', '.join(dict.fromkeys(sent.row.kind for sent in distinct))
+        kinds = ', '.join(dict.fromkeys(item.row.kind for item in distinct))
         yield Finding(
             'contracted axis',
-            f'{what} sharded along {sent_list[0].row.along} in the activations '
+            f'{what} sharded along {items[0].row.along} in the activations '
             f'but not in {paths}: {kinds} of {format_bytes(n_bytes)}',
             line,
             n_bytes,
@@ -190,35 +202,33 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _mismatched(facts: Facts, sent: _SentAtProduct) -> Iterator[tuple[Axis, Axis]]:
+def _mismatched(facts: Facts, item: _ProductCollective) -> Iterator[tuple[Axis, Axis]]:
     """Yields (axis of data, axis of weight) for contracted axes sharded only in the data.
 
-    Yields no batch axes, and nothing in the backward pass.
+    Omits a contracted batch, and all matmuls of the backward pass.
     """
-    data_side, weight_side = _sides(sent)
-    if sent.product.is_backward:
+    data_index, weight_index = _operand_indices(item)
+    if item.product.is_backward:
         return
-    for pair in sent.product.contracted:
-        data_axis, weight_axis = (
-            sent.data.axes[pair[data_side]],
-            sent.weight.axes[pair[weight_side]],
-        )
-        is_batch = facts.is_data(data_axis.origin) and pair[data_side] == 0
-        in_data = sent.along & set(data_axis.mesh_axes)
-        if not is_batch and in_data and not sent.along & set(weight_axis.mesh_axes):
+    for pair in item.product.contracted:
+        data_axis = item.data.axes[pair[data_index]]
+        weight_axis = item.weight.axes[pair[weight_index]]
+        is_batch = facts.is_data(data_axis.origin) and pair[data_index] == 0
+        is_data_sharded = item.along & set(data_axis.mesh_axes)
+        if not is_batch and is_data_sharded and not item.along & set(weight_axis.mesh_axes):
             yield data_axis, weight_axis
 
 
-def _sharded_alike(
-    facts: Facts, sent: _SentAtProduct, data_axis: Axis, weight_axis: Axis
+def _weight_sharded_like_data(
+    facts: Facts, item: _ProductCollective, data_axis: Axis, weight_axis: Axis
 ) -> str | None:
-    """Returns the expression that shards a contracted axis of the weight like the data.
+    """Returns the expression of a weight whose contracted axis is sharded like that of the data.
 
-    None if it is sharded already, its size is not divisible, or it is not an axis of the argument.
+    None if `weight_axis` is sharded already, not divisible, or not an axis of the argument itself.
     """
-    assert sent.weight.argument is not None
+    assert item.weight.argument is not None
     assert facts.mesh is not None
-    array = facts.arguments[sent.weight.argument]
+    array = facts.arguments[item.weight.argument]
     size = prod(facts.mesh.shape[name] for name in data_axis.mesh_axes)
     if weight_axis.dim < 0 or weight_axis.mesh_axes or array.shape[weight_axis.dim] % size:
         return None
@@ -226,24 +236,24 @@ def _sharded_alike(
         replace(other, mesh_axes=data_axis.mesh_axes)
         if other.dim == weight_axis.dim
         else other.without_mesh_axes(data_axis.mesh_axes)
-        for other in facts.argument_axes(sent.weight.argument)
+        for other in facts.argument_axes(item.weight.argument)
     ]
     return expression_of(axes, facts.mesh)
 
 
-def _inherited(
-    facts: Facts, table: int, along: frozenset[str], sent_list: Sequence[_SentAtProduct]
+def _inherited_sharding(
+    facts: Facts, table: int, along: frozenset[str], items: Sequence[_ProductCollective]
 ) -> Iterator[Finding]:
-    """Yields the finding about activations that inherit the sharding of a lookup table, if any.
+    """Reports activations that inherit the sharding of a lookup table, unless that costs nothing.
 
-    There is none if that sharding costs nothing.
+    `table` is the index of an argument.
     """
     assert facts.trace is not None
     assert facts.mesh is not None
-    distinct = {sent.collective.name: sent for sent in sent_list}.values()
-    n_bytes = sum(sent.row.total_bytes for sent in distinct)
-    # without the inherited sharding, an all-reduce would send as much as the reduce-scatter and the
-    # all-gather do, so the sharding costs nothing
+    distinct = {item.collective.name: item for item in items}.values()
+    n_bytes = sum(item.row.total_bytes for item in distinct)
+    # the sharding costs nothing if it splits an all-reduce into a reduce-scatter and an all-gather,
+    # which together send as much
     scattered = sum(
         row.total_bytes
         for row, axes in zip(facts.rows, facts.along, strict=True)
@@ -258,12 +268,11 @@ def _inherited(
                 for axis in product.result.axes
             ]
             array = facts.arguments[table]
-            lines = _lines_of(distinct)
+            lines = lines_text(item.row for item in distinct)
             yield Finding(
                 'inherited sharding',
-                f'activations inherit the sharding of {array.path} along '
-                f'{sent_list[0].row.along}, and are sent along it in {lines}: '
-                f'{format_bytes(n_bytes)}',
+                f'activations inherit the sharding of {array.path} along {items[0].row.along}, '
+                f'and are sent along it in {lines}: {format_bytes(n_bytes)}',
                 product.line,
                 n_bytes,
                 f'constrain the result of the lookup in {short_source(product.line)}: '
@@ -276,9 +285,3 @@ def _paths_of(facts: Facts, values: Sequence[Value]) -> str:
     """Formats the paths of weights, folded: 'params/layers/{gate,up}'."""
     indices = [value.argument for value in values if value.argument is not None]
     return first_of(fold_paths(facts.arguments[i].path for i in indices), 3)
-
-
-def _lines_of(sent_list: Iterable[_SentAtProduct]) -> str:
-    """Formats source lines: 'model.py:12', or '2 lines, model.py:12, model.py:20'."""
-    lines = list(dict.fromkeys(short_source(sent.collective.source) for sent in sent_list))
-    return lines[0] if len(lines) == 1 else f'{plural(len(lines), "line")}, {first_of(lines, 3)}'

@@ -14,8 +14,8 @@ from .facts import Facts
 def unsharded_states(facts: Facts) -> Iterator[Finding]:
     """Reports replicated optimizer states of sharded parameters.
 
-    Parameters are the arguments that products or lookups read; states are the other arguments that
-    a train step updates.
+    Parameters are the arguments that matmuls or lookups read; states are the other arguments that a
+    train step updates.
     """
     if not facts.is_training or facts.trace is None:
         return
@@ -44,10 +44,10 @@ def unsharded_states(facts: Facts) -> Iterator[Finding]:
 def _paired(
     rows: Sequence[ArrayRow], others: Sequence[ArrayRow]
 ) -> Iterator[tuple[ArrayRow, ArrayRow]]:
-    """Pairs arrays of the same shape and dtype whose paths have the same last key.
+    """Pairs each row with one of `others` that has the same shape, dtype and last key of the path.
 
-    Of several in `others`, it takes the one whose path has the longest common end with that of the
-    row. If two paths tie, the row is left out.
+    Of several, chooses the one whose path has the longest suffix in common; omits the row if two
+    tie.
     """
     by_last_key: dict[object, list[ArrayRow]] = {}
     for other in others:
@@ -57,8 +57,8 @@ def _paired(
             (common_end(row.path, other.path), other)
             for other in by_last_key.get((row.array, row.path.split('/')[-1]), ())
         ]
-        longest = max((n for n, _ in candidates), default=0)
-        best = [other for n, other in candidates if n == longest]
+        longest = max((length for length, _ in candidates), default=0)
+        best = [other for length, other in candidates if length == longest]
         if len(best) == 1:
             yield row, best[0]
 
@@ -77,8 +77,17 @@ def replicated_results(facts: Facts) -> Iterator[Finding]:
         pairs,
         '{replicated} are replicated, but {sharded}, which they replace in the next call, are '
         'sharded: {bytes} on each device instead of {bytes_if_sharded}',
-        'give them the specs of the arguments, by out= or out_shardings=: {placements}',
+        'give them the specs of the arguments, with out= or out_shardings=: {placements}',
     )
+
+
+_SINGULARS = {
+    ' are ': ' is ',
+    'they replace': 'it replaces',
+    'their parameters': 'its parameter',
+    'them like the parameters': 'it like the parameter',
+    'them the specs of the arguments': 'it the spec of the argument',
+}
 
 
 def _folded(
@@ -97,18 +106,11 @@ def _folded(
         'bytes_if_sharded': format_bytes(sum(row.bytes for row in sharded)),
         'placements': first_of(list(placements), 3),
     }
-    text = text.format_map(words)
     if len(pairs) == 1:
         for plural, singular in _SINGULARS.items():
             text = text.replace(plural, singular)
-    yield Finding(kind, text, None, n_bytes, suggestion.format_map(words))
-
-
-_SINGULARS = {
-    ' are ': ' is ',
-    'they replace': 'it replaces',
-    'their parameters': 'its parameter',
-}
+            suggestion = suggestion.replace(plural, singular)
+    yield Finding(kind, text.format_map(words), None, n_bytes, suggestion.format_map(words))
 
 
 def _paths(rows: Sequence[ArrayRow]) -> str:

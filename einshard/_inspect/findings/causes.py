@@ -22,7 +22,7 @@ _SHARD_MAP_COLLECTIVES = frozenset(
     )
 )
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
-# operations that leave partial results if the axes that they reduce are sharded
+# operations that leave partial results on each device if they reduce a sharded axis
 _REDUCING = (*PRODUCTS, 'reduce_sum', 'reduce_max', 'reduce_min', 'argmax', 'argmin', 'scatter-add')
 
 
@@ -36,15 +36,15 @@ def with_causes(facts: Facts) -> Collectives:
 
 
 def _cause(collective: Collective, row: CollectiveRow, constrained: _Constrained) -> str:
-    """Returns the cause, from the JAX operation in `op_name` and from what the user constrains."""
+    """Returns 'requested', 'inserted' or 'unknown'."""
     path, _, operation = collective.op_name.rpartition('/')
     if operation in _CONSTRAINTS or ('shard_map' in path and operation in _SHARD_MAP_COLLECTIVES):
         return 'requested'
-    if not constrained.is_known:
+    if not constrained.has_trace:
         return 'unknown'
     if collective.kind in ('all-reduce', 'reduce-scatter'):
         return 'inserted' if operation in _REDUCING else 'unknown'
-    # the collective of a constraint may have the name of the product whose result is constrained
+    # XLA may give the op_name of a matmul to a collective that a constraint on its result requests
     if operation not in PRODUCTS:
         return 'unknown'
     if row.role == 'weights':
@@ -53,18 +53,19 @@ def _cause(collective: Collective, row: CollectiveRow, constrained: _Constrained
 
 
 class _Constrained:
-    """The products and arguments that the user's code constrains.
+    """The matmuls and arguments that the user's code constrains.
 
     Attributes:
-        is_known: whether there is a traced function to read them from.
-        lines: the lines of products whose result is constrained or returned by a jaxpr.
+        has_trace: whether there is a traced function to read; if not, the others are empty.
+        lines: the source lines of matmuls whose result is constrained; or returned, because the
+            caller may constrain it.
         paths: the paths of the arguments that are constrained.
     """
 
     def __init__(self, facts: Facts):
         self.lines: set[str] = set()
         self.paths: set[str] = set()
-        self.is_known = facts.trace is not None
+        self.has_trace = facts.trace is not None
         if facts.trace is None or facts.stages.traced is None:
             return
         jaxpr = facts.stages.traced.jaxpr.jaxpr
@@ -72,11 +73,11 @@ class _Constrained:
             if constraint.before.argument is not None:
                 self.paths.add(facts.arguments[constraint.before.argument].path)
         for eqn in _products_before_constraints(jaxpr):
-            self.lines.add(line_of(eqn, facts.innermost_lines))
+            self.lines.add(line_of(eqn, facts.has_only_innermost_lines))
 
 
 def _products_before_constraints(jaxpr: Any) -> Iterator[Any]:
-    """Yields products whose result is constrained or returned, also in nested jaxprs."""
+    """Yields the last matmuls before a constraint or the end of a jaxpr, also in nested jaxprs."""
     producers = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     constrained = [id(v) for v in jaxpr.outvars]
     for eqn in jaxpr.eqns:
@@ -87,9 +88,9 @@ def _products_before_constraints(jaxpr: Any) -> Iterator[Any]:
     yield from _nearest_products(constrained, producers)
 
 
-def _nearest_products(variables: Sequence[int], producers: dict[int, Any]) -> Iterator[Any]:
-    """Yields the nearest products in the computation of `variables`, which are given by id."""
-    stack, seen = list(variables), set(variables)
+def _nearest_products(variable_ids: Sequence[int], producers: dict[int, Any]) -> Iterator[Any]:
+    """Walks back from variables along their producers, and stops at matmuls, which it yields."""
+    stack, seen = list(variable_ids), set(variable_ids)
     while stack:
         eqn = producers.get(stack.pop())
         if eqn is None:

@@ -19,15 +19,15 @@ from .facts import Facts
 from .lines import line_of
 from .trace import inner_jaxprs
 
-_UNUSED = 'the result of this constraint is not used; assign it: x = einshard(x, ...)'
-_PUT = (
+_RESULT_UNUSED = 'the result of this constraint is not used; assign it: x = einshard(x, ...)'
+_DEVICE_PUT = (
     'jax.device_put has no effect in a jitted function; use einshard or '
     'jax.lax.with_sharding_constraint'
 )
 
 
 def idle_constraints(facts: Facts) -> Iterator[Finding]:
-    """Reports constraints whose result is unused, and `jax.device_put` over Auto mesh axes.
+    """Reports constraints whose result is unused, and `jax.device_put` to Auto mesh axes.
 
     There is one finding per source line.
     """
@@ -43,36 +43,36 @@ def repeated_constraints(facts: Facts) -> Iterator[Finding]:
 
 
 def _idle(facts: Facts) -> Iterator[tuple[Finding, bool]]:
-    """Yields a finding for each line whose constraints all have no effect.
+    """Yields (finding, is_repeated) for each line whose constraints all have no effect.
 
-    The second value is whether the finding is about a repeated sharding.
+    `is_repeated` is whether the value already has the sharding.
     """
     if facts.stages.traced is None:
         return
     jaxpr = facts.stages.traced.jaxpr.jaxpr
-    # by line: why its constraints have no effect; None if one of them has an effect
-    idle: dict[str, str | None] = {}
-    known = {
+    shardings = {
         variable: array.sharding
         for variable, array in zip(jaxpr.invars, facts.arguments, strict=False)
         if array.sharding is not None
     }
-    for line, why in _constraints(jaxpr, known):
-        has_effect = why is None or idle.get(line, why) is None
-        idle[line] = None if has_effect else why
-    for line, why in idle.items():
-        if why is not None:
-            yield Finding('no effect', why, line or None), why not in (_UNUSED, _PUT)
+    reasons: dict[str, list[str | None]] = {}
+    for line, reason in _constraints(jaxpr, shardings):
+        reasons.setdefault(line, []).append(reason)
+    for line, several in reasons.items():
+        reason = several[-1]
+        if reason is not None and None not in several:
+            is_repeated = reason not in (_RESULT_UNUSED, _DEVICE_PUT)
+            yield Finding('no effect', reason, line or None), is_repeated
 
 
-def _constraints(jaxpr: Any, known: dict[Any, Any]) -> Iterator[tuple[str, str | None]]:
-    """Yields (line, reason) for every constraint that has no effect, and (line, None) for others.
+def _constraints(jaxpr: Any, shardings: dict[Any, Any]) -> Iterator[tuple[str, str | None]]:
+    """Yields (line, why it has no effect) for every constraint; (line, None) if it has an effect.
 
-    A `jax.device_put` counts as a constraint if it sets only Auto axes.
+    Also yields each `jax.device_put` that has no effect.
 
     Args:
-        jaxpr: the jaxpr to search, including jaxprs in it.
-        known: the shardings of its variables, as far as known.
+        jaxpr: the jaxpr to search, with its nested jaxprs.
+        shardings: {variable: sharding} for the inputs; adds the results of constraints.
     """
     read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
     read |= {id(v) for v in jaxpr.outvars}
@@ -80,21 +80,21 @@ def _constraints(jaxpr: Any, known: dict[Any, Any]) -> Iterator[tuple[str, str |
         name = eqn.primitive.name
         if name == 'sharding_constraint':
             sharding, result = eqn.params['sharding'], eqn.outvars[0]
-            before = known.get(eqn.invars[0])
+            before = shardings.get(eqn.invars[0])
             why = None
             if id(result) not in read:
-                why = _UNUSED
+                why = _RESULT_UNUSED
             elif before is not None and _are_equal(before, sharding, result.aval.ndim):
                 text = sharding
                 if isinstance(sharding, NamedSharding):
                     text = describe_named(sharding, result.aval.ndim)
-                why = f"the value already is '{text}', so this constraint has no effect"
-            known[result] = sharding
+                why = f"the value is already '{text}', so this constraint has no effect"
+            shardings[result] = sharding
             yield line_of(eqn), why
         elif name == 'device_put':
             targets = [s for s in eqn.params['devices'] if isinstance(s, NamedSharding)]
-            if targets and all(map(_sets_only_auto_axes, targets)):
-                yield line_of(eqn), _PUT
+            if targets and all(map(_has_no_effect_in_jit, targets)):
+                yield line_of(eqn), _DEVICE_PUT
         for inner in inner_jaxprs(eqn.params.values()):
             yield from _constraints(inner, {})
 
@@ -106,34 +106,31 @@ def _are_equal(before: Sharding, sharding: Sharding, ndim: int) -> bool:
     return before == sharding or (has_devices and before.is_equivalent_to(sharding, ndim))
 
 
-def _sets_only_auto_axes(sharding: NamedSharding) -> bool:
-    """Whether a `device_put` to this sharding sets only Auto axes, and no memory kind."""
-    return sharding.memory_kind in (None, 'device') and set(sharding.mesh.axis_types) == {
-        AxisType.Auto
-    }
+def _has_no_effect_in_jit(sharding: NamedSharding) -> bool:
+    """Whether jit ignores a `device_put` to this sharding."""
+    has_only_auto_axes = set(sharding.mesh.axis_types) == {AxisType.Auto}
+    return has_only_auto_axes and sharding.memory_kind in (None, 'device')
 
 
 # --- names without a rule -----------------------------------------------------------------------
 
 
 def names_without_rule(facts: Facts) -> Iterator[Finding]:
-    """Reports constraints that replicate a sharded value because axis rules lack its names."""
+    """Reports constraints that replicate a sharded axis because no axis rule has its name."""
     for constraint in facts.trace.constraints if facts.trace else ():
         names = without_rule_at.get(constraint.line, ())
         mesh = facts.mesh
+        pairs = list(zip(constraint.before.axes, constraint.after.axes, strict=True))
         sharded = [
             (after.name, before.mesh_axes)
-            for before, after in zip(constraint.before.axes, constraint.after.axes, strict=True)
+            for before, after in pairs
             if before.mesh_axes and after.name in names
         ]
         if not sharded or constraint.is_backward or mesh is None:
             continue
-        axes = [
-            replace(before, name=after.name)
-            for before, after in zip(constraint.before.axes, constraint.after.axes, strict=True)
-        ]
+        axes = [replace(before, name=after.name) for before, after in pairs]
         sent = sum(row.total_bytes for row in facts.rows if (row.source or '') == constraint.line)
-        rules = ', '.join(f"{name}='{_rule(entry, mesh)}'" for name, entry in sharded)
+        rules = ', '.join(f"{name}='{_rule(mesh_axes, mesh)}'" for name, mesh_axes in sharded)
         yield Finding(
             'names without a rule',
             f'no axis rule has {first_of([repr(name) for name, _ in sharded], 3)}, so this '
@@ -145,7 +142,7 @@ def names_without_rule(facts: Facts) -> Iterator[Finding]:
 
 
 def _rule(mesh_axes: tuple[str, ...], mesh: AnyMesh) -> str:
-    """Writes the value of an axis rule: '@data', '@(data,fsdp)', or '4' on the canonical mesh."""
+    """Formats the value of an axis rule: '@data', '@(data,fsdp)', or '4' on einshard's own mesh."""
     if is_device_mesh(mesh):
         return str(prod(mesh.shape[name] for name in mesh_axes))
     return f'@{mesh_axes[0]}' if len(mesh_axes) == 1 else f'@({",".join(mesh_axes)})'

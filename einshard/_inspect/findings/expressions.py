@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..._notation.expression import axis_letters
 from ..._sharding.describe import describe_named
 from ..._sharding.mesh import AnyMesh
-from .values import Axis, unique
+from ..._text import first_of
+from ..fold_layers import fold_paths
+from .values import Axis, drop_repeats
 
 
 def expression_of(axes: Sequence[Axis], mesh: AnyMesh) -> str:
@@ -18,7 +20,7 @@ def expression_of(axes: Sequence[Axis], mesh: AnyMesh) -> str:
     If several axes have the same name, such as the two sequence axes of attention scores, only the
     first keeps it.
     """
-    spec = PartitionSpec(*(axis.mesh_axes or None for axis in unique(axes)))
+    spec = PartitionSpec(*(axis.mesh_axes or None for axis in drop_repeats(axes)))
     return describe_named(NamedSharding(mesh, spec), len(axes), _axis_names(axes))
 
 
@@ -30,3 +32,14 @@ def _axis_names(axes: Sequence[Axis]) -> list[str]:
     for name in known:
         names.append(name if name and name not in names else next(free))
     return names
+
+
+def shard_text(placements: Mapping[str, str]) -> str:
+    """Formats {path: expression} as a suggestion: "shard w with 'x y*'"; '' if it is empty."""
+    by_placement: dict[str, list[str]] = {}
+    for path, placement in placements.items():
+        by_placement.setdefault(placement, []).append(path)
+    texts: list[str] = []
+    for placement, paths in by_placement.items():
+        texts.append(f"{first_of(fold_paths(paths), 3)} with '{placement}'")
+    return f'shard {", ".join(texts)}' if texts else ''

@@ -1,9 +1,9 @@
-"""What the diagnoses know about a program; each fact is computed once."""
+"""The data about a program that all diagnoses share, computed once."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jax.sharding import AxisType
@@ -15,7 +15,7 @@ from ..._hlo.groups import Groups
 from ..._hlo.hardware import Chip
 from ..._hlo.memory import Memory
 from ..._hlo.module import Module, Place
-from ..._sharding.collective_axes import mesh_axes_of
+from ..._sharding.collective_axes import mesh_axes_between, mesh_axes_of, pairs_of_groups
 from ..._sharding.mesh import AnyMesh, Device
 from ..arrays import ProgramArray
 from ..lowered import Stages
@@ -24,13 +24,15 @@ from ..report_rows import ArrayRow, CollectiveRow, ProductRow
 from .trace import Trace, argument_values, read_trace
 from .values import Axis, Value
 
+_LARGE = 0.02  # smallest fraction of all bytes that is reported; gradients of norm scales are less
+
 
 @dataclass(frozen=True)
 class Facts:
     """A compiled program, read once for all diagnoses and the report.
 
     Attributes:
-        stages, compiled: the program as JAX has it.
+        stages, compiled: the program as JAX objects.
         module: its HLO.
         memory: bytes on a device; None if unknown.
         chip: the chip of its devices; None if unknown, as for CPUs.
@@ -38,10 +40,10 @@ class Facts:
         meshes: the meshes of its arguments and results.
         arguments, results: its arrays, including unused ones.
         argument_rows, result_rows: the same arrays, as rows of the report.
-        collectives, rows: its collectives, as the compiler wrote them and as rows of the report.
+        collectives, rows: its collectives, as in the HLO and as rows of the report.
         all_gathers: its all-gathers with a single operand, by instruction name.
-        weights: by parameter number, whether it is a weight or optimizer state.
-        products: its matrix products by line.
+        weights: {parameter number: whether it is a weight or optimizer state}.
+        products: the flops of its matmuls and convolutions, as rows of the report.
         replicated_above: replicated arrays of more bytes than this are noted.
     """
 
@@ -74,7 +76,7 @@ class Facts:
 
     @property
     def slices(self) -> Sequence[int]:
-        """The TPU slice of each device."""
+        """The index of the TPU slice of each device."""
         return [getattr(device, 'slice_index', None) or 0 for device in self.devices]
 
     @functools.cached_property
@@ -84,7 +86,7 @@ class Facts:
 
     @functools.cached_property
     def inputs(self) -> Sequence[ProgramArray]:
-        """The arguments in `used_arguments`, by parameter number."""
+        """The arguments in `used_arguments`, indexed by parameter number."""
         return [self.arguments[i] for i in self.used_arguments]
 
     @functools.cached_property
@@ -108,38 +110,35 @@ class Facts:
 
     @functools.cached_property
     def trace(self) -> Trace | None:
-        """The products, constraints and loops of the traced function.
+        """The matmuls, constraints and loops of the traced function.
 
         None for a `Lowered` or `Compiled`, which have no jaxpr, and if `mesh` is None.
         """
         if self.stages.traced is None or self.mesh is None:
             return None
         jaxpr = self.stages.traced.jaxpr.jaxpr
-        return read_trace(jaxpr, self.values, self.mesh, self.innermost_lines)
+        return read_trace(jaxpr, self.values, self.mesh, self.has_only_innermost_lines)
 
     @functools.cached_property
-    def innermost_lines(self) -> bool:
-        """Whether the HLO has only the innermost line of each call stack (JAX 0.8).
-
-        That line may be in a library.
-        """
+    def has_only_innermost_lines(self) -> bool:
+        """Whether the HLO has only the innermost line of each call stack (JAX 0.8)."""
         return not self.module.sources.has_stacks
 
     @functools.cached_property
     def values(self) -> Sequence[Value]:
-        """The arguments, as values of the traced function. Needs `mesh`."""
+        """The arguments, with the shardings that `read_trace` follows. Raises if `mesh` is None."""
         assert self.mesh is not None
         is_data = {i: not self.weights.get(n, False) for n, i in enumerate(self.used_arguments)}
         return argument_values(self.arguments, is_data, self.mesh)
 
     @functools.cached_property
     def is_explicit(self) -> bool:
-        """Whether the mesh has explicit axes, so that types decide on shardings."""
+        """Whether the mesh has Explicit axes, so that types determine the shardings."""
         return self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
 
     @functools.cached_property
     def product_lines(self) -> set[str]:
-        """The source lines with products."""
+        """The source lines that have matmuls, convolutions or lookups."""
         return {product.line for product in self.trace.products} if self.trace else set()
 
     @functools.cached_property
@@ -158,16 +157,34 @@ class Facts:
 
     @functools.cached_property
     def places(self) -> Sequence[Place | None]:
-        """The instruction of each collective; None if it has no instruction of its own."""
+        """The HLO instruction of each collective; None if it is not found."""
         by_name = {place.op.name: place for place in self.module.find(*MARKS)}
         return [by_name.get(collective.name) for collective in self.collectives]
 
     @functools.cached_property
     def along(self) -> Sequence[frozenset[str]]:
-        """The mesh axes that each collective runs along; empty if unknown."""
+        """For each collective, the mesh axes that its groups span in full; empty if none fit."""
+        return self._by_groups(lambda groups, mesh: mesh_axes_of(groups, mesh) or ())
+
+    @functools.cached_property
+    def along_parts(self) -> Sequence[frozenset[str]]:
+        """For each collective, the mesh axes that its groups span in full or in part."""
+        return self._by_groups(
+            lambda groups, mesh: mesh_axes_between(pairs_of_groups(groups), mesh)
+        )
+
+    def _by_groups(
+        self, find_axes: Callable[[Groups, AnyMesh], Sequence[str]]
+    ) -> Sequence[frozenset[str]]:
+        """Finds mesh axes for the groups of each collective; none without groups or a mesh."""
         all_groups = [collective.groups for collective in self.collectives]
-        known: dict[Groups, frozenset[str]] = {}
+        axes: dict[Groups, frozenset[str]] = {}
         for groups in dict.fromkeys(all_groups):
-            axes = mesh_axes_of(groups, self.mesh) if self.mesh and groups else None
-            known[groups] = frozenset(axes or ())
-        return [known[groups] for groups in all_groups]
+            found = find_axes(groups, self.mesh) if groups and self.mesh else ()
+            axes[groups] = frozenset(found)
+        return [axes[groups] for groups in all_groups]
+
+    @functools.cached_property
+    def least_bytes(self) -> float:
+        """Collectives that send fewer bytes than this in one run are not worth a finding."""
+        return _LARGE * sum(row.total_bytes for row in self.rows)

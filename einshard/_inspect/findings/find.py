@@ -14,6 +14,8 @@ from .large_arrays import replicated
 from .limits import does_not_fit, not_checked, promise_broken
 from .reductions import recomputed_collectives, sliced_sums, summed_in_loop
 from .replicated_compute import replicated_compute
+from .sharded_loops import sharded_loop_axis
+from .sliced_axes import sliced_axis
 from .slow_network import slow_network
 
 _URGENT = ('does not fit', 'promise broken')  # the program does not run
@@ -22,6 +24,8 @@ _DIAGNOSES = (
     promise_broken,
     missing_constraint,
     contracted_axes,
+    sharded_loop_axis,
+    sliced_axis,
     replicated_compute,
     sliced_sums,
     summed_in_loop,
@@ -43,12 +47,12 @@ _NOTES = (
 
 
 def find_findings(facts: Facts) -> tuple[Finding, ...]:
-    """Finds likely mistakes: first what keeps the program from running, then most bytes first."""
+    """Finds likely mistakes: first those that keep the program from running, then by bytes."""
     found = itertools.chain.from_iterable(diagnose(facts) for diagnose in _DIAGNOSES)
     return tuple(sorted(found, key=lambda finding: (finding.kind not in _URGENT, -finding.bytes)))
 
 
 def find_notes(facts: Facts) -> tuple[Finding, ...]:
-    """Finds what is worth knowing but often intended, most bytes first."""
+    """Finds what is worth knowing but often intended, largest number of bytes first."""
     found = itertools.chain.from_iterable(note(facts) for note in _NOTES)
     return tuple(sorted(found, key=lambda finding: -finding.bytes))

@@ -1,8 +1,7 @@
-"""Finds arrays that are gathered needlessly: again, in every iteration, or only to be sliced."""
+"""Finds needless all-gathers: repeated ones, and those whose result is only sliced."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from ..report_rows import CollectiveRow, Finding
 from .activations import contracted_axes, missing_constraint
 from .expressions import expression_of
 from .facts import Facts
+from .sharded_loops import sharded_loop_axis
 
 
 def fully_rematerialized(facts: Facts) -> Iterator[Finding]:
@@ -27,6 +27,7 @@ def fully_rematerialized(facts: Facts) -> Iterator[Finding]:
         if gather is None or gather.kept is None:
             continue
         names: tuple[str, ...] | None = None
+        # is_full: whether the result is the global array, not a shard of it
         what, is_full = str(gather.array), collective.n_groups == 1
         if gather.parameter is not None:
             array = facts.inputs[gather.parameter]
@@ -38,7 +39,7 @@ def fully_rematerialized(facts: Facts) -> Iterator[Finding]:
             before, after = placements
             change = f" from '{before}' to '{after}'"
             if before == after:
-                change = f", '{before}' before and after,"
+                change = f" from '{before}' back to '{before}'"
         among = plural(collective.group_size, 'device')
         via = 'a full all-gather' if is_full else f'an all-gather among {among}'
         yield Finding(
@@ -56,7 +57,7 @@ def _before_and_after(
     meshes: Sequence[AnyMesh],
     names: tuple[str, ...] | None,
 ) -> tuple[str, str] | None:
-    """Returns the expressions before and after an all-gather whose result each device slices.
+    """Returns the expressions of an array before it is all-gathered, and after it is sliced again.
 
     None if no mesh has both shardings. `names` are the names of the array axes, if known.
     """
@@ -77,12 +78,12 @@ class _RepeatedGather(NamedTuple):
     """An array that is gathered several times, or in every iteration of a loop.
 
     Attributes:
-        gather: the first all-gather.
+        gather: its first all-gather.
         how_often: such as 'gathered 2 times'.
-        lines: the lines of all its all-gathers.
+        lines: the source lines of all its all-gathers.
         bytes: bytes that a device sends in all of them.
-        is_weight: whether it is a weight in training.
-        along: the mesh axes that the first all-gather runs along.
+        is_weight: whether the array is a weight in training.
+        along: the mesh axes that `gather` runs along.
     """
 
     gather: AllGather
@@ -94,29 +95,30 @@ class _RepeatedGather(NamedTuple):
 
 
 def gathered_again(facts: Facts) -> Iterator[Finding]:
-    """Reports arrays that are gathered again in a pass, or in a loop that does not change them.
+    """Reports arrays that are gathered several times, or in a loop that does not change them.
 
     Weights are not reported in training: they are gathered again in the backward pass, and for each
     microbatch, because keeping them would take the memory that sharding saves.
     """
-    # activations may be gathered twice because of a wrong sharding, which other findings report
-    has_cause = any(itertools.chain(missing_constraint(facts), contracted_axes(facts)))
+    # a wrong sharding, which these report, may also be why activations are gathered twice
+    causes = (missing_constraint, contracted_axes, sharded_loop_axis)
+    has_cause = any(any(diagnose(facts)) for diagnose in causes)
     for repeated in _repeated_gathers(facts):
         line = repeated.lines[0] if repeated.lines else None
-        if not (repeated.is_weight or (has_cause and line in facts.product_lines)):
-            parameter = repeated.gather.parameter
-            what = str(repeated.gather.array)
-            if parameter is not None:
-                what = f'{facts.inputs[parameter].path}, {what},'
-            other_lines = ', '.join(map(short_source, repeated.lines[1:]))
-            also = f', also at {other_lines}' if other_lines else ''
-            text = f'{what} is {repeated.how_often}{also}'
-            suggestion = _gather_before_loop(facts, repeated)
-            yield Finding('gathered again', text, line, repeated.bytes, suggestion)
+        if repeated.is_weight or (has_cause and line in facts.product_lines):
+            continue
+        what, parameter = str(repeated.gather.array), repeated.gather.parameter
+        if parameter is not None:
+            what = f'{facts.inputs[parameter].path}, {what},'
+        other_lines = ', '.join(map(short_source, repeated.lines[1:]))
+        also = f', also at {other_lines}' if other_lines else ''
+        text = f'{what} is {repeated.how_often}{also}'
+        suggestion = _gather_before_loop(facts, repeated)
+        yield Finding('gathered again', text, line, repeated.bytes, suggestion)
 
 
 def weights_gathered_again(facts: Facts) -> Iterator[Finding]:
-    """Notes weights that are gathered several times; folds paths: 'layers/{gate,up}'."""
+    """Notes weights that are gathered several times, those gathered equally often in one note."""
     groups: dict[str, list[tuple[str, _RepeatedGather]]] = {}
     for repeated in _repeated_gathers(facts):
         if repeated.is_weight:
@@ -132,9 +134,9 @@ def weights_gathered_again(facts: Facts) -> Iterator[Finding]:
 
 
 def _gather_before_loop(facts: Facts, repeated: _RepeatedGather) -> str:
-    """Suggests a constraint that gathers an argument before the loop; '' if unsure."""
+    """Suggests a constraint that gathers an argument before a loop; '' if none is sure to help."""
     gather, parameter = repeated.gather, repeated.gather.parameter
-    if not gather.invariant or parameter is None or facts.mesh is None or not repeated.along:
+    if not gather.is_invariant or parameter is None or facts.mesh is None or not repeated.along:
         return ''
     array = facts.inputs[parameter]
     axes = facts.argument_axes(facts.used_arguments[parameter])
@@ -146,10 +148,10 @@ def _gather_before_loop(facts: Facts, repeated: _RepeatedGather) -> str:
 def _repeated_gathers(facts: Facts) -> Iterator[_RepeatedGather]:
     """Yields arrays that are gathered several times, or in a loop that does not change them.
 
-    For weights in training, both passes count together; for other arrays, each pass on its own.
+    For weights, all-gathers in the forward and in the backward pass count together.
     """
     gathers: dict[object, list[tuple[AllGather, CollectiveRow, frozenset[str]]]] = {}
-    of_weights: set[object] = set()
+    weight_keys: set[object] = set()
     for collective, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
         gather = facts.all_gathers.get(collective.name)
         if gather is not None:
@@ -158,18 +160,18 @@ def _repeated_gathers(facts: Facts) -> Iterator[_RepeatedGather]:
             key = (gather.origin, gather.dimension, collective.groups, in_backward)
             gathers.setdefault(key, []).append((gather, row, along))
             if is_weight:
-                of_weights.add(key)
+                weight_keys.add(key)
     for key, repeats in gathers.items():
         gather, first, along = repeats[0]
         lines = list(dict.fromkeys(row.source for _, row, _ in repeats if row.source))
-        # not activations gathered again in the same line: XLA does that to save memory
-        if len(repeats) > 1 and (len(lines) > 1 or key in of_weights):
+        # XLA gathers activations of one line again to save memory, which is not reported
+        if len(repeats) > 1 and (len(lines) > 1 or key in weight_keys):
             how_often = f'gathered {len(repeats)} times'
-        elif gather.invariant:
+        elif gather.is_invariant:
             n = first.executions
             iterations = 'every iteration' if n is None else f'each of {n} iterations'
             how_often = f'gathered in {iterations} of a loop that does not change it'
         else:
             continue
         sent = sum(row.total_bytes for _, row, _ in repeats)
-        yield _RepeatedGather(gather, how_often, lines, sent, key in of_weights, along)
+        yield _RepeatedGather(gather, how_often, lines, sent, key in weight_keys, along)

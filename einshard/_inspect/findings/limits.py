@@ -1,4 +1,4 @@
-"""Finds programs that break a promise, do not fit into memory, or cannot be checked."""
+"""Finds programs that do not fit, break `collectives=` or `memory=`, or cannot be checked."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def does_not_fit(facts: Facts) -> Iterator[Finding]:
         return
     is_refused = isinstance(facts.compiled, Oversized)
     if is_refused or memory.total > memory.capacity:
-        # the CPU backend computes bf16 in f32, and plans memory differently
+        # the CPU backend computes bf16 in f32, so the program needs other memory than on the chip
         as_compiled = ', as compiled for a CPU' if facts.platform == 'cpu' else ''
         text = (
             f'the program needs {format_bytes(memory.total)} of memory{as_compiled}, '
             f'and a device has {format_bytes(memory.capacity)}'
-            f'{" (it does not compile)" * is_refused}'
+            f'{" (it does not compile)" if is_refused else ""}'
         )
         yield Finding('does not fit', text, bytes=memory.total)
 
@@ -49,10 +49,10 @@ def promise_broken(facts: Facts) -> Iterator[Finding]:
 
 
 def not_checked(facts: Facts) -> Iterator[Finding]:
-    """Notes that a lowered or compiled program lacks the traced function."""
+    """Notes what was not checked because a lowered or compiled program has no traced function."""
     if facts.stages.traced is None and facts.n_devices > 1:
         text = (
             'replicated compute, constraints and the shardings of activations were not checked: '
-            'for that, pass the function instead of the lowered or compiled program'
+            'to check them, pass the function instead of the lowered or compiled program'
         )
         yield Finding('not checked', text)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
+from ..._errors import plural
 from ..._hlo.sources import innermost_user_line
+from ..._text import first_of, short_source
+from ..report_rows import CollectiveRow
 
-_FRAMES = 100  # innermost frames to look at
+_MAX_FRAMES = 100  # of the call stack, from the innermost
 _FRAME = re.compile(r'(.*?):(\d+)\b')
 
 
 def line_of(eqn: Any, innermost: bool = False) -> str:
     """Returns the source line of an equation, such as 'model.py:12'; '' if unknown.
 
-    It equals the source line of the HLO that JAX makes of the equation.
+    The HLO of the equation has the same source line.
 
     Args:
         eqn: the equation.
@@ -24,9 +28,17 @@ def line_of(eqn: Any, innermost: bool = False) -> str:
     # imported here because it loads modules that nothing else needs
     from jax.extend.source_info_util import summarize
 
-    stack = summarize(eqn.source_info, _FRAMES).split('\n')
+    stack = summarize(eqn.source_info, _MAX_FRAMES).split('\n')
     found = (_FRAME.match(frame.strip()) for frame in reversed(stack))
     if innermost:
         return next((f'{frame[1]}:{frame[2]}' for frame in found if frame), '')
     frames = [(frame[1], frame[2]) for frame in found if frame]
     return innermost_user_line(frames) or ''
+
+
+def lines_text(rows: Iterable[CollectiveRow]) -> str:
+    """Formats the source lines of collectives: 'model.py:12', or '2 lines, model.py:12, ..'."""
+    lines = list(dict.fromkeys(short_source(row.source) for row in rows if row.source))
+    if len(lines) > 1:
+        return f'{plural(len(lines), "line")}, {first_of(lines, 3)}'
+    return lines[0] if lines else 'unknown lines'

@@ -7,14 +7,13 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from .values import Axis, Product, Value, merged, merged_axis, reshaped, unique, without_dim
+from .values import Axis, Product, Value, drop_repeats, merged, merged_axis, without_dim
 
 
 def elementwise(v: Any, values: Sequence[Value]) -> Value:
-    """Returns the result of an elementwise operation, or of one without a rule.
+    """Returns the value of `v`, the result of an operation that is elementwise or not in `RULES`.
 
-    Merges the axes of the operands that have the rank of the result. `v` is the variable of the
-    result.
+    Merges the axes of those operands `values` that have the rank of `v`.
     """
     return merged(values, getattr(v.aval, 'ndim', 0))
 
@@ -22,11 +21,6 @@ def elementwise(v: Any, values: Sequence[Value]) -> Value:
 def _transpose(eqn: Any, values: Sequence[Value]) -> Value:
     (value,) = values
     return value.with_axes(value.axes[i] for i in eqn.params['permutation'])
-
-
-def _reshape(eqn: Any, values: Sequence[Value]) -> Value:
-    value, before = values[0], eqn.invars[0].aval.shape
-    return value.with_axes(reshaped(value.axes, before, eqn.outvars[0].aval.shape))
 
 
 def _broadcast(eqn: Any, values: Sequence[Value]) -> Value:
@@ -59,8 +53,8 @@ def _slice_or_update(eqn: Any, values: Sequence[Value]) -> Value:
     value, before = values[0], eqn.invars[0].aval.shape
     after = eqn.outvars[0].aval.shape
     axes = (
-        axis if n == m else replace(axis, mesh_axes=(), origin=None)
-        for axis, n, m in zip(value.axes, before, after, strict=True)
+        axis if size == new_size else replace(axis, mesh_axes=(), origin=None)
+        for axis, size, new_size in zip(value.axes, before, after, strict=True)
     )
     return value.with_axes(axes)
 
@@ -72,10 +66,9 @@ def _concatenate(eqn: Any, values: Sequence[Value]) -> Value:
 
 PRODUCTS = ('dot_general', 'conv_general_dilated')
 _REDUCTIONS = ('reduce_sum', 'reduce_max', 'reduce_min', 'reduce_prod', 'reduce_and', 'reduce_or')
-# by primitive: a function that returns the result of an equation, given its operands
+# {primitive: function of an equation and the values of its operands that returns its result}
 RULES: Mapping[str, Callable[[Any, Sequence[Value]], Value]] = {
     'transpose': _transpose,
-    'reshape': _reshape,
     'broadcast_in_dim': _broadcast,
     'squeeze': _squeeze,
     'concatenate': _concatenate,
@@ -88,7 +81,7 @@ RULES: Mapping[str, Callable[[Any, Sequence[Value]], Value]] = {
 
 
 def flops_of(eqn: Any) -> int:
-    """Returns the flops of a product, as if it were not sharded; 0 for other operations."""
+    """Returns the flops of a matmul or convolution, as if unsharded; 0 for other operations."""
     name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     if name == 'dot_general':
         (contracted, _), _ = eqn.params['dimension_numbers']
@@ -102,7 +95,7 @@ def flops_of(eqn: Any) -> int:
 
 
 def product_of(eqn: Any, values: Sequence[Value]) -> Product | None:
-    """Reads a product or a lookup of rows; returns None for a gather of anything else.
+    """Reads a matmul, convolution or lookup; returns None for a gather that is not a lookup.
 
     The caller sets `line`, `flops`, `is_backward` and `in_shard_map`.
     """
@@ -114,8 +107,8 @@ def product_of(eqn: Any, values: Sequence[Value]) -> Product | None:
     contracted, batch = eqn.params['dimension_numbers']
     batch_axes = [merged_axis([left.axes[i], right.axes[j]]) for i, j in zip(*batch, strict=True)]
     free = [
-        [axis for i, axis in enumerate(value.axes) if i not in (*summed, *kept)]
-        for value, summed, kept in zip((left, right), contracted, batch, strict=True)
+        [axis for i, axis in enumerate(value.axes) if i not in (*contracted_dims, *batch_dims)]
+        for value, contracted_dims, batch_dims in zip(values[:2], contracted, batch, strict=True)
     ]
     return Product(
         left,
@@ -127,14 +120,16 @@ def product_of(eqn: Any, values: Sequence[Value]) -> Product | None:
 
 
 def _result(left: Value, right: Value, batch_axes: Sequence[Axis], free: list[list[Axis]]) -> Value:
-    """Returns the result of a product; `free` has the free axes of the left and right operand."""
-    # if both are sharded over a mesh axis, the data keeps it, and the weight is gathered
+    """Returns the result of a matmul; `free` has the free axes of the left and right operand."""
     used = {name for axis in batch_axes for name in axis.mesh_axes}
-    data, other = (0, 1) if left.is_data or not right.is_data else (1, 0)
-    for side in (data, other):
-        free[side] = [axis.without_mesh_axes(used) for axis in free[side]]
-        used |= {name for axis in free[side] for name in axis.mesh_axes}
-    return Value(unique((*batch_axes, *free[0], *free[1])), None, left.is_data or right.is_data)
+    # if both operands are sharded over a mesh axis, the data keeps it, and the weight is gathered
+    order = (0, 1) if left.is_data or not right.is_data else (1, 0)
+    for i in order:
+        free[i] = [axis.without_mesh_axes(used) for axis in free[i]]
+        used |= {name for axis in free[i] for name in axis.mesh_axes}
+    return Value(
+        drop_repeats((*batch_axes, *free[0], *free[1])), None, left.is_data or right.is_data
+    )
 
 
 def _lookup(eqn: Any, values: Sequence[Value]) -> Product | None:
@@ -146,14 +141,14 @@ def _lookup(eqn: Any, values: Sequence[Value]) -> Product | None:
     is_rows = numbers.collapsed_slice_dims == numbers.start_index_map == (0,)
     if not is_rows or any(sizes[i] != shape[i] for i in kept):
         return None
-    # if both are sharded over a mesh axis, the indices keep it
+    # if the table and the indices are sharded over a mesh axis, the rows are gathered
     row_axes = iter([table.axes[i].without_mesh_axes(indices.mesh_axes) for i in kept])
     index_axes = iter(indices.axes[:-1])
     axes = [
         next(row_axes if i in numbers.offset_dims else index_axes)
         for i in range(eqn.outvars[0].aval.ndim)
     ]
-    result = Value(unique(axes), None, table.is_data or indices.is_data)
+    result = Value(drop_repeats(axes), None, table.is_data or indices.is_data)
     return Product(table, indices, result, is_lookup=True)
 
 
@@ -163,6 +158,6 @@ def _convolution(eqn: Any, values: Sequence[Value]) -> Product:
     axes = [Axis()] * eqn.outvars[0].aval.ndim
     axes[numbers.out_spec[0]] = image.axes[numbers.lhs_spec[0]]
     axes[numbers.out_spec[1]] = kernel.axes[numbers.rhs_spec[0]]
-    result = Value(unique(axes), None, image.is_data or kernel.is_data)
+    result = Value(drop_repeats(axes), None, image.is_data or kernel.is_data)
     contracted = ((numbers.lhs_spec[1], numbers.rhs_spec[1]),)
     return Product(image, kernel, result, contracted, is_convolution=True)

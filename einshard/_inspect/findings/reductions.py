@@ -1,4 +1,4 @@
-"""Finds all-reduces that send more than necessary."""
+"""Finds all-reduces and reduce-scatters that send more than necessary."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ from .facts import Facts
 from .trace import Loop, mesh_entries
 
 _SMALL = 1024  # bytes; smaller sums are not worth a change
-_LARGE = 0.02  # fraction of all bytes sent; less, such as for the scales of norms, is not reported
 
 
 def sliced_sums(facts: Facts) -> Iterator[Finding]:
-    """Reports all-reduces of products if each device keeps only a slice of the sum."""
+    """Reports all-reduces after matmuls if each device keeps only a slice of the result."""
     for row, along, place in zip(facts.rows, facts.along, facts.places, strict=True):
         if row.kind != 'all-reduce' or place is None or row.is_backward or row.bytes < _SMALL:
             continue
         found = find_sliced_sum(facts.module, place)
-        # the CPU backend has no reduce-scatter
+        # XLA replaces an all-reduce and a slice of it by a reduce-scatter, but not on CPU
         if found is None or (found.is_direct and facts.platform == 'cpu'):
             continue
         suggestion = _constraint(facts, row.source or '', along, found)
-        if not suggestion:  # it may not be the sum of a product
+        if not suggestion:
             continue
         yield Finding(
             'sliced all-reduce',
             f'{row.arrays} is all-reduced along {row.along or "all devices"}, and each device '
-            f'keeps a slice of the sum: {format_bytes(row.total_bytes)}, of which a reduce-scatter '
-            'sends half',
+            f'keeps only a slice: the all-reduce sends {format_bytes(row.total_bytes)}, a '
+            'reduce-scatter would send half of that',
             row.source,
             row.total_bytes,
             suggestion,
@@ -48,25 +47,28 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
 
 
 def _constraint(facts: Facts, line: str, along: frozenset[str], found: SlicedSum) -> str:
-    """Suggests a constraint after which the product in a line is reduce-scattered; '' if unsure."""
+    """Suggests a constraint that makes XLA reduce-scatter the result of the matmul in `line`.
+
+    '' if none is sure to help, for example because the line has no matmul, or several.
+    """
     products = facts.trace.products if facts.trace else ()
     results = {p.result for p in products if p.line == line and not p.is_backward}
     if len(results) != 1 or len(found.parts) != 1 or facts.mesh is None:
         return ''
-    (result,), ((dim, parts),) = results, found.parts
+    (result,), ((dim, n_slices),) = results, found.parts
     mesh_axes = tuple(str(name) for name in facts.mesh.axis_names if name in along)
-    is_all = parts == prod(facts.mesh.shape[name] for name in mesh_axes)
-    if dim >= len(result.axes) or not is_all or along & result.mesh_axes:
+    is_one_slice_each = n_slices == prod(facts.mesh.shape[name] for name in mesh_axes)
+    if dim >= len(result.axes) or not is_one_slice_each or along & result.mesh_axes:
         return ''
     axes = [
         replace(axis, mesh_axes=(*axis.mesh_axes, *mesh_axes)) if i == dim else axis
         for i, axis in enumerate(result.axes)
     ]
     used = [name for axis in axes for name in axis.mesh_axes]
-    if len(set(used)) < len(used):  # the trace shards another axis over `mesh_axes`
+    if len(set(used)) < len(used):  # another axis is already sharded over one of `mesh_axes`
         return ''
     placement = expression_of(axes, facts.mesh)
-    return f"constrain the result of the product in {short_source(line)}: '{placement}'"
+    return f"constrain the result of the matmul in {short_source(line)}: '{placement}'"
 
 
 # --- loops --------------------------------------------------------------------------------------
@@ -82,7 +84,7 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
     loops = {
         loop.line: loop
         for loop in (facts.trace.loops if facts.trace else ())
-        # not if it only adds up scalars, such as the loss
+        # scalars, such as the loss, have no axes
         if loop.length > 1 and any(value.axes for value in loop.sums)
     }
     found: dict[tuple[str, str], list[CollectiveRow]] = {}
@@ -90,7 +92,7 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
         loop = _loop_around(facts, place, loops) if row.kind == 'all-reduce' else None
         if loop and along and row.role == 'gradients' and not _is_result_sharded(facts, row, along):
             found.setdefault((loop.line, row.along), []).append(row)
-    least = _least_bytes(facts)
+    least = facts.least_bytes
     for (line, along), rows in found.items():
         n_bytes, n = sum(row.total_bytes for row in rows), loops[line].length
         if n_bytes < least:
@@ -98,8 +100,8 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
         folded = ', '.join(fold_paths(path for row in rows for path in row.of))
         yield Finding(
             'summed in a loop',
-            f'the gradients that become {folded} are all-reduced along {along} in each of '
-            f'{n} iterations, and only added up: {format_bytes(n_bytes)} instead of '
+            f'the gradients for {folded} are all-reduced along {along} in each of {n} iterations '
+            f'of a loop that only adds them up: {format_bytes(n_bytes)} instead of '
             f'{format_bytes(n_bytes // n)}',
             line,
             n_bytes,
@@ -108,24 +110,24 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
 
 
 def _reduce_after_loop(facts: Facts, line: str, along: str) -> str:
-    """Suggests how to reduce gradients once, after the loop in a line."""
+    """Suggests how to reduce gradients once, after the loop in `line`."""
     mesh, source = facts.mesh, short_source(line)
     axes = tuple(axis for axis in mesh.axis_names if axis in along.split(',')) if mesh else ()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)) if mesh else {}
     if axes and {types[axis] for axis in axes} == {AxisType.Explicit}:
-        weights, total = (Term(mesh_axes=axes, sign=sign) for sign in '=+')
+        reduced, unreduced = (Term(mesh_axes=axes, sign=sign) for sign in '=+')
         return (
-            f"in {source}, give the weights the sign '{weights}' and the sum '{total}', and "
-            'reshard the sum after the loop'
+            f"in {source}, add '{reduced}' to the sharding of the weights and '{unreduced}' to "
+            'that of the sum, and reshard the sum after the loop'
         )
     return (
-        f'run the loop of {source} in a function of per_device, make its weights varying '
+        f'run the loop of {source} in a per_device function, make its weights varying '
         "(jax.lax.pcast(..., to='varying')), and reduce the gradients once after it"
     )
 
 
 def _loop_around(facts: Facts, place: Place | None, loops: dict[str, Loop]) -> Loop | None:
-    """Returns the loop around an instruction, of those in `loops` (by line); None without one."""
+    """Finds the loop that contains the instruction at `place`, or None; `loops` is {line: loop}."""
     if not loops or place is None:
         return None
     for site in facts.module.path(place.comp) or ():
@@ -136,7 +138,7 @@ def _loop_around(facts: Facts, place: Place | None, loops: dict[str, Loop]) -> L
 
 
 def _is_result_sharded(facts: Facts, row: CollectiveRow, along: frozenset[str]) -> bool:
-    """Whether a result computed from a collective is sharded over the mesh axes in `along`."""
+    """Whether a result computed from the collective of `row` is sharded over axes in `along`."""
     for array in facts.results:
         if array.path in row.of and isinstance(array.sharding, NamedSharding):
             entries = mesh_entries(array.sharding, len(array.shape))
@@ -147,12 +149,12 @@ def _is_result_sharded(facts: Facts, row: CollectiveRow, along: frozenset[str]) 
 
 # --- jax.checkpoint -----------------------------------------------------------------------------
 
-# not gathers: a saved value keeps the sharding that it has before it is gathered
+# not all-gathers: jax.checkpoint would save the sharded value, which is then gathered again
 _SUMS = ('all-reduce', 'reduce-scatter')
 
 
-class _Sent(NamedTuple):
-    """A collective, and its instruction if it has one of its own."""
+class _Sum(NamedTuple):
+    """An all-reduce or reduce-scatter, and its HLO instruction if that is found."""
 
     row: CollectiveRow
     place: Place | None
@@ -160,21 +162,22 @@ class _Sent(NamedTuple):
 
 def recomputed_collectives(facts: Facts) -> Iterator[Finding]:
     """Notes activations that are reduced in the forward pass, and again by `jax.checkpoint`."""
-    forward: dict[object, list[_Sent]] = {}
-    recomputed: dict[object, list[_Sent]] = {}
+    forward: dict[object, list[_Sum]] = {}
+    recomputed: dict[object, list[_Sum]] = {}
     for row, place in zip(facts.rows, facts.places, strict=True):
         if row.role != 'activations' or row.kind not in _SUMS:
             continue
-        # JAX 0.8 gives the backward pass the line of the loop
-        key = row.kind, row.arrays, None if facts.innermost_lines else row.source
+        # in JAX 0.8, operations of the backward pass of a scan have the source line of the scan
+        line = None if facts.has_only_innermost_lines else row.source
+        key = row.kind, row.arrays, line
         if '/rematted_computation/' in row.op_name:
-            recomputed.setdefault(key, []).append(_Sent(row, place))
+            recomputed.setdefault(key, []).append(_Sum(row, place))
         elif not row.is_backward:
-            forward.setdefault(key, []).append(_Sent(row, place))
-    least = _least_bytes(facts)
+            forward.setdefault(key, []).append(_Sum(row, place))
+    least = facts.least_bytes
     for key, again in recomputed.items():
         pairs = list(zip(forward.get(key, ()), again, strict=False))
-        n_bytes = sum(sent.row.total_bytes for _, sent in pairs)
+        n_bytes = sum(repeated.row.total_bytes for _, repeated in pairs)
         if not pairs or n_bytes < least:
             continue
         row, saved = again[0].row, [_saved_bytes(facts, *pair) for pair in pairs]
@@ -191,25 +194,19 @@ def recomputed_collectives(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _saved_bytes(facts: Facts, forward: _Sent, again: _Sent) -> int | None:
-    """Returns the bytes per device of keeping a result until the backward pass.
+def _saved_bytes(facts: Facts, forward: _Sum, again: _Sum) -> int | None:
+    """Returns the bytes per device that saving the result for the backward pass would take.
 
-    Loops around only the forward pass keep the results of all their iterations. Loops around both
-    passes, such as one over microbatches, keep one result at a time. None if a trip count or an
+    A loop around only the forward pass keeps the results of all its iterations. A loop around both
+    passes, such as one over microbatches, keeps one result at a time. None if a trip count or an
     instruction is unknown.
     """
     if forward.place is None or again.place is None:
         return None
-    path, path_again = (
-        facts.module.path(place.comp) or () for place in (forward.place, again.place)
-    )
+    path = facts.module.path(forward.place.comp) or ()
+    path_again = facts.module.path(again.place.comp) or ()
     loops = [site for site in path if site not in path_again and site.op.opcode == 'while']
     trips = [trip_count(facts.module, loop) for loop in loops]
     row = forward.row
     result_bytes = row.bytes // (row.group_size if row.kind == 'reduce-scatter' else 1)
     return None if None in trips else result_bytes * prod(filter(None, trips))
-
-
-def _least_bytes(facts: Facts) -> float:
-    """Returns the bytes that a device must send in one run for a finding to be reported."""
-    return _LARGE * sum(row.total_bytes for row in facts.rows)

@@ -1,4 +1,4 @@
-"""Finds collectives between slices that could stay within them."""
+"""Finds collectives between TPU slices that could stay within a slice."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from .facts import Facts
 
 
 def slow_network(facts: Facts) -> Iterator[Finding]:
-    """Reports mesh axes that cross slices and should be swapped with a mesh axis that does not.
+    """Reports mesh axes that cross TPU slices and should be swapped with one that does not.
 
-    Both have the same size, and less than half as many bytes are sent along the second.
+    The two mesh axes have the same size, and the second sends less than half as many bytes.
     """
     mesh = facts.mesh
     if mesh is None or len(set(facts.slices)) < 2:
         return
     slices = facts.slices
     sent: Counter[str] = Counter()
-    between: set[str] = set()  # mesh axes that cross slices
+    crossing: set[str] = set()  # mesh axes that cross slices
     for collective, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
         if len(along) == 1:
             (axis,) = along
             sent[axis] += row.total_bytes
             if any(len({slices[i] for i in group}) > 1 for group in collective.groups):
-                between.add(axis)
-    for axis in between:
+                crossing.add(axis)
+    for axis in crossing:
         size = mesh.shape[axis]
-        within = [
+        candidates = [
             str(name)
             for name in mesh.axis_names
-            if name not in between and mesh.shape[name] == size and 2 * sent[name] < sent[axis]
+            if name not in crossing and mesh.shape[name] == size and 2 * sent[name] < sent[axis]
         ]
-        if within:
-            least = min(within, key=lambda name: sent[name])
+        if candidates:
+            least = min(candidates, key=lambda name: sent[name])
             names = [str(name) for name in mesh.axis_names]
             i, j = names.index(axis), names.index(least)
             names[i], names[j] = names[j], names[i]

@@ -15,7 +15,7 @@ from ..._notation.expression import ELLIPSIS
 from ..._sharding.mesh import AnyMesh, spec_axes
 from .lines import line_of
 from .operations import PRODUCTS, RULES, elementwise, flops_of, product_of
-from .values import Axis, Product, Value, merged, unique
+from .values import Axis, Product, Value, drop_repeats, merged, reshaped
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,50 +28,73 @@ class Constraint:
     is_backward: bool
 
 
+class Scanned(NamedTuple):
+    """An array that a scan slices along its first axis."""
+
+    value: Value
+    aval: Any
+
+
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A scan."""
+    """A `jax.lax.scan`."""
 
     line: str
     length: int
     sums: tuple[Value, ...]  # the elements of the carry to which the body only adds
+    over_shards: tuple[Scanned, ...]  # the arrays that it scans along a sharded axis
+
+
+class Slice(NamedTuple):
+    """A slice along a sharded axis."""
+
+    line: str
+    value: Value
+    dim: int
+    size: int  # the size of the axis
+    part: int  # the size of the slice
+
+    @property
+    def axis(self) -> Axis:
+        return self.value.axes[self.dim]
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The products, constraints and loops of a traced function, in program order."""
+    """The matmuls, lookups, constraints, scans and slices of a function, in program order."""
 
     products: list[Product] = field(default_factory=list)
     constraints: list[Constraint] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
+    slices: list[Slice] = field(default_factory=list)
 
 
 class _CallSite(NamedTuple):
-    """How a jaxpr is called.
+    """Where a jaxpr is called.
 
     Attributes:
-        runs: how often it runs; None if unknown.
+        runs: how often the jaxpr runs in one run of the function; None if unknown.
         is_backward: whether it belongs to the backward pass.
-        n_manual: the product of the sizes of the manual mesh axes, in a `shard_map`; else 0.
-        call: the equation that calls it.
+        n_shards: the number of shards in a `shard_map`; else 0.
+        call: the equation that calls the jaxpr.
     """
 
     runs: int | None = 1
     is_backward: bool = False
-    n_manual: int = 0
+    n_shards: int = 0
     call: Any = None
 
 
 def read_trace(
     jaxpr: Any, arguments: Sequence[Value], mesh: AnyMesh, innermost_lines: bool = False
 ) -> Trace:
-    """Reads the products, constraints and loops of a jaxpr.
+    """Reads the matmuls, lookups, constraints and scans of a jaxpr.
 
     Args:
-        jaxpr: of the traced function.
-        arguments: the values of its arguments.
+        jaxpr: the jaxpr of the traced function.
+        arguments: its inputs, with their shardings.
         mesh: the mesh of the arguments.
-        innermost_lines: whether to give the innermost line of each call stack: see `line_of`.
+        innermost_lines: whether to read the innermost line of each call stack: see `line_of`.
     """
     reader = _Reader(Trace(), mesh, innermost_lines)
     reader.read(jaxpr, arguments, _CallSite())
@@ -79,7 +102,7 @@ def read_trace(
 
 
 class _Reader:
-    """Reads jaxprs into `trace`."""
+    """Adds to `trace` what it finds in jaxprs."""
 
     def __init__(self, trace: Trace, mesh: AnyMesh, innermost_lines: bool):
         self.trace = trace
@@ -88,16 +111,16 @@ class _Reader:
 
     def read(self, jaxpr: Any, arguments: Sequence[Value], site: _CallSite) -> list[Value]:
         """Reads a jaxpr that is called with `arguments`, and returns the values of its results."""
-        known: dict[int, Value] = dict(zip(map(id, jaxpr.invars), arguments, strict=False))
+        values: dict[int, Value] = dict(zip(map(id, jaxpr.invars), arguments, strict=False))
 
         def value_of(v: Any) -> Value:
-            found = known.get(id(v))
+            found = values.get(id(v))
             return _unsharded(v) if found is None else found
 
         for eqn in jaxpr.eqns:
             results = self.read_equation(eqn, list(map(value_of, eqn.invars)), site)
             for v, value in zip(eqn.outvars, results, strict=False):
-                known[id(v)] = _typed(v, value)
+                values[id(v)] = _typed(v, value)
         return [value_of(v) for v in jaxpr.outvars]
 
     def read_equation(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
@@ -114,18 +137,22 @@ class _Reader:
         if name == 'shard_map':
             mesh, manual = eqn.params['mesh'], eqn.params.get('manual_axes')
             axes = manual if manual is not None else mesh.axis_names
-            n = prod(mesh.shape[axis] for axis in axes)
+            n_shards = prod(mesh.shape[axis] for axis in axes)
             inner = [_unsharded(v) for v in eqn.params['jaxpr'].invars]
-            self.read(eqn.params['jaxpr'], inner, site._replace(n_manual=max(n, 1)))
+            self.read(eqn.params['jaxpr'], inner, site._replace(n_shards=n_shards))
             return [_unsharded(v, values) for v in eqn.outvars]
         if name in ('sharding_constraint', 'reshard', 'mesh_cast') and values:
             return [self.read_constraint(eqn, values[0], site)]
         if name in (*PRODUCTS, 'gather'):
             return [self.read_product(eqn, values, site)]
         if (inner := _called_jaxpr(eqn)) is not None:
-            return self.read(
-                inner, values[len(values) - len(inner.invars) :], site._replace(call=eqn)
-            )
+            operands = values[len(values) - len(inner.invars) :]
+            return self.read(inner, operands, site._replace(call=eqn))
+        if name == 'reshape':
+            before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+            return [values[0].with_axes(reshaped(values[0].axes, before, after, self.mesh_sizes))]
+        if name in ('split', 'slice', 'dynamic_slice'):
+            self.read_slice(eqn, values[0])
         if name in RULES:
             return [RULES[name](eqn, values)]
         return [elementwise(v, values) for v in eqn.outvars]
@@ -137,17 +164,23 @@ class _Reader:
         product = product_of(eqn, values)
         if product is None:
             return elementwise(eqn.outvars[0], values)
-        flops = flops_of(eqn) * max(site.n_manual, 1)
+        flops = flops_of(eqn) * max(site.n_shards, 1)
         self.trace.products.append(
             replace(
                 product,
                 line=self.line_of(eqn) or (self.line_of(site.call) if site.call else ''),
                 flops=None if site.runs is None else flops * site.runs,
                 is_backward=site.is_backward,
-                in_shard_map=site.n_manual > 0,
+                in_shard_map=site.n_shards > 0,
             )
         )
         return product.result
+
+    def read_slice(self, eqn: Any, value: Value) -> None:
+        sizes, parts = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        for dim, (axis, size, part) in enumerate(zip(value.axes, sizes, parts, strict=True)):
+            if 0 < part != size and axis.mesh_axes:
+                self.trace.slices.append(Slice(self.line_of(eqn), value, dim, size, part))
 
     def read_constraint(self, eqn: Any, before: Value, site: _CallSite) -> Value:
         sharding = eqn.params.get('sharding', eqn.params.get('dst_sharding'))
@@ -155,7 +188,7 @@ class _Reader:
             return before
         if dict(sharding.mesh.shape) != self.mesh_sizes:
             return _unsharded(eqn.outvars[0], [before])
-        line = line_of(eqn)  # always the user's line, as in `names_at`
+        line = line_of(eqn)  # not the innermost one: the keys of `names_at` are the user's lines
         names = names_at.get(line, ())
         if len(names) != len(before.axes) or ELLIPSIS in names:
             names = ('',) * len(before.axes)
@@ -166,7 +199,7 @@ class _Reader:
             else Axis(name or axis.name, entry, line)
             for axis, name, entry in zip(before.axes, names, entries, strict=True)
         ]
-        after = Value(unique(axes), None, before.is_data)
+        after = Value(drop_repeats(axes), None, before.is_data)
         self.trace.constraints.append(Constraint(line, before, after, site.is_backward))
         return after
 
@@ -178,13 +211,17 @@ class _Reader:
         n_carry = _n_of_same_rank(eqn.outvars, inner.outvars)
         n_consts = _n_of_same_rank(eqn.invars, inner.invars) - n_carry
         site = site._replace(runs=None if site.runs is None else site.runs * length)
-        slices = [value.with_axes(value.axes[1:]) for value in values[n_consts + n_carry :]]
+        scanned = values[n_consts + n_carry :]
+        slices = [value.with_axes(value.axes[1:]) for value in scanned]
         carry = values[n_consts : n_consts + n_carry]
         results = self.read(inner, [*values[:n_consts], *carry, *slices], site)
-        sums = _sums(inner, n_consts, n_carry)
-        self.trace.loops.append(
-            Loop(self.line_of(eqn), length, tuple(results[i] for i in range(n_carry) if i in sums))
+        sums = tuple(results[i] for i in _indices_of_sums(inner, n_consts, n_carry))
+        over_shards = tuple(
+            Scanned(value, v.aval)
+            for value, v in zip(scanned, eqn.invars[n_consts + n_carry :], strict=True)
+            if length > 1 and value.axes[0].mesh_axes
         )
+        self.trace.loops.append(Loop(self.line_of(eqn), length, sums, over_shards))
         carried = [
             merged([value, after], len(value.axes))
             for value, after in zip(carry, results, strict=False)
@@ -224,7 +261,7 @@ def mesh_entries(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...] | N
 def argument_values(
     arrays: Sequence[Any], is_data: Mapping[int, bool], mesh: AnyMesh
 ) -> list[Value]:
-    """Converts the arguments of a program to values; `is_data` says, by index, which are data."""
+    """Returns the arguments as values; `is_data[i]` is whether argument i is data, not a weight."""
     values: list[Value] = []
     for i, array in enumerate(arrays):
         ndim = len(array.shape)
@@ -247,7 +284,7 @@ def _unsharded(v: Any, values: Sequence[Value] = ()) -> Value:
 
 
 def _typed(v: Any, value: Value) -> Value:
-    """Returns the value with the sharding of the type of `v`, if the mesh has explicit axes."""
+    """Returns `value` with the sharding in the type of `v`, if that is on Explicit mesh axes."""
     sharding = getattr(v.aval, 'sharding', None)
     types = getattr(getattr(sharding, 'mesh', None), 'axis_types', ())
     if AxisType.Explicit not in types or len(value.axes) != v.aval.ndim:
@@ -261,9 +298,9 @@ def _typed(v: Any, value: Value) -> Value:
 
 
 def _called_jaxpr(eqn: Any) -> Any:
-    """Returns the jaxpr that an equation calls, as jit and checkpoint do, or None.
+    """Returns the jaxpr that an equation such as jit or checkpoint calls; None for others.
 
-    Its inputs are the last operands of the equation.
+    The inputs of the jaxpr are the last operands of the equation.
     """
     if eqn.primitive.name == 'pallas_call':
         return None
@@ -276,18 +313,18 @@ def _called_jaxpr(eqn: Any) -> Any:
 
 
 def jaxpr_in(parameter: Any) -> Any:
-    """Returns the jaxpr of a closed jaxpr; other parameters unchanged."""
+    """Returns the jaxpr of a closed jaxpr, and other parameters unchanged."""
     return getattr(parameter, 'jaxpr', parameter)
 
 
 def _n_of_same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """Counts the values with the same rank outside and inside a scan."""
+    """Counts the variables of a scan that have the same rank outside and inside its body."""
     pairs = zip(outside, inside, strict=True)
     return sum(len(v.aval.shape) == len(w.aval.shape) for v, w in pairs)
 
 
 def inner_jaxprs(parameters: Any) -> Iterator[Any]:
-    """Yields the jaxprs among the parameters of an equation."""
+    """Yields the jaxprs among the parameters of an equation, also those in lists and tuples."""
     for parameter in parameters:
         if isinstance(parameter, list | tuple):
             yield from inner_jaxprs(parameter)
@@ -297,12 +334,11 @@ def inner_jaxprs(parameters: Any) -> Iterator[Any]:
             yield parameter.jaxpr
 
 
-def _sums(jaxpr: Any, n_consts: int, n_carry: int) -> set[int]:
-    """Returns the indices of the carried values to which the loop body only adds."""
+def _indices_of_sums(jaxpr: Any, n_consts: int, n_carry: int) -> Iterator[int]:
+    """Yields the indices of the carried values to which the loop body only adds."""
     carried = {id(v): i for i, v in enumerate(jaxpr.invars[n_consts : n_consts + n_carry])}
     producers = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     uses = Counter(id(v) for eqn in jaxpr.eqns for v in eqn.invars)
-    sums: set[int] = set()
     for i, v in enumerate(jaxpr.outvars[:n_carry]):
         eqn = producers.get(id(v))
         while eqn is not None and eqn.primitive.name == 'sharding_constraint':
@@ -310,5 +346,4 @@ def _sums(jaxpr: Any, n_consts: int, n_carry: int) -> set[int]:
         if eqn is None or eqn.primitive.name not in ('add', 'add_any'):
             continue
         if any(carried.get(id(v)) == i and uses[id(v)] == 1 for v in eqn.invars):
-            sums.add(i)
-    return sums
+            yield i

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,11 +14,10 @@ class Axis:
 
     Attributes:
         name: the user's name for it, or ''.
-        mesh_axes: the mesh axes that shard it, unless the compiler reshards it.
+        mesh_axes: the mesh axes that shard it, as long as the compiler does not reshard it.
         origin: where this sharding comes from: the index of an argument, or the line of a
             constraint; None if it is unsharded or unknown.
-        dim: if the value is a part of an argument, the index of this axis in the argument; -1 if
-            there is none.
+        dim: if the value is a part of an argument, the index of this axis in the argument; else -1.
     """
 
     name: str = ''
@@ -37,8 +37,8 @@ class Value:
 
     Attributes:
         axes: one for each array axis.
-        argument: the index of the argument that it is a part of, also after casts, reshapes,
-            slices and arithmetic with scalars; None for other values.
+        argument: the index of the argument that the value is, or is a part of, also after casts,
+            reshapes, slices and arithmetic with scalars; None for other values.
         is_data: whether it depends on an argument that is not a weight.
     """
 
@@ -57,16 +57,16 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A matrix product or convolution, or the lookup of rows in a table.
+    """A matmul (`dot_general`) or convolution, or the lookup of rows in a table.
 
     Attributes:
         left, right, result: the operands and the result; the operands of a lookup are the table and
             the indices.
         contracted: (axis of left, axis of right) pairs that are summed over.
-        batch: (axis of left, axis of right) pairs that are one axis of the result.
-        line: the user's line, or ''.
-        flops: the flops of all executions in one run, as if the product were not sharded; None if
-            a loop has an unknown trip count.
+        batch: (axis of left, axis of right) pairs of batch axes.
+        line: the user's source line, or ''.
+        flops: the flops of all executions in one run, as if unsharded; None if a loop around it has
+            an unknown trip count.
         is_backward: whether it belongs to the backward pass.
         in_shard_map: whether it is inside a `shard_map`, where shapes are those of a shard.
     """
@@ -89,19 +89,19 @@ def without_dim(axis: Axis) -> Axis:
 
 
 def merged(values: Sequence[Value], ndim: int) -> Value:
-    """Returns the result of an elementwise operation: merges axes of operands of rank `ndim`."""
-    full = [value for value in values if len(value.axes) == ndim]
-    axes = (merged_axis(axes) for axes in zip(*(value.axes for value in full), strict=True))
-    argument = full[0].argument if len(full) == 1 else None
+    """Returns the result, of rank `ndim`, of an elementwise operation on `values`."""
+    same_rank = [value for value in values if len(value.axes) == ndim]
+    axes = (merged_axis(axes) for axes in zip(*(value.axes for value in same_rank), strict=True))
+    argument = same_rank[0].argument if len(same_rank) == 1 else None
     return Value(
-        unique(axes if full else (Axis(),) * ndim, keep_dim=argument is not None),
+        drop_repeats(axes if same_rank else (Axis(),) * ndim, keep_dim=argument is not None),
         argument,
         any(value.is_data for value in values),
     )
 
 
 def merged_axis(axes: Sequence[Axis]) -> Axis:
-    """Returns an axis with the first name of several axes, and the first sharding."""
+    """Returns an axis with the first name and the first sharding among several axes."""
     if len(axes) == 1:
         return axes[0]
     name = next((axis.name for axis in axes if axis.name), '')
@@ -109,8 +109,8 @@ def merged_axis(axes: Sequence[Axis]) -> Axis:
     return Axis(name, sharded.mesh_axes, sharded.origin)
 
 
-def unique(axes: Iterable[Axis], keep_dim: bool = False) -> tuple[Axis, ...]:
-    """Removes repeated mesh axes: only the first array axis keeps each.
+def drop_repeats(axes: Iterable[Axis], keep_dim: bool = False) -> tuple[Axis, ...]:
+    """Drops repeated mesh axes: only the first array axis that is sharded over one keeps it.
 
     Also sets `dim` to -1, unless the axes are those of a part of an argument (`keep_dim`).
     """
@@ -123,17 +123,21 @@ def unique(axes: Iterable[Axis], keep_dim: bool = False) -> tuple[Axis, ...]:
     return tuple(result)
 
 
-def reshaped(axes: Sequence[Axis], before: Sequence[int], after: Sequence[int]) -> Iterator[Axis]:
+def reshaped(
+    axes: Sequence[Axis], before: Sequence[int], after: Sequence[int], mesh_sizes: Mapping[str, int]
+) -> Iterator[Axis]:
     """Yields the axes of a reshaped value.
 
-    A merged axis gets the name and sharding of its first sharded axis, or else of its first axis.
-    If an axis is split, the largest part gets its name and sharding.
+    If axes are merged, the result has the name and sharding of the first sharded one, or else of
+    the first. If an axis is split, the largest part gets its name, and the first parts its
+    sharding. A mesh axis that would shard two parts shards the first.
 
         >>> from einshard._inspect.findings.values import Axis, reshaped
         >>> a, b = Axis('a', ('x',)), Axis('b')
-        >>> [axis.name for axis in reshaped([a, b], (8, 6), (2, 4, 6))]
-        ['', 'a', 'b']
-        >>> [axis.name for axis in reshaped([a, b], (8, 6), (48,))]
+        >>> split = reshaped([a, b], (8, 6), (2, 4, 6), {'x': 2})
+        >>> [(axis.name, axis.mesh_axes) for axis in split]
+        [('', ('x',)), ('a', ()), ('b', ())]
+        >>> [axis.name for axis in reshaped([a, b], (8, 6), (48,), {'x': 2})]
         ['a']
     """
     i = j = 0
@@ -149,11 +153,32 @@ def reshaped(axes: Sequence[Axis], before: Sequence[int], after: Sequence[int]) 
                 right, targets, j = right * after[j], [*targets, j], j + 1
             else:  # sizes of 0, or trailing axes of size 1
                 break
-        known = [axes[at] for at in sources if at < len(axes) and before[at] > 1]
-        known = known or [axes[at] for at in sources if at < len(axes)]
-        taken = next((axis for axis in known if axis.mesh_axes), known[0] if known else Axis())
-        largest = max(targets, key=lambda at: after[at])
-        yield from (taken if at == largest else Axis() for at in targets)
+        merging = [axes[at] for at in sources if at < len(axes) and before[at] > 1]
+        merging = merging or [axes[at] for at in sources if at < len(axes)]
+        taken = next((axis for axis in merging if axis.mesh_axes), (*merging, Axis())[0])
+        yield from _split(taken, [after[at] for at in targets], mesh_sizes)
+
+
+def _split(axis: Axis, sizes: Sequence[int], mesh_sizes: Mapping[str, int]) -> Iterator[Axis]:
+    """Yields the parts of an axis that is split into axes of these sizes."""
+    if len(sizes) == 1:
+        yield axis
+        return
+    waiting, parts = list(axis.mesh_axes), list[tuple[str, ...]]()
+    for size in sizes:
+        taken: list[str] = []
+        while waiting and size > 1:
+            name, n = waiting[0], gcd(size, mesh_sizes[waiting[0]])
+            taken += [name] * (n > 1)
+            # after a mesh axis that does not fit in full, the other parts are unsharded
+            size, waiting = size // n, waiting[1:] if n == mesh_sizes[name] else []
+        parts.append(tuple(taken))
+    # the largest part gets the name; of several, a sharded one, or else the last
+    named = max(range(len(sizes)), key=lambda i: (sizes[i], bool(parts[i]), i))
+    for i, mesh_axes in enumerate(parts):
+        part = axis if i == named else Axis(origin=axis.origin)
+        origin = axis.origin if mesh_axes else None
+        yield dataclasses.replace(part, mesh_axes=mesh_axes, origin=origin)
 
 
 def _size(sizes: Sequence[int], i: int) -> int:

@@ -14,15 +14,14 @@ from .names import Names
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """An operand or the result of a product.
+    """An operand or the result of an operation.
 
     Attributes:
-        indices: the index of every axis, as the letters of an einsum.
-        names: the names of every axis; `()` for one without a name, which is never sharded.
-        share: 1 / n, if n products share one collective, because all of them use this operand, or
-            are added up to this result.
-        role: what a collective on it carries: 'weights', 'gradients' or 'activations', as in the
-            rows of `explain`.
+        indices: the index of each axis, like the letters of an einsum.
+        names: the names of each axis; `()` for an axis without a name, which is not sharded.
+        share: 1 / n if n operations share one collective, because all of them use this operand, or
+            because their results are added up.
+        role: what collectives of this array carry: 'weights', 'gradients' or 'activations'.
     """
 
     indices: tuple[int, ...]
@@ -33,15 +32,15 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class CostlyOp:
     """An operation that has flops or may communicate.
 
     Attributes:
-        kind: 'product' (also for a lookup or a scatter), 'reduction', or 'reshard' (of an operand,
-            or by a constraint).
-        flops: of one execution.
-        dtype: of the first operand, as in HLO; '' for a reshard.
-        executions: how often it and equal products run in one run of the function.
+        kind: 'contraction' (a dot, a convolution, a gather or a scatter), 'reduction', or 'reshard'
+            (by a constraint, or of an operand that another operation needs unsharded).
+        flops: the flops of one execution.
+        dtype: the HLO dtype of the first operand; '' for a reshard.
+        executions: how often this and equal operations are executed in one run of the function.
     """
 
     kind: str
@@ -52,51 +51,51 @@ class Product:
     executions: int
 
 
-def find_products(
+def find_costly_ops(
     program: Program, names: Sequence[tuple[Names, ...]], states: Sequence[int]
-) -> tuple[Product, ...]:
+) -> tuple[CostlyOp, ...]:
     """Returns the operations that have flops or may communicate; equal ones are merged.
 
     Args:
-        names: the names of the axes of every value.
-        states: the numbers of the values of arguments that are weights or other state.
+        names: the axis names of each value.
+        states: the arguments that are weights or other state, as indices into `program.values`.
     """
-    shares = _Shares(program, names, states)
-    counts: Counter[Product] = Counter()
+    usage = _Usage(program, names, states)
+    counts: Counter[CostlyOp] = Counter()
     for op in program.ops:
-        for product in _products(op, program, names, shares):
-            counts[product] += op.executions
-    return tuple(replace(product, executions=n) for product, n in counts.items())
+        for costly in _costly_ops(op, program, names, usage):
+            counts[costly] += op.executions
+    return tuple(replace(costly, executions=n) for costly, n in counts.items())
 
 
-def _products(
-    op: Op, program: Program, names: Sequence[tuple[Names, ...]], shares: _Shares
-) -> Iterator[Product]:
-    """Yields the products of an operation: reshards of its operands, then the operation itself."""
+def _costly_ops(
+    op: Op, program: Program, names: Sequence[tuple[Names, ...]], usage: _Usage
+) -> Iterator[CostlyOp]:
+    """Yields the reshards of the operands of `op`, then `op` itself if it may be costly."""
     out = op.outs[0] if op.outs else None
     einsum = op.relation.einsum
     for operand, axis in op.relation.unsharded:
         value = op.ins[operand]
         if value is not None and names[value][axis]:
-            replicated = tuple(() if i == axis else one for i, one in enumerate(names[value]))
-            yield _reshard(value, names[value], replicated, program, shares)
+            old = names[value]
+            yield _reshard(value, old, (*old[:axis], (), *old[axis + 1 :]), program, usage)
     if op.primitive == 'sharding_constraint':
-        old = op.ins[0]
-        if old is not None and out is not None and names[old] != names[out]:
-            yield _reshard(old, names[old], names[out], program, shares)
+        value = op.ins[0]
+        if value is not None and out is not None and names[value] != names[out]:
+            yield _reshard(value, names[value], names[out], program, usage)
     if einsum is None or out is None:
         return
     values = [value for i in einsum.operands if (value := op.ins[i]) is not None]
     if len(values) < len(einsum.operands):  # an operand is a scalar
         return
-    is_product = len(values) > 1
+    is_contraction = len(values) > 1
     sides = tuple(
         Side(
             indices,
             names[value],
             program.values[value].bytes,
-            shares.of_operand(op, value) if is_product else 1.0,
-            shares.role(value),
+            usage.share_of_operand(op, value) if is_contraction else 1.0,
+            usage.role(value),
         )
         for value, indices in zip(values, einsum.indices, strict=True)
     )
@@ -104,20 +103,20 @@ def _products(
         einsum.out,
         names[out],
         program.values[out].bytes,
-        shares.of_result(out) if is_product else 1.0,
-        shares.role_of_result(out),
+        usage.share_of_result(out) if is_contraction else 1.0,
+        usage.role_of_result(out),
     )
     if einsum.flops or _may_communicate(sides, einsum):
         dtype = _hlo_dtype(program.values[values[0]].dtype)
-        kind = 'product' if is_product else 'reduction'
-        yield Product(kind, sides, result, einsum.flops, dtype, 1)
+        kind = 'contraction' if is_contraction else 'reduction'
+        yield CostlyOp(kind, sides, result, einsum.flops, dtype, 1)
 
 
 def _may_communicate(sides: Sequence[Side], einsum: Einsum) -> bool:
     """Whether an operation without flops may communicate.
 
-    A lookup or a scatter may if any axis of its operands has a name; a reduction, if an axis that
-    it reduces has one.
+    A gather or a scatter may if any axis of its operands has a name, so that it may be sharded; a
+    reduction, if a reduced axis has a name.
     """
     return any(
         names and (len(sides) > 1 or index not in einsum.out)
@@ -127,15 +126,15 @@ def _may_communicate(sides: Sequence[Side], einsum: Einsum) -> bool:
 
 
 def _reshard(
-    value: int, old: tuple[Names, ...], new: tuple[Names, ...], program: Program, shares: _Shares
-) -> Product:
-    indices, size, role = tuple(range(len(old))), program.values[value].bytes, shares.role(value)
+    value: int, old: tuple[Names, ...], new: tuple[Names, ...], program: Program, usage: _Usage
+) -> CostlyOp:
+    indices, size, role = tuple(range(len(old))), program.values[value].bytes, usage.role(value)
     before, after = (Side(indices, names, size, 1.0, role) for names in (old, new))
-    return Product('reshard', (before,), after, 0, '', 1)
+    return CostlyOp('reshard', (before,), after, 0, '', 1)
 
 
 def _hlo_dtype(dtype: object) -> str:
-    """Names a dtype as HLO does: 'bf16' for bfloat16."""
+    """Returns the HLO name of a dtype: 'bf16' for bfloat16."""
     kinds = {'bfloat': 'bf', 'float': 'f', 'uint': 'u', 'int': 's', 'complex': 'c'}
     name = str(dtype)
     for kind, short in kinds.items():
@@ -144,23 +143,23 @@ def _hlo_dtype(dtype: object) -> str:
     return name
 
 
-# operations whose result is a part of their operand: a part of a weight is a weight
-_PARTS = ('scan_input', 'slice', 'dynamic_slice')
-# operations that add gradients, or come between a gradient and its addition
+# operations whose result is a slice of their operand: a slice of a weight is a weight
+_SLICES = ('scan_input', 'slice', 'dynamic_slice')
+# operations that add gradients, or that may come between a contraction and such an addition
 _SUMS = ('add_any', 'convert_element_type', 'transpose')
 
 
-class _Shares:
-    """Finds the products that share a collective, and the roles of arrays in collectives."""
+class _Usage:
+    """Finds `Side.share` and `Side.role` for the arrays of a program."""
 
     def __init__(self, program: Program, names: Sequence[tuple[Names, ...]], states: Sequence[int]):
         self._names = names
         self._roots = roots = Roots(program)
-        # by scope and root value: how many products of the scope use the array
+        # how many contractions in a loop body use an array, keyed by (`Op.scope`, its root)
         self._n_users: Counter[tuple[int, int]] = Counter()
-        # for each value, the sum (also a value) that it is a term of; if there is none, itself
+        # for each value, the sum of gradients of which it is a term; the value itself if none
         self._sum_of = list(range(len(program.values)))
-        # by sum: how many products are added up to it
+        # the number of contractions that are added, keyed by their sum
         self._n_terms: Counter[int] = Counter()
         for op in reversed(program.ops):
             if op.primitive in _SUMS and op.outs[0] is not None:
@@ -175,17 +174,18 @@ class _Shares:
                 self._n_terms[self._sum_of[op.outs[0]]] += 1
         self._weights = {roots(value) for value in states}
         for op in program.ops:
-            old = op.ins[0] if op.primitive in _PARTS else None
+            old = op.ins[0] if op.primitive in _SLICES else None
             if old is not None and roots(old) in self._weights:
                 self._weights.update(map(roots, op.arrays_out))
         self._weight_names = {names[value] for value in states if any(names[value])}
-        # in a scan over layers, the gradient of one layer lacks the first axis
+        # in a scan over layers, the first axis of a weight is the layers; its gradients in the loop
+        # body lack this axis
         self._weight_names |= {one[1:] for one in self._weight_names if any(one[1:])}
 
-    def of_operand(self, op: Op, value: int) -> float:
+    def share_of_operand(self, op: Op, value: int) -> float:
         return 1 / self._n_users[op.scope, self._roots(value)]
 
-    def of_result(self, value: int) -> float:
+    def share_of_result(self, value: int) -> float:
         return 1 / self._n_terms[self._sum_of[value]]
 
     def role(self, value: int) -> str:

@@ -1,0 +1,196 @@
+"""Finds loops over a sharded axis."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
+
+from ..._sharding.mesh import is_device_mesh
+from ..._text import array_text, first_of, format_bytes, short_source
+from ..fold_layers import fold_paths
+from ..report_rows import CollectiveRow, Finding
+from .activations import weight_and_data
+from .expressions import expression_of, shard_text
+from .facts import Facts
+from .lines import lines_text
+from .trace import Scanned
+from .values import Value
+
+
+class _ShardedScan(NamedTuple):
+    """The scans in `line` whose arrays are sharded over `mesh_axes` along the scanned axis."""
+
+    line: str
+    mesh_axes: tuple[str, ...]
+    is_data: bool  # whether the arrays are data, not weights
+
+
+def sharded_loop_axis(facts: Facts) -> Iterator[Finding]:
+    """Reports scans over a sharded axis, such as that of microbatches or of stacked layers.
+
+    The compiler gathers stacked weights, often in each iteration. In a scan over microbatches,
+    each microbatch is unsharded, and activations are sent where weights should be gathered.
+    """
+    for (line, mesh_axes, is_data), arrays in _arrays_of_scans(facts).items():
+        if is_data:
+            rows = _collectives_of_activations(facts, mesh_axes)
+        else:
+            rows = _collectives_of_weights(facts, mesh_axes, arrays)
+        n_bytes = sum(row.total_bytes for row in rows)
+        if n_bytes <= facts.least_bytes:
+            continue
+        sent = format_bytes(n_bytes)
+        effect = f': {sent} are sent to gather it'
+        if is_data:
+            effect = f', so each iteration has an unsharded batch: {sent} of activations are sent'
+        yield Finding(
+            'sharded loop axis',
+            f'the loop runs over the first axis of {_arrays_text(facts, arrays)}, which is sharded '
+            f'along {_along_text(facts, arrays[0].value)}{effect} in {lines_text(rows)}',
+            line,
+            n_bytes,
+            _constraint(facts, line, arrays) or _other_axis(facts, arrays),
+        )
+
+
+def suggestion_for_batch(facts: Facts, mesh_axes: Collection[str]) -> str:
+    """Suggests how to keep a scanned batch sharded over `mesh_axes` in the loop body, or ''."""
+    for (line, axes, _), arrays in _arrays_of_scans(facts).items():
+        if set(mesh_axes) & set(axes) and (suggestion := _constraint(facts, line, arrays)):
+            return suggestion
+    return ''
+
+
+def _arrays_of_scans(facts: Facts) -> dict[_ShardedScan, list[Scanned]]:
+    """Returns the inputs and weights that are scanned along a sharded axis."""
+    arrays: dict[_ShardedScan, list[Scanned]] = {}
+    # JAX raises an error for such a scan on Explicit mesh axes
+    loops = facts.trace.loops if facts.trace and not facts.is_explicit else ()
+    for loop in loops:
+        for scanned in loop.over_shards:
+            value = scanned.value
+            if value.is_data or value.argument is not None:
+                scan = _ShardedScan(loop.line, value.axes[0].mesh_axes, value.is_data)
+                group = arrays.setdefault(scan, [])
+                if scanned not in group:  # the backward pass also scans it
+                    group.append(scanned)
+    return arrays
+
+
+def _collectives_of_activations(facts: Facts, mesh_axes: Sequence[str]) -> list[CollectiveRow]:
+    """Returns collectives of activations along `mesh_axes`, if these do not shard the batch there.
+
+    That is in their source line, according to the trace.
+    """
+    assert facts.trace is not None
+    is_sharded: dict[str, bool] = {}
+    for product in facts.trace.products:
+        operands = None if product.in_shard_map or product.is_lookup else weight_and_data(product)
+        if operands is not None:
+            _, data = operands
+            # a sharding that comes from a weight is not that of the batch
+            has_sharded_batch = any(
+                set(mesh_axes) & set(axis.mesh_axes)
+                and (isinstance(axis.origin, str) or facts.is_data(axis.origin))
+                for axis in data.axes
+            )
+            is_sharded[product.line] = is_sharded.get(product.line, False) or has_sharded_batch
+    return [
+        row
+        for row, along in zip(facts.rows, facts.along_parts, strict=True)
+        if row.role == 'activations'
+        and along & set(mesh_axes)
+        and not is_sharded.get(row.source or '', True)
+    ]
+
+
+def _collectives_of_weights(
+    facts: Facts, mesh_axes: Sequence[str], arrays: Sequence[Scanned]
+) -> list[CollectiveRow]:
+    """Returns the collectives that send parts of the arguments in `arrays` along `mesh_axes`."""
+    paths = {
+        facts.arguments[value.argument].path for value, _ in arrays if value.argument is not None
+    }
+    return [
+        row
+        for row, along in zip(facts.rows, facts.along_parts, strict=True)
+        if row.role == 'weights' and along & set(mesh_axes) and paths & set(row.of)
+    ]
+
+
+def _constraint(facts: Facts, line: str, arrays: Sequence[Scanned]) -> str:
+    """Suggests sharding the second axis of `arrays` instead of the first, which a reshape created.
+
+    '' if the first axis is one of an argument, or if the second is not divisible.
+    """
+    assert facts.mesh is not None
+    constraints: dict[str, None] = {}
+    for scanned in arrays:
+        value, aval = scanned
+        first, *rest = value.axes
+        if _is_axis_of_argument(facts, scanned) or not rest:
+            return ''
+        mesh_axes = (*first.mesh_axes, *rest[0].mesh_axes)
+        if aval.shape[1] % prod(facts.mesh.shape[name] for name in mesh_axes):
+            return ''
+        second = replace(rest[0], name=rest[0].name or first.name, mesh_axes=mesh_axes)
+        axes = (replace(first, name='', mesh_axes=()), second, *rest[1:])
+        constraints[f"einshard(..., '{expression_of(axes, facts.mesh)}')"] = None
+    source, text = short_source(line), ', '.join(constraints)
+    return f'reshard the array before the loop of {source} runs over it: {text}'
+
+
+def _other_axis(facts: Facts, arrays: Sequence[Scanned]) -> str:
+    """Suggests sharding another divisible axis of each argument; '' if one of `arrays` has none."""
+    assert facts.mesh is not None
+    placements: dict[str, str] = {}
+    for scanned in arrays:
+        value = scanned.value
+        if value.argument is None or not _is_axis_of_argument(facts, scanned):
+            return ''
+        array = facts.arguments[value.argument]
+        first, *rest = facts.argument_axes(value.argument)
+        n_shards = prod(facts.mesh.shape[name] for name in first.mesh_axes)
+        sizes = array.shape[1:]
+        for i, (axis, size) in enumerate(zip(rest, sizes, strict=True)):
+            if not axis.mesh_axes and size % n_shards == 0:
+                rest[i] = replace(axis, mesh_axes=first.mesh_axes)
+                placements[array.path] = expression_of(
+                    (first.without_mesh_axes(first.mesh_axes), *rest), facts.mesh
+                )
+                break
+        else:
+            return ''
+    return shard_text(placements)
+
+
+def _arrays_text(facts: Facts, arrays: Sequence[Scanned]) -> str:
+    """Formats the paths of arguments, or else shapes: 'params/{up,down}', 'int32[8,4,128]'."""
+    paths = [
+        facts.arguments[value.argument].path for value, _ in arrays if value.argument is not None
+    ]
+    if all(_is_axis_of_argument(facts, scanned) for scanned in arrays):
+        return first_of(fold_paths(paths), 3)
+    return first_of([array_text(aval) for _, aval in arrays], 3)
+
+
+def _along_text(facts: Facts, value: Value) -> str:
+    """Formats the mesh axes that shard the first axis of `value`: 'data'.
+
+    On einshard's own mesh, whose axes the user does not name, the array axis: 'b'.
+    """
+    first, *rest = value.axes
+    names = [axis.name for axis in (first, *rest[:1]) if axis.name]
+    if facts.mesh is not None and is_device_mesh(facts.mesh) and names:
+        return names[0]
+    return ','.join(first.mesh_axes)
+
+
+def _is_axis_of_argument(facts: Facts, scanned: Scanned) -> bool:
+    """Whether the scan runs over the full first axis of an argument, not over a part of it."""
+    value, aval = scanned
+    if value.argument is None or value.axes[0].dim != 0:
+        return False
+    return aval.shape[0] == facts.arguments[value.argument].shape[0]

@@ -1,0 +1,59 @@
+"""Finds slices along sharded axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..._text import format_bytes
+from ..report_rows import Finding
+from .expressions import expression_of
+from .facts import Facts
+from .trace import Slice
+from .values import Axis
+
+# the kinds that move slices: an all-reduce in the same line has another cause
+_KINDS = ('collective-permute', 'all-to-all', 'all-gather')
+
+
+def sliced_axis(facts: Facts) -> Iterator[Finding]:
+    """Reports slices along a sharded axis, as `jnp.split` takes of a fused projection.
+
+    The parts are on different devices, so the compiler sends them until each part is sharded over
+    all devices of the mesh axis.
+    """
+    slices: dict[tuple[str, tuple[str, ...]], Slice] = {}
+    for sliced in facts.trace.slices if facts.trace else ():
+        slices.setdefault((sliced.line, sliced.axis.mesh_axes), sliced)
+    for (line, mesh_axes), sliced in slices.items():
+        rows = [
+            row
+            for row, along in zip(facts.rows, facts.along_parts, strict=True)
+            if row.source == line and row.kind in _KINDS and along & set(mesh_axes)
+        ]
+        n_bytes = sum(row.total_bytes for row in rows)
+        if n_bytes <= facts.least_bytes:
+            continue
+        name = f"axis '{sliced.axis.name}'" if sliced.axis.name else f'axis {sliced.dim}'
+        largest = max(rows, key=lambda row: row.total_bytes)
+        yield Finding(
+            'sliced axis',
+            f'{name}, which is sharded along {largest.along}, is split or sliced: '
+            f'{format_bytes(n_bytes)} are sent to shard the parts',
+            line,
+            n_bytes,
+            _suggestion(facts, sliced),
+        )
+
+
+def _suggestion(facts: Facts, sliced: Slice) -> str:
+    """Suggests an axis that numbers the parts; '' if they are single elements or differ in size."""
+    assert facts.mesh is not None
+    if sliced.part < 2 or sliced.size % sliced.part:
+        return ''
+    axes = [*sliced.value.axes]
+    axes.insert(sliced.dim, Axis())
+    n_parts, placement = sliced.size // sliced.part, expression_of(axes, facts.mesh)
+    return (
+        f'give the {n_parts} parts an axis of their own, here and in the array that they come '
+        f"from: '{placement}'"
+    )

@@ -1,0 +1,204 @@
+"""The fastest way to compute one operation whose operands and result are sharded.
+
+Operations have indices, like the letters of an einsum. Each mesh axis shards one index during the
+operation, or none; operands in which the mesh axis shards another index are resharded first. If the
+index is contracted, the devices have partial sums, which are reduced afterwards. `parallelism`
+lists these choices for an einsum, but takes too long for a search over thousands of shardings.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from .costly_ops import CostlyOp, Side
+from .names import Names
+
+
+class MeshAxis(NamedTuple):
+    """A mesh axis: the distance in hardware order between neighbors along it, and its size."""
+
+    stride: int
+    size: int
+
+
+# the mesh axes that each axis name is sharded over
+Axes: TypeAlias = Mapping[str, tuple[MeshAxis, ...]]
+# maps the kind and the mesh axes of a collective to its time per byte of `OpCollective.bytes`
+SecondsPerByte: TypeAlias = Callable[[str, Sequence[MeshAxis]], float]
+
+
+class OpCollective(NamedTuple):
+    """A collective that an operation needs.
+
+    Attributes:
+        role: what the collective carries: 'weights', 'gradients' or 'activations'.
+        axes: the mesh axes along which it runs.
+        bytes: the bytes per device of its operand or its result, whichever is larger; divided by
+            the number of operations that share the collective.
+    """
+
+    kind: str
+    role: str
+    axes: tuple[MeshAxis, ...]
+    bytes: float
+
+
+class Way(NamedTuple):
+    """A way to compute an operation, with its costs per execution and device.
+
+    Attributes:
+        seconds: the time of compute and network, without overlap.
+        n_devices: the number of devices that share the flops.
+        collectives: those that reshard operands, and those that reduce or reshard the result.
+        gathered: the bytes of the resharded operands, which are additional copies in memory.
+    """
+
+    seconds: float
+    n_devices: int
+    collectives: tuple[OpCollective, ...]
+    gathered: float
+
+
+def axes_of_shape(sizes: Sequence[int]) -> tuple[MeshAxis, ...]:
+    """Returns the axes of a mesh with these axis sizes, slowest-varying first."""
+    found: list[MeshAxis] = []
+    stride = 1
+    for size in reversed(sizes):
+        found.append(MeshAxis(stride, size))
+        stride *= size
+    return tuple(reversed(found))
+
+
+def sharded_axes(names: Sequence[Names], axes: Axes) -> dict[MeshAxis, int]:
+    """Maps each mesh axis to the number of the array axis that is sharded over it.
+
+    `names` has the names of each array axis. If names of several array axes have the same mesh
+    axis, the first of these array axes is sharded over it.
+    """
+    found: dict[MeshAxis, int] = {}
+    for i, axis_names in enumerate(names):
+        for name in axis_names:
+            for axis in axes[name]:
+                found.setdefault(axis, i)
+    return found
+
+
+def fastest_way(
+    op: CostlyOp, axes: Axes, flop_seconds: float, seconds_per_byte: SecondsPerByte
+) -> Way:
+    """Returns the fastest way to compute an operation.
+
+    Args:
+        flop_seconds: the time of the operation's flops on one device.
+    """
+    sides = [_ShardedSide(side, axes) for side in (*op.operands, op.out)]
+    used = sorted({axis for side in sides for axis in side.index_of})
+    *operands, out = sides
+    best: Way | None = None
+    for chosen in itertools.product(*(_choices(axis, sides, op) for axis in used)):
+        in_op = {axis: i for axis, i in zip(used, chosen, strict=True) if i is not None}
+        collectives: list[OpCollective] = []
+        gathered = 0.0
+        for operand in operands:
+            n_bytes, found = operand.reshard(in_op)
+            gathered += n_bytes
+            collectives += found
+        collectives += out.reduce(in_op)
+        n_devices = _n_devices(in_op)
+        seconds = flop_seconds / n_devices
+        for one in collectives:
+            seconds += one.bytes * seconds_per_byte(one.kind, one.axes)
+        if best is None or seconds < best.seconds:
+            best = Way(seconds, n_devices, tuple(collectives), gathered)
+    assert best is not None, 'itertools.product of no lists has one element'
+    return best
+
+
+def _choices(axis: MeshAxis, sides: Sequence[_ShardedSide], op: CostlyOp) -> list[int | None]:
+    """Lists the indices of `op` that may be sharded over a mesh axis; None to replicate the work.
+
+    If `axis` shards the same index in two of the `sides`, that is the only choice, as in XLA.
+    """
+    sharded = [side.index_of[axis] for side in sides if axis in side.index_of]
+    for index in sharded:
+        if sharded.count(index) > 1:
+            return [index]
+    return [*dict.fromkeys(sharded), *([None] if op.kind == 'contraction' else [])]
+
+
+def _n_devices(axes: Iterable[MeshAxis]) -> int:
+    return math.prod(axis.size for axis in axes)
+
+
+class _ShardedSide:
+    """An operand or the result of an operation, with its sharding.
+
+    Attributes:
+        index_of: for each mesh axis, the index that is sharded over it.
+    """
+
+    def __init__(self, side: Side, axes: Axes):
+        self.bytes = side.bytes
+        self.share = side.share
+        self.role = side.role
+        self.indices = side.indices
+        self.index_of = {
+            axis: side.indices[i]
+            for axis, i in sharded_axes(side.names, axes).items()
+            if axis.size > 1
+        }
+
+    def collective(self, kind: str, axes: list[MeshAxis], n_bytes: float) -> OpCollective:
+        return OpCollective(kind, self.role, tuple(axes), n_bytes * self.share)
+
+    def reshard(self, in_op: Mapping[MeshAxis, int]) -> tuple[float, Sequence[OpCollective]]:
+        """Returns the bytes per device of a resharded operand, and the collectives that reshard it.
+
+        Slicing is free, and comes first. The bytes are 0 if slicing is enough.
+
+        Args:
+            in_op: for each mesh axis, the index that is sharded over it during the operation.
+        """
+        new = {axis: index for axis, index in in_op.items() if index in self.indices}
+        old = self.index_of
+        gathered = [axis for axis in old if axis not in new]
+        exchanged = [axis for axis, index in old.items() if new.get(axis, index) != index]
+        if not gathered and not exchanged:
+            return 0.0, ()
+        local = self.bytes / _n_devices(new)
+        found: list[OpCollective] = []
+        if exchanged:
+            n_bytes = local / _n_devices(gathered)
+            found.append(self.collective('all-to-all', exchanged, n_bytes))
+        if gathered:
+            found.append(self.collective('all-gather', gathered, local))
+        return local, found
+
+    def reduce(self, in_op: Mapping[MeshAxis, int]) -> Sequence[OpCollective]:
+        """Returns the collectives that reduce partial sums and reshard the result."""
+        old = {axis: index for axis, index in in_op.items() if index in self.indices}
+        new = self.index_of
+        if old == new and len(old) == len(in_op):
+            return ()
+        partial = [axis for axis in in_op if axis not in old]  # shard a contracted index
+        sliced = [axis for axis in new if axis not in in_op]  # slicing needs no communication
+        local = self.bytes / (_n_devices(old) * _n_devices(sliced))
+        scattered = [axis for axis in partial if axis in new]
+        added = [axis for axis in partial if axis not in new]
+        found: list[OpCollective] = []
+        if scattered:
+            found.append(self.collective('reduce-scatter', scattered, local))
+            local /= _n_devices(scattered)
+        if added:
+            found.append(self.collective('all-reduce', added, local))
+        exchanged = [axis for axis, index in old.items() if new.get(axis, index) != index]
+        gathered = [axis for axis in old if axis not in new]
+        if exchanged:
+            found.append(self.collective('all-to-all', exchanged, local))
+        if gathered:
+            n_bytes = local * _n_devices(gathered)
+            found.append(self.collective('all-gather', gathered, n_bytes))
+        return found
