@@ -20,7 +20,8 @@ _MIN_COLUMNS = 4  # this many stay side by side on a narrow page; the others go 
 class Column:
     head: str
     right: bool = False  # align right, for numbers
-    elastic: str = ''  # 'middle' or 'start': the part of a cell to omit on a narrow page
+    # 'middle' or 'start': the part of a cell that narrow text omits; HTML breaks it after '/'
+    elastic: str = ''
     below: bool = False  # write the cell on a line below its row; such columns come last
 
 

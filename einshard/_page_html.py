@@ -37,7 +37,8 @@ _NARROW = """<style>
 .einshard-page tr { border-top: 1px solid rgba(128,128,128,0.3) !important;
   padding: 4px 0 !important }
 .einshard-page td { display: flex !important; border: none !important; padding: 0 !important;
-  text-align: left !important; white-space: normal !important }
+  text-align: left !important; white-space: normal !important;
+  overflow-wrap: anywhere !important }
 .einshard-page td:empty { display: none !important }
 .einshard-page tr.below { border: none !important }
 .einshard-page td[data-head]::before { content: attr(data-head); flex: 0 0 8.5em; opacity: 0.65;
@@ -114,19 +115,31 @@ def _head(columns: Sequence[Column]) -> str:
 def _row(row: Sequence[str], columns: Sequence[Column]) -> str:
     beside = [
         f'<td data-head="{html.escape(column.head)}" '
-        f'style="{_CELL}; {_align(column)}; {_MONO}">{html.escape(cell)}</td>'
+        f'style="{_CELL}; {_align(column)}; {_MONO}">{_cell(cell, column)}</td>'
         for cell, column in zip(row, columns, strict=True)
         if not column.below
     ]
-    below = html.escape(below_text(row[len(beside) :], columns[len(beside) :]))
+    below = below_text(row[len(beside) :], columns[len(beside) :])
     line = ''
     if below:
-        for separator in '/,':  # paths may break after these
-            below = below.replace(separator, f'{separator}<wbr>')
+        below = _breakable(below, '/,')
         cell = f'<td colspan="{len(beside)}" style="{_BELOW}">{below}</td>'
         line = f'<tr class="below" style="background: transparent">{cell}</tr>'
     return f'<tr style="background: transparent">{"".join(beside)}</tr>{line}'
 
 
+def _cell(text: str, column: Column) -> str:
+    return _breakable(text, '/') if column.elastic else html.escape(text)
+
+
+def _breakable(text: str, separators: str) -> str:
+    """Escapes text whose lines may break after the separators."""
+    text = html.escape(text)
+    for separator in separators:
+        text = text.replace(separator, f'{separator}<wbr>')
+    return text
+
+
 def _align(column: Column) -> str:
-    return f'text-align: {"right" if column.right else "left"}; white-space: nowrap'
+    align = f'text-align: {"right" if column.right else "left"}'
+    return align + ('; overflow-wrap: normal' if column.elastic else '; white-space: nowrap')

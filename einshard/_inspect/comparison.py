@@ -30,9 +30,9 @@ class ComparedRow:
         path: 'result/loss', or 'gradient of params/w'.
         array: 'float32[8,16]'.
         difference: the largest difference from the array on one device, or between replicas,
-        relative_to = 'elements'
-            relative to the array's largest absolute value; if it updates an argument, relative to
-            the largest change of an element. For integers: the fraction of elements that differ.
+            divided by what `relative_to` names. For integers: the fraction of elements that differ.
+        relative_to: 'largest element', the array's largest absolute value; 'largest change' of an
+            element, if the array updates an argument; 'elements' for integers.
         tolerance: the largest difference that rounding can explain.
         because: the reason for the tolerance: 'float32, longest sum: 512 terms'; 'integers', whose
             tolerance is 0; or 'rounding of arguments', if that can explain a larger difference.
