@@ -155,7 +155,7 @@ def _placed_differently(
         [term for term in placement.expression.right if term.is_sharded],
         array=argument.leaf_text(path, leaf),
         **facts,
-        **{'try': f'reshard=True, or {_einshard_call(traced, value, spec)}'},
+        **{'try': f'reshard=True in the decorator, or {_einshard_call(traced, value, spec)}'},
     )
 
 

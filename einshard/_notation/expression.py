@@ -253,8 +253,20 @@ def _check_sides(expression: Expression) -> None:
             f'{quoted(names)} {"is" if len(names) == 1 else "are"} missing on the right side; '
             'list unsharded axes there too, without a count',
             missing,
-            fix=Suggestion(f'{expression.text.rstrip()} {" ".join(names)}'),
+            fix=Suggestion(_with_missing(expression)),
         )
+
+
+def _with_missing(expression: Expression) -> str:
+    """Adds the axes that the right side lacks, in the order of the left side."""
+    names = [term.name for term in expression.left]
+    right = [(term.name, str(term)) for term in expression.right]
+    for i, name in reversed(list(enumerate(names))):
+        if name not in (other for other, _ in right):
+            later = (at for at, (other, _) in enumerate(right) if other in names[i + 1 :])
+            right.insert(next(later, len(right)), (name, str(name)))
+    left = ' '.join(str(term) for term in expression.left)
+    return f'{left} -> {" ".join(text for _, text in right)}'
 
 
 def _only_on_right(expression: Expression, term: Term) -> EinshardError:

@@ -178,7 +178,12 @@ def _invalid_character(text: str, at: int) -> EinshardError:
     written = f"'{character}'"
     if not character.isprintable():
         written = f'unprintable character U+{ord(character):04X}'
-    where = 'valid here' if character in '(),' else 'part of the notation'
+    if character == ',':
+        where = 'valid here: spaces separate terms, and each array has its own expression'
+    elif character in '()':
+        where = "valid here: parentheses only group mesh axes, as in 'a@(x,y)'"
+    else:
+        where = 'part of the notation'
     if at < text.find('->'):
         facts = {'valid left terms': 'a  ...'}
     else:

@@ -89,7 +89,7 @@ def _device_count(expression: Expression, devices: Any) -> int:
                 'a star needs the number of devices',
                 stars,
                 expected='devices=8, or a mesh or a list of devices',
-                on_the_command_line='einshard show .. --devices 8',
+                on_the_command_line=f"einshard show '{expression.text}' --devices 8",
             )
         n_devices = math.prod(term.factor for term in expression.right)
     else:
@@ -119,7 +119,7 @@ def _no_mesh(
     return expression.error(
         sentence,
         terms,
-        on_the_command_line=f'einshard show .. --mesh {sizes}',
+        on_the_command_line=f"einshard show '{expression.text}' --mesh {sizes}",
         fix=f'devices=AbstractMesh({(*mesh.values(),)}, {(*mesh,)})',
     )
 

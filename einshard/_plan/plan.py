@@ -180,7 +180,7 @@ def _check_has_no_mesh(fn: Any) -> None:
 def _nothing_to_shard(model: Model, devices: Mesh) -> EinshardError:
     sizes = ', '.join(f'{name} {model.size_text(name)}' for name in model.sizes)
     return EinshardError(
-        f'{model.name} has no axis that can be sharded over {devices.size} devices',
+        f'no axis of {model.name} can be sharded over this mesh',
         facts={
             'sizes': sizes,
             'mesh': mesh_fact(devices),

@@ -95,9 +95,11 @@ def _mesh_axis_sizes(contraction: Contraction, counts: Mapping[str, int]) -> dic
         raise _placed_twice(contraction, by_keyword)
     missing = [axis for axis in dict.fromkeys(mesh_axes) if axis not in counts]
     if missing:
+        what, how = 'size of mesh axis', 'a keyword argument'
+        if len(missing) > 1:
+            what, how = 'sizes of mesh axes', 'keyword arguments'
         raise contraction.error(
-            f'parallelism needs the size of mesh {"axis" if len(missing) == 1 else "axes"} '
-            f'{quoted(missing)} by keyword',
+            f'parallelism needs the {what} {quoted(missing)} as {how}',
             example=', '.join(f'{axis}=4' for axis in missing),
         )
     return dict(counts)

@@ -367,4 +367,4 @@ def _node_text(node: Any, keys: Sequence[str]) -> str:
         return array_text(node)
     if _is_sequence(node, keys):
         return f'{type(node).__name__} of length {len(keys)}'
-    return f'{type(node).__name__} with {", ".join(keys)}'
+    return f'{type(node).__name__} with {quoted(keys)}'
