@@ -2,8 +2,7 @@
 
 If the SPMD partitioner finds no better way to reshard an array, it all-gathers the full array, and
 every device keeps a slice: "involuntary full rematerialization". XLA reports this only on standard
-error. In the program, such an array is used only by slices, whose offsets are computed from the
-device number.
+error. In the program, only slices use the array, at offsets computed from the device number.
 """
 
 from __future__ import annotations
@@ -27,15 +26,14 @@ class AllGather:
     """An all-gather with one operand.
 
     Attributes:
-        name: the name of its instruction.
         array: the result on each device.
         dimension: the dimension along which shards are concatenated.
-        origin: the names of the computation and the instruction that the operand comes from, before
-            copies and reshapes.
+        origin: (computation name, instruction name) of the operand, traced back through copies and
+            reshapes.
         parameter: the number of the program parameter, if `origin` is one; else None.
         is_invariant: whether it gathers the same array in every iteration of a loop.
-        kept: the only block of the result that each device uses. None if a device uses more than
-            one block, or if all devices use the same one.
+        kept: the block of the result that each device uses. None if a device uses several blocks
+            or an unknown part, or if all devices use the same block.
     """
 
     name: str
@@ -48,7 +46,6 @@ class AllGather:
 
 
 def find_all_gathers(module: Module, n_devices: int) -> list[AllGather]:
-    """Finds the all-gathers with a single operand."""
     return list(_Finder(module, n_devices).find())
 
 
@@ -91,9 +88,9 @@ class _Finder:
             )
 
     def origin(self, comp: Computation, name: str) -> tuple[Computation, Instruction, bool]:
-        """Finds the computation and instruction that `name` in `comp` comes from, before copies.
+        """Traces `name` in `comp` back through copies: (computation, instruction, is_invariant).
 
-        The third result is whether `comp` is in a loop, and the instruction outside of it.
+        `is_invariant` means that `comp` is in a loop, and the instruction outside of it.
         """
         op = comp[name]
         while self.only_moves(op):
@@ -106,7 +103,7 @@ class _Finder:
         return origin_comp, origin, is_invariant or op.opcode == 'get-tuple-element'
 
     def only_moves(self, op: Instruction) -> bool:
-        """Whether an instruction only copies or reshapes its operand, as some fusions do on CPU."""
+        """Also true for fusions that only copy or reshape, which XLA writes on CPU."""
         if len(op.operands) != 1:
             return False
         if op.opcode in _MOVES:
@@ -120,7 +117,7 @@ class _Finder:
         return inner.opcode == 'parameter'
 
     def passed_value(self, comp: Computation, op: Instruction) -> tuple[Computation, str] | None:
-        """Returns the value passed for `op`: (the computation that passes it, its name).
+        """Returns (computation, name) of the value that is passed for `op` from outside.
 
         None unless `op` is a parameter of a fusion or reads a loop invariant.
         """
@@ -138,7 +135,6 @@ class _Finder:
         return None
 
     def kept(self, value: Value, array: ArrayType) -> Blocks | None:
-        """Returns the `kept` of an `AllGather` with the result `value`, of type `array`."""
         used = list(self.used_blocks(value, array))
         if not used or None in used or len(set(used)) > 1:
             return None
@@ -167,7 +163,6 @@ class _Finder:
                 yield None
 
     def sliced_blocks(self, value: Value, user: Instruction) -> Blocks | None:
-        """Computes the blocks that the dynamic-slice `user` reads; None if offsets are unknown."""
         sizes = _SIZES.search(user.attributes)
         if sizes is None:
             return None
@@ -219,15 +214,10 @@ class _Finder:
 
 
 def _source_axes(op: Instruction, before: Instruction, array: ArrayType) -> Sequence[int] | None:
-    """Returns, for each axis of a transposed or copied array, the axis of the original.
+    """Maps the axes of the result of a transpose or copy to the axes of its operand.
 
     None for other instructions, such as a reshape. On GPU, a bitcast to another layout may be a
-    transpose.
-
-    Args:
-        op: the instruction that transposes or copies.
-        before: the instruction that computes its operand.
-        array: the dtype and shape of its operand.
+    transpose. `before` computes the operand, which has the type `array`.
     """
     if op.opcode not in _MOVES:
         return None
@@ -236,7 +226,7 @@ def _source_axes(op: Instruction, before: Instruction, array: ArrayType) -> Sequ
         (dimensions,) = re.findall(r'dimensions=\{([\d,]*)\}', op.attributes)
         return [int(axis) for axis in dimensions.split(',') if axis]
     if op.opcode == 'bitcast' and len(shape) == len(axes):
-        axis_of = dict(zip(_memory_order(op), _memory_order(before), strict=True))
+        axis_of = dict(zip(_minor_to_major(op), _minor_to_major(before), strict=True))
         axes = [axis_of[axis] for axis in axes]
     has_same_shape = len(shape) == len(axes) and all(
         shape[i] == array.shape[axis] for i, axis in enumerate(axes)
@@ -244,17 +234,16 @@ def _source_axes(op: Instruction, before: Instruction, array: ArrayType) -> Sequ
     return axes if has_same_shape else None
 
 
-def _memory_order(op: Instruction) -> Sequence[int]:
-    """Returns the axes of the result of an instruction, from minor to major."""
+def _minor_to_major(op: Instruction) -> Sequence[int]:
     match = re.search(r'\{([\d,]+)', op.type)
     rank = len(op.results[0].shape)
     return [int(axis) for axis in match[1].split(',')] if match else range(rank)[::-1]
 
 
 def _invariant_element(comp: Computation, op: Instruction) -> int | None:
-    """Returns the index of the element that `op` reads from the state of a loop with body `comp`.
+    """Returns the index of the element that `op` reads from the state of the loop with body `comp`.
 
-    None if the loop changes the element, or if `op` is another instruction.
+    None if the loop changes the element.
     """
     root = comp.root
     if op.opcode != 'get-tuple-element' or root.opcode != 'tuple':

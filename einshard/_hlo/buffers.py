@@ -15,7 +15,7 @@ class Temporary:
     Attributes:
         array: the dtype and shape on one device: 'bf16[8,128]'.
         bytes: bytes per device, without padding.
-        source: the source line, such as 'model.py:12', or None.
+        source: the source line, such as 'model.py:12'.
         op_name: the JAX operation that computes it; or an HLO opcode, such as 'copy', if the
             compiler added it.
     """
@@ -26,8 +26,7 @@ class Temporary:
     op_name: str
 
 
-# opcodes that allocate no new array
-_NO_ARRAY = frozenset(
+_ALLOCATE_NOTHING = frozenset(
     (
         'parameter',
         'constant',
@@ -48,7 +47,7 @@ _NO_ARRAY = frozenset(
 
 
 def largest_temporaries(module: Module, n: int = 5) -> tuple[Temporary, ...]:
-    """Finds the `n` largest temporaries; one of those with the same source line, dtype and shape.
+    """Finds the `n` largest temporaries, one per source line, dtype and shape.
 
     Temporaries that are not needed at the same time may share memory.
     """
@@ -63,15 +62,14 @@ def largest_temporaries(module: Module, n: int = 5) -> tuple[Temporary, ...]:
 
 
 def _temporaries(module: Module) -> Iterator[tuple[ArrayType, Instruction]]:
-    """Yields the temporary arrays, each with the instruction that computes it."""
     for comp in _executed(module):
         root = comp.root
         # the results of the program, of loop bodies and of branches are not temporaries
         outputs = {root.name, *(root.operands if root.opcode == 'tuple' else ())}
         for op in comp.instructions():
-            if op.opcode in _NO_ARRAY or op.opcode.endswith(('-start', '-update')):
+            if op.opcode in _ALLOCATE_NOTHING or op.opcode.endswith(('-start', '-update')):
                 continue
-            if op.name in outputs or not op.is_in_hbm or _is_in_place(module, op):
+            if op.name in outputs or not op.is_in_hbm or _updates_in_place(module, op):
                 continue
             arrays = op.results[:1] if op.opcode.endswith('-done') else op.results
             yield from ((array, op) for array in arrays)
@@ -91,8 +89,7 @@ def _executed(module: Module) -> Iterator[Computation]:
                         pending.append(module.computation(name))
 
 
-def _is_in_place(module: Module, op: Instruction) -> bool:
-    """Whether an instruction or a fusion updates its operand in place."""
+def _updates_in_place(module: Module, op: Instruction) -> bool:
     while op.opcode == 'fusion' and (called := module.called(op)):
         op = called.root
         while op.opcode in ('bitcast', 'convert', 'copy'):

@@ -1,4 +1,4 @@
-"""Spells out the elements of tuples in dumps of newer XLA versions. Imports no JAX."""
+"""Adds the get-tuple-element instructions that JAX 0.12 omits in HLO text. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ _TYPE = re.compile(r'(?:/\*index=\d+\*/)?([^\s,{}]+(?:\{[^}]*\})?)')
 
 def spell_out_elements(text: str) -> str:
     """Adds a get-tuple-element instruction for each tuple element used, such as %all-reduce#1.
-
-    XLA omits these instructions in the programs that it dumps with JAX 0.12.
 
     >>> from einshard._hlo.elements import spell_out_elements
     >>> text = '''

@@ -24,11 +24,9 @@ class Product:
 
     Attributes:
         flops: floating-point operations of one execution, on each device.
-        executions: how often it runs in one run of the program, as if all branches of conditionals
-            ran; None if a trip count is unknown.
+        executions: see `Executions.of`.
         dtype: the dtype of its first operand, such as 'bf16'.
-        source: the source line, such as 'model.py:12', or None.
-        op_name: the JAX operation it comes from.
+        source: the source line, such as 'model.py:12'.
         in_branch: whether it is in a branch of a conditional.
     """
 
@@ -41,7 +39,6 @@ class Product:
 
     @property
     def total(self) -> int:
-        """Flops in one run; a loop with an unknown trip count counts as one iteration."""
         return self.flops * (1 if self.executions is None else self.executions)
 
 
@@ -79,10 +76,7 @@ def find_products(module: Module) -> Iterator[Product]:
 
 
 def _with_source(module: Module, place: Place) -> Instruction:
-    """Returns the first instruction with a source line: at `place`, its fusion, or a consumer.
-
-    If none has one, returns the fusion, or the instruction at `place` if it is not in a fusion.
-    """
+    """Returns the first instruction with a source line: at `place`, its fusion, or a consumer."""
     if module.source(place.op) is not None:
         return place.op
     fusions = [site for site in module.call_sites(place.comp) if site.op.opcode == 'fusion']
@@ -105,7 +99,7 @@ def _flops(place: Place) -> int:
 
 
 def _dot_flops(place: Place, contracted: str) -> int:
-    """Counts the flops of a dot; `contracted` lists its contracted left axes, such as '0,2'."""
+    """`contracted` lists the contracted axes of the left operand, such as '0,2'."""
     left = place.comp[place.op.operands[0]].results[0]
     sizes = [left.shape[int(axis)] for axis in re.findall(r'\d+', contracted)]
     # a complex multiply-add takes 4 real multiplications and 4 real additions
@@ -114,7 +108,7 @@ def _dot_flops(place: Place, contracted: str) -> int:
 
 
 def _reduce_flops(place: Place) -> int:
-    """Counts the flops of a matrix-vector product written as a multiply and a reduce, else 0."""
+    """Counts the flops of a matrix-vector product that XLA wrote as a multiply and a reduce."""
     if not place.op.op_name.endswith('/dot_general'):
         return 0
     op = place.comp[place.op.operands[0]]
@@ -173,10 +167,10 @@ def _convolution_flops(place: Place) -> int:
 
 
 def _shapes(place: Place) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of a convolution's input, kernel and output.
+    """Returns the shapes of a convolution's input, kernel and output, as in `dim_labels`.
 
-    cuDNN labels a gradient convolution like its forward convolution, so its result may be what the
-    labels call the input or the kernel.
+    cuDNN labels the convolution of a gradient like the forward one, so the result may be labeled as
+    input or kernel.
     """
     operands = [place.comp[name].results[0].shape for name in place.op.operands[:2]]
     result = place.op.results[0].shape

@@ -48,8 +48,8 @@ def _groups_of_mesh(
 
     Args:
         mesh: the mesh axes, such as "'a'=2,'b'=8".
-        dims, order: '8,2' and '1,0' if device_ids is the transposed iota [8,2]T(1,0); else None.
-        listed: device_ids, if it is a list such as '0,2,1,3'; else None.
+        dims, order: '8,2' and '1,0' if device_ids is the transposed iota [8,2]T(1,0).
+        listed: device_ids, if it is a list such as '0,2,1,3'.
         axes: the axes to group along, such as "'a','b':(2)4": a, and the sub-axis of b that has
             size 4 and follows a sub-axis of size 2.
     """
@@ -116,11 +116,11 @@ class Slices:
 
     A multi-slice TPU program is compiled for one slice. Its collectives within a slice list
     partition numbers, which are the same in each slice. Its transfers between slices list device
-    ids: 300002 is device 2 of the third slice.
+    ids: 300002 is device 2 of slice 3. Slice numbers start at 1.
 
     Args:
         n_partitions: the number of devices of one slice.
-        n_slices: the number of slices, from `count_slices`.
+        n_slices: the number of slices.
         device_ids: the ids of the program's devices in order. Default: slice by slice, sorted by
             id. Ignored if the list has at most `n_partitions` ids.
     """
@@ -141,7 +141,7 @@ class Slices:
         self.n_devices = len(device_ids)
 
     def within(self, groups: Groups) -> Groups:
-        """Converts groups of partition numbers to groups of positions, in every slice."""
+        """Converts partition numbers to positions; returns the groups of every slice."""
         if len(self._slices) == 1:
             return groups
         return tuple(
@@ -170,7 +170,7 @@ _IDS_PER_SLICE = 100_000
 
 
 def count_slices(text: str) -> int:
-    """Returns the highest slice number in the transfers of the program `text`; 1 if it has none."""
+    """Returns the highest slice number in `text`, which is the count: numbers start at 1."""
     found = 1
     for target in set(re.findall(r'_xla_megascale_target=("[^"]*"|\{[\d,>{}-]*\})', text)):
         if listed := re.match(r'"\{([\d,]+)\}x', target):

@@ -176,7 +176,6 @@ def find_chip(device_kind: str) -> Chip | None:
 
 
 def as_chip(value: Chip | str) -> Chip:
-    """Returns `value`, or the chip in the table that has this name."""
     if isinstance(value, Chip):
         return value
     chips = {chip.name: chip for _, chip in (*_TPUS, *_GPUS)}

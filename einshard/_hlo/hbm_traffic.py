@@ -20,14 +20,13 @@ def min_hbm_bytes(module: Module) -> int:
 
     Each byte counts once. If an array is only sliced, only the slices count. Not counted: results
     that are updated in place, and reads of unknown size (by a gather, in a branch of a conditional,
-    or in a custom kernel such as one in Pallas). A loop with an unknown trip count counts as one
-    iteration.
+    or in a Pallas kernel). A loop with an unknown trip count counts as one iteration.
     """
     entry = module.entry
     reads, total = _Reads(module), 0
     for op in entry.parameters():
         if op.is_in_hbm:
-            total += _covered_bytes(op.results[0], reads.of(Value(entry, op.name)))
+            total += _min_covered_bytes(op.results[0], reads.of(Value(entry, op.name)))
     root = entry.root
     for op in [entry[name] for name in root.operands] if root.opcode == 'tuple' else [root]:
         if op.is_in_hbm and _is_written(module, Value(entry, op.name)):
@@ -39,10 +38,7 @@ def min_hbm_bytes(module: Module) -> int:
 
 
 def _is_written(module: Module, value: Value) -> bool:
-    """Whether a result is written in full.
-
-    False for a returned argument, an update in place, or an unknown case such as a conditional.
-    """
+    """False for a returned argument, an update in place, or an unknown case."""
     # in the entry (no `arguments`), a convert or copy writes an array; elsewhere it may be fused
     moves = _MOVES if value.arguments else ('bitcast',)
     while value.op.opcode in moves:
@@ -67,16 +63,10 @@ def _is_written(module: Module, value: Value) -> bool:
 
 
 class _Region(NamedTuple):
-    """The part of an array that a program reads.
+    """The part of an array that a program reads."""
 
-    Attributes:
-        shape: the shape of the array.
-        box: (start, end) of the part in each dimension; () if unknown.
-        elements: the number of elements in the part.
-    """
-
-    shape: tuple[int, ...]
-    box: tuple[tuple[int, int], ...]
+    shape: tuple[int, ...]  # of the array
+    box: tuple[tuple[int, int], ...]  # (start, end) in each dimension; () if unknown
     elements: int
 
     @property
@@ -84,7 +74,7 @@ class _Region(NamedTuple):
         return self.elements == prod(self.shape)
 
     def is_disjoint(self, other: _Region) -> bool:
-        """Whether it is certain that the regions have no common element."""
+        """False if unknown."""
         ends = zip(self.box, other.box, strict=False)
         return self.shape == other.shape and any(a[1] <= b[0] or b[1] <= a[0] for a, b in ends)
 
@@ -93,8 +83,7 @@ def _all_of(array: ArrayType) -> _Region:
     return _Region(array.shape, tuple((0, size) for size in array.shape), prod(array.shape))
 
 
-def _covered_bytes(array: ArrayType, regions: Iterable[_Region]) -> int:
-    """Returns a lower bound on the bytes that regions of an array cover."""
+def _min_covered_bytes(array: ArrayType, regions: Iterable[_Region]) -> int:
     disjoint: list[_Region] = []
     for region in sorted(set(regions), key=lambda region: -region.elements):
         if all(region.is_disjoint(other) for other in disjoint):
@@ -111,8 +100,8 @@ _LIBRARY = 'custom_call_target="__'  # calls of cuBLAS and cuDNN, which read all
 class _Reads:
     """Finds the regions of values that a program reads.
 
-    A fusion or call (where a `Value` has `arguments`) computes its root in full. Its other
-    operations read only what the uses of their results need.
+    A fusion or call (where a `Value` has `arguments`) computes its root in full, and of other
+    values only what their uses need.
     """
 
     def __init__(self, module: Module):
@@ -120,12 +109,9 @@ class _Reads:
         self._cache: dict[tuple[str, str, int], list[_Region]] = {}
 
     def of(self, value: Value, element: int = -1, loop: Value | None = None) -> list[_Region]:
-        """Returns the regions of an array that are read.
+        """Returns the regions that are read of an array, or of an element of a tuple.
 
-        Args:
-            value: an array, or a tuple that contains it.
-            element: the index of the array in the tuple; -1 if the value is an array.
-            loop: the loop whose body contains the value, if any.
+        `loop` is the loop whose body contains `value`, if any.
         """
         key = value.comp.name, value.name, element
         if key not in self._cache:
@@ -164,7 +150,7 @@ class _Reads:
                 return self._read_for(result, value, loop)
             case 'slice':
                 read = self._read_for(result, value, loop)
-                return [_constant_slice(value.op, user)] if read else []
+                return [_sliced_region(value.op, user)] if read else []
             case 'dynamic-slice' if at == 0:
                 read = not value.arguments or self._read_for(result, value, loop)
                 return [self._dynamic_slice(value, result, loop)] if read else []
@@ -204,14 +190,13 @@ class _Reads:
                 for start, full, size in zip(starts, array.shape, slice_shape, strict=True)
                 if start.size > 1
             ]
-            n = _count_disjoint(*moving[0]) if len(moving) == 1 else 1
+            n = _max_disjoint_slices(*moving[0]) if len(moving) == 1 else 1
         elements = n * prod(slice_shape)
         is_full = elements == prod(array.shape)
         return _all_of(array) if is_full else _Region(array.shape, (), elements)
 
 
-def _count_disjoint(starts: Iterable[int], size: int) -> int:
-    """Returns the largest number of slices, at some of `starts`, that do not overlap."""
+def _max_disjoint_slices(starts: Iterable[int], size: int) -> int:
     n, end = 0, 0
     for start in sorted(starts):
         if not n or start >= end:
@@ -219,9 +204,8 @@ def _count_disjoint(starts: Iterable[int], size: int) -> int:
     return n
 
 
-def _constant_slice(op: Instruction, user: Instruction) -> _Region:
-    """Returns the region of the result of `op` that the slice `user` reads."""
-    match = _SLICE.search(user.attributes)
+def _sliced_region(op: Instruction, slice_: Instruction) -> _Region:
+    match = _SLICE.search(slice_.attributes)
     limits = re.findall(r'\[(\d+):(\d+)(?::(\d+))?\]', match[1] if match else '')
     box = tuple((int(start), int(end)) for start, end, _ in limits)
     steps = [int(step or 1) for _, _, step in limits]
@@ -230,7 +214,7 @@ def _constant_slice(op: Instruction, user: Instruction) -> _Region:
 
 
 def _before_moves(value: Value) -> str:
-    """Returns the name of the value before any bitcasts, converts and copies."""
+    """Traces a value back through `_MOVES`; returns its name."""
     while value.op.opcode in _MOVES:
         value = value.sibling(value.op.operands[0])
     return value.op.name

@@ -1,8 +1,7 @@
 """Counts the executions of the computations of an HLO program. Imports no JAX.
 
-On CPU and GPU, XLA writes the trip count next to a loop. On TPU it does not: there, this module
-computes the trip count of a scan or fori_loop from the start of the counter, the step in the body,
-and the limit in the condition.
+On CPU and GPU, XLA writes the trip count next to a loop. For TPU, this module computes it from the
+start of the counter, the step in the body, and the limit in the condition.
 """
 
 from __future__ import annotations
@@ -21,14 +20,15 @@ _MOVES = frozenset(('copy', 'copy-start', 'copy-done', 'bitcast', 'opt-barrier')
 
 
 class Executions:
-    """Counts the executions of each computation in one run of the program."""
-
     def __init__(self, module: Module):
         self._module = module
         self._cache: dict[str, int | None] = {}
 
     def of(self, computation: Computation) -> int | None:
-        """Counts executions in one run, as if all branches ran; None if a trip count is unknown."""
+        """Counts executions in one run of the program, as if all branches of conditionals ran.
+
+        None if a trip count is unknown.
+        """
         if computation.is_entry:
             return 1
         if computation.name not in self._cache:
@@ -55,7 +55,6 @@ class Executions:
 
 
 def trip_count(module: Module, loop: Place) -> int | None:
-    """Returns the trip count of a loop; None if it is unknown."""
     op = loop.op
     if match := _TRIP_COUNT.search(op.attributes + op.metadata):
         return int(match[1])
@@ -64,7 +63,6 @@ def trip_count(module: Module, loop: Place) -> int | None:
 
 
 def find_counter(module: Module, loop: Value) -> Counter | None:
-    """Finds the counter of a loop; None if no element gives a trip count."""
     op = loop.op
     names = dict(re.findall(r'\b(condition|body)=%?([^\s,]+)', op.attributes))
     condition, body = (Value(module.computation(names[part])) for part in ('condition', 'body'))
@@ -73,14 +71,7 @@ def find_counter(module: Module, loop: Value) -> Counter | None:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """The element of the loop state that counts iterations.
-
-    Attributes:
-        element: the index of the element.
-        start: the element's value in the first iteration.
-        step: what each iteration adds to the element.
-        trips: the number of iterations.
-    """
+    """An element of the loop state that counts iterations: `start`, `start + step`, .."""
 
     loop: _Loop
     element: int
@@ -112,7 +103,7 @@ class Counter:
 class _Sum(NamedTuple):
     """An element of the loop state plus a constant."""
 
-    element: int | None  # its index; None for only the constant
+    element: int | None  # its index; None if the sum is only the constant
     constant: int
 
 
@@ -179,9 +170,9 @@ class _Loop:
         return None
 
     def find_source(self, value: Value, element: int | None = None) -> tuple[Value, int | None]:
-        """Returns the source of a value, or of an element of a tuple, before copies and calls.
+        """Traces a value, or an element of a tuple, back through copies, tuples and calls.
 
-        The second result is the index of the element if the source is a tuple, such as the
+        The second result is the index of the element if the trace ends at a tuple, such as the
         parameter of a body; else None.
         """
         while True:

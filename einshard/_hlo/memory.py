@@ -34,7 +34,7 @@ class Memory:
 
     @property
     def parts(self) -> dict[str, str]:
-        """The parts of the total that are not 0, as text: {'arguments': '1.2 GiB'}."""
+        """The parts that are not 0, as text: {'arguments': '1.2 GiB'}."""
         names = ('arguments', 'results', 'temporaries', 'code')
         parts = {name: format_bytes(getattr(self, name)) for name in names if getattr(self, name)}
         if self.aliased:
@@ -43,7 +43,7 @@ class Memory:
 
 
 def read_memory(compiled: Any, capacity: int | None = None) -> Memory | None:
-    """Reads the memory use of a `Compiled`; None if the compiler does not report it."""
+    """Returns None if the compiler does not report memory use."""
     figures = compiled.memory_analysis()
     if figures is None:
         return None

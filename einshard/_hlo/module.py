@@ -1,9 +1,7 @@
-"""Reads optimized HLO text lazily. Imports no JAX.
+"""Reads optimized HLO text lazily: it is tens of megabytes long. Imports no JAX.
 
-The text of a large program is tens of megabytes long. The reader first finds only the headers of
-computations. It parses a line when a caller needs it; most lines are never parsed.
-
-In this folder, `op` is an instruction, and `comp` is the computation that contains it.
+`Module` finds the headers of computations, and parses a line only when a caller needs it.
+In this folder, `op` is an instruction, and `comp` the computation that contains it.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ class ArrayType:
 
     @property
     def bytes(self) -> int:
-        """Bytes, with sub-byte types packed."""
         return -(-prod(self.shape) * _bits(self.dtype) // 8)
 
     def __str__(self) -> str:
@@ -82,8 +79,8 @@ class Instruction(NamedTuple):
     """One line of a computation.
 
     `operand_text` is the text in parentheses after the opcode: the operands, the value of a
-    constant, or the number of a parameter. `metadata` is the rest of the line after 'metadata={'.
-    XLA may write backend_config before that, so in `attributes`, or after it, so in `metadata`.
+    constant, or the number of a parameter. `metadata` is the rest of the line after 'metadata={';
+    it contains backend_config if XLA wrote that last, otherwise `attributes` does.
     """
 
     name: str
@@ -103,7 +100,6 @@ class Instruction(NamedTuple):
 
     @property
     def integer_constant(self) -> int | None:
-        """The value of an integer constant; None for other instructions."""
         is_integer = re.fullmatch(r'-?\d+', self.operand_text)
         return int(self.operand_text) if self.opcode == 'constant' and is_integer else None
 
@@ -113,7 +109,7 @@ class Instruction(NamedTuple):
 
     @property
     def is_in_hbm(self) -> bool:
-        """Whether the result is in HBM, not in VMEM on TPU or in host memory."""
+        """False if the result is in host memory, or on TPU in VMEM."""
         return _OTHER_MEMORY.search(self.type) is None
 
     @property
@@ -124,7 +120,6 @@ class Instruction(NamedTuple):
 
     @property
     def callees(self) -> list[str]:
-        """The names of all computations that the instruction runs."""
         # names that users gave, in backend_config, may look like references
         attributes = self.attributes.partition(', backend_config=')[0]
         lists = (several or single for several, single in _CALLEES.findall(attributes))
@@ -137,7 +132,6 @@ class Instruction(NamedTuple):
 
     @property
     def body(self) -> str:
-        """The name of the body of a while loop, or ''."""
         match = _BODY.search(self.attributes)
         return match[1] if match else ''
 
@@ -149,7 +143,6 @@ class Instruction(NamedTuple):
 
     @property
     def op_name(self) -> str:
-        """The JAX operation that the instruction was lowered from, or ''."""
         return op_name(self.metadata)
 
 
@@ -173,7 +166,7 @@ _PARAMETER = re.compile(r' parameter\(\d+\)')
 
 
 class Computation:
-    """A computation; `computation[name]` is one of its instructions."""
+    """`computation[name]` is an instruction; `computation['']` is the root."""
 
     def __init__(self, name: str, text: str, start: int, is_entry: bool):
         self.name = name
@@ -183,7 +176,6 @@ class Computation:
         self._parsed: dict[str, Instruction] = {}
 
     def __getitem__(self, name: str) -> Instruction:
-        """Returns the instruction with this name, or the root if the name is ''."""
         op = self._parsed.get(name)
         if op is None:
             start = self._lines[name]
@@ -199,7 +191,6 @@ class Computation:
         return (self[name] for name in self._lines if name)
 
     def users(self, name: str) -> list[Instruction]:
-        """Returns the instructions that have the instruction `name` as an operand."""
         return [self[user] for user in self._users.get(name, ())]
 
     def parameters(self) -> Iterator[Instruction]:
@@ -208,12 +199,11 @@ class Computation:
             yield read_instruction(self._text[start : self._text.index('\n', start)])
 
     def parameter(self, number: int) -> str:
-        """Returns the name of the parameter with this number."""
         return next(op.name for op in self.parameters() if op.parameter_number == number)
 
     @functools.cached_property
     def _lines(self) -> dict[str, int]:
-        """Maps the name of each instruction to the offset of its line; '' stands for the root."""
+        """{name of an instruction: offset of its line}; '' is the root."""
         lines: dict[str, int] = {}
         for match in _LINE.finditer(self._text, *self._span):
             lines[match[2]] = match.start() + 1
@@ -235,13 +225,9 @@ class Computation:
 
 
 class Value(NamedTuple):
-    """The value that an instruction computes.
+    """The value that the instruction `name` of `comp` computes; '' is the root.
 
-    Attributes:
-        comp: the computation of the instruction.
-        name: the name of the instruction; '' means the root of `comp`.
-        arguments: the values passed for the parameters of `comp`; () if unknown.
-        op: the instruction.
+    `arguments` are the values passed for the parameters of `comp`; () if unknown.
     """
 
     comp: Computation
@@ -253,11 +239,9 @@ class Value(NamedTuple):
         return self.comp[self.name]
 
     def sibling(self, name: str) -> Value:
-        """Returns the value `name` of the same computation."""
         return self._replace(name=name)
 
     def in_callee(self, callee: Computation, name: str = '') -> Value:
-        """Returns the value `name` of `callee`, which `op` calls; by default, its root."""
         return Value(callee, name, tuple(map(self.sibling, self.op.operands)))
 
 
@@ -265,7 +249,7 @@ class Value(NamedTuple):
 
 
 class Place(NamedTuple):
-    """An instruction `op`, its computation `comp`, and the offset of its line in the text."""
+    """An instruction; `start` is the offset of its line in the text."""
 
     start: int
     comp: Computation
@@ -282,10 +266,8 @@ class Module:
     """An optimized HLO module.
 
     Attributes:
-        text: the text, one instruction per line.
+        text: the program, one instruction per line.
         head: the text before the first computation.
-        sources: maps instructions to source lines.
-        entry: the entry computation.
     """
 
     def __init__(self, text: str):
@@ -305,7 +287,6 @@ class Module:
 
     @property
     def name(self) -> str:
-        """The name of the jitted function, or ''."""
         match = re.match(r'HloModule (?:jit_)?([^\s,]+)', self.head)
         return match[1] if match else ''
 
@@ -324,11 +305,11 @@ class Module:
         return {int(o or 0): int(p) for o, p in re.findall(r'\{(\d*)\}: \((\d+), \{\}', line)}
 
     def source(self, op: Instruction) -> str | None:
-        """Returns the user's source line of an instruction, such as 'model.py:12', or None."""
+        """Returns the user's source line, such as 'model.py:12'."""
         return self.sources.line(op.metadata) if op.metadata else None
 
     def find(self, *marks: str) -> Iterator[Place]:
-        """Finds the instructions whose line contains one of `marks`, in program order."""
+        """Finds the instructions whose line contains one of `marks`, in text order."""
         starts: set[int] = set()
         for mark in marks:
             at = self.text.find(mark, len(self.head))
@@ -340,7 +321,6 @@ class Module:
                 yield self._place(start)
 
     def called(self, op: Instruction) -> Computation | None:
-        """Returns the computation that a fusion, call or reduction runs, or None."""
         number = self._numbers.get(op.callee)
         return None if number is None else self._computation(number)
 
@@ -370,13 +350,12 @@ class Module:
         return None
 
     def is_in_branch(self, computation: Computation) -> bool:
-        """Whether the `path` to a computation goes through a branch of a conditional."""
         sites = self.path(computation) or ()
         return any(site.op.opcode == 'conditional' for site in sites)
 
     @functools.cached_property
     def _references(self) -> dict[str, list[int]]:
-        """Maps the name of each computation to the offsets of the lines that refer to it."""
+        """{name of a computation: offsets of the lines that refer to it}."""
         lines: dict[str, list[int]] = {}
         for match in _REFERENCE.finditer(self.text, len(self.head)):
             for name in (match[1] or match[2]).replace('%', '').split(', '):

@@ -16,10 +16,10 @@ _MAX_STEPS = 200  # keeps traces short in long programs
 
 
 class Origins:
-    """Traces values of a program back to its parameters.
+    """Traces values back to program parameters.
 
-    Follows copies, slices and conversions, into fusions and out of loops that do not change the
-    value, such as a scan over the weights of layers.
+    Follows `_MOVES`, into fusions and out of loops that do not change the value: the weights in a
+    scan over layers.
     """
 
     def __init__(self, module: Module):
@@ -27,7 +27,7 @@ class Origins:
         self._cache: dict[tuple[str, str, int], int | None] = {}
 
     def of(self, place: Place) -> int | None:
-        """Traces operand 0 of `place.op` to a program parameter; returns its number, or None."""
+        """Returns the number of the program parameter that operand 0 of `place.op` comes from."""
         operands = place.op.operands
         return self._trace(Value(place.comp, operands[0]), -1, _MAX_STEPS) if operands else None
 
@@ -58,7 +58,6 @@ class Origins:
         return None if operand is None else self._trace(value.sibling(operand), element, steps)
 
     def _trace_parameter(self, value: Value, element: int, steps: int) -> int | None:
-        """Traces a parameter of a computation, as `_trace` does, to the value that is passed."""
         op, comp = value.op, value.comp
         if comp.is_entry:
             return op.parameter_number
@@ -96,7 +95,6 @@ class Origins:
 
 
 def _moved_operand(op: Instruction) -> str | None:
-    """Returns the name of the operand that `op` moves (see `_MOVES`); None if it is not a move."""
     is_move = op.opcode in _MOVES or op.joins_slices
     return op.operands[0] if is_move and op.operands else None
 
@@ -104,13 +102,9 @@ def _moved_operand(op: Instruction) -> str | None:
 def user_with_source(
     module: Module, comp: Computation, name: str, distance: int = 3
 ) -> Instruction | None:
-    """Finds an instruction with a source line that uses an array, directly or indirectly; or None.
+    """Finds a direct or indirect user of the array `name` that has a source line.
 
-    Args:
-        module: the compiled program.
-        comp: the computation that contains the array.
-        name: the name of the instruction that computes the array.
-        distance: the number of steps to follow beyond the direct users, also into fusions.
+    `distance` is the number of steps to follow beyond the direct users, also into fusions.
     """
     for user in comp.users(name):
         called = module.called(user)

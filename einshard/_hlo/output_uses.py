@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from .collectives import KINDS, MARKS
 from .module import Computation, Instruction, Module
 
-# operations that are not followed; most others are elementwise
+# not followed, except a custom-call that joins slices; most other operations are elementwise
 _STOPS = {
     'broadcast',
     'conditional',
@@ -25,10 +25,10 @@ _STOPS = {
 
 
 def output_uses(module: Module, names: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Returns, for each collective, the indices of the program outputs computed from its result.
+    """Returns, for the collectives `names`, the indices of the outputs computed from their results.
 
-    Follows all operations except those in `_STOPS`, also in loops: from the all-reduce of a
-    gradient to the updated weights, but not through dots and reductions.
+    Follows the all-reduce of a gradient to the updated weights, also in loops, but not through
+    dots, reductions and the other `_STOPS`.
 
         >>> from einshard._hlo.module import Module
         >>> from einshard._hlo.output_uses import output_uses
@@ -45,10 +45,6 @@ def output_uses(module: Module, names: Collection[str]) -> dict[str, tuple[int, 
         ... '''
         >>> output_uses(Module(text), ['sum'])
         {'sum': (1,)}
-
-    Args:
-        module: an optimized program.
-        names: the names of the collectives' instructions.
     """
     places = {place.op.name: place for place in module.find(*MARKS)} if names else {}
     uses = _Uses(module)
@@ -59,14 +55,12 @@ def output_uses(module: Module, names: Collection[str]) -> dict[str, tuple[int, 
 
 
 class _Uses:
-    """Follows values through a program to its outputs."""
-
     def __init__(self, module: Module):
         self._module = module
         self._cache: dict[tuple[str, str], set[int]] = {}
 
     def outputs(self, comp: Computation, names: Iterable[str]) -> set[int]:
-        """Returns the indices of the program outputs computed from the values `names` in `comp`."""
+        """Returns the indices of the program outputs computed from `names` in `comp`."""
         elements = self.result_elements(comp, names)
         if comp.is_entry or not elements:
             return elements
@@ -85,14 +79,13 @@ class _Uses:
         return set[int]().union(*(self.elements_from(comp, name) for name in names))
 
     def elements_from(self, comp: Computation, name: str) -> set[int]:
-        """Returns `result_elements` of one name; if the root is an array, it is element 0."""
+        """Returns `result_elements` of one name; a root that is an array is element 0."""
         key = comp.name, name
         if key not in self._cache:
             self._cache[key] = set(self._trace(comp, name))
         return self._cache[key]
 
     def _trace(self, comp: Computation, name: str) -> Iterator[int]:
-        """Yields what `elements_from` returns, possibly with duplicates."""
         seen, pending = {name}, [name]
         root = comp.root
         while pending:
@@ -123,7 +116,7 @@ class _Uses:
 
     def _values_of(self, comp: Computation, user: Instruction, indices: set[int]) -> list[str]:
         """Returns the names of the values that `user` computes from the operands `indices`."""
-        elements = indices  # of a collective: element i of the result comes from operand i
+        elements = indices  # element i of a collective's result comes from operand i
         if user.opcode in ('fusion', 'call'):
             callee = self._module.called(user)
             if callee is None:
@@ -137,5 +130,4 @@ class _Uses:
 
 
 def _element_names(comp: Computation, tuple_: Instruction, indices: Collection[int]) -> list[str]:
-    """Returns the names of the get-tuple-element instructions that read these elements."""
     return [user.name for user in comp.users(tuple_.name) if user.element in indices]

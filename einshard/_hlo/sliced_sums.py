@@ -25,15 +25,10 @@ _MAX_STEPS = 30  # from the offset of a slice back to the device number
 
 
 class SlicedSum(NamedTuple):
-    """An all-reduce of whose result each device keeps only a slice.
+    """An all-reduce of whose result each device keeps only a slice."""
 
-    Attributes:
-        parts: (dimension, number of slices) for the dimensions that are sliced.
-        is_direct: whether there are only copies, if anything, between the all-reduce and the slice.
-    """
-
-    parts: tuple[tuple[int, int], ...]
-    is_direct: bool
+    parts: tuple[tuple[int, int], ...]  # (dimension, number of slices) where it is sliced
+    is_direct: bool  # whether only copies are between the all-reduce and the slice
 
 
 def find_sliced_sum(module: Module, place: Place) -> SlicedSum | None:
@@ -62,10 +57,10 @@ class _Finder:
         """Yields the slices of `value` and of values computed from it; None for each other use.
 
         Args:
-            value: the result of the all-reduce, or a value computed from it.
+            value: the all-reduce, or a value computed from it.
             outside: the fusions that contain the value, outermost first.
-            axes: for each dimension of the value, the number that it has in the all-reduce.
-            is_direct: whether the value is the result of the all-reduce, or a copy of it.
+            axes: for each dimension of the value, the dimension of the all-reduce.
+            is_direct: whether the value is the all-reduce or a copy of it.
         """
         comp, shape = value.comp, value.op.results[0].shape
         self.uses_left -= 1
@@ -100,7 +95,7 @@ class _Finder:
                 yield None
 
     def read_slice(self, value: Value, axes: Sequence[int], is_direct: bool) -> SlicedSum | None:
-        """Describes the dynamic-slice `value`; None unless its offsets depend on the device."""
+        """Returns None unless the offsets of the dynamic-slice `value` depend on the device."""
         op = value.op
         parts = {
             axis: self.shape[axis] // size

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
 
-_PACKAGE = str(Path(__file__).parent.parent)  # the folder of this package
+_PACKAGE = str(Path(__file__).parent.parent)
 _JAX_FILE = re.compile(r'[\\/](?:site|dist)-packages[\\/]jax(?:lib)?[\\/]|[\\/]jax[\\/]_src[\\/]')
 # libraries such as Flax: the line of the user's model that calls a layer is more useful
 _LIBRARY_FILE = re.compile(
@@ -21,10 +21,7 @@ _ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})')
 
 
 class Sources:
-    """The tables of files and stack frames at the top of an HLO module.
-
-    JAX 0.8 writes no such tables, but file and line in the metadata of every instruction.
-    """
+    """The tables of files and stack frames at the top of an HLO module (JAX 0.8 has none)."""
 
     def __init__(self, lines: Iterable[str]):
         tables: dict[str, dict[int, str]] = {}
@@ -47,38 +44,31 @@ class Sources:
             number: (number_of('file_location_id', row), number_of('parent_frame_id', row))
             for number, row in tables.get('StackFrames', {}).items()
         }
-        # XLA's parent ids are off by one (1 means none), so the first frame seems to be its own
-        # parent. Once XLA fixes that, the first frame has parent 0.
+        # XLA's parent ids are one too high: the first frame seems to be its own parent. Once XLA
+        # fixes that, the first frame has parent 0.
         self._parent_offset = 1 if self._frames.get(1, (0, 0))[1] == 1 else 0
 
     @property
     def has_stacks(self) -> bool:
-        """Whether the module has stack frames; without them, it has only innermost lines."""
         return bool(self._frames)
 
     def line(self, metadata: str) -> str | None:
-        """Returns the source line, such as 'model.py:12', of the instruction with this metadata.
-
-        None if it has none. With stack frames, this is the `innermost_user_line`; without them, the
-        `source_file` and `source_line` of the metadata.
-        """
+        """Returns the source line of the instruction with this metadata, such as 'model.py:12'."""
         if file := re.search(r'source_file="([^"]*)"', metadata):
             return f'{file[1]}:{number_of("source_line", metadata)}'
         stack = self._stack(number_of('stack_frame_id', metadata))
         return innermost_user_line(self._file_line(location) for _, location in stack)
 
     def caller(self, metadata: str) -> str | None:
-        """Returns the nearest line outside helpers that calls the instruction with this metadata.
+        """Returns the nearest calling line outside helpers; None if `line` is not in a helper.
 
-        None if `line(metadata)` is not in a helper. A helper is a function of which only one source
-        line is in the stack frames, or that another function calls from several lines. If all
-        calling lines are in helpers, returns the outermost. Ignores frames that all instructions
-        share, such as those that call the jitted function.
+        A helper is a function with only one line in the stack frames, or one that another function
+        calls from several lines. If all callers are helpers, returns the outermost line.
         """
         stack = [
             (frame, location)
             for frame, location in self._stack(number_of('stack_frame_id', metadata))
-            if _is_user_file(self._file_line(location)[0]) and frame not in self._outermost
+            if _is_user_file(self._file_line(location)[0]) and frame not in self._shared_frames
         ]
         for (_, location), (_, outside) in pairwise(stack):
             if not self._is_helper(self._functions[location]):
@@ -102,8 +92,8 @@ class Sources:
         return self._files.get(file_id, ''), line
 
     @functools.cached_property
-    def _outermost(self) -> set[int]:
-        """The frames that all stacks share: the jitted function, and the frames that call it."""
+    def _shared_frames(self) -> set[int]:
+        """The frames that all stacks share, such as the jitted function and its callers."""
         parents = {parent - self._parent_offset for _, parent in self._frames.values()}
         innermost = [frame for frame in self._frames if frame not in parents]
         stacks = [{frame for frame, _ in self._stack(frame)} for frame in innermost]
@@ -129,13 +119,10 @@ class Sources:
 
 
 def innermost_user_line(frames: Iterable[tuple[str, int | str]]) -> str | None:
-    """Finds the source line of the innermost frame outside libraries.
+    """Returns the source line of the innermost frame outside libraries, such as 'model.py:12'.
 
-    Falls back to the innermost frame outside JAX and einshard, then to the innermost frame. None if
-    there are no frames.
-
-    Args:
-        frames: file and line of each frame, innermost first.
+    Falls back to the innermost frame outside JAX and einshard, then to the innermost frame.
+    `frames` are (file, line) pairs, innermost first.
     """
     innermost = library_line = None
     for file, line in frames:
@@ -156,7 +143,7 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
 def op_name(metadata: str) -> str:
-    """Returns the op_name, the JAX operation of an instruction, unescaped; '' if it has none."""
+    """Returns the JAX operation of an instruction, unescaped; '' if it has none."""
     match = _OP_NAME.search(metadata)
     escaped = match[1].encode() if match else b''
     return re.sub(rb'\\([0-7]{3}|.)', _unescaped, escaped).decode(errors='replace')

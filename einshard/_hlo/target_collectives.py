@@ -22,7 +22,7 @@ _CHANNEL = re.compile(r'channel_id=\d+')
 
 
 def target_collectives(module: Module, collectives: Sequence[Collective]) -> list[Collective]:
-    """Returns the collectives as a TPU would run them.
+    """Returns the collectives of a program compiled for CPU, as a TPU would run them.
 
     An all-reduce followed by a slice becomes a reduce-scatter, all-reduces that a TPU would combine
     become one, and repeated all-gathers of an array are dropped.
@@ -42,10 +42,6 @@ def target_collectives(module: Module, collectives: Sequence[Collective]) -> lis
         >>> module = Module(text)
         >>> [c.kind for c in target_collectives(module, find_collectives(module))]
         ['reduce-scatter']
-
-    Args:
-        module: a program compiled for CPU.
-        collectives: the collectives of the program.
     """
     places = {place.op.name: place for place in module.find(*MARKS)} if collectives else {}
     seen: set[tuple[str, ...]] = set()
@@ -80,8 +76,6 @@ _Key = tuple[str, int]  # the name of an all-reduce, and the index of the array 
 
 
 class _Reductions:
-    """The all-reduces of a program, array by array."""
-
     def __init__(
         self, module: Module, places: Mapping[str, Place], collectives: Sequence[Collective]
     ):
@@ -97,7 +91,7 @@ class _Reductions:
             self._classify(key, reduction)
 
     def on_target(self, collectives: Sequence[Collective]) -> Iterator[Collective]:
-        """Yields `collectives`; may drop an all-reduce, or split it by kind and groups."""
+        """May drop an all-reduce, or split it by kind and groups."""
         for collective in collectives:
             parts: dict[tuple[str, Groups], list[ArrayType]] = {}
             for i in range(len(collective.operands)):
@@ -111,10 +105,7 @@ class _Reductions:
                 yield collective
 
     def _classify(self, key: _Key, reduction: _Reduction) -> None:
-        """Sets the kind of an array's reduction from the instructions that use its result.
-
-        If the only use is another all-reduce, the two may become one, with joined groups.
-        """
+        """Sets the kind of a reduction; may join it with an all-reduce that is its only use."""
         place = self._places[key[0]]
         uses = list(self._array_uses(place, key))
         terms = {use.terms for use in uses}
@@ -135,7 +126,6 @@ class _Reductions:
                 reduction.kind = 'reduce-scatter'
 
     def _array_uses(self, place: Place, key: _Key) -> Iterator[_Use]:
-        """Yields the uses of one array of an all-reduce."""
         op, comp = place.op, place.comp
         names = [op.name]
         if op.type.startswith('('):
@@ -192,7 +182,7 @@ def _callers(module: Module, comp: Computation) -> list[Place]:
 
 
 def _joined_groups(first: Groups, second: Groups) -> Groups | None:
-    """Returns the groups of one all-reduce that can replace two successive ones, or None."""
+    """Returns the groups of one all-reduce that can replace two successive ones."""
     pairs = [(group[0], other) for group in (*first, *second) for other in group]
     joined = connected(pairs)
     size = len(first[0]) * len(second[0]) if first and second else 0

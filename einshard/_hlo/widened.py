@@ -14,8 +14,7 @@ _PROMOTED = re.compile(r'to_apply=%?\S+_promoted\b')  # suffix from XLA's all-re
 def widened_dtypes(module: Module, comp: Computation, op: Instruction) -> tuple[str, ...]:
     """Returns the original dtype of each operand that XLA widened to f32; '' for the others.
 
-    XLA converts the operand before the collective, and the result after it. XLA's converts have no
-    op_name; those of the user's program have one.
+    XLA's converts have no op_name; those of the user's program have one.
     """
     if 'f32[' not in op.type:
         return ('',) * len(op.operands)
@@ -45,10 +44,7 @@ _NARROW = ('bf16', 'f16')
 
 
 def narrowed(arrays: tuple[ArrayType, ...], dtypes: tuple[str, ...]) -> tuple[ArrayType, ...]:
-    """Gives arrays the dtypes in `dtypes`; an array keeps its dtype if the entry is ''.
-
-    Returns `arrays` itself if `dtypes` has another length.
-    """
+    """Replaces the dtypes of `arrays` by `dtypes`; '' keeps the dtype of an array."""
     if len(arrays) != len(dtypes):
         return arrays
     return tuple(

@@ -1,8 +1,8 @@
 """Collective matmuls: dots and permutes that replace a collective. Imports no JAX.
 
-XLA may split an all-gather or reduce-scatter and the dot next to it into pieces, to send one piece
-while it multiplies another. The program then has collective-permutes, in a loop or unrolled. This
-package reports them as the one collective that they replace.
+XLA may split an all-gather or reduce-scatter and the dot next to it, to send one piece while it
+multiplies another. This package reports the permutes, in a loop or unrolled, as the one collective
+that they replace.
 """
 
 from __future__ import annotations
@@ -28,14 +28,10 @@ _MOVES = frozenset(
 def collective_matmuls(
     module: Module, permutes: Mapping[Place, int]
 ) -> Iterator[tuple[str, Computation, list[Place]]]:
-    """Finds the permutes of each collective matmul.
+    """Yields (kind, computation that contains the matmul, its permutes) of each collective matmul.
 
-    Yields (kind, computation that contains the matmul, permutes). The kind is that of the
-    collective that the permutes replace: 'all-gather' or 'reduce-scatter'.
-
-    Args:
-        module: the compiled program.
-        permutes: the permutes of the program, each with its group size.
+    The kind is that of the replaced collective: 'all-gather' or 'reduce-scatter'. `permutes` maps
+    each permute of the program to its group size.
     """
     loops = {
         loop.start: (loop, _KINDS[body[1]])
@@ -52,7 +48,7 @@ def collective_matmuls(
         yield kind, loop.comp, places
     for kind, places in _unrolled(others):
         n = permutes[places[0]]
-        if max(2, n - 1) <= len(places) <= n + 1:  # the permutes of one matmul in groups of n
+        if max(2, n - 1) <= len(places) <= n + 1:  # as many as one matmul in groups of n has
             yield kind, places[0].comp, places
 
 
@@ -60,23 +56,23 @@ def collective_matmuls(
 
 
 def _loop_of(module: Module, place: Place, loops: Sequence[Place]) -> int | None:
-    """Returns the offset of the loop that a permute belongs to, or None."""
     path = {site.start for site in module.path(place.comp) or ()}
     for loop in loops:
         # the first or the last step may be outside of the loop
-        is_next_to = loop.comp is place.comp and (_is_first(place, loop) or _is_last(place, loop))
+        is_next_to = loop.comp is place.comp and (
+            _feeds_loop(place, loop) or _sends_output(place, loop)
+        )
         if loop.start in path or is_next_to:
             return loop.start
     return None
 
 
-def _is_first(place: Place, loop: Place) -> bool:
-    """Whether a permute computes an element of the initial loop state."""
+def _feeds_loop(place: Place, loop: Place) -> bool:
     state = loop.comp[loop.op.operands[0]]
     return any(_origin(loop.comp, operand) == place.op.name for operand in state.operands)
 
 
-def _is_last(place: Place, loop: Place) -> bool:
+def _sends_output(place: Place, loop: Place) -> bool:
     """Whether a permute sends an output of the loop, possibly after a fusion of the same dot."""
     comp = place.comp
     op = comp[_origin(comp, place.op.operands[0])]
@@ -86,7 +82,7 @@ def _is_last(place: Place, loop: Place) -> bool:
 
 
 def _origin(comp: Computation, name: str) -> str:
-    """Returns the name of the instruction that computes a value, before copies."""
+    """Traces a value back through `_MOVES`; returns the name of the instruction."""
     while comp[name].opcode in _MOVES:
         name = comp[name].operands[0]
     return name
@@ -113,21 +109,15 @@ def _unrolled(permutes: Sequence[Place]) -> Iterator[tuple[str, list[Place]]]:
 
 @dataclass
 class _Chain:
-    """Permutes that pass an array from device to device, in one direction.
+    """Permutes, in order, that pass an array from device to device in one direction."""
 
-    Attributes:
-        start: the name of the value that the first permute sends.
-        permutes: the permutes in order.
-        is_sum: whether each device adds to the array before it sends it.
-    """
-
-    start: str
+    start: str  # the name of the value that the first permute sends
     permutes: list[Place]
-    is_sum: bool
+    is_sum: bool  # whether each device adds to the array before it sends it
 
 
 def _chains(permutes: Sequence[Place]) -> Iterator[tuple[list[Place], str]]:
-    """Groups the permutes of a dot into chains; yields each with its kind: see `_unrolled`."""
+    """Groups the permutes of a dot into chains; yields (permutes, kind) of each."""
     comp = permutes[0].comp
     by_name = {place.op.name: place for place in permutes}
     chains: list[_Chain] = []

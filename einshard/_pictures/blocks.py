@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # Blocks with a higher first device number are darker, so that they differ in gray print and for
-# color-blind readers. Black text has a contrast ratio of at least 4.5 on all of these.
+# color-blind readers. Black text has a contrast ratio of at least 4.5 on each color.
 _COLORS = ((255, 244, 184), (172, 224, 178), (105, 192, 190), (94, 151, 205), (128, 104, 190))
 
 
@@ -21,7 +21,6 @@ class Blocks:
     Attributes:
         devices: the numbers of the devices that hold the blocks, block by block in row-major order.
         parts: the number of shards of each array axis.
-        names: the names of the array axes.
         sizes: the sizes of the array axes; None if the shape is unknown.
         terms: the number of partial sums that add up to a block (JAX: unreduced), else 1; the
             devices of a block are grouped by partial sum.
@@ -56,7 +55,6 @@ class Blocks:
         return min(max(high / wide, 0.5), 2.0)
 
     def holders(self, block: int) -> Sequence[int]:
-        """Returns the devices that hold a block."""
         # not stored: a list per block would take 2 s for a million blocks
         return self.devices[block * self.n_holders : (block + 1) * self.n_holders]
 
@@ -92,7 +90,7 @@ class Blocks:
         return f'{part * step}:{(part + 1) * step}'
 
     def named_part_label(self, axis: int, part: int) -> str:
-        """Labels a shard of an axis, with the axis name: 'a 0:2'."""
+        """Labels a shard with the axis name: 'a 0:2'."""
         return f'{self.names[axis]} {self.part_label(axis, part)}'.rstrip()
 
 
@@ -132,14 +130,8 @@ class Slices:
     """The blocks of an array, arranged as matrices ("slices") over two array axes.
 
     There is one slice for each combination of shards of the other axes. If an array has more than
-    two axes, unsharded axes are omitted.
-
-    Attributes:
-        blocks: the blocks.
-        row_axis: the array axis that the rows show, or None.
-        column_axis: the array axis that the columns show, or None.
-        titles: for each slice, the shards of the other axes, such as 'a 0:2, b 4:8'; '' if the
-            array has only the axes of the rows and columns.
+    two axes, unsharded axes are omitted. The title of a slice lists the shards of the other axes:
+    'a 0:2, b 4:8', or '' if there are none.
     """
 
     blocks: Blocks
@@ -156,7 +148,6 @@ class Slices:
         return 1 if self.column_axis is None else self.blocks.parts[self.column_axis]
 
     def holders(self, n: int, row: int, column: int) -> Sequence[int]:
-        """Returns the devices that hold a block of the n-th slice."""
         # omitted axes have a single shard, so they do not change the index
         return self.blocks.holders((n * self.n_rows + row) * self.n_columns + column)
 
@@ -169,7 +160,7 @@ class Slices:
 
 
 def slices_of(blocks: Blocks) -> Slices:
-    """Arranges blocks as matrices over the last two axes (if ndim > 2, the last two sharded)."""
+    """The axes of the matrices are the last two (if ndim > 2, the last two sharded ones)."""
     axes = list(range(len(blocks.parts)))
     if len(axes) > 2:
         axes = [axis for axis in axes if blocks.parts[axis] > 1]

@@ -13,10 +13,7 @@ from .blocks import Blocks
 def describe_shards(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...]]) -> str:
     """Describes the shards: 'x is in 4 parts; each shard is on one device; a device holds ..'.
 
-    Args:
-        blocks: the blocks of the array.
-        dtype: the dtype; '' if unknown.
-        entries: for each array axis, the mesh axes that shard it; [] to name no mesh axes.
+    `entries` are the mesh axes that shard each array axis; [] to name no mesh axes.
     """
     n_shards = blocks.n_blocks
     sharded = [axis for axis, count in enumerate(blocks.parts) if count > 1]
@@ -67,13 +64,8 @@ def describe_device_order(
 ) -> list[str]:
     """Lists the dimensions of the device grid, such as '2 replicas x 4 parts of a'.
 
-    Args:
-        mesh, names, entries, signs: as for `blocks_on_mesh`.
-        named: whether the user named the mesh axes, so that the line lists them.
-
-    Returns:
-        A list with one line; [] if there are no signs, and nothing is sharded or the grid has fewer
-        than two dimensions.
+    Returns one line. Without signs, returns [] if nothing is sharded or the grid has fewer than two
+    dimensions. For the arguments, see `draw`.
     """
     array_axis = {axis: names[i] for i, entry in enumerate(entries) for axis in entry}
     dimensions: list[tuple[str, Any, int]] = []  # label, mesh axis, size
@@ -119,7 +111,7 @@ def wrapped(sentences: Sequence[str], width: int) -> Iterator[str]:
 
 
 def _filled(text: str, width: int) -> Iterator[str]:
-    # textwrap counts characters, but some are two columns wide
+    # not textwrap, which counts a wide character as one column
     line = ''
     for word in text.split():
         if line and display_width(f'{line} {word}') > width:

@@ -17,7 +17,7 @@ from .picture import Picture
 
 _MAX_DEVICES = 1_000_000
 _NO_SIGNS: Mapping[Any, str] = MappingProxyType({})
-_MAX_FACTORED = 4096  # devices; factoring 720,720 takes 2 s
+_MAX_FACTORED = 4096  # devices; factoring 720,720 would take 2 s
 _MAX_DIMS = 63
 
 
@@ -35,7 +35,6 @@ def draw(
 
     Args:
         mesh, entries, names, sizes, signs: as for `blocks_on_mesh`.
-        dtype: the dtype; '' if unknown.
         named: whether the user named the mesh axes.
     """
     check_drawable(math.prod(mesh.values()), len(names))
@@ -50,13 +49,12 @@ def draw_expression(
     """Draws an expression without mesh axes; raises if it names any.
 
     Args:
-        expression: the expression.
         shape: the shape of the array; if None, '...' stands for no axes.
         n_devices: the number of devices. Default: the number that the counts use.
     """
     if any(term.mesh_axes for term in expression.right):
         given = None if n_devices is None else _device_count(expression, n_devices)
-        raise _no_mesh(expression, shape, given)
+        raise _no_mesh_error(expression, shape, given)
     n_devices = _device_count(expression, n_devices)
     ndim = rank_drawn(expression, shape)
     layout = lay_out(expression, ndim if shape is None else shape, n_devices)
@@ -68,7 +66,6 @@ def draw_expression(
 
 
 def rank_drawn(expression: Expression, shape: Sequence[int] | None) -> int:
-    """Returns the number of array axes that the picture of an expression shows."""
     names = expression.names
     return len(names) - (ELLIPSIS in names) if shape is None else len(shape)
 
@@ -81,7 +78,6 @@ def axis_names(expression: Expression, ndim: int) -> tuple[str, ...]:
 
 
 def _device_count(expression: Expression, devices: Any) -> int:
-    """Returns the given number of devices, or the number that the counts use."""
     if devices is None:
         stars = [term for term in expression.right if term.star]
         if stars:
@@ -106,10 +102,10 @@ def _device_count(expression: Expression, devices: Any) -> int:
     return n_devices
 
 
-def _no_mesh(
+def _no_mesh_error(
     expression: Expression, shape: tuple[int, ...] | None, n_devices: int | None
 ) -> EinshardError:
-    """Returns the error for terms that name mesh axes; suggests a mesh if one fits."""
+    """Suggests a mesh for an expression that names mesh axes, if one fits."""
     terms = [term for term in expression.right if term.mesh_axes]
     sentence = no_mesh_text(terms)
     mesh = _find_mesh(expression, shape, n_devices)
@@ -129,8 +125,8 @@ def _find_mesh(
 ) -> Mapping[str, int] | None:
     """Finds sizes for the mesh axes of an expression: {'data': 4, 'tensor': 2} for 8 devices.
 
-    Sizes are as equal as possible, larger ones first. Returns None if no sizes fit, if there are
-    too many devices to try, or if the expression also has counts, stars or signs.
+    Sizes are as equal as possible, larger ones first. None if the expression also has counts, stars
+    or signs.
     """
     names = list(dict.fromkeys(axis for term in expression.right for axis in term.mesh_axes))
     if any(term.sign or (term.takes_devices and not term.mesh_axes) for term in expression.right):
@@ -160,7 +156,6 @@ def _factorizations(n: int, length: int) -> Iterator[tuple[int, ...]]:
 
 
 def check_drawable(n_devices: int, ndim: int, expression: str | None = None) -> None:
-    """Raises if a picture would be too large."""
     for n, limit, what in (
         (n_devices, _MAX_DEVICES, 'devices'),
         (ndim, _MAX_DIMS, 'dimensions'),

@@ -25,8 +25,6 @@ _MAX_BOXES = 20_000
 
 @dataclass(frozen=True)
 class _Labels:
-    """How blocks are labeled with their devices."""
-
     max_devices: int  # the most devices, or ranges of them, that a label lists
     font_size: float
     row_step: int = 1  # every k-th row is labeled
@@ -89,7 +87,7 @@ def svg_text(blocks: Blocks) -> str:
 
 
 def _sheet(slices: Slices) -> _Sheet:
-    """Computes the sizes: all slices of an array are together about as large as a 2-D array."""
+    """Makes all slices of an array together about as large as a 2-D array."""
     blocks, n_slices = slices.blocks, len(slices.titles)
     full_width = _SIDE / math.sqrt(max(blocks.aspect, 0.5)) if blocks.parts else _SCALAR
     full_height = max(full_width * blocks.aspect, _LOWEST)
@@ -178,7 +176,7 @@ def _labels(sheet: _Sheet, n: int) -> Iterator[str]:
 def _fit_labels(blocks: Blocks, width: float, height: float) -> _Labels:
     """Chooses the most detailed labels that fit into boxes of this size."""
     all_holders = [blocks.holders(i) for i in range(min(blocks.n_blocks, _MAX_BOXES))]
-    widths = {  # from `max_devices` to the width of the widest label, in font sizes
+    widths = {  # {max_devices: the width of the widest label, in font sizes}
         n: _CHARACTER * max(len(blocks.devices_label(holders, n)) for holders in all_holders)
         for n in (4, 2, 1)
     }
@@ -201,7 +199,7 @@ def _column_labels(slices: Slices, box_width: float) -> Iterator[tuple[str, floa
 
 
 def _every_kth(needed: float, box: float, n: int) -> range:
-    """Returns the indices of every k-th of n boxes, so that each label has the `needed` space."""
+    """Returns the indices of every k-th of n boxes; k boxes have the `needed` space for a label."""
     return range(0, n, max(1, math.ceil(needed / box)))
 
 

@@ -64,7 +64,7 @@ def text_lines(blocks: Blocks, width: int) -> list[Line]:
         if lines:
             lines.append([])
         drawn = [_slice_lines(boxes, n) for n in indices]
-        lines += [_join(pieces, boxes.width) for pieces in zip(*drawn, strict=True)]
+        lines += [_side_by_side(pieces, boxes.width) for pieces in zip(*drawn, strict=True)]
     return lines
 
 
@@ -83,7 +83,7 @@ _LABEL_STYLES = (
 
 def _fit_boxes(slices: Slices, width: int) -> _Boxes | None:
     """Chooses the clearest labels with which the boxes fit in `width`; returns None if none fit."""
-    if 2 * slices.n_columns > width:  # a box has a line and at least one column
+    if 2 * slices.n_columns > width:  # a box has a line on its left and at least one character
         return None
     rows = _shown_rows(slices.n_rows)
     title_width = max(map(display_width, slices.titles))
@@ -106,7 +106,7 @@ def _fit_boxes(slices: Slices, width: int) -> _Boxes | None:
 
 
 def _shown_rows(n: int) -> list[int | None]:
-    """Returns the indices of n rows to show; None stands for omitted rows."""
+    """Returns which of n rows to show; None stands for omitted rows."""
     if n <= _MAX_ROWS:
         return list(range(n))
     return [*range(_FIRST_ROWS), None, *range(n - _LAST_ROWS, n)]
@@ -122,7 +122,6 @@ def _cells(slices: Slices, n: int, row: int | None, max_devices: int) -> Line:
 
 
 def _column_labels(slices: Slices, has_names: bool) -> tuple[list[str], str]:
-    """Returns the column labels, and the axis name for the corner if the labels omit it."""
     blocks, axis = slices.blocks, slices.column_axis
     if axis is None:
         return [''], ''
@@ -135,7 +134,7 @@ def _column_labels(slices: Slices, has_names: bool) -> tuple[list[str], str]:
 
 
 def _every_kth(labels: Sequence[str], box_width: int) -> list[str]:
-    """Keeps every k-th label, so that each has room up to the next label or the last box."""
+    """Keeps every k-th label, where the widest label needs the width of k boxes."""
     step = max(map(display_width, labels)) // (box_width + 1) + 1
     last = len(labels) - step
     return [label if i % step == 0 and i <= last else '' for i, label in enumerate(labels)]
@@ -144,7 +143,7 @@ def _every_kth(labels: Sequence[str], box_width: int) -> list[str]:
 def _enlarged(boxes: _Boxes, width: int) -> _Boxes:
     """Enlarges boxes, so that the size of a picture depends little on the sharding.
 
-    Enlarges only a single slice with lines between its rows; a scalar keeps its size.
+    Scalars, several slices, and boxes without lines between rows keep their size.
     """
     slices = boxes.slices
     if not slices.blocks.parts or not boxes.has_row_lines or len(slices.titles) > 1:
@@ -194,8 +193,7 @@ def _rule(corners: str, boxes: _Boxes) -> str:
     return left + between.join(['─' * boxes.box_width] * len(boxes.column_labels)) + right
 
 
-def _join(pieces: Iterable[Line], width: int) -> Line:
-    """Joins lines of slices that are drawn side by side."""
+def _side_by_side(pieces: Iterable[Line], width: int) -> Line:
     joined: Line = []
     for piece in pieces:
         if joined:
@@ -223,7 +221,7 @@ def _table_lines(blocks: Blocks, width: int) -> Iterator[Line]:
 
 
 def _table(blocks: Blocks, axes: Sequence[int]) -> tuple[list[Line], list[int]]:
-    """Returns the rows, of which the first has the headings, and the column widths."""
+    """Returns the rows, with the headings first, and the column widths."""
     headings: Line = [*((blocks.names[axis], None) for axis in axes), ('devices', None)]
     rows = [headings, *(_table_row(blocks, axes, block) for block in _shown_rows(blocks.n_blocks))]
     texts = zip(*([text for text, _ in row] for row in rows), strict=True)
@@ -247,7 +245,6 @@ def _left(text: str, width: int) -> str:
 
 
 def _in_margin(text: str, boxes: _Boxes) -> str:
-    """Right-aligns text in the margin, with a space after it."""
     return ' ' * (boxes.margin - 1 - display_width(text)) + text + ' ' * bool(boxes.margin)
 
 

@@ -71,9 +71,8 @@ def find_conflicts(operands: Sequence[Blocks]) -> Iterable[str]:
 def find_targets(operands: Sequence[Blocks], result: Blocks) -> Iterable[Layout]:
     """Finds layouts in which the devices can multiply their blocks of the operands.
 
-    In them, each device axis (axis of the device grid) holds replicas, or shards an array axis that
-    it shards in an operand or in the result. The result counts because XLA may reshard an operand
-    to match the result, which may send less data.
+    Each device axis holds replicas, or shards an array axis that it shards in an operand or in the
+    result: XLA may reshard an operand to match the result, which may send less data.
     """
     space = result.space
     # device axes, keyed by the array axis that they shard in each operand and in the result
@@ -95,7 +94,7 @@ def _options(
 ) -> list[str | None]:
     """Lists the array axes that a device axis may shard in the contraction; None for replicas.
 
-    `in_operands` and `in_result` are the array axes that it shards in the operands and the result.
+    In the operands and the result, it shards `in_operands` and `in_result`.
     """
     options: list[str | None] = list(dict.fromkeys(name for name in in_operands if name))
     # an array axis that both operands have, but only one shards, can be gathered
@@ -113,10 +112,9 @@ def _options(
 def _ordered(
     arrays: Sequence[Blocks], array_axes: Mapping[str, str | None]
 ) -> dict[str, str | None]:
-    """Sorts the device axes in `array_axes`, which maps them to the array axes that they shard.
+    """Sorts `array_axes`: {device axis: array axis that it shards}.
 
-    The device axes of one array axis get their order from the operand or result that shards it over
-    the most device axes.
+    The device axes of one array axis are ordered as in the array that shards it over the most.
     """
     ordered: dict[str, str | None] = {}
     for name in dict.fromkeys(array_axes.values()):
@@ -172,8 +170,7 @@ def _final_steps(product: Blocks, partial: Sequence[str], final: Blocks) -> Iter
 def _scattered(product: Blocks, partial: Sequence[str]) -> Iterable[Blocks]:
     """Yields the result of a reduce-scatter of `product` along `partial`, for each array axis.
 
-    Skips array axes whose size is not divisible by the number of shards, or whose blocks would not
-    be in device order, as no expression says that.
+    Skips array axes that are not divisible, or whose blocks would be out of device order.
     """
     if not partial:
         return

@@ -56,16 +56,15 @@ class Space:
     names: tuple[str, ...]  # all array axes
     devices: Mapping[str, int]  # device axes and their sizes, slowest-varying first
     sizes: Mapping[str, int] | None = None  # of the array axes; None if unknown
-    item_bytes: int = 4  # bytes per element
+    item_bytes: int = 4
 
     @property
     def replicated(self) -> Layout:
         return Layout(tuple(Split(size, None, (axis,)) for axis, size in self.devices.items()))
 
     def sharded(self, layout: Layout, array_axes: Mapping[str, str | None]) -> Layout:
-        """Returns the layout with some device axes assigned to other array axes.
+        """Reassigns device axes: {device axis: array axis, or None for replicas}.
 
-        `array_axes` maps each of these device axes to its new array axis, or to None for replicas.
         They become minor to the device axes that already shard the array axis.
         """
         positions = {a: None if n is None else self.names.index(n) for a, n in array_axes.items()}
@@ -87,15 +86,12 @@ class Blocks:
     space: Space
 
     def with_layout(self, layout: Layout) -> Blocks:
-        """Returns the array in `layout`, which may also shard array axes that the array lacks.
-
-        Device axes that shard such an array axis hold replicas.
-        """
+        """Returns the array in `layout`; device axes that shard axes it lacks hold replicas."""
         others = {i for i, name in enumerate(self.space.names) if name not in self.names}
         return replace(self, layout=self.space.sharded(replicate_axes(layout, others), {}))
 
     def sharded(self, array_axes: Mapping[str, str | None]) -> Blocks:
-        """Returns the array with some device axes assigned as in `Space.sharded`."""
+        """Reassigns device axes, as `Space.sharded` does."""
         return replace(self, layout=self.space.sharded(self.layout, array_axes))
 
     def device_axes(self, name: str) -> tuple[str, ...]:
@@ -106,7 +102,6 @@ class Blocks:
         return tuple(split.mesh_axes[0] for split in self.layout.splits if split.axis == at)
 
     def array_axis(self, device_axis: str) -> str | None:
-        """Returns the array axis that a device axis shards, or None."""
         return next((name for name in self.names if device_axis in self.device_axes(name)), None)
 
     def n_shards(self, name: str) -> int:
@@ -120,7 +115,6 @@ class Blocks:
 
     @property
     def bytes(self) -> int | None:
-        """The bytes of a block; None if sizes are not given."""
         sizes = self.space.sizes
         if sizes is None:
             return None
@@ -151,7 +145,6 @@ class Blocks:
 
 
 def is_in_order(axes: Sequence[str], order: Iterable[str]) -> bool:
-    """Whether `axes` are in the order that they have in `order`."""
     return [axis for axis in order if axis in axes] == list(axes)
 
 
@@ -162,7 +155,7 @@ def resharding(old: Blocks, new: Blocks) -> tuple[Communication, ...]:
     """
     current = old
     for name in old.names:
-        # only if all device axes that shard this array axis shard it in `new`, too
+        # a slice needs all device axes that shard this array axis to shard it in `new`, too
         if set(old.device_axes(name)) <= set(new.device_axes(name)):
             unused = [axis for axis in new.device_axes(name) if old.array_axis(axis) is None]
             current = current.sharded(dict.fromkeys(unused, name))

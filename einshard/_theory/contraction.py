@@ -24,35 +24,32 @@ class Contraction:
 
     @property
     def arrays(self) -> tuple[Expression, ...]:
-        """The operands and the result."""
         return (*self.operands, self.result)
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
-        """The mesh axes that the placements name, in order, with repetitions."""
+        """The mesh axes in the placements, with repetitions."""
         return tuple(
             axis for array in self.arrays for term in array.right for axis in term.mesh_axes
         )
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All axes, in order of appearance."""
         return tuple(dict.fromkeys(name for operand in self.operands for name in operand.names))
 
     @property
     def reduced(self) -> tuple[str, ...]:
-        """The contracted axes, which the result lacks."""
         return tuple(name for name in self.names if name not in self.result.names)
 
     def numpy_subscripts(self) -> str:
-        """Returns the einsum as NumPy subscripts, such as 'ab,bc->ac', without placements."""
+        """Returns the einsum without placements, such as 'ab,bc->ac'."""
         letters = {name: letter for letter, name in self.names_by_letter().items()}
         letters[ELLIPSIS] = ELLIPSIS
         sides = [''.join(letters[name] for name in array.names) for array in self.arrays]
         return f'{",".join(sides[:-1])}->{sides[-1]}'
 
     def names_by_letter(self) -> dict[str, str]:
-        """Maps each letter in `numpy_subscripts` to its axis name."""
+        """Maps the letters in `numpy_subscripts` to axis names."""
         named = [name for name in self.names if name != ELLIPSIS]
         return {_letter(i): name for i, name in enumerate(named)}
 
@@ -64,7 +61,6 @@ class Contraction:
     def error(
         self, sentence: str, spans: Iterable[Span] = (), *, fix: str | None = None, **facts: object
     ) -> EinshardError:
-        """Returns an error that shows the einsum, with carets under `spans`."""
         return EinshardError(sentence, expression=self.text, spans=spans, facts=facts, fix=fix)
 
 
@@ -78,7 +74,7 @@ def array_text(array: Expression) -> str:
 
 
 def read_contraction(text: str) -> Contraction:
-    """Parses an einsum such as 'b x*, x* y -> b y'; raises EinshardError if it is invalid."""
+    """Parses an einsum such as 'b x*, x* y -> b y'."""
     if not isinstance(text, str):
         kind = type(text).__name__
         raise EinshardError(f'an einsum must be a string, not {text!r} ({kind})')
@@ -130,19 +126,18 @@ def from_numpy_subscripts(text: object) -> Suggestion | None:
 
 
 def result_shape(contraction: Contraction, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Returns the shape of the result for operands of these shapes; raises if they do not fit."""
     if len(shapes) != len(contraction.operands):
         raise contraction.error(
             f'the einsum has {plural(len(contraction.operands), "operand")}, '
             f'but got {plural(len(shapes), "array")}'
         )
-    sizes: dict[str, tuple[int, ...]] = {}  # of each axis name, as in `_sizes_by_name`
+    sizes: dict[str, tuple[int, ...]] = {}
     first_operand: dict[str, int] = {}
     for i, shape in enumerate(shapes):
         for name, size in _sizes_by_name(contraction, i, tuple(shape)).items():
             first_size = sizes.setdefault(name, size)
             if first_size != size:
-                raise _two_sizes(contraction, name, first_size, first_operand[name], size, i)
+                raise _size_mismatch(contraction, name, first_size, first_operand[name], size, i)
             first_operand.setdefault(name, i)
     return tuple(size for name in contraction.result.names for size in sizes[name])
 
@@ -164,7 +159,7 @@ def _sizes_by_name(
     return sizes
 
 
-def _two_sizes(
+def _size_mismatch(
     contraction: Contraction,
     name: str,
     first_size: tuple[int, ...],
@@ -172,7 +167,6 @@ def _two_sizes(
     size: tuple[int, ...],
     i: int,
 ) -> EinshardError:
-    """Returns the error for an axis with different sizes in operands `first` and `i`."""
     terms = [term for operand in contraction.operands for term in operand.right]
     spans = [term.span for term in terms if term.name == name]
     if name == ELLIPSIS:
@@ -198,7 +192,7 @@ def _between_commas(text: str, end: int) -> Iterable[Span]:
 
 
 def _parse_array(text: str, start: int, end: int, where: str) -> Expression:
-    """Parses `text[start:end]`: an operand or the result; `where` says which, for errors."""
+    """Parses `text[start:end]`; `where` names the operand or the result in errors."""
     written = text[start:end]
     if not written.strip():  # a scalar
         return Expression((), (), short=True, text=text)
@@ -207,7 +201,7 @@ def _parse_array(text: str, start: int, end: int, where: str) -> Expression:
         parsed = parse(' ' * start + written, where)
         return replace(parsed, text=text)
     except EinshardError as error:
-        # without the fix, which covers only this array, and without advice about '->'
+        # drops the fix, which covers only this array, and advice about '->'
         facts = {label: fact for label, fact in error.facts.items() if "'->'" not in fact}
         raise EinshardError(
             error.sentence, expression=text, spans=error.spans, facts=facts

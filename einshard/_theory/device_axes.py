@@ -20,8 +20,7 @@ def device_axes(
 ) -> tuple[dict[str, int], tuple[Expression, ...]]:
     """Returns the device axes with their sizes, and the operands with their placements.
 
-    `counts` are the sizes of the mesh axes, if the einsum names any; else the number of shards of
-    array axes.
+    `counts` are the sizes of mesh axes if the einsum names any, else {array axis: shards}.
     """
     if contraction.mesh_axes:
         named = _mesh_axis_sizes(contraction, counts)
@@ -42,7 +41,6 @@ def device_axes(
 
 
 def _shard_by_name(operand: Expression, counts: Mapping[str, int]) -> Expression:
-    """Shards each operand axis in `counts` over the device axis with the same name."""
     terms = (
         replace(term, mesh_axes=(str(term.name),)) if term.name in counts else term
         for term in operand.right
@@ -51,7 +49,6 @@ def _shard_by_name(operand: Expression, counts: Mapping[str, int]) -> Expression
 
 
 def _n_replicas(contraction: Contraction, counts: Mapping[str, int], n_devices: int | None) -> int:
-    """Returns `n_devices` divided by all counts; 1 if `n_devices` is None."""
     product = math.prod(counts.values())
     if n_devices is not None and n_devices % product:
         raise contraction.error(
@@ -62,10 +59,7 @@ def _n_replicas(contraction: Contraction, counts: Mapping[str, int], n_devices: 
 
 
 def array_axes_of(operand: Expression, devices: Mapping[str, int]) -> dict[str, str | None]:
-    """Maps each device axis, major to minor, to the array axis that it shards; None for replicas.
-
-    Returns {} for an operand without a placement.
-    """
+    """Maps each device axis, major to minor, to its array axis; None for replicas."""
     if not is_placed(operand):
         return {}
     layout = lay_out(operand, len(operand.names), math.prod(devices.values()), devices)
@@ -87,7 +81,6 @@ def array_axes_of(operand: Expression, devices: Mapping[str, int]) -> dict[str, 
 
 
 def _mesh_axis_sizes(contraction: Contraction, counts: Mapping[str, int]) -> dict[str, int]:
-    """Returns the mesh axes with their sizes; raises if `counts` lacks one, or has array axes."""
     mesh_axes = contraction.mesh_axes
     array_axes = counts.keys() - mesh_axes
     by_keyword = {name: counts[name] for name in contraction.names if name in array_axes}
@@ -121,7 +114,7 @@ def _joint_axes(contraction: Contraction, n_devices: int | None) -> dict[str, in
         if not counted:
             raise contraction.error('a star needs the number of devices', example='devices=8')
         n_devices = max(math.prod(term.factor for term in array.right) for array in counted)
-    # products of the first counts of each array; their ratios are the sizes of the device axes
+    # prefix products of the counts of each array; their ratios are the sizes of the device axes
     products = {1, n_devices}
     grids: dict[str, str] = {}
     for array in placed:

@@ -77,7 +77,7 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
         if is_placed(current):
             context = current_context(mesh)
             placement = resolve(array_text(current), shape, context)
-            if not context.on_one_device:  # where signs are dropped, as partial sums have one term
+            if not context.on_one_device:  # one device drops signs: partial sums have one term
                 _check_partial_sum(contraction, operands, placement)
         else:
             _check_contracted_axes(contraction, operands)
@@ -101,10 +101,7 @@ def _with_working_fix(
     mesh: MeshLike | None,
     options: Mapping[str, Any],
 ) -> EinshardError:
-    """Converts an error about an operand or the result to one about the einsum.
-
-    Keeps the fix only if it works.
-    """
+    """Converts an error about an operand or the result to one about the einsum."""
     text = contraction.text
     if error.expression != text:
         start, end = operand.right[0].span[0], operand.right[-1].span[1]
@@ -139,7 +136,6 @@ def _with_working_fix(
 
 
 def _hashable_path(path: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """Converts a contraction path to tuples, which are hashable."""
     steps = [tuple(step) if isinstance(step, list | tuple) else (step,) for step in path]
     if not all(isinstance(operand, int) for step in steps for operand in step):
         raise EinshardError(
@@ -183,7 +179,6 @@ _jitted = jax.jit(_contract, static_argnums=(0, 1, 2))
 
 
 def _check_contracted_axes(contraction: Contraction, operands: Sequence[Any]) -> None:
-    """Raises if a contracted axis is sharded over explicit mesh axes."""
     before, _, result = contraction.text.rpartition('->')
     for i, name, _ in _contracted(contraction, operands):
         raise contraction.error(
@@ -198,10 +193,7 @@ def _check_contracted_axes(contraction: Contraction, operands: Sequence[Any]) ->
 def _check_partial_sum(
     contraction: Contraction, operands: Sequence[Any], placement: Placement
 ) -> None:
-    """Raises if the mesh axes of a partial sum are not those that shard the contracted axes.
-
-    Also raises for a partial sum of more than two operands.
-    """
+    """Raises if the mesh axes of a partial sum are not those that shard the contracted axes."""
     signed = [term for term in contraction.result.right if term.sign == '+']
     if not signed:
         return

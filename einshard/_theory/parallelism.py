@@ -1,9 +1,9 @@
 """parallelism: predicts the collectives of a sharded einsum without compiling it. Imports no JAX.
 
-Every device multiplies its blocks of the operands. An axis of the result is *free*: devices with
-different shards of it compute different parts of the result. A contracted axis is *reduced*:
-devices with different shards of it compute partial sums, which must be added. Blocks match if the
-operands shard their common axes in the same way, and no device axis shards two array axes.
+An axis of the result is *free*: devices with different shards of it compute different parts of the
+result. A contracted axis is *reduced*: devices with different shards of it compute partial sums.
+The blocks of two operands match if the operands shard their common axes in the same way, and no
+device axis shards two array axes.
 """
 
 from __future__ import annotations
@@ -248,7 +248,6 @@ def _read(einsum: str, try_fix: Callable[[str], object]) -> Contraction:
 
 
 def _analyze(contraction: Contraction, n_devices: int | None, *options: Any) -> Parallelism:
-    """Analyzes one einsum; an error keeps its fix only if the fix works."""
     try:
         return _analyze_once(contraction, n_devices, *options)
     except EinshardError as error:
