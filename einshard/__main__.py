@@ -63,7 +63,6 @@ _ASCII = str.maketrans('─│┌┬┐├┼┤└┴┘', '-|+++++++++')
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         text = _run(arguments) if arguments else _show_parser().format_help()
@@ -75,7 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> str:
-    """Runs a command, and returns what to print."""
     commands = {'show': _show, 'explain': _explain, 'plan': _plan, 'table': _table, 'eject': _eject}
     name = arguments[0]
     if name in commands:
@@ -96,10 +94,7 @@ def _print(text: str) -> None:
 
 
 def script() -> int:
-    """Runs the installed command `einshard`.
-
-    Puts the current folder on `sys.path`, as `python -m einshard` does.
-    """
+    """Runs the installed command, with the current folder on `sys.path`, as in `python -m`."""
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())
     return main()
@@ -176,7 +171,11 @@ def _plan(arguments: Sequence[str]) -> str:
         help='fix the placement of a named axis; NAME= keeps it unsharded',
     )
     parser.add_argument(
-        '--compilations', type=_count, default=40, metavar='N', help='compile at most N candidates'
+        '--compilations',
+        type=_positive_int,
+        default=40,
+        metavar='N',
+        help='compile at most N candidates',
     )
     parser.add_argument('--seconds', type=float, metavar='S', help='stop after S seconds')
     options = parser.parse_args(arguments)
@@ -256,14 +255,12 @@ def _eject(arguments: Sequence[str]) -> str:
 
 
 def _abstract_mesh_of(options: argparse.Namespace) -> AbstractMesh | None:
-    """Returns the abstract mesh for --devices or --mesh; None without these options."""
     if options.devices is not None:
         return device_mesh(abstract_mesh([('d0', options.devices)]))
     return None if options.mesh is None else abstract_mesh(options.mesh)
 
 
-def _count(text: str) -> int:
-    """Reads a positive integer."""
+def _positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f'{text!r} is not a positive integer')
     return int(text)
@@ -291,7 +288,6 @@ def _pin(text: str) -> tuple[str, str]:
 
 
 def _compiling_parser(command: str, description: str, examples: str) -> argparse.ArgumentParser:
-    """Makes the parser of a command that compiles a function."""
     parser = _parser(command, description, examples, 'simulated CPU devices')
     parser.add_argument('function', metavar='module:function')
     parser.add_argument('--args', nargs='*', default=[], metavar='ARG', help=_ARGUMENT)
@@ -321,7 +317,9 @@ def _parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     group = parser.add_mutually_exclusive_group()
-    group.add_argument('--devices', type=_count, metavar='N', help=f'number of {kind_of_devices}')
+    group.add_argument(
+        '--devices', type=_positive_int, metavar='N', help=f'number of {kind_of_devices}'
+    )
     group.add_argument(
         '--mesh',
         type=_mesh_axis,

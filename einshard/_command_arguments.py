@@ -125,7 +125,7 @@ def _import(name: str) -> ModuleType:
 
 
 def _names_in(owner: Any, module_name: str) -> list[str]:
-    """Lists the public names that a module or class defines, or else those that it imports."""
+    """Lists the public names that a module or class defines; if none, those that it imports."""
 
     def is_imported(value: Any) -> bool:
         if inspect.isroutine(value) or inspect.isclass(value) or hasattr(value, '__wrapped__'):
@@ -138,7 +138,6 @@ def _names_in(owner: Any, module_name: str) -> list[str]:
 
 
 def abstract_mesh(axes: Sequence[tuple[str, int]]) -> AbstractMesh:
-    """Builds the abstract mesh for --mesh."""
     names, sizes = zip(*axes, strict=True)
     for name in names:
         if names.count(name) > 1:
@@ -160,7 +159,7 @@ def mesh_of(
             raise EinshardError('--topology and --devices cannot be combined')
         mesh = topology(slice_name)
     elif n_devices is not None:
-        mesh = device_mesh(_simulated(n_devices))
+        mesh = device_mesh(_simulate_devices(n_devices))
     else:
         return None
     if requested is None:
@@ -173,8 +172,7 @@ def mesh_of(
     return Mesh(grid, requested.axis_names, axis_types=requested.axis_types)
 
 
-def _simulated(n_devices: int) -> list[Any]:
-    """Returns simulated CPU devices; raises if JAX has already started with fewer."""
+def _simulate_devices(n_devices: int) -> list[Any]:
     if n_devices > _MAX_SIMULATED:
         raise EinshardError(
             f'cannot simulate {n_devices} devices',

@@ -1,7 +1,4 @@
-"""Shows an object as a page: as text, in color with rich, as HTML in notebooks and files.
-
-`as_json` converts an object for JSON.
-"""
+"""Shows an object as a page: as text, in color with rich, as HTML in notebooks and files."""
 
 from __future__ import annotations
 

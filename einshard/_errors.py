@@ -66,7 +66,6 @@ class EinshardError(ValueError):
         )
 
     def with_fix(self, fix: str | None) -> EinshardError:
-        """Returns a copy with another fix, or with none."""
         return type(self)(**self.parts(fix=fix))
 
     def parts(self, **others: Any) -> dict[str, Any]:
@@ -99,9 +98,9 @@ class EinshardError(ValueError):
 
 
 def combine_errors(errors: Sequence[EinshardError]) -> EinshardError:
-    """Returns the first of the errors, with a fact 'also' that lists the arrays of the others.
+    """Returns the first error, with a fact 'also' that lists the arrays of the other errors.
 
-    Each array is followed by the sentence of its error, if the first error has a different one.
+    After an array comes the sentence of its error, unless the first error has the same sentence.
     """
     first, *others = errors
     if not others:
@@ -168,7 +167,7 @@ class RuleSuggestion(str):
 
 
 class DeviceCounts(str):
-    """A fact that lists the numbers of devices for which a call works: '1, 4, 9, ... devices'."""
+    """A fact that lists device counts for which a call works: '1, 4, 9, ... devices'."""
 
     counts: tuple[int, ...]
 

@@ -32,8 +32,7 @@ class Section:
     Attributes:
         lines: the text below the table.
         has_rule: whether to draw a line between headings and rows.
-        max_rows: the maximum number of rows in text, counting '.. and 3 more' as one; None for no
-            limit. HTML shows all rows.
+        max_rows: the limit on rows in text, where '.. and 3 more' is one of them; HTML shows all.
         omitted: text about the omitted rows, after '.. and 3 more', such as ': 3 MiB'.
         code: lines of source code above the table; they are not wrapped.
     """
@@ -48,7 +47,6 @@ class Section:
     code: tuple[str, ...] = ()
 
     def shortened(self) -> Section:
-        """Replaces the rows after `max_rows` with a line such as '.. and 3 more'."""
         if self.max_rows is None or len(self.rows) <= self.max_rows:
             return self
         rows = self.rows[: self.max_rows - 1]
@@ -88,7 +86,6 @@ def page_text(page: Page, width: int | None) -> str:
 
 
 def page_lines(page: Page, width: int | None) -> Iterator[list[Segment]]:
-    """Renders a page as lines of styled segments."""
     page = page.printable()
     if page.title:
         yield [(page.title, 'bold')]
@@ -143,7 +140,6 @@ def below_text(cells: Sequence[str], columns: Sequence[Column]) -> str:
 
 
 def _wrap_below(text: str, width: int | None) -> list[str]:
-    """Wraps the text below a row; long paths break anywhere."""
     room = len(text) if width is None else width - 12
     return textwrap.wrap(text, room, break_on_hyphens=False) if text else []
 

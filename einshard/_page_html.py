@@ -22,8 +22,7 @@ _CELL = 'border: none; border-top: 1px solid rgba(128,128,128,0.3); padding: 2px
 _CODE = f'margin: 4px 0; overflow: auto; font-size: 12px; {_MONO}'
 _LINES = 'list-style: none; margin: 4px 0; padding: 0'
 _WARNING = 'border-left: 3px solid #d9a400; background: rgba(217,164,0,0.12); padding: 3px 10px'
-# Tables of large models have hundreds of rows. In notebooks they scroll, so that totals stay
-# visible.
+# In notebooks, tables of hundreds of rows scroll, so that totals stay visible.
 _SCROLL = 'overflow: auto; max-height: 32em'
 _BELOW = f'border: none; padding: 0 0 4px 28px; text-align: left; {_MONO}; opacity: 0.75'
 # On a narrow page, each row of a table becomes a list of its cells, with their headings.
@@ -79,7 +78,6 @@ _DOCUMENT = """\
 
 
 def page_document(page: Page) -> str:
-    """Renders a page as an HTML file."""
     title = html.escape(printable(page.title))
     return _DOCUMENT.format(title=title, body=page_html(page, scroll=False))
 

@@ -18,10 +18,9 @@ def keep_working_suggestions(
     A fix that is not an expression is removed too.
 
     Args:
-        error: the error.
-        with_fix: repeats the failed call with another expression, as for `with_working_fix`.
-        on_devices: repeats the failed call on another number of devices. None if that is
-            impossible; then all facts with device counts are removed.
+        with_fix: repeats the failed call with another expression.
+        on_devices: repeats the failed call on n devices. If None, all facts with device counts are
+            removed.
     """
 
     def is_true(fact: str) -> bool:
@@ -38,9 +37,9 @@ def keep_working_suggestions(
 def with_working_fix(error: EinshardError, with_fix: Callable[[str], object]) -> EinshardError:
     """Returns a copy of an error without its fix if `with_fix` raises for it.
 
-    `with_fix` repeats the failed call with another expression. If it raises an error with another
-    fix, as when several expressions are wrong, that fix is tested next. The copy has the fix that
-    works, and a fact 'also wrong' with the sentences of the other errors.
+    `with_fix` repeats the failed call with another expression. If that raises an error with a fix
+    of its own, as when several expressions are wrong, the new fix is tested next. The copy has the
+    fix that works, and a fact 'also wrong' with the sentences of the later errors.
     """
     fix, others = error.fix, [*filter(None, [error.facts.get('also wrong')])]
     for _ in range(_MAX_FIXES):
@@ -68,7 +67,6 @@ _MAX_FIXES = 8  # a function may need one fix for each of its expressions
 
 
 def works(attempt: Callable[[], object]) -> bool:
-    """Whether a call raises no EinshardError."""
     try:
         attempt()
     except EinshardError:

@@ -40,7 +40,6 @@ def format_seconds(seconds: float) -> str:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """Formats a shape, such as '[6,8]'."""
     return f'[{",".join(map(str, shape))}]'
 
 
@@ -84,7 +83,6 @@ def deprecated_alias(old: str, new: str) -> Any:
 
 
 def name_of(function: Any) -> str:
-    """Returns the name of a function, partial or callable object, for errors."""
     while not hasattr(function, '__name__') and hasattr(function, 'func'):
         function = function.func
     return getattr(function, '__name__', type(function).__name__)

@@ -1,4 +1,4 @@
-"""Replaces stars with counts, for a number of devices. Imports no JAX."""
+"""Replaces stars with counts, for a given device count. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ class Devices:
     """The devices of a layout, as errors describe them.
 
     Attributes:
-        total: the number of devices.
         mesh_axis_terms: the terms with mesh axes, such as 'b@data'. They take devices first.
-        taken: the product of the sizes of these mesh axes.
+        taken: the product of the sizes of the mesh axes in `mesh_axis_terms`.
         hints: facts to add to errors, by label.
-        on_users_mesh: whether the user chose the mesh, whose axes an added '*' may not fit.
+        on_users_mesh: whether the user chose the mesh. An added '*' may not fit its axes.
     """
 
     total: int
@@ -30,9 +29,9 @@ class Devices:
     on_users_mesh: bool = False
 
     def fact(self, counted: Sequence[Term] = ()) -> str:
-        """Formats the number of devices: '8', or "8 (2 left after 'b@data')".
+        """Formats the device count: '8', or "8 (2 left after 'b@data')".
 
-        `counted` are terms whose counts also take devices.
+        `counted` are further terms that take devices.
         """
         terms = [*self.mesh_axis_terms, *counted]
         if not terms:
@@ -44,11 +43,10 @@ class Devices:
 def solve_counts(
     expression: Expression, terms: Sequence[Term], n: int, devices: Devices
 ) -> tuple[int, ...]:
-    """Returns the counts of the terms, with stars replaced by numbers.
+    """Returns the count of each term, with stars replaced by numbers.
 
-    `terms` are the terms without mesh axes, and `n` is the number of devices left after the mesh
-    axes. All stars stand for the same number r:
-    r ** (number of stars) = n / (product of the written counts).
+    `terms` have no mesh axes, and `n` devices are left after the mesh axes. All stars stand for the
+    same number r: r ** (number of stars) = n / (product of the written counts).
     """
     stars = [term for term in terms if term.star]
     product = math.prod(term.factor for term in terms)
@@ -130,7 +128,7 @@ def _wrong_product(
             if devices.mesh_axis_terms or devices.on_users_mesh
             else "add '*' to replicate over the rest"
         )
-    return expression.error(sentence, guilty, fix=_with_replica(expression), devices=fact)
+    return expression.error(sentence, guilty, fix=_with_star_first(expression), devices=fact)
 
 
 def _not_a_multiple(
@@ -160,8 +158,7 @@ def _product_text(counted: Sequence[Term]) -> str:
     return f'{text} = {math.prod(factors)}' if len(factors) > 1 else text
 
 
-def _with_replica(expression: Expression) -> Suggestion:
-    """Suggests the expression with '*' in front of its right side."""
+def _with_star_first(expression: Expression) -> Suggestion:
     start = expression.right[0].span[0]
     return Suggestion(f'{expression.text[:start]}* {expression.text[start:]}')
 

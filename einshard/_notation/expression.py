@@ -48,12 +48,11 @@ class Term:
 
     @property
     def takes_devices(self) -> bool:
-        """Whether the term has a star or a count above 1."""
         return self.star or self.factor > 1
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the term (an axis or replicas) has mesh axes, a star or a count above 1."""
+        """Whether the term is spread over devices; also true for replicas, such as '2' and '*'."""
         return self.takes_devices or bool(self.mesh_axes)
 
     def __str__(self) -> str:
@@ -113,9 +112,7 @@ class Expression:
 def parse(text: str, where: str = '') -> Expression:
     """Parses an expression; raises EinshardError if it is invalid.
 
-    Args:
-        text: the expression.
-        where: text for errors about repeated terms, such as ' in operand 0' for an einsum.
+    `where` is text for errors about repeated terms, such as ' in operand 0' for an einsum.
     """
     try:
         return _parse(text, where)
@@ -148,7 +145,7 @@ def _parse(text: str, where: str = '') -> Expression:
     left, right = _terms(text, 0, start), _terms(text, end, len(text))
     expression = Expression(left, right, text=text)
     _check_left(expression)
-    _check_sides(expression)
+    _check_same_axes(expression)
     _check_right(expression, ' on the right side')
     return expression
 
@@ -231,8 +228,7 @@ def _check_left(expression: Expression) -> None:
         )
 
 
-def _check_sides(expression: Expression) -> None:
-    """Raises if the left and right sides do not have the same axes."""
+def _check_same_axes(expression: Expression) -> None:
     left, right = expression.left, expression.right
     if not right:
         end = len(expression.text)
@@ -300,7 +296,6 @@ def _check_right(expression: Expression, where: str) -> None:
 
 
 def check_mesh_axes(expression: Expression) -> None:
-    """Raises if a mesh axis is used more than once."""
     counts = Counter(axis for term in expression.right for axis in term.mesh_axes)
     for axis, times in counts.items():
         if times > 1:

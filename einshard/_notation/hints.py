@@ -17,7 +17,6 @@ def spacing_hint(expression: Expression, attempt: Callable[[str], object]) -> st
     None if any name is sharded, or if no count or star follows a name, as in '8 a b'.
 
     Args:
-        expression: the expression.
         attempt: resolves an expression; called to test what the warning suggests.
     """
     separate = _separate_counts(expression)

@@ -29,9 +29,9 @@ class Split:
 class Layout:
     """The device grid of an expression.
 
-    Splits by mesh axes come first, in the order written. Splits by count follow: they divide the
-    remaining devices, slowest-varying first. The splits of an array axis that has both are all in
-    the second group, in the order written.
+    Splits by mesh axes come first, then splits by count, each in the order written. Splits by count
+    divide the remaining devices, slowest-varying first. But if an array axis has splits of both
+    kinds, its splits by mesh axes come among those by count, in the order written.
 
     Every split by count has a count above 1, and neighbors are merged if they shard the same axis
     or hold replicas with the same sign. So equal placements without mesh axes have equal layouts.

@@ -16,12 +16,11 @@ _MESH_AXIS = re.compile(r'[^\s(),@*]+')
 
 
 def signs_text(signs: Collection[str]) -> str:
-    """Says what terms with these signs are, for errors."""
+    """Describes terms with these signs, for errors: 'partial sums' for '+'."""
     return ' or '.join(text for sign, text in _SIGN_TEXTS.items() if sign in signs)
 
 
 def read_name(text: str, start: int, end: int) -> str:
-    """Returns the name at `start`; '' if there is none."""
     at = start
     while at < end and _in_name(text[at], first=at == start):
         at += 1
@@ -51,7 +50,6 @@ def read_sign(text: str, start: int, end: int) -> str:
 
 
 def read_digits(text: str, start: int, end: int) -> str:
-    """Returns the digits at `start`; '' if there are none."""
     at = start
     while at < end and text[at] in '0123456789':
         at += 1

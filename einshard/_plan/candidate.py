@@ -34,13 +34,11 @@ class Candidate:
         return {name: str(Term('', mesh_axes=axes)) if axes else '' for name, axes in self.axes}
 
     def mesh_of(self, devices: Mesh) -> Mesh:
-        """Returns the mesh of this candidate, with the devices of the mesh `devices`."""
         sizes: dict[str, Any] = dict(self.mesh)
         return device_mesh(devices, **sizes)
 
     @contextmanager
     def scope(self, devices: Mesh) -> Generator[Mesh, None, None]:
-        """Enters the mesh and the axis rules of this candidate, to trace the model."""
         mesh = self.mesh_of(devices)
         with mesh_scope(mesh), axis_rules(self.placements):
             yield mesh
@@ -51,7 +49,7 @@ class Candidate:
         return ', '.join(f'{name}={size}' for name, size in self.mesh)
 
     def changed_names(self, other: Candidate) -> list[str]:
-        """The axis names that `other`, of the same model, shards over different mesh axes."""
+        """The axis names that `other` shards over different mesh axes."""
         pairs = zip(self.axes, other.axes, strict=True)
         return [name for (name, axes), (_, others) in pairs if axes != others]
 

@@ -1,9 +1,9 @@
 """Lists the candidates of a model that are worth compiling, the best estimate first.
 
-A plan is a candidate as a `PlanTuple`: a mesh shape, and a set of axis names for each mesh axis. In
-small spaces, all plans are estimated. In large ones, a beam search changes the name set of each
-mesh axis; then mesh axes are split in two, and single names are added, removed and replaced. The
-same model always gives the same candidates.
+A plan is a candidate as a `PlanTuple`: a mesh shape, and a set of axis names for each mesh axis.
+Spaces of up to `MAX_ENUMERATED` plans are enumerated. In larger ones, a beam search changes the
+name set of each mesh axis; then mesh axes are split in two, and name sets change by up to two
+names. The same model always gives the same candidates.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from .space import NameSet, PlanTuple, Sizes, Space
 
 T = TypeVar('T')
 
-# spaces of up to this many plans are enumerated; an estimate takes 0.1 ms
-MAX_ENUMERATED = 20_000
-# the beam search starts from at most this many plans for each mesh shape
-_MAX_STARTS = 2000
+MAX_ENUMERATED = 20_000  # plans; an estimate takes 0.1 ms
+_MAX_STARTS = 2000  # plans from which the beam search starts, for each mesh shape
 _BEAM_WIDTH = 12
 
 
@@ -35,8 +33,8 @@ class Candidates:
 
     Attributes:
         ranked: the best estimate first; candidates that need too much memory come last.
-        pruned: per reason, how much was left out, {'indivisible': 120}: plans, axis names, or sets
-            of axis names to shard over one mesh axis.
+        pruned: how many plans, axis names and name sets were left out, keyed by the reason:
+            {'indivisible': 120}.
     """
 
     ranked: tuple[Candidate, ...]
@@ -51,12 +49,9 @@ def find_candidates(
     objective: Objective = 'bound',
     max_candidates: int = 200,
 ) -> Candidates:
-    """Finds the candidates with the best estimates in a space.
+    """Finds the candidates with the best estimates, sharding axes only where it lowers the cost.
 
-    Axis names whose sharding does not lower the cost are replicated.
-
-    Args:
-        memory: the bytes that a candidate may use on a device; None if unknown.
+    `memory` is the bytes that a candidate may use on a device; None if unknown.
     """
     search = _CandidateSearch(space, estimator, memory, objective)
     if search.n_plans() <= MAX_ENUMERATED:
@@ -75,8 +70,6 @@ def find_candidates(
 
 
 class _CandidateSearch:
-    """Searches a space for the plans with the best estimates."""
-
     def __init__(
         self, space: Space, estimator: Estimator, memory: float | None, objective: Objective
     ):
@@ -93,7 +86,7 @@ class _CandidateSearch:
         return self.estimator.totals(self.space.axes(plan))
 
     def key(self, plan: PlanTuple) -> tuple[float, ...]:
-        """Evaluates a plan, and returns its sort key; the best plan has the smallest.
+        """Evaluates a plan, and returns its sort key, which is smallest for the best plan.
 
         The key is the bytes above the memory limit, the objective, memory, bytes sent, and the
         number of mesh axes.
@@ -120,15 +113,11 @@ class _CandidateSearch:
                 self.key(plan)
 
     def best(self, plans: Iterable[PlanTuple]) -> list[PlanTuple]:
-        """Returns the best valid plans, at most `_BEAM_WIDTH`."""
         valid = [plan for plan in plans if self.space.is_valid(plan)]
         return sorted(dict.fromkeys(valid), key=self.key)[:_BEAM_WIDTH]
 
     def ranked(self) -> list[PlanTuple]:
-        """Returns the evaluated plans, best first.
-
-        Plans that only swap mesh axes of equal size count as the same plan.
-        """
+        """Returns the evaluated plans, best first, without repeats after renaming mesh axes."""
         found: dict[object, PlanTuple] = {}
         for plan in sorted(self._keys, key=self.key):
             axes = sorted((size, sorted(names)) for size, names in zip(*plan, strict=True))
@@ -206,7 +195,6 @@ class _CandidateSearch:
         return [(sizes, name_sets) for name_sets in itertools.product(*best_alone)]
 
     def split(self) -> None:
-        """Evaluates the best plans with one mesh axis split in two."""
         if self.space.mesh is not None:
             return
         ranked = self.ranked()
@@ -219,7 +207,7 @@ class _CandidateSearch:
     def splits(self, plan: PlanTuple, good: Container[NameSet]) -> Iterator[PlanTuple]:
         """Yields plans in which one mesh axis is split in two.
 
-        One part shards the same names as before, the other a set of names in `good`.
+        One of the two axes shards the same names as before, the other a name set in `good`.
         """
         sizes, name_sets = plan
         first = 1 if self.space.n_slices > 1 else 0  # the axis across slices is not split

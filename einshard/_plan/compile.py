@@ -51,7 +51,6 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """The id of the worker process; None if it is not running."""
         return None if self._process is None else self._process.pid
 
     def submit(self, request: dict[str, Any]) -> None:
@@ -102,7 +101,7 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**_environment(self.n_devices), 'TMPDIR': folder.name},
+                env={**_worker_environment(self.n_devices), 'TMPDIR': folder.name},
             )
         self._requests, self._answers = self._process.stdin, self._process.stdout
         # also called when the interpreter exits
@@ -130,8 +129,7 @@ _DISABLED_PASSES = (
 )
 
 
-def _environment(n_devices: int) -> dict[str, str]:
-    """Returns the environment of the worker process, which simulates this many CPU devices."""
+def _worker_environment(n_devices: int) -> dict[str, str]:
     removed = ('JAX_', 'XLA_', 'TF_', 'PYTHONWARNINGS')
     kept = {name: value for name, value in os.environ.items() if not name.startswith(removed)}
     shardy = getattr(jax.config, 'jax_use_shardy_partitioner', True)
@@ -168,7 +166,6 @@ class _Jitted:
 
 
 def check_flatbuffers() -> None:
-    """Raises if JAX cannot serialize exported programs."""
     if importlib.util.find_spec('flatbuffers') is None:
         raise EinshardError(
             'plan needs flatbuffers to serialize programs, but flatbuffers is not installed',
@@ -178,9 +175,6 @@ def check_flatbuffers() -> None:
 
 def export(stages: Stages, axes: Sequence[tuple[str, int]]) -> tuple[dict[str, Any], Sequence[int]]:
     """Lowers a traced program for CPU, and serializes it for a `Worker`.
-
-    Args:
-        axes: the mesh axes and their sizes.
 
     Returns:
         The request for `Worker.submit`, and the positions of the arguments that the program uses.

@@ -19,9 +19,9 @@ class Side:
     Attributes:
         indices: the index of each axis, like the letters of an einsum.
         names: the names of each axis; `()` for an axis without a name, which is not sharded.
-        share: 1 / n if n operations share one collective, because all of them use this operand, or
-            because their results are added up.
-        role: what collectives of this array carry: 'weights', 'gradients' or 'activations'.
+        share: 1 / n if n operations share one collective: all of them use this operand, or their
+            results are added up.
+        role: what the array holds: 'weights', 'gradients' or 'activations'.
     """
 
     indices: tuple[int, ...]
@@ -56,9 +56,8 @@ def find_costly_ops(
 ) -> tuple[CostlyOp, ...]:
     """Returns the operations that have flops or may communicate; equal ones are merged.
 
-    Args:
-        names: the axis names of each value.
-        states: the arguments that are weights or other state, as indices into `program.values`.
+    `names` are the axis names of each value. `states` are the positions in `program.values` of the
+    weights and other state.
     """
     usage = _Usage(program, names, states)
     counts: Counter[CostlyOp] = Counter()
@@ -113,11 +112,7 @@ def _costly_ops(
 
 
 def _may_communicate(sides: Sequence[Side], einsum: Einsum) -> bool:
-    """Whether an operation without flops may communicate.
-
-    A gather or a scatter may if any axis of its operands has a name, so that it may be sharded; a
-    reduction, if a reduced axis has a name.
-    """
+    """Whether a gather or a scatter has a named axis, or a reduction reduces a named axis."""
     return any(
         names and (len(sides) > 1 or index not in einsum.out)
         for side in sides
@@ -143,9 +138,9 @@ def _hlo_dtype(dtype: object) -> str:
     return name
 
 
-# operations whose result is a slice of their operand: a slice of a weight is a weight
+# a slice of a weight is a weight
 _SLICES = ('scan_input', 'slice', 'dynamic_slice')
-# operations that add gradients, or that may come between a contraction and such an addition
+# 'add_any' adds gradients; the others may come between a contraction and 'add_any'
 _SUMS = ('add_any', 'convert_element_type', 'transpose')
 
 

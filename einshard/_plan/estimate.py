@@ -1,9 +1,9 @@
 """Estimates the costs of a candidate (a mesh shape and a sharding) without compiling it.
 
-Compute: the flops of each operation, divided by the number of devices that share them. Network: the
-fastest way to reshard the operands of each operation and to reduce its result. HBM: arguments are
-read once, and results written once. Memory: arguments, results, and the intermediate arrays at the
-peak.
+Compute: the flops of each operation, divided by the number of devices that share them.
+Network: the fastest way to reshard the operands of each operation and to reduce its result.
+HBM: arguments are read once, and results written once.
+Memory: arguments, results, and the intermediate arrays at the peak.
 """
 
 from __future__ import annotations
@@ -34,12 +34,7 @@ _DEFAULT_CHIP = 'TPU v5e'
 
 
 class Totals(NamedTuple):
-    """The costs of a candidate per device.
-
-    Attributes:
-        compute, hbm, network: seconds.
-        sent, memory: bytes.
-    """
+    """The costs of a candidate per device: `sent` and `memory` in bytes, the others in seconds."""
 
     compute: float
     hbm: float
@@ -53,13 +48,7 @@ class Totals(NamedTuple):
 
 
 class _Cost(NamedTuple):
-    """The cost per device of all executions of an operation.
-
-    Attributes:
-        compute, network: seconds.
-        sent: bytes.
-        way: how the operation is computed.
-    """
+    """The cost per device of all executions of an operation, in seconds and bytes sent."""
 
     compute: float
     network: float
@@ -68,11 +57,9 @@ class _Cost(NamedTuple):
 
 
 class Estimator:
-    """Estimates the candidates of one model on some devices.
+    """Estimates the candidates of one model; if `chip` is None, judgements have no bounds.
 
-    Args:
-        devices: a mesh, or a list in hardware order.
-        chip: the chip of the devices; if None, judgements have no bounds.
+    `devices` is a mesh, or a list in hardware order.
     """
 
     def __init__(self, model: Model, devices: Mesh | Sequence[Any], chip: Chip | None):
@@ -100,7 +87,6 @@ class Estimator:
         return Totals(compute, hbm, network, sent, memory + gathered)
 
     def judge(self, candidate: Candidate) -> Judgement:
-        """Estimates the bounds and the memory of a candidate, and the bytes that a device sends."""
         mesh_axes = axes_of_shape([size for _, size in candidate.mesh])
         mesh = {name: axis for (name, _), axis in zip(candidate.mesh, mesh_axes, strict=True)}
         axes = {name: tuple(mesh[axis] for axis in used) for name, used in candidate.axes}
@@ -131,7 +117,6 @@ class Estimator:
         )
 
     def _costs(self, axes: Axes) -> list[_Cost]:
-        """Returns the cost of each operation, in the order of `costly_ops`."""
         costs: list[_Cost] = []
         axes_of = axes.__getitem__
         for (op, names), cached in zip(self.costly_ops, self._cached_costs, strict=True):

@@ -66,7 +66,6 @@ class Program:
 
     Attributes:
         values: all arrays; operations refer to them by index.
-        ops: in program order.
         parents: for each loop id, the id of the loop around it; 0 if there is none.
         arguments, results: indices into `values`; None for a scalar.
     """
@@ -92,8 +91,7 @@ def flatten(closed: Any) -> Program:
 class _Reader:
     """Reads jaxprs into one program.
 
-    Attributes:
-        executions, scope: `Op.executions` and `Op.scope` of the operations that are added next.
+    `executions` and `scope` are those of the operations that are added next.
     """
 
     def __init__(self) -> None:
@@ -132,7 +130,6 @@ class _Reader:
         return [value_of(atom) for atom in jaxpr.outvars]
 
     def equation(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
-        """Adds the operations of an equation with the operands `ins`; returns its results."""
         name, params = eqn.primitive.name, eqn.params
         if name == 'scan':
             return self.scan(eqn, ins)
@@ -141,7 +138,7 @@ class _Reader:
         if name == 'cond':
             return self.cond(eqn, ins)
         # calls such as jit are inlined; a Pallas kernel is not, because its body works on blocks
-        body = next(_bodies(params), None)
+        body = next(_nested_jaxprs(params), None)
         if body is not None and len(body.invars) == len(ins) and name != 'pallas_call':
             results = self.read(body, ins)
             if len(results) == len(eqn.outvars):
@@ -246,8 +243,7 @@ class _Reader:
         return results
 
 
-def _bodies(params: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields the jaxprs in the parameters of an equation."""
+def _nested_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
     opened = map(_open, params.values())
     return (value for value in opened if hasattr(value, 'eqns') and hasattr(value, 'invars'))
 

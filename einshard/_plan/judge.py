@@ -39,7 +39,7 @@ class Function:
 
     Attributes:
         devices: the devices of the target; each candidate arranges them in its own mesh.
-        chip: the chip of the devices; None if unknown, as for CPUs.
+        chip: None if unknown, as for CPUs.
     """
 
     fn: Any
@@ -49,7 +49,6 @@ class Function:
     chip: Chip | None
 
     def trace(self, candidate: Candidate) -> Stages:
-        """Traces the function on the candidate's mesh, with its axis rules."""
         with candidate.scope(self.devices) as mesh:
             return trace_call(self._copy(), *self._structs(candidate, mesh), mesh=None)
 
@@ -60,7 +59,6 @@ class Function:
             return explain_stages(stages, mesh, self.chip)
 
     def judge(self, candidate: Candidate) -> Judgement:
-        """Compiles a candidate for the target, and returns its costs."""
         try:
             report = self.report(candidate)
         except EinshardError as error:
@@ -73,7 +71,9 @@ class Function:
             bounds=report.bounds,
             memory=report.memory and report.memory.total,
             sent=report.collectives.bytes_by('along'),
-            sent_by=_sums(((row.kind, row.role), row.total_bytes) for row in report.collectives),
+            sent_by=_sum_by_key(
+                ((row.kind, row.role), row.total_bytes) for row in report.collectives
+            ),
             counts=dict(report.collectives.counts),
         )
 
@@ -162,7 +162,6 @@ class Partitioner:
             return _failed(candidate, 'partitioner', str(error))
 
     def _receive(self, program: _SentProgram | Judgement) -> Judgement:
-        """Judges a sent program after the worker has compiled it; returns a judgement unchanged."""
         if isinstance(program, Judgement):
             return program
         compiled = self._worker.result()
@@ -205,8 +204,8 @@ class _SentProgram:
             'partitioner',
             bounds=bounds,
             memory=compiled.memory and compiled.memory.total,
-            sent=_sums(zip(axes, sent, strict=True)),
-            sent_by=_sums(zip(kinds_and_roles, sent, strict=True)),
+            sent=_sum_by_key(zip(axes, sent, strict=True)),
+            sent_by=_sum_by_key(zip(kinds_and_roles, sent, strict=True)),
             counts=Counter(one.kind for one in collectives),
         )
 
@@ -227,8 +226,7 @@ def _failed(candidate: Candidate, judge: Judge, error: str) -> Judgement:
     return Judgement(candidate, judge, error=error.strip().partition('\n')[0])
 
 
-def _sums(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
-    """Adds up the bytes of each key; the largest sum comes first."""
+def _sum_by_key(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
     total: Counter[Any] = Counter()
     for key, n_bytes in pairs:
         total[key] += n_bytes

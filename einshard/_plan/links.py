@@ -27,9 +27,9 @@ class Einsum:
     A gather or a scatter counts as a contraction with one-hot indices.
 
     Attributes:
-        operands: the positions of the operands that have indices: not the array that a scatter
-            updates, for example.
-        indices: for each of these operands, the index of each axis.
+        operands: the positions of the operands that have indices; the array that a scatter
+            updates has none.
+        indices: for each operand in `operands`, the index of each axis.
         out: the index of each axis of the result.
         flops: the flops of one execution.
     """
@@ -42,13 +42,12 @@ class Einsum:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """The axes of operands and results that can share a sharding.
+    """How the axes of an operation's operands and results are related.
 
     Attributes:
-        links: the pairs of such axes.
+        links: the pairs of an operand axis and a result axis that can share a sharding.
         einsum: the indices of a contraction or a reduction; None for other operations.
-        unsharded: the axes that must be gathered first if they are sharded, as (operand, axis)
-            pairs.
+        unsharded: (operand, axis) pairs; these axes are gathered first if they are sharded.
     """
 
     links: tuple[Link, ...] = ()
@@ -70,7 +69,7 @@ def relate(primitive: str, params: Mapping[str, Any], ins: Shapes, outs: Shapes)
 
 
 def _elementwise(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Links arrays of equal shapes: the default rule."""
+    """Links operands with results of the same shape: the default rule."""
     return Relation(
         tuple(
             (i, dim, o, dim)
@@ -82,7 +81,7 @@ def _elementwise(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relati
 
 
 def _pairwise(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Links each operand to the result with the same number."""
+    """Links each operand with the result at the same position."""
     return Relation(tuple((i, d, i, d) for i, shape in enumerate(ins) for d in range(len(shape))))
 
 
@@ -160,7 +159,6 @@ def _reduce(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
 
 
 def _linked(dims: Iterable[tuple[int, int]]) -> Relation:
-    """Links axes of the first operand with axes of the first result, given as pairs."""
     return Relation(tuple((0, d, 0, to) for d, to in dims))
 
 
@@ -237,8 +235,7 @@ def _window(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
 def _unsharded_axis(parameter: str) -> Callable[..., Relation]:
     """Returns the rule for primitives that need one axis unsharded, such as a sort.
 
-    Args:
-        parameter: the parameter of the primitive that holds the axis, such as 'dimension'.
+    `parameter` is the name of the primitive's parameter that holds the axis, such as 'dimension'.
     """
 
     def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:

@@ -20,7 +20,7 @@ _VIEWS = frozenset(
     {'broadcast_in_dim', 'carry', 'convert_element_type', 'copy', 'expand_dims', 'reshape'}
     | {'optimization_barrier', 'sharding_constraint', 'squeeze', 'transpose'}
 )
-_MAX_PEAKS = 24  # every estimate computes the bytes of all of them
+_MAX_PEAKS = 24  # every estimate computes the bytes of each peak
 
 
 @dataclass(slots=True)
@@ -58,9 +58,10 @@ class Roots:
 def find_peaks(program: Program, names: Sequence[tuple[Names, ...]]) -> tuple[Peak, ...]:
     """Returns sets of arrays that are in memory at the same time, the largest set first.
 
-    Which set has the most bytes on a device depends on the sharding, so up to `_MAX_PEAKS` are
-    returned. They contain the operands and results of contractions, gathers and scatters, and the
-    arrays that loops stack or carry. XLA may fuse other values. Arguments are left out.
+    Which set has the most bytes on a device depends on the sharding, so this returns up to
+    `_MAX_PEAKS` sets. A set contains the operands and results of contractions, gathers and
+    scatters, and the arrays that loops stack or carry. XLA may fuse other values. Arguments are
+    left out.
     """
     roots = Roots(program)
     kept = {roots(value) for value in _in_memory(program.ops)}
@@ -75,7 +76,7 @@ def find_peaks(program: Program, names: Sequence[tuple[Names, ...]]) -> tuple[Pe
         live = [b.stored for b in buffers if b.start <= end <= b.end and b.stored[1] > least]
         found[tuple(sorted(Counter(live).items(), key=repr))] = None
     largest = sorted(found, key=lambda peak: -sum(n * stored[1] for stored, n in peak))
-    return tuple(_not_contained(largest[: 4 * _MAX_PEAKS])[:_MAX_PEAKS])
+    return tuple(_without_subsets(largest[: 4 * _MAX_PEAKS])[:_MAX_PEAKS])
 
 
 def _in_memory(ops: Iterable[Op]) -> Iterable[int]:
@@ -92,7 +93,6 @@ def _in_memory(ops: Iterable[Op]) -> Iterable[int]:
 def _buffers(
     program: Program, names: Sequence[tuple[Names, ...]], roots: Roots, kept: set[int]
 ) -> list[_Buffer]:
-    """Returns the buffers of the values in `kept`."""
     spans = _spans(program)
     buffers: dict[int, _Buffer] = {}
     results = {value for value in program.results if value is not None}
@@ -140,8 +140,7 @@ def _outermost_within(scope: int, outer: int, parents: Sequence[int]) -> int:
     return found if scope == outer else 0
 
 
-def _not_contained(peaks: Sequence[Peak]) -> list[Peak]:
-    """Removes the peaks whose arrays are all in an earlier peak."""
+def _without_subsets(peaks: Sequence[Peak]) -> list[Peak]:
     kept: list[tuple[Peak, Counter[Stored]]] = []
     for peak in peaks:
         counted = Counter(dict(peak))

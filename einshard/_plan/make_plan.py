@@ -45,7 +45,6 @@ def make_plan(search: Search, found: Candidates, model: Model, function: Functio
 
 
 def _no_plan_compiles(choices: Sequence[Judgement], model: Model) -> EinshardError:
-    """Returns an error with the compiler's most frequent message, and a plan that causes it."""
     counts = Counter(one.error for one in choices)
     ((error, n_plans),) = counts.most_common(1)
     example = next(one.candidate for one in choices if one.error == error)

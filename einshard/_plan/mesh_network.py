@@ -15,8 +15,7 @@ from .op_cost import MeshAxis
 class MeshNetwork:
     """Finds the minimum time of collectives along mesh axes, for all mesh shapes of `devices`.
 
-    Args:
-        devices: in hardware order; each mesh is a row-major reshape of them.
+    `devices` are in hardware order, and each mesh is a row-major reshape of `devices`.
     """
 
     def __init__(self, devices: Sequence[Any], chip: Chip):
@@ -41,8 +40,8 @@ class MeshNetwork:
     def _without_parallel_groups(self, groups: Any) -> Any:
         """Keeps one of the device groups that are parallel rows or planes of a torus.
 
-        They share no links, so they take the same time. `Network` would need 100 ms for all groups
-        of 8,192 devices. With several TPU slices, or without coordinates, keeps all.
+        Parallel groups share no links, so they take the same time. `Network` would need 100 ms for
+        all groups of 8,192 devices. With several TPU slices, or without coordinates, keeps all.
         """
         network = self.network
         if not network.has_coords or len(set(network.slices[groups].ravel().tolist())) > 1:

@@ -45,6 +45,5 @@ def _names(node: Any) -> Sequence[Any] | None:
 
 
 def _as_tuple(entry: Any) -> tuple[str, ...]:
-    """Converts the entry of an axis (a name, several names or None) to a tuple."""
     names = entry if isinstance(entry, tuple | list) else (entry,)
     return tuple(str(name) for name in names if name is not None)

@@ -44,15 +44,12 @@ class Model:
     """The arrays and costly operations of a function, with the names of their axes.
 
     Attributes:
-        name: the name of the function.
         sizes: the axis names in order of appearance, each with the size of its largest axis.
         divisors: for each axis name, the greatest common divisor of the sizes of its axes, which
             must be divisible by the number of shards.
         array_names: the axis names of each argument, and of each array with a constraint, without
             duplicates.
-        arrays: the arrays in the arguments.
         results: the results that do not reuse the memory of a donated argument.
-        costly_ops: the operations that have flops or may communicate.
         peaks: sets of arrays that are in memory at the same time; arguments are left out.
     """
 
@@ -76,12 +73,7 @@ def find_model(
 ) -> Model:
     """Traces a function, and finds the axis names of all its arrays.
 
-    Args:
-        fn, args, kwargs: a function and its arguments, which may be ShapeDtypeStructs.
-        mesh_axes: the mesh axes that the function's expressions may name.
-
-    Raises:
-        EinshardError: the function has no axis names, or cannot be traced.
+    `mesh_axes` are the mesh axes that the function's expressions may name.
     """
     expressions = first_trace(fn, args, kwargs, mesh_axes)
     flax_names = metadata_names((tuple(args), dict(kwargs)))
@@ -118,7 +110,6 @@ def find_model(
 def _with_flax_names(
     spec_names: list[AxisNames | None], flax_names: Sequence[AxisNames | None]
 ) -> list[AxisNames | None]:
-    """Returns the axis names of each leaf: those of its spec, else those that Flax keeps."""
     # if the lengths differ, `flax_names` has entries for static arguments, too, at unknown places
     if len(spec_names) != len(flax_names):
         return spec_names
@@ -129,7 +120,7 @@ def _with_flax_names(
 def _sizes_divisors_array_names(
     program: Program, axis_names: Sequence[tuple[Names, ...]], names: Sequence[str]
 ) -> tuple[dict[str, int], dict[str, int], tuple[tuple[str, ...], ...]]:
-    """Returns the attributes of `Model` with these names."""
+    """Returns `Model.sizes`, `Model.divisors` and `Model.array_names`."""
     sizes, divisors = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
     array_names: dict[tuple[str, ...], None] = {}
     indices = [i for i in program.arguments if i is not None]
@@ -182,7 +173,6 @@ def _new_results(
     arrays: Sequence[Array],
     results: Sequence[Any],
 ) -> tuple[Stored, ...]:
-    """Returns the results that do not reuse the memory of a donated argument."""
     free = Counter((one.shape, one.dtype) for one in arrays if one.donated)
     found: list[Stored] = []
     for value, info in zip(program.results, results, strict=True):

@@ -29,8 +29,7 @@ def name_axes(
 ) -> list[AxisNames]:
     """Returns the axis names of each value of a program.
 
-    Args:
-        arguments, results: the axis names from specs and from Flax; None for arrays without them.
+    `arguments` and `results` have the axis names from specs and from Flax, or None.
     """
     required = _NameTable(program)
     for value, names in zip(program.results, results, strict=True):
@@ -52,8 +51,6 @@ def name_axes(
 
 
 class _NameTable:
-    """The axis names of each value of a program."""
-
     def __init__(self, program: Program):
         self.specs = [value.spec for value in program.values]
         self.names: list[list[Names | None]] = [[None] * len(v.shape) for v in program.values]
@@ -68,8 +65,8 @@ class _NameTable:
 def _name_operands(op: Op, required: _NameTable) -> None:
     """Adds the axis names that an operation requires of its operands to `required`.
 
-    A constraint requires the names in its spec; operations with an `Einsum` (such as contractions)
-    require none; the others require the names required of their results.
+    A constraint requires the names in its spec. Operations with an `Einsum`, such as contractions,
+    and 'scan_axis' require none. Others require the names required of their results.
     """
     if op.primitive == _CONSTRAINT:
         for old, new in zip(op.arrays_in, op.arrays_out, strict=True):
@@ -84,8 +81,8 @@ def _name_operands(op: Op, required: _NameTable) -> None:
 def _name_results(op: Op, forward: _NameTable, required: _NameTable) -> None:
     """Adds the axis names of an operation's results to `forward`.
 
-    They come from a constraint, else from the operands, else from `required`; for an operation with
-    an `Einsum`, from `required` first.
+    The names come from a constraint, else from the operands, else from `required`; for an operation
+    with an `Einsum`, from `required` first.
     """
     for out in op.arrays_out:
         if op.primitive == _CONSTRAINT:

@@ -35,7 +35,6 @@ class OpCollective(NamedTuple):
 
     Attributes:
         role: what the collective carries: 'weights', 'gradients' or 'activations'.
-        axes: the mesh axes along which it runs.
         bytes: the bytes per device of its operand or its result, whichever is larger; divided by
             the number of operations that share the collective.
     """
@@ -52,7 +51,6 @@ class Way(NamedTuple):
     Attributes:
         seconds: the time of compute and network, without overlap.
         n_devices: the number of devices that share the flops.
-        collectives: those that reshard operands, and those that reduce or reshard the result.
         gathered: the bytes of the resharded operands, which are additional copies in memory.
     """
 
@@ -73,10 +71,10 @@ def axes_of_shape(sizes: Sequence[int]) -> tuple[MeshAxis, ...]:
 
 
 def sharded_axes(names: Sequence[Names], axes: Axes) -> dict[MeshAxis, int]:
-    """Maps each mesh axis to the number of the array axis that is sharded over it.
+    """Maps each mesh axis to the position of the array axis that is sharded over it.
 
-    `names` has the names of each array axis. If names of several array axes have the same mesh
-    axis, the first of these array axes is sharded over it.
+    `names` has the names of each array axis. If several array axes have names with the same mesh
+    axis, the first one is sharded over it.
     """
     found: dict[MeshAxis, int] = {}
     for i, axis_names in enumerate(names):
@@ -89,11 +87,7 @@ def sharded_axes(names: Sequence[Names], axes: Axes) -> dict[MeshAxis, int]:
 def fastest_way(
     op: CostlyOp, axes: Axes, flop_seconds: float, seconds_per_byte: SecondsPerByte
 ) -> Way:
-    """Returns the fastest way to compute an operation.
-
-    Args:
-        flop_seconds: the time of the operation's flops on one device.
-    """
+    """Returns the fastest way; `flop_seconds` is the time of the flops on one device."""
     sides = [_ShardedSide(side, axes) for side in (*op.operands, op.out)]
     used = sorted({axis for side in sides for axis in side.index_of})
     *operands, out = sides
@@ -120,7 +114,7 @@ def fastest_way(
 def _choices(axis: MeshAxis, sides: Sequence[_ShardedSide], op: CostlyOp) -> list[int | None]:
     """Lists the indices of `op` that may be sharded over a mesh axis; None to replicate the work.
 
-    If `axis` shards the same index in two of the `sides`, that is the only choice, as in XLA.
+    An index that `axis` shards in two of the `sides` is the only choice, as in XLA.
     """
     sharded = [side.index_of[axis] for side in sides if axis in side.index_of]
     for index in sharded:
@@ -134,11 +128,7 @@ def _n_devices(axes: Iterable[MeshAxis]) -> int:
 
 
 class _ShardedSide:
-    """An operand or the result of an operation, with its sharding.
-
-    Attributes:
-        index_of: for each mesh axis, the index that is sharded over it.
-    """
+    """An operand or the result of an operation; `index_of` maps mesh axes to sharded indices."""
 
     def __init__(self, side: Side, axes: Axes):
         self.bytes = side.bytes
@@ -157,10 +147,8 @@ class _ShardedSide:
     def reshard(self, in_op: Mapping[MeshAxis, int]) -> tuple[float, Sequence[OpCollective]]:
         """Returns the bytes per device of a resharded operand, and the collectives that reshard it.
 
+        `in_op` maps each mesh axis to the index that is sharded over it during the operation.
         Slicing is free, and comes first. The bytes are 0 if slicing is enough.
-
-        Args:
-            in_op: for each mesh axis, the index that is sharded over it during the operation.
         """
         new = {axis: index for axis, index in in_op.items() if index in self.indices}
         old = self.index_of

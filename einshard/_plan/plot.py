@@ -16,9 +16,9 @@ _WIDTH, _HEIGHT, _MARGIN = 480, 280, 76
 def scatter_svg(judgements: Sequence[Judgement], limit: int | None, n_numbered: int) -> str:
     """Draws plans as points, and the memory limit as a line. Bytes sent are on a log scale.
 
-    The point of the best plan is filled, and the first `n_numbered` plans are labeled with their
-    numbers. Tooltips show the shardings. Plans that do not compile, or whose memory is unknown,
-    have no point. A limit far above all points has no line. Returns '' if there are no points.
+    The point of the best plan is filled, and the first `n_numbered` plans have labels. Plans that
+    do not compile, or whose memory is unknown, have no point. A limit far above all points has no
+    line. Returns '' if there are no points.
     """
     points = {
         i: plan for i, plan in enumerate(judgements) if plan.memory is not None and not plan.error

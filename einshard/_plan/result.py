@@ -39,8 +39,8 @@ class Plan(Display):
         choices: the compiled plans, best first, each a `Judgement`.
         code: the specs of the function with the placements of the best plan, as source text.
         n_candidates: the number of candidates left after pruning, at most 200.
-        pruned: per reason, how much was left out, {'indivisible': 120}: plans, axis names, or sets
-            of axis names to shard over one mesh axis.
+        pruned: how many plans, axis names, and sets of axis names for one mesh axis were left out,
+            keyed by the reason: {'indivisible': 120}.
         stopped: why the search ended early, or ''.
         notes: remarks on the result, such as how many plans are equally good within the bounds.
         warnings: why the result may be unusable.

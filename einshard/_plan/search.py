@@ -31,10 +31,9 @@ class Search:
 
     Attributes:
         estimates: the candidates left after pruning, the best estimate first.
-        given: candidates of the user, which are compiled first.
+        given: the user's candidates, which are compiled first.
         judge_by_partitioner: compiles with XLA's partitioner, for simulated CPU devices.
-        judge_by_compiler: compiles for the target; None if the target is CPUs, for which
-            `judge_by_partitioner` compiles already.
+        judge_by_compiler: compiles for the target; None if the target is CPUs.
         limit: the bytes that a plan may use on a device; None if unknown.
         compilations: the maximum number of candidates to compile with the partitioner.
         seconds: no compilation starts after this time; None for no limit.
@@ -71,7 +70,7 @@ class Search:
     def ranking(self) -> list[Judgement]:
         """Ranks the compiled candidates.
 
-        Of those that were compiled for the target and fit into memory, the best comes first.
+        First comes the best one that was compiled for the target and fits into memory.
         """
         ranked = sorted(self.judged.values(), key=self._sort_key)
         for_target = [one for one in ranked if one.judge == 'compiler' and one.fits(self.limit)]
@@ -97,7 +96,7 @@ class Search:
     # --- the partitioner -------------------------------------------------------------------------
 
     def _explore(self) -> None:
-        """Compiles the user's candidates, those with the best estimates, then batches of others."""
+        """Compiles the user's candidates and the best estimates, then others in batches."""
         first = [*self.given, *_spread(self.estimates, max(1, self.compilations // 2))]
         self._compile(self.judge_by_partitioner, first[: self.compilations])
         while not self.stopped and (left := self.compilations - len(self.judged)) > 0:
@@ -107,7 +106,7 @@ class Search:
             self._compile(self.judge_by_partitioner, batch)
 
     def _next_batch(self, n: int) -> list[Candidate]:
-        """Chooses up to n candidates: up to half are neighbors of the best plan."""
+        """Chooses up to n candidates: n/2 neighbors of the best plan, then the best estimates."""
         new = [one.candidate for one in self.estimates if one.candidate not in self.judged]
         best = self.ranking()[0].candidate
         neighbors = [candidate for candidate in new if is_neighbor(best, candidate)]
@@ -116,7 +115,7 @@ class Search:
     # --- the target's compiler -------------------------------------------------------------------
 
     def _compile_for_target(self, judge_all: JudgeAll) -> None:
-        """Compiles the best plans, the best with another mesh shape and the user's, for the target.
+        """Compiles for the target: the best plans, one of another mesh shape, and the user's.
 
         More plans follow, one by one, while the target's compiler orders the plans differently than
         the partitioner; after `_MAX_FINALISTS`, only while the newest plan is the best.
@@ -143,7 +142,7 @@ class Search:
             newest = candidate
 
     def _keeps_order(self, ranked: Sequence[Judgement]) -> bool:
-        """Whether the target's compiler orders plans like `ranked`.
+        """Whether the target's compiler orders plans like `ranked`, up to ties.
 
         Compares only the plans that were compiled for the target and fit into memory.
         """

@@ -19,10 +19,7 @@ def spec_lines(arguments: Sequence[tuple[str, Spec]], candidate: Candidate) -> t
     """Returns lines that assign a spec to each argument, such as "x = 'batch@x embed'".
 
     `Rules` have a line for each rule. Specs that are None or functions are left out, as are pytrees
-    of specs that contain functions or `Rules`.
-
-    Args:
-        arguments: the name and the spec of each argument.
+    of specs that contain functions or `Rules`. `arguments` are pairs of a name and a spec.
     """
     axes = dict(candidate.axes)
     return tuple(line for name, spec in arguments for line in _assigned(name, spec, axes))

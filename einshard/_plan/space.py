@@ -1,4 +1,4 @@
-"""Space: the mesh shapes, and the sets of axis names that may be sharded over each mesh axis."""
+"""Space: the candidates that `plan` searches."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _MAX_NAME_SETS = 2000
 
 @dataclass(frozen=True)
 class Space:
-    """All candidates of a model on a number of devices.
+    """The candidates that `plan` searches: mesh shapes, and sets of axis names for each mesh axis.
 
     Attributes:
         n_slices: the number of TPU slices. If there are several, and the user has not named the
             mesh axes, the slices are the first mesh axis, over which only the batch is sharded.
         mesh: the user's mesh axes and their sizes; None to try all factorizations.
         pinned: the mesh axes of the names in `pin=`.
-        pruned: how many axis names, or sets of names for a mesh axis, were left out, per reason.
+        pruned: how many axis names and name sets were left out, keyed by the reason.
     """
 
     model: Model
@@ -94,10 +94,7 @@ class Space:
         )
 
     def axes(self, plan: PlanTuple) -> dict[str, tuple[MeshAxis, ...]]:
-        """Returns the mesh axes of each axis name.
-
-        The user's mesh axes are also keys, because specs may name them.
-        """
+        """Maps axis names, and the user's mesh axes, which specs may name, to mesh axes."""
         sizes, name_sets = plan
         found: dict[str, tuple[MeshAxis, ...]] = dict.fromkeys(self.model.sizes, ())
         for axis, names in zip(axes_of_shape(sizes), name_sets, strict=True):
@@ -107,7 +104,6 @@ class Space:
         return {name: (axis,) for (name, _), axis in user_axes} | found
 
     def candidate(self, plan: PlanTuple) -> Candidate:
-        """Converts a plan to a candidate, whose mesh axes have names."""
         axes = {name: self._mesh_axes_of(plan, name) for name in self.model.sizes}
         return Candidate(
             tuple(zip(self.mesh_axes, plan[0], strict=False)),

@@ -59,7 +59,7 @@ def trace_with_names(
 ) -> tuple[Stages, list[AxisNames | None], list[AxisNames | None]]:
     """Returns the traced function, and the axis names of each argument and of each result.
 
-    For an argument or a result without a spec, they are None.
+    An argument or a result without a spec has None instead of axis names.
     """
     with _scope(names, mesh_axes):
         stages = _trace(fn, args, kwargs)
@@ -75,10 +75,7 @@ def trace_with_names(
 def _names_of(
     specs: Sequence[AnySpec | None] | None, leaves: Sequence[Any]
 ) -> list[AxisNames | None]:
-    """Returns the axis names of each leaf; None for a leaf without a spec.
-
-    They are the mesh axes of the leaf's placement in `_scope`.
-    """
+    """Returns the axis names of each leaf, as mesh axes of `_scope`; None without a spec."""
     context = current_context()
     found: list[AxisNames | None] = []
     for spec, leaf in zip(specs or [None] * len(leaves), leaves, strict=True):

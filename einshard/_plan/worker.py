@@ -55,9 +55,7 @@ def _compile(
 ) -> dict[str, str]:
     """Compiles an exported program; returns the optimized HLO ('text') and XLA's 'buffers' dump.
 
-    Args:
-        axes: the mesh axes and their sizes.
-        donated: the positions of the donated arguments.
+    `donated` has the positions of the donated arguments.
     """
     import jax
     import jax.export

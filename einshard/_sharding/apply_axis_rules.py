@@ -120,7 +120,6 @@ def _ruled_terms(
 
 
 def _check_spelling(expression: Expression, term: Term, rule_names: Collection[str]) -> None:
-    """Raises if the name of `term` looks like a misspelling of one of `rule_names`."""
     name, (start, end) = str(term.name), term.span
     for other in rule_names:
         if other not in expression.names and _is_misspelled(name, other):
@@ -135,9 +134,9 @@ def _check_spelling(expression: Expression, term: Term, rule_names: Collection[s
 def _is_misspelled(name: str, other: str) -> bool:
     """Whether `name` and `other` differ by one letter, or by a swap of two adjacent letters.
 
-    Stricter than difflib, for which 'q_heads' is close to 'kv_heads'. Names often differ on purpose
-    if they are short, or differ in a one-letter word ('w_q' and 'w_k'). These give False, except
-    names of 3 letters that differ by a swap.
+    Stricter than difflib, for which 'q_heads' is close to 'kv_heads'. False for names that often
+    differ on purpose: short ones (up to 3 letters, or 2 for a swap), and those that differ in a
+    one-letter word ('w_q' and 'w_k').
     """
     different = {*name.split('_')} ^ {*other.split('_')}
     shortest = min(len(name), len(other))

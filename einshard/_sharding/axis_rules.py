@@ -19,7 +19,7 @@ from .mesh import UNCONSTRAINED, AnyMesh, partition_text, spec_axes
 P = ParamSpec('P')
 R = TypeVar('R')
 
-# What to do with mesh axes that the mesh lacks, and with axes that are not divisible.
+# What to do with mesh axes that the mesh lacks, or with array axes that are not divisible.
 Fallback: TypeAlias = Literal['error', 'replicate']
 # What to do with a rule whose mesh axes already shard another axis of the array.
 Taken: TypeAlias = Literal['error', 'next']
@@ -157,7 +157,6 @@ def check_option(
     choices: Sequence[str] = ('error', 'replicate'),
     **facts: str,
 ) -> None:
-    """Raises if the value of an option, such as `missing=`, is not one of its choices."""
     if not isinstance(value, str) or value not in choices:
         *others, last = map(repr, choices)
         expected = f'{", ".join(others)} or {last}'
@@ -170,7 +169,6 @@ def _for_an_axis_named(option: str) -> dict[str, str]:
 
 
 def _pairs(placements: Any) -> list[tuple[Any, Any]]:
-    """Returns the names and placements of a mapping or of a list of pairs."""
     if isinstance(placements, Mapping):
         return [*placements.items()]
     if isinstance(placements, list | tuple) and all(

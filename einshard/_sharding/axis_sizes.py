@@ -16,7 +16,7 @@ _RESERVED = re.compile(r'd\d+')
 
 
 def solve_sizes(sizes: Mapping[str, int], n_devices: int, call: str) -> dict[str, int]:
-    """Solves for a size of -1; raises unless the product of the sizes is then `n_devices`.
+    """Replaces a size of -1; raises unless the product of the sizes is then `n_devices`.
 
     `call` is the start of the call in suggested fixes, such as 'device_mesh('.
     """
@@ -96,7 +96,6 @@ def _divisors(n: int) -> list[int]:
 
 
 def _distance(sizes: Mapping[str, int], other: Mapping[str, int]) -> float:
-    """Returns the sum of |log(other size / size)| over all axes, except the one of size -1."""
     return sum(abs(math.log(other[name] / size)) for name, size in sizes.items() if size != -1)
 
 

@@ -65,7 +65,6 @@ def mesh_axes_between(pairs: Sequence[tuple[int, int]], mesh: AnyMesh) -> tuple[
 
 
 def pairs_of_groups(groups: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Pairs the first device of each group with each of the others."""
     return [(first, other) for first, *others in groups for other in others]
 
 
@@ -73,8 +72,7 @@ def sharding_of_blocks(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedS
     """Finds the sharding over `mesh` that gives devices these blocks; None if there is none.
 
     Args:
-        blocks: for each array axis, the block index of each device.
-        mesh: the mesh, whose devices are numbered in mesh order.
+        blocks: for each array axis, the block index of each device, in mesh order.
     """
     sizes = mesh.axis_sizes
     entries: list[tuple[str, ...]] = []
@@ -98,10 +96,7 @@ def sharding_of_blocks(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedS
 
 
 def find_sharded_by(arrays: Iterable[tuple[Sequence[str], NamedSharding]]) -> ShardedBy:
-    """Maps the name of each array axis to the mesh axes that shard it.
-
-    `arrays` has the axis names and the sharding of each array.
-    """
+    """Maps the name of each array axis to the mesh axes that shard it, in all arrays."""
     sharded_by: dict[str, list[tuple[str, ...]]] = {}
     for names, sharding in arrays:
         for name, axes in zip(names, spec_axes(sharding.spec), strict=False):
@@ -125,7 +120,6 @@ def along_text(
             connect. Empty if unknown.
         pairs: the sources and targets of a permute; empty for other collectives.
         meshes: the meshes of the program.
-        sharded_by: the mesh axes that shard each array axis, as `axes_text` needs them.
     """
     for mesh in meshes if groups else ():
         axes = mesh_axes_of(groups, mesh)

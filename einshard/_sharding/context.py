@@ -1,10 +1,10 @@
 """Context: the mesh and the axis rules in effect where einshard is called.
 
 JAX caches traces of functions passed to `scan`, `cond`, `checkpoint` or a nested `jit` by the
-function's identity. The mesh and the rules that expressions in such a function use must therefore
-be in JAX's cache key; `jax.make_user_context` adds a value to it. JAX keeps this value per thread,
-while `innermost_scope`, a ContextVar, is per asyncio task. The two differ if a task holds axis
-rules across an `await`, and in a thread that runs in a copied `contextvars` context.
+function's identity. So the mesh and the rules must be in JAX's cache key, to which
+`jax.make_user_context` adds a value. JAX keeps this value per thread, while `innermost_scope`, a
+ContextVar, is per asyncio task. The two differ if a task holds axis rules across an `await`, and in
+a thread that runs in a copied `contextvars` context.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ from .mesh import (
 
 
 class AxisRule(NamedTuple):
-    """A rule of `axis_rules`: the placement for an axis name."""
-
     name: str
     placement: str
     ignores_missing: bool = False  # ignore mesh axes that the mesh lacks, instead of an error
@@ -65,19 +63,14 @@ class Context:
 
     @property
     def lowering_mesh(self) -> AnyMesh:
-        """The mesh that expressions are lowered onto."""
         return self.mesh or device_mesh()
 
     @property
     def replicates_indivisible(self) -> bool:
-        """Whether an axis rule replicates array axes that are not divisible."""
         return any(rule.replicates_indivisible for rule in self.axis_rules)
 
     def key(self) -> _Key | None:
-        """Returns the value for JAX's cache keys, which compare it by equality.
-
-        None if there is neither a mesh nor an axis rule.
-        """
+        """Returns the value for JAX's cache keys, which compare it by equality."""
         key = self.mesh, self.axis_rules, self.on_one_device
         return key if self.mesh or self.axis_rules else None
 
@@ -280,7 +273,6 @@ def copy_into_thread() -> AbstractContextManager[Any]:
 
 
 def matches_cache_keys() -> bool:
-    """Whether `innermost_scope` and JAX's cache keys have the same context."""
     scope = innermost_scope.get()
     return (None if scope is None else scope.key) == _in_cache_keys.value
 
@@ -288,7 +280,7 @@ def matches_cache_keys() -> bool:
 def enter_rules(owner: object, rules: Sequence[AxisRule]) -> None:
     """Adds the rules of a `with` block, `owner`, to the current axis rules.
 
-    Raises if another asyncio task is suspended in such a block.
+    Raises if an asyncio task of this thread is suspended in a block with other rules.
     """
     if _thread.scopes and not matches_cache_keys():
         raise _mismatch()
@@ -304,7 +296,7 @@ def enter_rules(owner: object, rules: Sequence[AxisRule]) -> None:
 
 
 def leave_rules(owner: object) -> bool:
-    """Exits the innermost scope if `owner` (`axis_rules`) entered it, else its last in this thread.
+    """Exits a scope that `owner` entered: the innermost scope, else its last one in this thread.
 
     Returns whether the exited scope was the innermost one of this task and thread.
     """
@@ -351,7 +343,6 @@ LIBRARY_FOLDERS = tuple(
 
 
 def _mismatch() -> EinshardError:
-    """Returns the error for rules that differ between `innermost_scope` and JAX's cache keys."""
     scope, jax_rules = innermost_scope.get(), _rules_text(_in_cache_keys.value)
     task_rules = _rules_text(None if scope is None else scope.key)
     if _thread.scopes:

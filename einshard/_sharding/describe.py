@@ -160,10 +160,7 @@ def _entries(sharding: NamedSharding) -> list[tuple[Any, ...] | None]:
 def find_expression(
     sharding: NamedSharding, ndim: int | None = None, names: Sequence[str] | None = None
 ) -> Expression | None:
-    """Returns the expression that lowers to exactly this sharding; None if there is none.
-
-    The memory kind is ignored, as an expression has none.
-    """
+    """Returns the expression that lowers to this sharding, apart from its memory kind; or None."""
     spec, mesh = sharding.spec, sharding.mesh
     entries = _entries(sharding)
     if unreduced_kind(spec) != 'sum' or None in entries or not has_valid_names(mesh):
@@ -184,10 +181,9 @@ def find_expression(
 def _axis_names(
     sharding: NamedSharding, ndim: int | None, names: Sequence[str] | None
 ) -> tuple[Sequence[str], Sequence[str]]:
-    """Returns the names of the array axes, and the names after them: ['...'] or [].
+    """Returns the names of the array axes, and ['...'] if the rank is unknown, else [].
 
-    '...' is for an unknown rank; and for scalars, because the right side of an expression cannot be
-    empty.
+    Scalars also have '...', because the right side of an expression cannot be empty.
     """
     n_named = len(_entries(sharding)) if ndim is None else ndim
     axes = list(itertools.islice(axis_letters(), n_named)) if names is None else names

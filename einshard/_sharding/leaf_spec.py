@@ -176,7 +176,6 @@ def convert_jax_spec(spec: Any) -> Any:
 
 
 def reject_unconstrained(spec: LeafSpec) -> None:
-    """Raises if an axis of the spec is P.UNCONSTRAINED."""
     if spec.unconstrained:
         raise EinshardError('P.UNCONSTRAINED is only for values in a traced function')
 

@@ -35,9 +35,9 @@ def with_legacy_mesh_note(error: EinshardError, mesh: object) -> EinshardError:
 
 
 def _has_any_mesh() -> bool:
-    """Whether `with mesh:` or `jax.set_mesh` is in effect. Call it only in a trace.
+    """Whether `with mesh:` or `jax.set_mesh` is in effect.
 
-    Tries a sharding constraint, which needs a mesh. JAX drops it from the program, as it is unused.
+    Call it only in a trace, where JAX drops the unused constraint from the program.
     """
     try:
         jax.lax.with_sharding_constraint(np.float32(0), PartitionSpec())

@@ -30,7 +30,6 @@ def quiet_libtpu() -> None:
 
 
 def _has_tpu() -> bool:
-    """Whether this machine has the device files of TPUs."""
     vfio = Path('/dev/vfio')
     return Path('/dev/accel0').exists() or (
         vfio.is_dir() and any(entry.name.isdecimal() for entry in vfio.iterdir())

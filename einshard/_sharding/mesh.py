@@ -259,7 +259,6 @@ def partition_spec(
     unreduced: Collection[Any] = (),
     reduced: Collection[Any] = (),
 ) -> PartitionSpec:
-    """Builds a PartitionSpec from the mesh axes of each array axis."""
     # 'x' instead of ('x',), so that equal specs are written in one way
     partitions = (axes[0] if len(axes) == 1 else axes or None for axes in entries)
     return PartitionSpec(*partitions, unreduced=frozenset(unreduced), reduced=frozenset(reduced))
@@ -272,7 +271,6 @@ def partial_axes(sharding: Sharding) -> tuple[frozenset[Any], frozenset[Any]]:
 
 
 def is_partial(sharding: Sharding) -> bool:
-    """Whether a sharding has unreduced or reduced mesh axes."""
     return any(partial_axes(sharding))
 
 

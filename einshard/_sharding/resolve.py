@@ -57,11 +57,11 @@ class Placement:
     layout: Layout
     sharding: NamedSharding
     missing_axes: tuple[str, ...] = ()  # mesh axes that were ignored because the mesh lacks them
-    # on the user's mesh, no axis has a placement, no axis rules apply, and `warning` is None
+    # a short form without placements, on the user's mesh, with neither axis rules nor a `warning`
     shards_nothing: bool = False
     is_unconstrained: bool = False  # some axes are P.UNCONSTRAINED; for traced values only
     warning: str | None = None  # about a likely typo in the expression
-    names_without_rule: tuple[str, ...] = ()  # names without an axis rule, if no axis is sharded
+    names_without_rule: tuple[str, ...] = ()  # if there are axis rules, but none shards an axis
 
 
 def make_sharding(
@@ -258,7 +258,6 @@ def _check_memory_kind(expression: Expression, memory_kind: str | None, mesh: An
 def _names_without_rule(
     written: Expression, ruled: Expression, context: Context
 ) -> tuple[str, ...]:
-    """Returns the names without an axis rule; () if there are no rules, or `ruled` is sharded."""
     is_bare = written.short and not any(term.is_sharded for term in written.right)
     is_sharded = any(term.name and term.is_sharded for term in ruled.right)
     if not (context.axis_rules and is_bare) or is_sharded:
@@ -288,7 +287,7 @@ def _likely_typo(
 
 
 def _is_ruled(expression: Expression, context: Context) -> bool:
-    """Whether an axis rule shards an axis of the expression."""
+    """Whether an axis rule may shard an axis of the expression."""
     ruled = {rule.name for rule in context.axis_rules if rule.placement}
     return expression.short and not ruled.isdisjoint(expression.names)
 
@@ -307,7 +306,6 @@ def _check_explicit(expression: Expression, mesh: AnyMesh) -> None:
 
 
 def _with_unconstrained(sharding: NamedSharding, spec: LeafSpec) -> NamedSharding:
-    """Replaces the entries of the unconstrained axes of `spec` with P.UNCONSTRAINED."""
     mesh = sharding.mesh
     if AxisType.Explicit in mesh.axis_types:
         raise EinshardError(
