@@ -27,26 +27,21 @@ from .._sharding.mesh import (
 from .._sharding.resolve import Placement
 from .reshard import reshard
 
-# Maps 'file:line' to the axis names of the value that the line constrains; to () if it constrains
-# values with different names. For `explain`: a compiled program has lines, but no axis names.
+# For `explain`, because a compiled program has source lines but no axis names:
+# {'file:line': axis names of the value that the line constrains}; () if these names vary
 names_at: dict[str, tuple[str, ...]] = register({})
-# Maps 'file:line' to the axis names without an axis rule, if the value that the line constrains is
-# replicated because of that; else to ().
+# {'file:line': axis names that have no axis rule, if the value is replicated because of that}
 without_rule_at: dict[str, tuple[str, ...]] = register({})
-# Maps 'file:line' of an `einshard.einsum` to a mapping from the letters of its `jnp.einsum` to axis
-# names, or to {} if the line has einsums with different names.
+# {'file:line' of an einshard.einsum: {letter in its jnp.einsum: axis name}}; {} if the names vary
 names_by_letter_at: dict[str, Mapping[str, str]] = register({})
-# The expressions of the constraints that `plan` has traced so far; None if it is not tracing.
+# the expressions of the constraints that `plan` has traced so far; None if it is not tracing
 constraints_of_trace: ContextVar[list[Expression] | None] = ContextVar(
     'constraints_of_trace', default=None
 )
 
 
 def constrain(x: Any, placement: Placement) -> Any:
-    """Constrains a traced value.
-
-    Uses `reshard` for Explicit mesh axes and `with_sharding_constraint` for Auto ones.
-    """
+    """Constrains a traced array, or checks the sharding of a traced `jax.Ref`."""
     _check_context(placement)
     _record(placement.expression, placement.names_without_rule)
     if isinstance(x, jax.Ref):
@@ -59,11 +54,7 @@ def constrain(x: Any, placement: Placement) -> Any:
 
 
 def _record(expression: Expression, without_rule: tuple[str, ...]) -> None:
-    """Records the expression of a constraint for `plan`, and its axis names for `explain`.
-
-    Records the names at the user's line, and at the line that calls the user's function, because
-    that function may be a helper.
-    """
+    """Records the expression of a constraint for `plan`, and its axis names for `explain`."""
     expressions = constraints_of_trace.get()
     if expressions is not None:
         expressions.append(expression)
@@ -74,14 +65,17 @@ def _record(expression: Expression, without_rule: tuple[str, ...]) -> None:
 
 
 def record_einsum(names: Mapping[str, str]) -> None:
-    """Records `names`, {letter: axis name}, of an einsum in a trace, for `explain`."""
+    """Records the axis name of each letter of an einsum, for `explain`."""
     for line in _lines_of_user():
         if names_by_letter_at.setdefault(line, names) != names:
             names_by_letter_at[line] = {}
 
 
 def _lines_of_user() -> list[str]:
-    """Returns 'file:line' of the user's frame that calls einshard, and of its caller's frame."""
+    """Returns 'file:line' of the call of einshard, and of the call of the function it is in.
+
+    That function may be a helper, such as `shard_activations`.
+    """
     user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
     frames = filter(None, (user, user.f_back))
     return [f'{frame.f_code.co_filename}:{frame.f_lineno}' for frame in frames]
@@ -116,7 +110,6 @@ def warn_replicated(placement: Placement) -> None:
 
 
 def _checked_ref(ref: Any, placement: Placement) -> Any:
-    """Returns a traced `jax.Ref` if its type has the sharding of `placement`; else raises."""
     sharding = placement.sharding
     if set(sharding.mesh.axis_types) == {AxisType.Explicit} and type_matches(ref, sharding):
         return ref
@@ -139,7 +132,6 @@ _constrain_in_jit = jax.jit(_constrain, static_argnums=1)
 
 
 def restrict_to_type(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
-    """Returns the sharding with only the mesh axes of type `kind`."""
     mesh = sharding.mesh
     if set(mesh.axis_types) == {kind}:
         return sharding
@@ -170,10 +162,10 @@ def type_matches(x: Any, sharding: NamedSharding) -> bool:
 
 
 def rejected_by_jit(x: Any, in_shardings: Any) -> Sharding | None:
-    """Returns the sharding of a value if jit with these `in_shardings` rejects it; else None.
+    """Returns the sharding of `x` if jit with these `in_shardings` rejects `x`; else None.
 
-    Returns None inside jit. Under jax.grad or jax.vmap outside jit, the value is a tracer that does
-    not expose its sharding, so this calls jit to find out.
+    Calls jit to find out, because a tracer of jax.grad or jax.vmap does not expose its sharding.
+    Inside jit, returns None.
     """
     if is_staging():
         return None
@@ -187,15 +179,13 @@ def rejected_by_jit(x: Any, in_shardings: Any) -> Sharding | None:
 
 
 def reshard_traced(x: Any, sharding: NamedSharding, replicated: Any) -> Any:
-    """Reshards a value that jit rejects under jax.grad or jax.vmap outside jit.
+    """Reshards an argument of a jitted function that is called under jax.grad or jax.vmap.
 
-    Under jax.vmap `device_put` would shard the wrong axes, so this uses a constraint. A constraint
-    cannot move a value to other devices; if that is necessary, `device_put` first replicates the
-    value over them, with the sharding `replicated`.
+    Uses a constraint, because `device_put` under jax.vmap would shard the wrong axes.
     """
     try:
         return _constrain_in_jit(x, sharding)
-    except ValueError:
+    except ValueError:  # a constraint cannot move `x` to other devices
         return _constrain_in_jit(jax.device_put(x, replicated), sharding)
 
 

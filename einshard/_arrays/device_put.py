@@ -66,10 +66,7 @@ def _reshard(x: Any, sharding: NamedSharding) -> Any:
 
 
 def _put_partial(x: Any, sharding: NamedSharding, donate: bool) -> Any:
-    """Gives an array a sharding with unreduced or reduced axes, which `device_put` rejects.
-
-    If the array is not on the mesh of `sharding`, `device_put` first places it without these axes.
-    """
+    """Places an array with unreduced or reduced axes, which `device_put` rejects."""
     mesh = sharding.mesh
     if not isinstance(x, jax.Array) or getattr(x.sharding, 'mesh', None) != mesh:
         spec = partition_spec(spec_axes(sharding.spec))
@@ -96,7 +93,6 @@ def put(leaves: list[Any], shardings: list[NamedSharding], donate: bool = False)
 
 
 def put_array(x: Any, sharding: NamedSharding, donate: bool = False) -> Any:
-    """Places one concrete array or scalar."""
     _check_devices(sharding)
     if is_partial(sharding):
         return _put_partial(x, sharding, donate)
@@ -107,10 +103,7 @@ def put_array(x: Any, sharding: NamedSharding, donate: bool = False) -> Any:
 
 
 def device_put(x: Any, sharding: Any, donate: bool = False) -> Any:
-    """Calls `jax.device_put`; raises an EinshardError if the devices cannot do that.
-
-    These are devices from `topology`, and some backends with donated arrays in other memory.
-    """
+    """Calls `jax.device_put`, with clearer errors for `topology` devices and failed donations."""
     try:
         return jax.device_put(x, sharding, donate=donate)
     except jax.errors.JaxRuntimeError as error:
@@ -126,7 +119,7 @@ def device_put(x: Any, sharding: Any, donate: bool = False) -> Any:
 
 
 def error_of_topology(error: Exception) -> EinshardError | None:
-    """Converts JAX's errors about arrays on devices from `topology`; None for other errors."""
+    """Converts JAX's error about an array on `topology` devices; returns None for other errors."""
     text = str(error)
     parts = ['compile-only', "no attribute 'local_devices'"]
     if jax.process_count() == 1:  # else the devices of other processes cause this too
@@ -148,10 +141,9 @@ def _check_devices(sharding: NamedSharding) -> None:
 
 
 def _put_global(x: Any, sharding: NamedSharding, donate: bool) -> Any:
-    """Places one leaf in a program with several processes.
+    """Places a leaf in a program with several processes: each slices its shards of host data.
 
-    `device_put` would first gather host data from all processes, to check that it is equal. Here
-    each process slices its own shards instead.
+    `device_put` would first gather host data from all processes, to check that it is equal.
     """
     is_global = isinstance(x, jax.Array) and not x.is_fully_addressable
     if is_global or sharding.is_fully_addressable:

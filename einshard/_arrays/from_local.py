@@ -97,7 +97,6 @@ def from_local(batch: T, spec: Spec, *, mesh: MeshLike | None = None, check: boo
 
 @cached
 def _device_mesh(mesh: AnyMesh) -> Mesh:
-    """Returns the mesh; raises if it is abstract or has no device of this process."""
     if isinstance(mesh, AbstractMesh):
         raise EinshardError(
             'from_local needs a mesh of devices, but this mesh is abstract',
@@ -134,7 +133,7 @@ class _Plan:
 
 
 def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) -> _Plan:
-    """Plans the global arrays. Stores the first error, as other processes wait for this one."""
+    """Plans the global arrays. Stores the first error: if it raised, other processes would hang."""
     plan = _Plan()
     try:
         specs = leaf_specs(batch, leaves, spec, context.mesh)
@@ -175,7 +174,7 @@ _ARRAYS = (
 
 
 def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
-    """Finds the global shape and sharding of a local array; raises if local shards differ."""
+    """Finds the global shape and sharding of a local array."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         raise EinshardError(
             'the array is already global: its shards are on several processes',
@@ -198,7 +197,7 @@ def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
         local_shards, shard_sets = by_process[jax.process_index()], set(by_process.values())
         if len(shard_sets) == 1:
             continue  # every process has the full axis
-        # else the sets must have the same size and must not overlap
+        # the sets must have the same size and must not overlap
         n_local = len(local_shards)
         is_even = all(len(shard_set) == n_local for shard_set in shard_sets)
         if not is_even or len(shard_sets) * n_local != placement.layout.n_shards[axis]:

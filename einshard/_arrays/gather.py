@@ -64,10 +64,7 @@ def gather(tree: T) -> T:
 
 
 def _plain_array(leaf: Any) -> Any:
-    """Converts a Ref, PRNG keys, or an array with unreduced or reduced axes to an ordinary array.
-
-    Returns other leaves as they are.
-    """
+    """Reads a Ref, converts PRNG keys to key data, and adds up partial sums."""
     if isinstance(leaf, jax.Ref):
         leaf = leaf[...]
     if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):

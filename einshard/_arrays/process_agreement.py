@@ -17,11 +17,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from .._cache import cached
 from .._errors import EinshardError
 
-# An array that a process is about to build: its description for errors, and its expression.
+# an array that a process is about to build: ("float32[6,8], leaf 'w'", 'a b -> a* b')
 PlannedArray = tuple[str, str]
 
 MAX_COMPARED = 2**20  # arrays
-MAX_SHOWN_BYTES = 1024  # of the description of each array in an error
+MAX_SHOWN_BYTES = 1024  # of each array in an error
 
 
 def check_same_plan(arrays: Sequence[PlannedArray], mesh: Mesh) -> None:
@@ -29,7 +29,6 @@ def check_same_plan(arrays: Sequence[PlannedArray], mesh: Mesh) -> None:
     records = ['\0'.join(array) for array in arrays]
 
     def differ(n: int) -> bool:
-        """Whether the first n arrays differ between processes."""
         digest = hashlib.blake2b('\n'.join(records[:n]).encode(), digest_size=16)
         return len(set(_all_gather_bytes(digest.digest(), mesh).values())) > 1
 
@@ -44,10 +43,7 @@ def check_same_plan(arrays: Sequence[PlannedArray], mesh: Mesh) -> None:
 
 
 def check_same_contents(arrays: Sequence[tuple[PlannedArray, Any]], mesh: Mesh) -> None:
-    """Raises in every process of `mesh` if the processes have different values for an array.
-
-    Compares digests of the contents, as well as what `check_same_plan` compares.
-    """
+    """Like `check_same_plan`, but also compares digests of the array values."""
     records = [(f'{text}, contents {_digest(x)}', expression) for (text, expression), x in arrays]
     try:
         check_same_plan(records, mesh)
@@ -90,9 +86,9 @@ def _mesh_of_rows(mesh: Mesh) -> Mesh:
 
 
 def _mismatch_error(planned: Mapping[int, Sequence[str]]) -> EinshardError:
-    """Returns the error for planned arrays that differ between processes.
+    """Returns the error for an array that differs between processes.
 
-    `planned` maps a process to (description, expression), or to (description,) if the text was
+    `planned` maps each process to a `PlannedArray`, without its expression if the text was
     truncated or the process has no more arrays.
     """
     expressions = {expression for _, *rest in planned.values() for expression in rest}
@@ -111,7 +107,7 @@ def _mismatch_error(planned: Mapping[int, Sequence[str]]) -> EinshardError:
 
 
 def group_processes(texts: Mapping[int, str]) -> dict[str, str]:
-    """Groups processes by their text, for an error: {'processes 0, 1': text}. At most 8 groups."""
+    """{0: 'a', 1: 'a', 2: 'b'} -> {'processes 0, 1': 'a', 'process 2': 'b'}; at most 8 entries."""
     groups: dict[str, list[int]] = {}
     for process, text in sorted(texts.items()):
         groups.setdefault(text, []).append(process)
@@ -119,6 +115,6 @@ def group_processes(texts: Mapping[int, str]) -> dict[str, str]:
 
 
 def process_text(processes: Sequence[int]) -> str:
-    """Names processes, such as 'process 3' or 'processes 0, 1, 2, 3, ...'."""
+    """[3] -> 'process 3'; [0, 1, 2, 3, 4] -> 'processes 0, 1, 2, 3, ...'."""
     few = ', '.join(map(str, processes[:4])) + (', ...' if len(processes) > 4 else '')
     return f'process {few}' if len(processes) == 1 else f'processes {few}'

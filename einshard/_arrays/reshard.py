@@ -18,7 +18,7 @@ _KEEPS_REPLICAS = jax.__version_info__ < (0, 10)
 
 
 def reshard(x: Any, sharding: NamedSharding) -> Any:
-    """Reshards a value, as `jax.sharding.reshard` does.
+    """Reshards a value, as `jax.sharding.reshard` does, but without its bugs for partial sums.
 
     A value that becomes a partial sum over mesh axes is replicated over them first. Without this,
     JAX 0.8.1 to 0.12 makes some sums too large if an array axis was sharded over two mesh axes, and
@@ -37,10 +37,7 @@ def reshard(x: Any, sharding: NamedSharding) -> Any:
 
 
 def _check_dtype(aval: Any, sharding: NamedSharding) -> None:
-    """Raises for partial sums of values that are not numbers.
-
-    Also raises for PRNG keys with reduced axes, on which JAX fails.
-    """
+    """Raises for partial sums of non-numbers, and for PRNG keys with reduced axes: JAX fails."""
     is_key = jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended)
     is_number = jax.numpy.issubdtype(aval.dtype, jax.numpy.number)
     if (is_key and is_partial(sharding)) or (sharding.spec.unreduced and not is_number):

@@ -32,7 +32,7 @@ _CONSTRAINTS = {
     'reshard': 'jax.sharding.reshard',
 }
 _MAX_LITERAL = 8  # pytrees with more shardings than this are written as path rules
-# names that the written module may define or import, so its parameters need other names
+# names that the written module may define or import, which its parameters must not have
 _TAKEN = re.compile(
     'function|shardings|hardware_order|jax|np|re|P|AxisType|Mesh|NamedSharding'
     r'|(mesh|devices)(_\d+)?'
@@ -40,10 +40,7 @@ _TAKEN = re.compile(
 
 
 def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
-    """Writes a function that jits the user's function as `sharded` does.
-
-    Returns a list with its source; [] if the user's function is not `sharded`.
-    """
+    """Writes `def jit_step(function)` for a `sharded` function `step`; [] for other functions."""
     program, traced = stages.program, stages.traced
     if program is None or traced is None:
         return []
@@ -84,7 +81,7 @@ def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
 def _argument_options(
     prefix: str, positions: Sequence[int], program: TracedFunction
 ) -> dict[str, Any]:
-    """Returns jit options for some arguments: {'donate_argnums': (0,)} if `prefix` is 'donate'."""
+    """Returns jit options: {'donate_argnums': (0,)} for `prefix` 'donate' and position 0."""
     n = program.call.n_positional
     numbers = tuple(i for i in positions if i < n)
     names = tuple(program.names[i] for i in positions if i >= n)
@@ -96,7 +93,7 @@ class _Trees:
     """Writes pytrees of shardings.
 
     Attributes:
-        parameters: parameters of the written function: pytrees whose shardings it finds by path.
+        parameters: the pytrees that the written function takes, to find their shardings by path.
     """
 
     def __init__(self, writer: Writer, tables: Tables):
@@ -108,9 +105,8 @@ class _Trees:
         """Writes shardings: one for all leaves, a literal pytree, or a call that uses path rules.
 
         Args:
-            shardings: a sharding or None for each leaf, or a pytree prefix of these.
-            name: the name of `value`; path rules add a parameter with this name.
-            value: the argument or result, as arrays or ShapeDtypeStructs.
+            shardings: a sharding or None for each leaf of `value`, or a pytree prefix.
+            name: the parameter to add if path rules are used.
         """
         leaves = jtu.tree_leaves(shardings, is_leaf=is_none)
         if leaves and all(leaf == leaves[0] for leaf in leaves):
@@ -177,13 +173,10 @@ def _identifier(name: str) -> str:
 
 
 def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
-    """Writes the sharding constraints inside a function, with source lines, as a comment.
-
-    Returns a list with the comment; [] if there are no constraints.
-    """
+    """Writes the constraints inside a function, with source lines, as a comment; [] if none."""
     assert stages.traced is not None, 'a function was traced'
-    # Over Explicit axes, `sharded` reshards the arguments before it calls the function. These
-    # reshards are not listed; they have no source line, or in JAX 0.8 the line that calls to_jax.
+    # Reshards by which `sharded` places arguments over Explicit axes are not listed. They have no
+    # source line, or in JAX 0.8 the line that calls to_jax.
     user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
     unlisted_lines = '', f'{user.f_code.co_filename}:{user.f_lineno}'
     found: dict[tuple[str, str], str] = {}

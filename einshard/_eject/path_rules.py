@@ -15,9 +15,9 @@ from .._text import first_of
 from .shardings import Writer, has_default_memory, spec_code
 from .source import Brackets, Code, statement
 
-# The path of an array with its sharding; None leaves the sharding to JAX.
+# (path of an array, its sharding); None leaves the sharding to JAX
 Leaf: TypeAlias = tuple[str, NamedSharding | None]
-# A regular expression with a sharding. The first rule whose pattern is found in a path applies.
+# (regular expression, sharding); the first pattern that `re.search` finds in a path applies
 PathRule: TypeAlias = tuple[str, NamedSharding | None]
 K = TypeVar('K')
 
@@ -41,14 +41,13 @@ def find_path_rules(
     """Finds rules that give the leaves of a pytree their shardings.
 
     A pattern in `patterns` is kept if all leaves that it matched have the same sharding. Other
-    leaves share a rule if their paths differ only in numbers and all have the same sharding; the
-    rest have one rule each. If these rules give any leaf the wrong sharding, each path gets its own
-    rule instead.
+    leaves share a rule if their paths differ only in numbers ('h/0/w', 'h/1/w') and all have the
+    same sharding; the rest have one rule each. If these rules give any leaf a wrong sharding, each
+    path gets its own rule instead.
 
     Args:
-        leaves: the leaves; it is an error if leaves with different shardings have the same path.
-        matched: for each leaf, the index in `patterns` of the pattern that matched it; empty if
-            there are no patterns.
+        leaves: it is an error if leaves with different shardings have the same path.
+        matched: for each leaf, the index in `patterns` of the pattern that matched it.
     """
     groups = _grouped(leaves, matched or [-1] * len(leaves))  # -1: no pattern
     rest = groups.pop(-1, [])
@@ -107,7 +106,7 @@ class Tables:
         self._tables: dict[str, Sequence[PathRule]] = {}
 
     def add(self, name: str, rules: Sequence[PathRule]) -> str:
-        """Adds a list; returns its variable: `name`, changed if taken, or that of an equal list."""
+        """Adds a list; returns its variable: that of an equal list, or `name`, changed if taken."""
         for existing, others in self._tables.items():
             if others == rules:
                 return existing
@@ -120,8 +119,7 @@ class Tables:
         """Writes the lists of rules, and the function `shardings` that applies a list to a pytree.
 
         Args:
-            conditions: lines that start the inner function `find` of `shardings`; they handle
-                leaves to which no rule applies.
+            conditions: first lines of the inner function `find`, for leaves without a rule.
         """
         if not self._tables:
             return []

@@ -32,11 +32,11 @@ def hardware_order(device):
 
 
 class Writer:
-    """Writes shardings, and the meshes that they are on.
+    """Writes shardings and their meshes.
 
     Args:
-        mesh: the mesh in context. It is written in place of its abstract mesh, which shardings of
-            traced values have.
+        mesh: the mesh in context. Shardings of traced values are on its abstract mesh; it is
+            written instead.
     """
 
     def __init__(self, mesh: AnyMesh) -> None:
@@ -46,7 +46,7 @@ class Writer:
         self._devices: dict[str, str] = {}
 
     def mesh(self, mesh: AnyMesh) -> str:
-        """Returns the variable of a mesh, which `definitions` defines."""
+        """Returns the variable of a mesh, such as 'mesh_2'."""
         if mesh == getattr(self._mesh_in_context, 'abstract_mesh', None):
             mesh = self._mesh_in_context
         if mesh in self._meshes:
@@ -61,7 +61,6 @@ class Writer:
         return self._meshes[mesh]
 
     def sharding(self, sharding: NamedSharding | None) -> Code:
-        """Writes a NamedSharding, or None."""
         if sharding is None:
             return 'None'
         items = [self.mesh(sharding.mesh), spec_code(sharding.spec)]
@@ -70,7 +69,7 @@ class Writer:
         return Brackets('NamedSharding(', tuple(items))
 
     def definitions(self) -> list[str]:
-        """Writes the definitions of the mesh variables, and of what they use."""
+        """Writes the assignments of the mesh variables, and the function and lists they use."""
         meshes = [self._definition(mesh, name) for mesh, name in self._meshes.items()]
         if not self._devices:
             return meshes
@@ -112,7 +111,6 @@ class Writer:
         return f'np.array({name}{f"[:{len(order)}]" if len(order) < len(available) else ""})'
 
     def _sorted_devices(self, call: str) -> str:
-        """Returns the variable of the sorted devices of `call`, such as 'jax.devices()'."""
         return self._devices.setdefault(call, _numbered('devices', len(self._devices)))
 
 
@@ -121,13 +119,10 @@ def _numbered(name: str, n_before: int) -> str:
 
 
 def _find_devices_call(devices: Sequence[Device]) -> tuple[str, list[Device]]:
-    """Finds a call of `jax.devices` that returns all of `devices`, and maybe others.
+    """Finds a `jax.devices` call that returns all of `devices`; also returns its sorted result.
 
-    For devices of a topology (AOT), no call does; the result is 'jax.devices()', which returns them
-    on the machine that runs the written code.
-
-    Returns:
-        The call, and the devices that it returns, in hardware order.
+    For devices of a topology (AOT), no call does here. Then the call is 'jax.devices()', which
+    returns them on the machine that runs the written code.
     """
     platform = devices[0].platform
     for call, arguments in (('jax.devices()', ()), (f'jax.devices({platform!r})', (platform,))):
@@ -161,7 +156,6 @@ def has_default_memory(sharding: NamedSharding) -> bool:
 
 
 def spec_code(spec: PartitionSpec) -> Code:
-    """Writes a PartitionSpec: P('data', None)."""
     entries: list[Code] = [_entry_code(entry) for entry in spec_axes(spec)]
     for keyword, axes in (('unreduced', spec.unreduced), ('reduced', spec.reduced)):
         if axes:

@@ -21,7 +21,7 @@ _IMPORTS = {
 
 @dataclass(frozen=True, slots=True)
 class Brackets:
-    """Code in brackets: `start` is what comes before the items, such as 'P(' or "'w': [".
+    """Code in brackets; `start` ends with the opening bracket, as in 'P(' or "'w': [".
 
     If the code does not fit on one line, each item has its own line; in a call, all items share one
     line if they fit there.
@@ -45,7 +45,7 @@ Code: TypeAlias = str | Brackets
 
 
 def labeled(label: str, code: Code) -> Code:
-    """Puts text such as 'sharding = ' or 'out_shardings=' before an expression."""
+    """Puts `label`, such as 'sharding = ' or 'out_shardings=', before an expression."""
     if isinstance(code, str):
         return label + code
     return Brackets(label + code.start, code.items, code.end)
@@ -64,12 +64,11 @@ def lines(code: Code, after: str = '', indent: int = 0) -> list[str]:
 
 
 def statement(code: Code) -> str:
-    """Returns a statement as text."""
     return '\n'.join(lines(code))
 
 
 def module(header: str, parts: Sequence[str]) -> str:
-    """Joins the parts of a module, after the comment `header` and the imports of the parts."""
+    """Joins the parts of a module after a comment with `header`, and the imports they need."""
     used = {node.id for node in ast.walk(ast.parse('\n'.join(parts))) if isinstance(node, ast.Name)}
     found = ((text, [n for n in names.split() if n in used]) for names, text in _IMPORTS.items())
     imports = '\n'.join(text.format(', '.join(names)) for text, names in found if names)

@@ -153,7 +153,6 @@ def _write_sharding(spec: Any, args: Sequence[Any], shape: Any, context: Context
 def _write_rules(
     spec: Any, args: Sequence[Any], mesh: MeshLike | None, shape: Any, context: Context
 ) -> str:
-    """Writes the shardings of a pytree as path patterns; unless `spec` is `Rules`, needs `args`."""
     if shape is not None:
         raise EinshardError(
             'shape= is for a single spec', facts={'instead': 'pass a pytree: to_jax(rules, params)'}
@@ -163,7 +162,7 @@ def _write_rules(
     if args:
         rules, skips_non_arrays = _rules_of_tree(spec, args[0], mesh, context)
     elif isinstance(spec, Rules):
-        # pytrees that the written code is used for may have leaves that are not arrays
+        # the written code may be called with leaves that are not arrays
         rules, skips_non_arrays = _rules_of_patterns(spec, context), True
     else:
         raise _needs_tree('these specs depend on the paths or shapes of the arrays')
@@ -181,12 +180,9 @@ def _write_rules(
 def _rules_of_tree(
     spec: Any, tree: Any, mesh: MeshLike | None, context: Context
 ) -> tuple[list[PathRule], bool]:
-    """Finds path rules for the leaves of a pytree.
+    """Returns path rules for a pytree, and whether `Rules` skipped a leaf that is not an array.
 
     If `spec` is `Rules`, scalars, small arrays and leaves that are not arrays get no path rule.
-
-    Returns:
-        The path rules, and whether `Rules` skipped a leaf that is not an array.
     """
     shapes = jtu.tree_map(_struct, tree)
     placed = jtu.tree_leaves(einshard(shapes, spec, mesh=mesh))
@@ -206,7 +202,6 @@ def _rules_of_tree(
 
 
 def _rules_of_patterns(rules: Rules, context: Context) -> list[PathRule]:
-    """Resolves the specs of `Rules`; raises if a sharding depends on the arrays."""
     if rules.indivisible == 'replicate' or context.replicates_indivisible:
         raise _needs_tree("indivisible='replicate' depends on the shapes of the arrays")
     default = [] if rules.default is ... else [('', rules.default)]
@@ -234,7 +229,6 @@ def _needs_tree(reason: str) -> EinshardError:
 
 
 def _write_function(stages: Stages, mesh: AnyMesh, title: str) -> str:
-    """Writes the jit call of a `sharded` function, and the constraints inside any function."""
     if stages.traced is None:
         raise EinshardError(
             'to_jax cannot read the constraints of a lowered or compiled function',

@@ -81,16 +81,11 @@ else:
 
 @dataclasses.dataclass(frozen=True)
 class SpecMetadata:
-    """Holds the spec of a `Sharded[...]` type."""
-
     spec: Spec
 
 
 def read_annotations(function: Callable[..., Any]) -> tuple[dict[str, Spec], Spec]:
-    """Returns the specs in `Sharded` annotations, keyed by parameter, and the spec of the result.
-
-    Parameters without a spec are left out; for a result without a spec, returns None.
-    """
+    """Returns {parameter: spec} of `Sharded` annotations, and the spec of the result or None."""
     target: Any = function
     while isinstance(target, functools.partial):
         target = typing.cast('functools.partial[Any]', target).func
@@ -116,8 +111,8 @@ def read_annotations(function: Callable[..., Any]) -> tuple[dict[str, Spec], Spe
 def _spec_of(hint: Any) -> Spec:
     """Returns the spec of a type, or None if the type does not contain `Sharded`.
 
-    The spec of `tuple[A, B]` is a tuple of specs. Any other container type, and a tuple type that
-    contains such a type, has a `_ContainerSpec`.
+    For `tuple[A, B]`, returns a tuple of specs, unless A or B needs a `_ContainerSpec`; for any
+    other container, a `_ContainerSpec`.
     """
     hint = _unwrapped(hint)
     metadata = _find_metadata(hint)
@@ -131,7 +126,7 @@ def _spec_of(hint: Any) -> Spec:
 
 
 def _unwrapped(hint: Any) -> Any:
-    """Resolves a qualifier such as NotRequired, an alias, a NewType, or a TypeVar with a bound."""
+    """Resolves qualifiers such as NotRequired, aliases, NewTypes, and TypeVars with a bound."""
     while True:
         if typing.get_origin(hint) in _QUALIFIERS:
             (hint,) = typing.get_args(hint)
@@ -154,7 +149,6 @@ _QUALIFIERS = {
 
 
 def _find_metadata(hint: Any) -> SpecMetadata | None:
-    """Returns the metadata of a `Sharded[...]` type; None for other types."""
     for item in getattr(hint, '__metadata__', ()):
         metadata = _specs_of_validators.get(id(item), item)
         if isinstance(metadata, SpecMetadata):
@@ -163,10 +157,7 @@ def _find_metadata(hint: Any) -> SpecMetadata | None:
 
 
 class _ContainerSpec:
-    """The spec for a container type, such as `dict[str, Sharded[Array, 'x*']]`.
-
-    Each leaf has the spec of the element type at its path.
-    """
+    """A spec function for a container type, such as `dict[str, Sharded[Array, 'x*']]`."""
 
     def __init__(self, hint: Any):
         self.hint = hint
@@ -175,7 +166,7 @@ class _ContainerSpec:
         return self._spec_at(path.split('/') if path else ())
 
     def for_tree(self, tree: Any) -> list[Spec]:
-        """Returns the specs of all leaves. Uses key paths, because dict keys may contain '/'."""
+        # key paths instead of text, because dict keys may contain '/'
         paths = [path for path, _ in jtu.tree_leaves_with_path(tree)]
         return [self._spec_at([path_text([key]) for key in path]) for path in paths]
 
@@ -188,7 +179,6 @@ class _ContainerSpec:
 
 
 def _union_members(hint: Any) -> list[Any]:
-    """Returns the members of a union, including nested unions; [hint] for other types."""
     hint = _unwrapped(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return [inner for member in typing.get_args(hint) for inner in _union_members(member)]
@@ -196,10 +186,7 @@ def _union_members(hint: Any) -> list[Any]:
 
 
 def _element_types(hint: Any, key: str) -> list[Any]:
-    """Returns the types that a container type allows at a key such as '0' or 'w'.
-
-    Returns several types for a union, and [] if the type has no such key.
-    """
+    """Returns the types that a container allows at a key such as '0' or 'w'; [] if none."""
     hint = _unwrapped(hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if _find_metadata(hint) is not None:
@@ -217,10 +204,7 @@ def _element_types(hint: Any, key: str) -> list[Any]:
 
 
 def _fields(cls: Any) -> dict[str, Any]:
-    """Returns the field types of a NamedTuple, TypedDict, dataclass or Equinox module.
-
-    Keyed by name; {} for other types.
-    """
+    """Returns {field: type} of a NamedTuple, TypedDict, dataclass or Equinox module; else {}."""
     has_fields = (
         dataclasses.is_dataclass(cls) or typing.is_typeddict(cls) or hasattr(cls, '_fields')
     )
@@ -230,7 +214,7 @@ def _fields(cls: Any) -> dict[str, Any]:
 
 
 def _mentions_sharded(hint: Any, within: tuple[Any, ...]) -> bool:
-    """Whether a type contains `Sharded`; `within` lists the enclosing types, to stop recursion."""
+    """Whether a type contains `Sharded`; `within` has the enclosing types, to stop recursion."""
     hint = _unwrapped(hint)
     if _find_metadata(hint) is not None:
         return True
@@ -259,7 +243,7 @@ def _check_names(array_type: Any, expression: Expression) -> None:
 
 
 def _dimension(token: str) -> str | None:
-    """Returns the axis name that a jaxtyping dimension needs: None for any, '...' for '*name'."""
+    """'x' -> 'x'; '*batch' and '...' -> '...'; '3', '_' or 'n+1' -> None: any axis name fits."""
     token = token.lstrip('#?')
     if token == ELLIPSIS or token.startswith('*'):
         return ELLIPSIS
@@ -268,9 +252,9 @@ def _dimension(token: str) -> str | None:
 
 
 def _match(names: list[str], dims: list[str | None]) -> bool:
-    """Whether axis names match dimensions; '...' in `names` matches any number of dimensions.
+    """Whether axis names match dimensions.
 
-    Of the names, only '...' matches '...' in `dims`.
+    '...' in `names` matches any number of dimensions; '...' in `dims` matches only '...'.
     """
     if not names or not dims:
         return names == dims or names == [ELLIPSIS]
@@ -281,9 +265,8 @@ def _match(names: list[str], dims: list[str | None]) -> bool:
     return dims[0] in (None, names[0]) and _match(names[1:], dims[1:])
 
 
-# Specs, keyed by the id of their beartype validator. Beartype supports no other metadata next to a
-# validator, so the metadata cannot include the spec. Validators are cached forever, so their ids
-# stay valid.
+# {id of a beartype validator: its spec}, because beartype supports no other metadata next to a
+# validator. Validators are cached forever, so their ids stay valid.
 _specs_of_validators: dict[int, SpecMetadata] = {}
 
 
@@ -299,7 +282,6 @@ def _validator(spec: str) -> Any:
 
 def _make_check(spec: str) -> Callable[[Any], bool]:
     def is_placed(x: Any) -> bool:
-        """Raises if an array is not sharded as its annotation says; otherwise returns True."""
         if not isinstance(x, jax.Array):
             return True
         sharding = _known_sharding(x)

@@ -47,7 +47,7 @@ class BoundMethod(functools.partial[Any]):
 def sharded_call(function: Any) -> Any:
     """Returns the bound `__call__` of an object, such as a module, if it is sharded.
 
-    Returns other functions as they are. jax.jit would make the arrays of the object constants.
+    Else returns `function`. jax.jit of the object itself would make its arrays constants.
     """
     method = getattr(function, '__call__', None)  # noqa: B004
     return method if isinstance(method, BoundMethod) else function

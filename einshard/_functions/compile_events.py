@@ -1,7 +1,7 @@
-"""Calls a function with every program that a thread compiles, before the program runs.
+"""Calls a watcher with every program that a thread compiles, before the program runs.
 
 `jax.monitoring` reports each compilation, but without the program. So this module looks for the
-program among the loaded programs of each backend, newest first. If the function raises, so does the
+program among the loaded programs of each backend, newest first. If the watcher raises, so does the
 call that compiles. The names of the events and the order of the loaded programs are not documented;
 tests/test_compile_events.py fails if they change.
 """
@@ -21,15 +21,15 @@ LOWERED = '/jax/core/compile/jaxpr_to_mlir_module_duration'
 COMPILED = '/jax/core/compile/backend_compile_duration'
 _PING = '/einshard/ping'
 
-# Called with the name of a jitted function, and the HLO texts of the programs that were compiled
-# for it; no texts if the backends of this process do not list such a program.
+# Called with the name of a jitted function, and the HLO texts of the programs compiled for it; no
+# texts for a program on devices that this process does not have.
 Watcher: TypeAlias = Callable[[str, Sequence[str]], None]
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.watchers: list[Watcher] = []
-        self.newest: dict[str, Any] = {}  # program of each platform, at the last event
+        self.newest: dict[str, Any] = {}  # {platform: newest program at the last event}
         self.ping_received = False
 
 
@@ -38,7 +38,7 @@ _lock = threading.Lock()
 
 
 def watch(watcher: Watcher) -> None:
-    """Adds a watcher of this thread's compilations. Only the watcher added last is called."""
+    """Adds a watcher for this thread. Only the watcher added last is called."""
     with _lock:
         if not is_listening():
             jax.monitoring.register_event_duration_secs_listener(_on_event)
@@ -46,7 +46,6 @@ def watch(watcher: Watcher) -> None:
 
 
 def unwatch(watcher: Watcher) -> None:
-    """Removes a watcher of this thread."""
     _thread.watchers.reverse()
     _thread.watchers.remove(watcher)  # the one added last
     _thread.watchers.reverse()
@@ -82,7 +81,7 @@ def _on_event(event: str, duration_secs: float, **fields: Any) -> None:
 
 
 def _loaded_programs() -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yields the platform and the loaded programs, newest first, of each backend."""
+    """Yields each platform, and its loaded programs, newest first."""
     # imported here because it would add to the import time
     from jax.extend.backend import backends
 
@@ -91,10 +90,9 @@ def _loaded_programs() -> Iterator[tuple[str, Sequence[Any]]]:
 
 
 def _compiled_since(programs: Sequence[Any], name: str, newest_before: Any) -> Iterator[Any]:
-    """Yields the programs called `name` that are newer than `newest_before`.
+    """Yields the programs called `name`, of all threads, that are newer than `newest_before`.
 
-    Some may come from other threads. If `newest_before` is None, yields only the newest program
-    called `name`.
+    If `newest_before` is None, yields only the newest program called `name`.
     """
     for program in programs:
         if program is newest_before:
@@ -107,7 +105,7 @@ def _compiled_since(programs: Sequence[Any], name: str, newest_before: Any) -> I
 
 
 def _alphanumeric(name: str) -> str:
-    """Keeps ASCII letters and digits, because 'jit(<lambda>)' becomes HLO module 'jit__lambda'."""
+    # the HLO module of 'jit(<lambda>)' is called 'jit__lambda'
     return re.sub('[^A-Za-z0-9]', '', name)
 
 

@@ -15,15 +15,15 @@ from .._sharding.context import depth_of_user, is_tracing
 from .compile_events import is_listening, unwatch, watch
 from .promise import Promise, find_unexpected, read_promise
 
-# Part of JAX's cache keys, so that a program that was compiled outside a block, or in a block with
-# other limits, is compiled again, and checked. Created once, at import: creating a user context
-# makes JAX retrace everything.
+# Part of JAX's cache keys, so that a program compiled outside a block, or in a block with other
+# limits, is compiled again and checked. Created at import: creating a user context makes JAX
+# retrace everything.
 _in_cache_keys: Any = jax.make_user_context(default_value=None)
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        # the blocks entered and not yet exited, each with its context manager for the cache keys
+        # the blocks entered and not yet exited, each with its `_in_cache_keys(...)`
         self.entered: list[tuple[expect_collectives, Any]] = []
 
 

@@ -32,13 +32,12 @@ JIT_OPTIONS = frozenset(inspect.signature(jax.jit).parameters) - {'fun'}
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """How a call passes values: the first `n_positional` by position, the rest with `keywords`."""
+    """How a call passes values: the first n by position, the rest with `keywords`."""
 
     n_positional: int
     keywords: tuple[str, ...]
 
     def split(self, values: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Splits the values into positional and keyword arguments."""
         n = self.n_positional
         return values[:n], dict(zip(self.keywords, values[n:], strict=True))
 
@@ -49,10 +48,8 @@ class Parameters:
     Attributes:
         function: the name of the function.
         names: the names of the positional parameters, including `self`.
-        positional_only: those of `names` that cannot be passed by keyword.
-        keyword_only: the names of the keyword-only parameters.
-        var_positional: the name of `*args`, or None.
-        var_keyword: the name of `**kwargs`, or None.
+        positional_only, keyword_only: names of parameters.
+        var_positional, var_keyword: the names of `*args` and `**kwargs`, or None.
         n_self: 1 if the first parameter is the `self` or `cls` of a method, else 0.
     """
 
@@ -79,8 +76,8 @@ class Parameters:
     ) -> tuple[CallSignature, tuple[str, ...]]:
         """Returns the signature of a call, and the order in which its keywords are flattened.
 
-        Keyword arguments that can be passed by position come first, and are positional in the
-        signature.
+        Passes keyword arguments by position if possible. For `def f(a, b, *, c)` and the call
+        `f(1, c=3, b=2)`, returns `CallSignature(2, ('c',))` and `('b', 'c')`.
         """
         by_keyword = set(keywords)
         for name in self.names[:n_args]:
@@ -96,10 +93,9 @@ class Parameters:
         return CallSignature(n_args + len(now_positional), others), (*now_positional, *others)
 
     def value_labels(self, call: CallSignature) -> tuple[str, ...]:
-        """Returns a label for each argument: its parameter name, or 'args[2]' for one in `*args`.
+        """Returns a label for each argument: its parameter or keyword, or 'args[2]' for `*args`.
 
-        A keyword x in `**kwargs` has the label "kwargs['x']" if x is also the name of a
-        positional-only parameter, else 'x'.
+        A keyword with the name of a positional-only parameter has the label "kwargs['x']".
         """
         named = self.names[: call.n_positional]
         rest = (f'{self.var_positional}[{i}]' for i in range(call.n_positional - len(named)))
@@ -110,7 +106,7 @@ class Parameters:
         return (*named, *rest, *by_keyword)
 
     def assign(self, specs: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Merges specs by position (`specs`) and by name (`named`) into a dict keyed by label."""
+        """Merges specs by position (`specs`) and by name (`named`); returns {label: spec}."""
         names = self.names[self.n_self :]
         if len(specs) > len(names) and self.var_positional is None:
             raise EinshardError(
@@ -125,7 +121,7 @@ class Parameters:
         labels = (*names, *(f'{self.var_positional}[{i}]' for i in range(n_rest)))
         assigned = dict(zip(labels, specs, strict=False))
         for name, spec in named.items():
-            self._check_name(name)
+            self._check_can_have_spec(name)
             if name in assigned:
                 raise EinshardError(
                     f"parameter '{name}' of {self.function} has two specs",
@@ -147,8 +143,7 @@ class Parameters:
             return specs.get(self.var_keyword) if self.var_keyword else None
         return None
 
-    def _check_name(self, name: str) -> None:
-        """Raises if `name` is not a parameter that can have a spec."""
+    def _check_can_have_spec(self, name: str) -> None:
         names = [*self.names[self.n_self :], *self.keyword_only]
         names += [rest for rest in (self.var_positional, self.var_keyword) if rest is not None]
         if name in names or self.var_keyword is not None:
@@ -164,10 +159,7 @@ class Parameters:
         )
 
     def take_labels(self, options: dict[str, Any], prefix: str) -> frozenset[str]:
-        """Pops `{prefix}_argnums` and `{prefix}_argnames`; returns the labels that they select.
-
-        `prefix` is 'static' or 'donate'.
-        """
+        """Pops jit options such as `static_argnums`; returns the labels that they select."""
         by_number, by_name = f'{prefix}_argnums', f'{prefix}_argnames'
         argnums, argnames = options.pop(by_number, None), options.pop(by_name, None)
         labels: set[str] = set(as_list(argnames, str, by_name, 'names of parameters', "('x',)"))
@@ -197,12 +189,10 @@ class Declaration:
     """The specs of the parameters and the result, and the static and donated parameters.
 
     Attributes:
-        specs: the parsed specs, keyed by label (see `Parameters.value_labels`). A spec for all of
-            `*args` has the label 'args', a spec for all of `**kwargs` has the label 'kwargs'.
+        specs: {label: parsed spec} (see `Parameters.value_labels`); the label of `*args`, for all
+            of its elements, is 'args'.
         static, donated: the labels of static and of donated parameters.
-        result: the spec of the result.
-        is_annotated: whether the specs come from annotations, which `sharded` reads only if it
-            gets no spec.
+        is_annotated: whether the specs come from annotations.
     """
 
     def __init__(
@@ -233,11 +223,9 @@ class Declaration:
     def flatten_call(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[CallSignature, tuple[str, ...], list[Any]]:
-        """Returns the signature of a call, its keywords and its argument values, in that order.
+        """Returns the signature of a call, its keywords, and its values: those of keywords last.
 
-        The values are one flat list, with those of keywords last, in the order of the keywords.
-
-        A default that contains arrays is added as a keyword argument if its parameter is omitted.
+        Adds `_array_defaults` as keyword arguments for omitted parameters.
         """
         if self._defaults:
             taken = self.parameters.names[: len(args)]
@@ -248,11 +236,9 @@ class Declaration:
 
     @property
     def has_array_defaults(self) -> bool:
-        """Whether a parameter with a spec has arrays in its default."""
         return bool(self._defaults)
 
     def arguments(self, call: CallSignature) -> tuple[ValueSpec, ...]:
-        """Returns the spec of each argument of a call."""
         value_specs = self._arguments.get(call)
         if value_specs is None:
             parameters = self.parameters
@@ -281,10 +267,10 @@ class Declaration:
             raise error.about(spec_of=owner) from None
 
     def _array_defaults(self) -> dict[str, Any]:
-        """Maps the names of parameters with a spec to their defaults, if these contain arrays.
+        """Returns {parameter: default} for the parameters with a spec and arrays in the default.
 
-        `flatten_call` passes them as keyword arguments, so that they are sharded as the specs say.
-        Positional-only parameters are left out.
+        `flatten_call` passes the defaults by keyword, to shard them as the specs say, so
+        positional-only parameters are left out.
         """
         return {
             name: parameter.default
@@ -306,8 +292,8 @@ def declare(
 ) -> tuple[dict[str, Any], Declaration]:
     """Splits the arguments of `sharded` into options of `jax.jit` and a `Declaration`.
 
-    `named` has specs by parameter name and options of `jax.jit`. Options that select parameters,
-    such as `static_argnums`, go into the declaration. Without specs, reads annotations.
+    Options that select parameters, such as `static_argnums`, go into the declaration. Without
+    specs, reads annotations.
     """
     options = _jit_options(named)
     parameters = Parameters(function)

@@ -69,7 +69,7 @@ def _place(
     leaf: Any,
     placement: Placement,
 ) -> Any:
-    """Reshards one leaf if jit would reject it."""
+    """Reshards one leaf if jit would reject it or cannot shard it."""
     if isinstance(leaf, jax.Ref) and not isinstance(leaf, Tracer):
         try:
             check_ref(leaf, placement)
@@ -112,7 +112,7 @@ def _reshard(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def _hides_devices(traced: TracedFunction, sharding: NamedSharding) -> bool:
-    """Whether `sharding` is on the mesh in context, and a transformation hides its devices."""
+    """Whether `sharding` is on the mesh in context, and JAX hides its devices, as in jax.grad."""
     return traced.mesh_is_ambient and isinstance(sharding.mesh, AbstractMesh)
 
 
@@ -160,10 +160,7 @@ def _placed_differently(
 
 
 def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> None:
-    """Raises if a committed argument without a spec is not on exactly the devices of the mesh.
-
-    The same devices in another order are an error too.
-    """
+    """Raises if a committed argument without a spec is not on the devices of the mesh, in order."""
     has_shardings = any(traced.in_shardings) or bool(jtu.tree_leaves(traced.out_shardings))
     if isinstance(traced.mesh, AbstractMesh) or not has_shardings:
         return  # without shardings, jit runs on the devices of its arguments
@@ -198,13 +195,12 @@ def _outside(sharding: Sharding, mesh: Mesh) -> set[Any]:
 
 
 def _devices_text(devices: Collection[Any]) -> str:
-    """Lists devices: 'cpu:8, cpu:9'. Not their `str`, which depends on the version of JAX."""
+    """Returns 'cpu:8, cpu:9'; the `str` of a device depends on the version of JAX."""
     in_order = sorted(devices, key=lambda device: (device.platform, device.id))
     return first_of([f'{device.platform}:{device.id}' for device in in_order], 8)
 
 
 def _replication_fix(traced: TracedFunction, label: str, leaf: jax.Array) -> str:
-    """Returns a fix that replicates an argument without a spec, with `leaf` on other devices."""
     declaration = traced.setup.declaration
     parameters = declaration.parameters
     is_self = label in parameters.names[: parameters.n_self]  # which cannot have a spec
@@ -225,7 +221,7 @@ def _einshard_call(traced: TracedFunction, name: str, spec: str) -> str:
 
 
 def _device_order(sharding: Sharding) -> tuple[Any, ...] | None:
-    """Returns the devices of a sharding in order; None if no public API exposes the order."""
+    """Returns the devices in mesh order; None if no public API exposes the order."""
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     return tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else None
 
@@ -235,7 +231,7 @@ def _is_committed(leaf: Any) -> bool:
 
 
 def _is_multi_process_host_data(leaf: Any) -> bool:
-    """Whether a leaf is host data that jit does not shard, because there are several processes."""
+    """Whether a leaf is host data, which jit does not shard over several processes."""
     return jax.process_count() > 1 and not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 

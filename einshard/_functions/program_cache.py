@@ -16,7 +16,7 @@ from .parameters import CallSignature, Declaration
 from .program import Program, Setup, make_program
 from .sharding_trees import shardings_of
 
-# call signature; mesh and whether it is ambient, from `mesh_key`; axis rules; `on_one_device`
+# call signature, `Setup.mesh_key`, axis rules, `Context.on_one_device`
 _Key: TypeAlias = tuple[CallSignature, tuple[AnyMesh, bool], AxisRules, bool]
 
 
@@ -26,8 +26,8 @@ class ProgramCache:
     With limits on collectives or memory, also keyed by the shardings of arguments without a spec.
 
     Attributes:
-        need_full_lookup: whether calls with the same signature may need different programs. Then
-            callers must not reuse a program without `find`.
+        need_full_lookup: whether callers must call `find` for every call, because calls with the
+            same signature may need different programs.
     """
 
     def __init__(self, setup: Setup):
@@ -40,7 +40,7 @@ class ProgramCache:
         """Finds the program for a call, and makes it if there is none.
 
         At first, returns any program for the call signature, mesh and axis rules. If that program
-        fails, pass its `runnable` as `rejected`: from then on, lookups also use `values`.
+        fails, pass its `runnable` as `rejected`: from then on, `values` are compared too.
         """
         context = self._setup.context()
         mesh_key = self._setup.mesh_key(context)
@@ -83,8 +83,8 @@ def _leaves_key(
 ) -> Any:
     """Returns the structures, shapes and dtypes of the arguments on which shardings depend.
 
-    If the shardings of the result depend on its leaves, the key covers all arguments, and has the
-    values of static ones.
+    If the shardings of the result depend on its leaves, these are all arguments, with the values of
+    static ones.
     """
     arguments = declaration.arguments(call)
     uses_all = declaration.result.needs_leaves(context)

@@ -46,18 +46,13 @@ UnexpectedCollectives.__module__ = MemoryExceeded.__module__ = 'einshard'
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits on each compiled program of a function; None for no limit.
-
-    Attributes:
-        memory: bytes on each device.
-    """
+    """The limits on each compiled program of a function; None for no limit."""
 
     collectives: Allowed | None
-    memory: int | None
+    memory: int | None  # bytes on each device
 
 
 def read_limits(collectives: Promise | None, memory: str | int | None) -> Limits | None:
-    """Returns the limits that `collectives=` and `memory=` set; None if neither is given."""
     if collectives is None and memory is None:
         return None
     allowed = None if collectives is None else read_promise(collectives)
@@ -65,7 +60,7 @@ def read_limits(collectives: Promise | None, memory: str | int | None) -> Limits
 
 
 def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
-    """Reads the limit of each kind of collective; raises if the promise is invalid."""
+    """'all-reduce' -> {'all-reduce': math.inf}; a mapping of limits stays as it is."""
     if isinstance(promise, str):
         return read_promise((promise,), given_as)
     if not isinstance(promise, Collection):  # type: ignore[reportUnnecessaryIsInstance]
@@ -101,9 +96,9 @@ def check_promise(
     """Raises if a compiled program has collectives that are not allowed.
 
     Args:
-        sharded_by: returns, for each axis name, the mesh axes that shard this axis; called only for
-            an error. Its argument is the result of the program as ShapeDtypeStructs, or None if
-            that is unknown. Pass None instead of a function if there are no specs.
+        sharded_by: returns, for each axis name, the mesh axes that shard it; None if there are no
+            specs. Called only for an error, with the result of the program as ShapeDtypeStructs, or
+            None if that is unknown.
     """
     too_many = exceeding(allowed, read_collectives(program_text(name, compiled)))
     if not too_many:
@@ -121,7 +116,6 @@ def check_promise(
 
 
 def find_unexpected(name: str, text: str, allowed: Allowed) -> UnexpectedCollectives | None:
-    """Returns the error if a program, given as HLO text, has collectives that are not allowed."""
     too_many = exceeding(allowed, read_collectives(text))
     return _unexpected(name, allowed, [(x, '') for x in too_many]) if too_many else None
 
@@ -129,7 +123,7 @@ def find_unexpected(name: str, text: str, allowed: Allowed) -> UnexpectedCollect
 def _unexpected(
     name: str, allowed: Allowed, with_axes: Sequence[tuple[Collective, str]]
 ) -> UnexpectedCollectives:
-    """Returns the error for these collectives, with the axes that each runs along, if known."""
+    """Returns the error for collectives, each with the axes it runs along; '' if unknown."""
     counts = counts_text([collective for collective, _ in with_axes])
     return UnexpectedCollectives(
         f'{name} has unexpected collectives: {counts}',
@@ -138,7 +132,6 @@ def _unexpected(
 
 
 def check_memory(name: str, compiled: Any, limit: int) -> None:
-    """Raises if a compiled program needs more than `limit` bytes of memory on each device."""
     memory = read_memory(compiled)
     if memory is None:
         raise EinshardError(f'cannot read the memory of {name}: the backend does not report it')
@@ -162,19 +155,17 @@ def _temporary_text(temporary: Temporary) -> str:
 
 
 def exceeding(allowed: Allowed, collectives: Sequence[Collective]) -> list[Collective]:
-    """Returns all collectives of the kinds that exceed their limits."""
     counts = Counter(x.kind for x in collectives)
     return [x for x in collectives if counts[x.kind] > allowed.get(x.kind, 0)]
 
 
 def counts_text(collectives: Sequence[Collective]) -> str:
-    """Formats the number of collectives by kind: '2 all-reduces, 1 all-gather'."""
+    """Returns '2 all-reduces, 1 all-gather'."""
     counts = Counter(x.kind for x in collectives)
     return ', '.join(plural(n, kind) for kind, n in counts.items())
 
 
 def program_text(name: str, compiled: Any) -> str:
-    """Returns the HLO text of a compiled program; raises if the backend does not expose it."""
     text = compiled.as_text()
     if text is None:
         raise EinshardError(
@@ -185,7 +176,7 @@ def program_text(name: str, compiled: Any) -> str:
 
 
 def allowed_text(allowed: Allowed) -> str:
-    """Formats limits, such as 'at most 1 all-reduce, any number of all-gathers'."""
+    """Returns 'at most 1 all-reduce, any number of all-gathers'."""
     texts = [
         f'any number of {kind}s' if limit == math.inf else f'at most {plural(int(limit), kind)}'
         for kind, limit in allowed.items()
@@ -195,7 +186,6 @@ def allowed_text(allowed: Allowed) -> str:
 
 
 def _collective_facts(with_axes: Sequence[tuple[Collective, str]]) -> dict[str, str]:
-    """Formats each distinct collective as a fact of an error, with its count."""
     counts = Counter((x.kind, _collective_text(x, axes)) for x, axes in with_axes)
     n_distinct = Counter(kind for kind, _ in counts)
     number: Counter[str] = Counter()
@@ -232,7 +222,6 @@ class Budget:
         return None if self.limits.memory is None else self
 
     def check(self, compiled: Any, sharded_by: Callable[[Any], ShardedBy]) -> None:
-        """Raises if a compiled program exceeds a limit; `sharded_by` is as for `check_promise`."""
         limits = self.limits
         if limits.collectives is not None:
             check_promise(self.name, compiled, limits.collectives, sharded_by)
@@ -264,9 +253,8 @@ class CheckedJit:
 
     The first program is checked before it runs, later ones before their result is returned. JAX
     does not report whether a call compiled, but each compilation follows a trace. So the function
-    records its traces, and a call that caused a trace gets the compiled program from JAX's cache,
-    and checks it. A check inside the trace would be earlier, but later calls with those arguments
-    would take jit's slow path (80 to 250 us).
+    records its traces, and a call that traced gets the compiled program from JAX's cache and checks
+    it. After a check inside the trace, later calls would take jit's slow path (80 to 250 us).
 
     A thread may run a program that another thread has traced but not checked. So a call checks its
     program if any trace is still unchecked after it ran, or if the jitted function was replaced.
@@ -334,7 +322,6 @@ class CheckedJit:
                 self._check(values)
 
     def _check(self, values: Sequence[Any]) -> None:
-        """Raises if the program for these arguments exceeds a limit on collectives or memory."""
         jitted, unchecked = state = self._state
         try:
             compiled = jitted.trace(*values).lower().compile()

@@ -27,7 +27,6 @@ def shardings_of(values: Sequence[Any], positions: Sequence[int]) -> tuple[Any, 
 
 
 def has_partial_axes(shardings: Any) -> bool:
-    """Whether a sharding in a pytree has unreduced or reduced mesh axes."""
     return any(map(is_partial, jtu.tree_leaves(shardings)))
 
 

@@ -30,7 +30,7 @@ from .._trees.specs import (
     reject_masked_array,
 )
 
-# The path of a leaf, the leaf, and its placement, which is None without a spec.
+# (key path of a leaf, the leaf, its placement); None: no spec
 LeafPlacement: TypeAlias = tuple[Sequence[Any], Any, Placement | None]
 
 
@@ -41,7 +41,6 @@ class ValueSpec:
         function: the name of the function.
         name: the label of the argument, such as 'w' or 'args[0]'; None for the result.
         spec: the parsed spec; None leaves the sharding to the compiler.
-        indivisible: what to do if an axis size is not divisible: 'error', or 'replicate' the axis.
     """
 
     def __init__(
@@ -60,9 +59,9 @@ class ValueSpec:
         return self.indivisible != 'error' or context.replicates_indivisible
 
     def find_placements(self, value: Any, context: Context) -> list[LeafPlacement]:
-        """Finds the placement of every leaf; raises if a leaf does not fit its spec.
+        """Finds the placement of every leaf, or returns [] if the value has no spec at all.
 
-        Returns [] if the value has no spec at all.
+        Raises one error for all leaves that do not fit.
         """
         if self.spec is None:
             return []
@@ -134,7 +133,6 @@ class ValueSpec:
     def _map_leaves(
         self, change: Callable[[Any, Placement], Any], value: Any, context: Context
     ) -> Any:
-        """Applies `change` to every leaf with a spec."""
         if self.spec is None:
             return value
         leaves = [
@@ -150,7 +148,6 @@ class ValueSpec:
             raise error.about(function=self.function) from None
 
     def _with_owner(self, error: EinshardError, value: Any) -> EinshardError:
-        """Adds to `error` whose spec it is about."""
         if self.name is None:
             return error.about(spec_of=f'the result of {self.function}')
         error = error.about(spec_of=f"parameter '{self.name}' of {self.function}")
@@ -163,7 +160,7 @@ class ValueSpec:
 def _not_an_array(leaf: Any, text: str, argument: str | None) -> EinshardError | None:
     """Returns the error if a leaf with a spec is not an array; None if it is an array.
 
-    `text` describes the leaf. `argument` is the name of the argument, if the leaf is all of it.
+    `text` describes the leaf. `argument` is the name of the argument, if that is a single leaf.
     """
     if hasattr(leaf, 'dtype') or isinstance(leaf, int | float | complex):
         return None

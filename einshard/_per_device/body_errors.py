@@ -13,7 +13,7 @@ from .._errors import EinshardError, quoted
 from .._functions.error_notes import SpecLeaf, is_error_of_jax, sizes_that_differ
 from .._notation.layout import mesh_text
 from .._text import array_text
-from .device_view import View
+from .resolver import Resolver
 
 _MAX_ARGUMENTS = 4  # listed in an error
 
@@ -23,11 +23,9 @@ def find_different_sizes(
 ) -> EinshardError | None:
     """Rewrites an error of JAX about an axis that has different sizes in two arguments.
 
-    Returns None if `error` does not mention such sizes, or if JAX did not raise it.
+    Returns None if `error` does not mention the sizes of such an axis, or if JAX did not raise it.
 
     Args:
-        function: the name of the function.
-        error: the error that tracing the body raised.
         shards: the leaves of the arguments, with the shapes that the body sees.
     """
     if not is_error_of_jax(error):
@@ -46,7 +44,7 @@ def find_different_sizes(
 
 def find_unknown_axis(
     function: str,
-    view: View,
+    resolver: Resolver,
     manual: Collection[str],
     mapped: Callable[..., Any],
     arguments: Sequence[Any],
@@ -56,8 +54,6 @@ def find_unknown_axis(
     Returns None if the function has no such collective.
 
     Args:
-        function: the name of the function.
-        view: the mesh of the function.
         manual: the mesh axes in `axis_names=`; empty for all.
         mapped: `jax.shard_map` with all arguments but `out_specs` and `check_vma`.
         arguments: the arguments of the function, as global arrays.
@@ -68,24 +64,26 @@ def find_unknown_axis(
         jax.eval_shape(unchecked, *arguments)
     except NameError as error:
         match = re.search(r'unbound axis name: ([^\s,.]+)', str(error))
-        return match and _unknown_axis(function, view, manual, match[1])
+        return match and _unknown_axis(function, resolver, manual, match[1])
     except Exception:
         return None  # the caller reraises JAX's error
     return None
 
 
-def _unknown_axis(function: str, view: View, manual: Collection[str], axis: str) -> EinshardError:
-    facts = {'mesh axes': mesh_text(view.axes) or 'none'}
+def _unknown_axis(
+    function: str, resolver: Resolver, manual: Collection[str], axis: str
+) -> EinshardError:
+    facts = {'mesh axes': mesh_text(resolver.axes) or 'none'}
     if manual:
         facts['axis_names='] = quoted(sorted(manual))
     sentence = f"{function} uses mesh axis '{axis}', "
-    if axis in view.axes:
+    if axis in resolver.axes:
         sentence += 'which is not in axis_names='
-    elif view.uses_array_names:
+    elif resolver.uses_array_names:
         sentence += f"but no expression shards an axis named '{axis}'"
     else:
         sentence += 'but the mesh has no such axis'
         facts['note'] = 'if a mesh is passed or in context, collectives use its axis names'
-        if axis in view.joint.named_sizes:
-            facts[f"'{axis}' is sharded over"] = view.mesh_axes_of(axis)
+        if axis in resolver.joint.named_sizes:
+            facts[f"'{axis}' is sharded over"] = resolver.mesh_axes_of(axis)
     return EinshardError(sentence, facts={'function': function, **facts})

@@ -19,23 +19,19 @@ from .spec_axes import MeshAxis, SpecAxes, grid_of, leading_replicas
 class JointMesh:
     """A mesh whose axes are named after array axes, slowest-varying first.
 
-    Along an axis with the name None, every array is replicated.
+    Along an axis with the name None, every array is replicated: (('x', 2), (None, 4)).
     """
 
     axes: tuple[MeshAxis, ...]
 
     @property
     def mesh_shape(self) -> dict[str, int]:
-        """The axis sizes, keyed by name; unnamed axes become 'replica0', 'replica1' and so on.
-
-        No array axis has such a name, because names of array axes have no digits.
-        """
-        numbers = itertools.count()
+        """The axis sizes, keyed by name; unnamed axes become 'replica0', 'replica1' and so on."""
+        numbers = itertools.count()  # names of array axes have no digits
         return {name or f'replica{next(numbers)}': count for name, count in self.axes}
 
     @property
     def named_sizes(self) -> dict[str, int]:
-        """The axis sizes, keyed by name, without the unnamed axes."""
         return {name: count for name, count in self.axes if name is not None}
 
     def fits(self, axis_sizes: Sequence[int]) -> bool:
@@ -68,7 +64,7 @@ class JointMesh:
 
 
 def _write(expression: Expression, sharded: Collection[str], terms: Sequence[str]) -> str:
-    """Writes an expression with `terms` after the arrow, then the axes that are not `sharded`."""
+    """Returns an expression with `terms` and then the unsharded axes to the right of '->'."""
     unsharded = [name for name in expression.names if name not in sharded]
     return ' '.join([*expression.names, '->', *terms, *unsharded])
 
@@ -83,10 +79,7 @@ def joint_mesh(
     uses all devices, so it determines the sizes of its starred axes; the other starred axes share
     the remaining devices.
 
-    Args:
-        specs: the expressions of the arguments and the result.
-        n_devices: the number of devices.
-        axis_sizes: the axis sizes of the user's mesh, which suggestions must fit, or None.
+    Suggestions in errors fit `axis_sizes`, the axis sizes of the user's mesh, if any.
     """
     all_specs = _Specs(specs, n_devices, axis_sizes)
     try:
@@ -129,7 +122,7 @@ class _Specs:
         return JointMesh((*order, *size_one_axes) or ((None, 1),))
 
     def try_fix(self, text: str, fix: str) -> None:
-        """Raises if no mesh fits after `fix` replaces the expression `text`."""
+        """Raises if no mesh fits when `fix` replaces the expression `text`."""
         i = [spec.expression.text for spec in self.specs].index(text)
         changed = replace(self.specs[i], expression=parse(fix))
         mesh = replace(self, specs=(*self.specs[:i], changed, *self.specs[i + 1 :])).mesh()
@@ -295,11 +288,7 @@ class _Specs:
         orders: Sequence[tuple[MeshAxis, ...]],
         counts: Mapping[str, int],
     ) -> list[str]:
-        """Returns the expressions, quoted, that can replace `spec` so that only one order is left.
-
-        For each of `orders`, `spec` is extended to all devices. The expression is skipped if
-        several orders are left, or if it does not fit the user's mesh.
-        """
+        """Returns the expressions, quoted, that can replace `spec` so that one order is left."""
         fixes: list[str] = []
         for mesh in map(JointMesh, orders):
             fix = parse(mesh.complete(spec.expression))
@@ -332,9 +321,9 @@ def _orders(
 ) -> Iterator[tuple[MeshAxis, ...]]:
     """Yields every order of the mesh axes of size 2 or more that agrees with all expressions.
 
-    The search appends one mesh axis at a time, and every expression must be able to take that axis
-    from the rest of its device grid (`SpecAxes.take`). A topological sort (`graphlib`) is not
-    enough: in '4 x2', the sizes of the mesh axes before x must have the product 4.
+    Appends one mesh axis at a time, which every expression must be able to take from the rest of
+    its device grid (`SpecAxes.take`). A topological sort (`graphlib`) is not enough: in '4 x2', the
+    sizes of the mesh axes before x must have the product 4.
     """
 
     def extend(
@@ -362,7 +351,7 @@ def _orders(
 
 
 def _expression_facts(specs: Sequence[SpecAxes]) -> dict[str, str]:
-    """Returns the distinct expressions as facts, labeled with the first `owner` of each."""
+    """Returns {first owner: expression} for the distinct expressions."""
     first = {spec.expression: spec for spec in reversed(specs)}
     shown = [spec for spec in specs if first[spec.expression] is spec]
     return {spec.owner: f"'{spec.expression.text}'" for spec in shown}

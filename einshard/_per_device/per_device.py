@@ -27,8 +27,8 @@ from .._text import array_text, name_of
 from .._trees.paths import leaf_text, path_text
 from .._trees.specs import Spec, check_specs, is_none, leaf_specs, mesh_of
 from .body_errors import find_different_sizes, find_unknown_axis
-from .device_view import View, make_view
 from .replication import read_varying, suggest_replication
+from .resolver import Resolver, make_resolver
 from .spec_axes import SpecAxes, read_spec
 
 P = ParamSpec('P')
@@ -152,7 +152,7 @@ _SPECS = 'an expression, a PartitionSpec, a NamedSharding, None, or a pytree of 
 
 
 class _PerDeviceFunction:
-    """A per-device function and its expressions, which are resolved on a mesh at each call."""
+    """A per-device function, and its expressions, which it resolves on a mesh at each call."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class _PerDeviceFunction:
             raise error.about(function=self.name) from None
 
     def resolved_at_call(self, spec: Spec) -> Spec:
-        """Replaces the expressions in a spec by functions that resolve them at each call."""
+        """Replaces the expressions in a spec with functions that resolve them at each call."""
         return jtu.tree_map(lambda x: functools.partial(self._resolve, x), spec, is_leaf=is_none)
 
     def global_function(self) -> Callable[..., Any]:
@@ -215,8 +215,8 @@ class _PerDeviceFunction:
                 if text is not None:
                     yield read_spec(owner, text)
 
-    def _view(self) -> View:
-        """Returns the View for the current call; raises if its mesh does not fit the function."""
+    def _resolver(self) -> Resolver:
+        """Returns the resolver for the mesh of the current call."""
         try:
             ambient = jax.sharding.get_abstract_mesh()
             if {*ambient.axis_types} == {AxisType.Manual}:
@@ -239,14 +239,16 @@ class _PerDeviceFunction:
                     facts={'mesh=': mesh_fact(mesh), 'mesh in context': mesh_fact(ambient)},
                 )
             is_in_context = not ambient.empty
-            view = make_view(self.spec_axes, mesh, is_in_context, rules, context.on_one_device)
+            resolver = make_resolver(
+                self.spec_axes, mesh, is_in_context, rules, context.on_one_device
+            )
             for axis in sorted(self.manual):
-                if axis not in view.axes:
+                if axis not in resolver.axes:
                     raise EinshardError(
                         f"axis_names= includes '{axis}', but the mesh has no such axis",
-                        facts={'mesh': mesh_text(view.axes)},
+                        facts={'mesh': mesh_text(resolver.axes)},
                     )
-            return view
+            return resolver
         except EinshardError as error:
             # `sharded` adds the parameter to errors, but not if they have the fact 'function'
             raise with_legacy_mesh_note(error, self.mesh).about(function=self.name) from None
@@ -255,17 +257,17 @@ class _PerDeviceFunction:
         """Checks the expression of one leaf, and extends it to all devices, for `sharded`."""
         if text is None:
             return None
-        view = self._view()
+        resolver = self._resolver()
         try:
-            view.check(text, np.shape(leaf))
+            resolver.check(text, np.shape(leaf))
         except EinshardError as error:
             raise error.about(array=leaf_text(path, leaf)) from None
-        return view.complete(text)
+        return resolver.complete(text)
 
     def _call_shard_map(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if len(args) > len(self.parameters.names) and self.parameters.var_positional is None:
             return self.function(*args, **kwargs)  # raises Python's TypeError
-        view = self._view()
+        resolver = self._resolver()
         labels = self.parameters.value_labels(CallSignature(len(args), tuple(kwargs)))
         values = [*args, *kwargs.values()]
         # the values that are not traced are static, or pytrees without arrays
@@ -278,15 +280,15 @@ class _PerDeviceFunction:
                 shards[i] = value
             n = len(args)
             result = self.function(*shards[:n], **dict(zip(kwargs, shards[n:], strict=True)))
-            self._result_leaves(view, result)  # raises clearer errors than JAX
+            self._result_leaves(resolver, result)  # raises clearer errors than JAX
             return result
 
         body.__name__ = body.__qualname__ = self.name
-        in_specs = tuple(self._argument_specs(view, labels[i], values[i]) for i in traced)
-        shard_map = functools.partial(jax.shard_map, mesh=view.mesh, axis_names=self.manual)
+        in_specs = tuple(self._argument_specs(resolver, labels[i], values[i]) for i in traced)
+        shard_map = functools.partial(jax.shard_map, mesh=resolver.mesh, axis_names=self.manual)
         mapped = functools.partial(shard_map, body, in_specs=in_specs)
         try:
-            out_specs = self._out_specs(view, mapped, arguments)
+            out_specs = self._out_specs(resolver, mapped, arguments)
             return mapped(out_specs=out_specs, check_vma=self.check_vma)(*arguments)
         except EinshardError:
             raise
@@ -296,13 +298,13 @@ class _PerDeviceFunction:
                 facts = suggest_replication(varying, body, in_specs, arguments, shard_map)
                 raise varying.error(self.name, facts) from None
             traced_labels = [labels[i] for i in traced]
-            shards = self._shards(view, traced_labels, arguments, in_specs)
+            shards = self._shards(resolver, traced_labels, arguments, in_specs)
             different = find_different_sizes(self.name, error, shards)
             if different is not None:
                 raise different from error
             if isinstance(error, TypeError):  # never raised for an unknown axis
                 raise
-            unknown = find_unknown_axis(self.name, view, self.manual, mapped, arguments)
+            unknown = find_unknown_axis(self.name, resolver, self.manual, mapped, arguments)
             if unknown is not None:
                 raise unknown from None
             raise
@@ -313,24 +315,24 @@ class _PerDeviceFunction:
             return _REPLICATED
         return spec
 
-    def _argument_specs(self, view: View, label: str, value: Any) -> Any:
+    def _argument_specs(self, resolver: Resolver, label: str, value: Any) -> Any:
         leaves, treedef = jtu.tree_flatten(value)
         specs: list[PartitionSpec] = []
         texts = leaf_specs(value, leaves, self._spec_for(label))
         for text, leaf in zip(texts, leaves, strict=True):
             if isinstance(text, str):
-                specs.append(view.partition_spec(text, np.ndim(leaf), self.manual))
-            elif view.infers_specs(self.manual):
-                specs.append(view.inferred_spec(leaf, self.manual))
+                specs.append(resolver.partition_spec(text, np.ndim(leaf), self.manual))
+            elif resolver.infers_specs(self.manual):
+                specs.append(resolver.inferred_spec(leaf, self.manual))
             else:
                 raise _no_spec_error(f"parameter '{label}' of {self.name}", leaf)
-            self._check_explicit_axes(view, label, leaf)
+            self._check_explicit_axes(resolver, label, leaf)
         return jtu.tree_unflatten(treedef, specs)
 
-    def _check_explicit_axes(self, view: View, label: str, leaf: Any) -> None:
-        """Raises if an argument is sharded over an explicit mesh axis that `view.mesh` lacks."""
+    def _check_explicit_axes(self, resolver: Resolver, label: str, leaf: Any) -> None:
+        """Raises if `leaf` is sharded over an explicit mesh axis that `resolver.mesh` lacks."""
         axes = {axis for entry in spec_axes(jax.typeof(leaf).sharding.spec) for axis in entry}
-        mesh_axes = sizes_of(view.mesh)
+        mesh_axes = sizes_of(resolver.mesh)
         for axis in sorted(axes - set(mesh_axes)):
             raise EinshardError(
                 f"parameter '{label}' is sharded over explicit mesh axis '{axis}', but the mesh "
@@ -344,7 +346,11 @@ class _PerDeviceFunction:
             )
 
     def _shards(
-        self, view: View, labels: Sequence[str], arguments: Sequence[Any], in_specs: Sequence[Any]
+        self,
+        resolver: Resolver,
+        labels: Sequence[str],
+        arguments: Sequence[Any],
+        in_specs: Sequence[Any],
     ) -> Iterator[SpecLeaf]:
         """Yields the leaves of the arguments, with the shapes that the body sees."""
         for label, argument, partition_specs in zip(labels, arguments, in_specs, strict=True):
@@ -352,24 +358,26 @@ class _PerDeviceFunction:
             texts = leaf_specs(argument, [leaf for _, leaf in leaves], self._spec_for(label))
             rows = zip(leaves, texts, jtu.tree_leaves(partition_specs), strict=True)
             for (path, leaf), text, partition_spec in rows:
-                shape = view.shard_shape(leaf.shape, partition_spec)
-                expression = view.expression(text) if isinstance(text, str) else None
+                shape = resolver.shard_shape(leaf.shape, partition_spec)
+                expression = resolver.expression(text) if isinstance(text, str) else None
                 name = '/'.join(filter(None, [label, path_text(path)]))
                 yield SpecLeaf(name, jax.ShapeDtypeStruct(shape, leaf.dtype), expression)
 
-    def _out_specs(self, view: View, mapped: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    def _out_specs(
+        self, resolver: Resolver, mapped: Callable[..., Any], arguments: Sequence[Any]
+    ) -> Any:
         texts = jtu.tree_leaves(self.out)
-        if view.size_one_axes(self.manual) or any(map(view.needs_rank, texts)):
-            # only for the ranks, which are the same for all out_specs
+        if resolver.size_one_axes(self.manual) or any(map(resolver.needs_rank, texts)):
+            # traces the body for the ranks of the results, which do not depend on out_specs
             unchecked = mapped(out_specs=PartitionSpec(), check_vma=False)
             shapes = jax.eval_shape(unchecked, *arguments)
-            leaves = self._result_leaves(view, shapes)
-            specs = [view.result_spec(text, ndim, self.manual) for text, ndim in leaves]
+            leaves = self._result_leaves(resolver, shapes)
+            specs = [resolver.result_spec(text, ndim, self.manual) for text, ndim in leaves]
             return jtu.tree_unflatten(jtu.tree_structure(shapes), specs)
-        return jtu.tree_map(lambda text: view.partition_spec(text, None, self.manual), self.out)
+        return jtu.tree_map(lambda text: resolver.partition_spec(text, None, self.manual), self.out)
 
-    def _result_leaves(self, view: View, result: Any) -> list[tuple[str, int]]:
-        """Checks a result; returns the expression and rank of each array in it."""
+    def _result_leaves(self, resolver: Resolver, result: Any) -> list[tuple[str, int]]:
+        """Returns the expression and rank of each array in a result; raises if one does not fit."""
         leaves = jtu.tree_leaves(result)
         try:
             texts = leaf_specs(result, leaves, self.out)
@@ -382,7 +390,7 @@ class _PerDeviceFunction:
             if not isinstance(text, str):
                 raise _no_spec_error(owner if path else f'the {owner}', leaf)
             try:
-                axis_positions(view.expression(text), np.ndim(leaf))
+                axis_positions(resolver.expression(text), np.ndim(leaf))
             except EinshardError as error:
                 raise error.about(array=f'{array_text(leaf)} per device, {owner}') from None
             texts_and_ranks.append((text, np.ndim(leaf)))

@@ -45,7 +45,7 @@ class VaryingResult:
 
 
 def read_varying(error: Exception) -> VaryingResult | None:
-    """Parses JAX's error about a result that may vary; returns None for any other error."""
+    """Parses JAX's error about a result that may vary; None for any other error."""
     match = _VARYING_ERROR.search(str(error)) if isinstance(error, ValueError) else None
     if match is None:
         return None
@@ -55,14 +55,14 @@ def read_varying(error: Exception) -> VaryingResult | None:
 
 @dataclass(frozen=True)
 class VaryingAxes:
-    """The mesh axes along which a value may vary, as JAX infers: one set for each reason.
+    """The mesh axes along which a value may vary, as JAX infers, in a set for each reason.
 
     Attributes:
         varying: axes along which it may vary for another reason than an `all_gather`.
         gathered: axes of an `all_gather`: the value is replicated, which JAX does not infer.
-        exchanged: axes of other collectives, such as a ring of `ppermute`, and of all collectives
-            in a loop, a conditional or a nested jit. The value may be replicated along these, but
-            this is not inferred. They are in `varying` too.
+        exchanged: the part of `varying` along which the value may in fact be replicated: axes of
+            other collectives, such as a ring of `ppermute`, and of all collectives in a loop, a
+            conditional or a nested jit.
     """
 
     varying: frozenset[str] = frozenset()
@@ -80,10 +80,7 @@ class VaryingAxes:
         return VaryingAxes(self.varying - axes, self.gathered - axes, self.exchanged - axes)
 
     def reason(self, axis: str) -> str | None:
-        """Returns why the value may vary along an axis: 'exchanged', 'varying' or 'gathered'.
-
-        Returns None if it does not vary.
-        """
+        """Returns 'exchanged', 'varying', 'gathered', or None if the value does not vary."""
         if axis in self.exchanged:
             return 'exchanged'
         return 'varying' if axis in self.varying else 'gathered' if axis in self.gathered else None
@@ -99,8 +96,6 @@ def suggest_replication(
     """Returns facts for an error that suggest how to fix `result`; {} without a suggestion.
 
     Args:
-        result: the result that may vary.
-        body: the function that runs on each device.
         in_specs: a pytree of PartitionSpecs for each argument.
         arguments: the arguments, as global arrays.
         shard_map: `jax.shard_map` with the mesh and axis names of the function.
@@ -144,7 +139,6 @@ def suggest_replication(
 
 
 def _sharded_axes(spec: PartitionSpec) -> VaryingAxes:
-    """Returns the varying axes of an argument: the mesh axes that shard it."""
     return VaryingAxes(frozenset(axis for entry in spec for axis in entry_axes(entry)))
 
 

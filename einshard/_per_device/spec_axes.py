@@ -14,7 +14,7 @@ MeshAxis = tuple[str | None, int]  # name and size; the name is None for replica
 
 
 def read_spec(owner: str, text: str) -> SpecAxes:
-    """Parses the spec of a parameter or of the result; raises if a term has a sign: '+' or '='."""
+    """Parses a spec; raises if a term has a sign: '+' or '='."""
     spec = SpecAxes(owner, parse(text))
     signed = [term for term in spec.expression.right if term.sign]
     if signed:
@@ -70,9 +70,9 @@ class SpecAxes:
     def take(self, axis: MeshAxis, grid: tuple[MeshAxis, ...]) -> tuple[MeshAxis, ...] | None:
         """Returns the rest of a device grid after `axis`; None if `axis` cannot come next.
 
-        An axis that the expression defines must be the first of the grid. An axis that it only
-        uses, as in 'y@x', leaves the grid unchanged. Any other axis takes replicas from the front
-        of the grid, or leaves the grid unchanged if the expression lists no replicas.
+        An axis that the expression defines must be the first of the grid. An axis that it uses, as
+        in 'y@x', leaves the grid unchanged. Any other axis takes replicas from the front of the
+        grid, or leaves the grid unchanged if the expression lists no replicas.
         """
         name, count = axis
         if name in self.uses:
@@ -89,11 +89,7 @@ class SpecAxes:
         return grid[1:] if n_replicas == count else ((None, n_replicas // count), *grid[1:])
 
     def check(self, specs: Sequence[SpecAxes]) -> None:
-        """Raises if the expression defines or uses a mesh axis in an invalid way.
-
-        It must not define an axis twice, use an axis that none of `specs` defines, or both define
-        and use an axis.
-        """
+        """Raises if a mesh axis is defined twice, not defined in `specs`, or defined and used."""
         terms = [term for term in self.expression.right if _defines_an_axis(term)]
         names = [term.name for term in terms]
         repeated = [term for term in terms if names.count(term.name) > 1]
@@ -155,7 +151,7 @@ def grid_of(
 ) -> tuple[MeshAxis, ...]:
     """Returns the device grid of an expression, without the terms that have mesh axes.
 
-    `sizes` are the sizes of mesh axes by name; None if the expression names none.
+    `sizes` are the sizes of the mesh axes, or None if the expression names none.
     """
     ndim = len(expression.names) - 1 if ELLIPSIS in expression.names else None
     names = {i: name for name, i in axis_positions(expression, ndim).items() if name != ELLIPSIS}

@@ -29,7 +29,7 @@ from .._sharding.resolve import resolve
 
 Shape: TypeAlias = tuple[int, ...]
 MeshAxes: TypeAlias = Literal[True] | tuple[str, ...]  # True: all mesh axes
-# For each axis of an optimizer-state array: its axis in the parameter, or None for an added axis.
+# for each axis of an optimizer-state array, its axis in the parameter: (0, 2), or None if added
 AxisMap: TypeAlias = tuple[int | None, ...]
 Entry: TypeAlias = tuple[Any, ...]  # the mesh axes that shard an array axis
 
@@ -50,11 +50,9 @@ def state_specs(
 
     Args:
         spec: the spec of the parameter.
-        axis_maps: the possible maps from axes of the state array to axes of its parameter; more
-            than one only if several axes have the same size.
+        axis_maps: more than one only if several axes of the parameter have the same size.
         also_over: shard the state array over these mesh axes too, unless they shard the parameter.
-        all_or_none: shard one array axis over all of these mesh axes, or if no array axis is
-            divisible, none.
+        all_or_none: shard one array axis over all of those mesh axes; if none is divisible, none.
     """
     param_spec = as_leaf_spec(spec)
     placement = resolve(param_spec, param_shape, context)
@@ -94,19 +92,19 @@ def _add_mesh_axes(
     mesh: AnyMesh,
     all_or_none: bool,
 ) -> list[Entry]:
-    """Returns `entries`, the mesh axes of each array axis, with mesh axes from `free` added.
+    """Adds the mesh axes in `free` to `entries`, the mesh axes that shard each array axis.
 
     Each step shards one array axis over the first n free mesh axes, with the largest n for which a
     shard size is divisible; of several array axes, it takes the one with the largest shards. If no
     shard size is divisible, the first free mesh axis stays unused. With `all_or_none`, there is one
     step, over all free mesh axes.
 
-    New mesh axes become minor to those of the array axis: each device keeps a part of its shard,
-    and no data moves. But expressions on `device_mesh()` list mesh axes in mesh order, so a new
-    mesh axis may become major there, and data moves; other array axes are picked first. For
-    example, float32[256,1024] parameters as 'd f -> * d f2' on 16 devices: with moments as
-    'd f -> f8 d f2', XLA all-reduced unsharded gradients and gathered activations; as
-    'd f -> d8 f2', it gathered only the new parameters.
+    New mesh axes become minor to those of the array axis, so that no data moves: each device keeps
+    a part of its shard. But expressions on `device_mesh()` list mesh axes in mesh order, where a
+    new mesh axis may become major; other array axes are picked first. For example, with moments as
+    'd f -> f8 d f2' of float32[256,1024] parameters as 'd f -> * d f2' on 16 devices, XLA
+    all-reduced unsharded gradients and gathered activations; with moments as 'd f -> d8 f2', it
+    gathered only the new parameters.
     """
     sizes = sizes_of(mesh)
     free = [axis for axis in free if sizes.get(str(axis), 1) > 1]
@@ -138,7 +136,7 @@ def _n_shards(axes: Sequence[Any], sizes: Mapping[str, int]) -> int:
 
 
 class Option(NamedTuple):
-    """An argument that names mesh axes, as errors show it."""
+    """How errors show an argument that names mesh axes."""
 
     name: str
     expected: str  # comes after `name` in the error
@@ -168,7 +166,6 @@ def read_mesh_axes(value: object, option: Option) -> MeshAxes:
 
 
 def check_mesh_axes(axes: MeshAxes, context: Context, option: Option) -> None:
-    """Raises if the mesh lacks an axis that an option names."""
     if axes is True or not axes:
         return
     mesh = context.mesh

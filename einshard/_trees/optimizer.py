@@ -111,11 +111,9 @@ class StateSpec:
         return {**self.__dict__, '_matches': {}, '_latest': None}
 
     def __call__(self, path: str, leaf: Any) -> AnySpec | None:
-        """Returns the spec of one leaf."""
         return self.for_leaves([path], [leaf])[0]
 
     def for_leaves(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[AnySpec | None]:
-        """Returns the specs of many leaves; one error lists all arrays that match no parameter."""
         return [spec for _, spec in self.find_all(paths, leaves)]
 
     def table(self, tree: Any, *, mesh: MeshLike | None = None) -> Table:
@@ -128,7 +126,7 @@ class StateSpec:
     def find_all(
         self, paths: Sequence[str], leaves: Sequence[Any]
     ) -> list[tuple[str, AnySpec | None]]:
-        """Returns a (rule, spec) pair for each leaf.
+        """Returns a (rule, spec) pair for each leaf; one error lists all that match no parameter.
 
         The rule is 'as w' for a moment of parameter w, 'scalar', 'default' or 'not an array'.
         """
@@ -239,17 +237,12 @@ def _without_values(leaf: Any) -> Any:
 
 
 def _shape_of(leaf: Any) -> Shape | None:
-    """Returns the shape of an array or ShapeDtypeStruct; None for other leaves."""
     # a Mesh has a shape but no dtype
     return tuple(leaf.shape) if hasattr(leaf, 'dtype') else None
 
 
 def _subpaths(path: str) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yields (subpath, other keys) for each part of a state path that may be a parameter's path.
-
-    Longer subpaths come first; of equally long ones, the last comes first: 'a/b/c' yields 'a/b/c',
-    'b/c', 'a/b', 'c', 'b', 'a' and ''.
-    """
+    """Yields (subpath, keys that it lacks): 'a/b/c', then 'b/c', 'a/b', 'c', 'b', 'a' and ''."""
     keys = path.split('/')
     for n in range(len(keys), 0, -1):
         for start in range(len(keys) - n, -1, -1):
@@ -262,7 +255,7 @@ def _subpaths(path: str) -> Iterator[tuple[str, Sequence[str]]]:
 def _axis_maps(param_shape: Shape, shape: Shape, other_keys: Sequence[str]) -> tuple[AxisMap, ...]:
     """Finds all maps from axes of a state array to axes of its parameter that fit the shapes.
 
-    `other_keys` are the keys of the state array's path that the parameter's path lacks.
+    `other_keys`, which may include v_row, are in the path of the state array only.
     """
     n_new = len(shape) - len(param_shape)
     if n_new > 0:

@@ -32,7 +32,6 @@ _paths: dict[Any, Sequence[str]] = register({})
 
 
 def path_text(path: Sequence[Any]) -> str:
-    """Formats a key path, such as 'layers/0/w'."""
     return jtu.keystr(tuple(path), simple=True, separator='/')
 
 
@@ -43,10 +42,10 @@ def common_end(path: str, other: str) -> int:
 
 
 def path_and_array(path: str, leaf: Any) -> str:
-    """Formats a path and its array: "'layers/0/w' float32[6,8]"."""
+    """Returns "'layers/0/w' float32[6,8]", or 'float32[6,8]' if the path is empty."""
     return f"'{path}' {array_text(leaf)}" if path else array_text(leaf)
 
 
 def leaf_text(path: str, leaf: Any, noun: str = 'leaf') -> str:
-    """Formats an array and its path: "float32[6,8], leaf 'layers/0/w'"."""
+    """Returns "float32[6,8], leaf 'layers/0/w'", or 'float32[6,8]' if the path is empty."""
     return f"{array_text(leaf)}, {noun} '{path}'" if path else array_text(leaf)

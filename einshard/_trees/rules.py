@@ -32,8 +32,8 @@ from .specs import Spec, check_registered_pytree, is_function
 from .table import Table, make_table
 
 _NO_DEFAULT: Any = ...  # unlike an object(), it survives copy and pickle
-# The rule of a leaf, and its spec. The rule is an index; a word such as 'scalar' or 'default' for
-# leaves without a rule; or None if no rule matches and there is no default.
+# The rule of a leaf, and its spec. The rule is an index into `Rules.rules`; 'scalar', 'small',
+# 'default' or 'not an array'; or None if no rule matches and there is no default.
 _RuleAndSpec: TypeAlias = tuple[int | str | None, AnySpec | None]
 
 
@@ -258,7 +258,6 @@ def _anchor_note(patterns: Sequence[str], path: str) -> dict[str, str]:
 
 
 def _read_rule(number: int, rule: Any) -> tuple[str, Spec]:
-    """Returns the pattern and the spec of a rule; raises if one of them is invalid."""
     if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[0], str):
         raise EinshardError(
             f'rule {number} is not a (pattern, spec) pair: {rule!r}',
@@ -303,7 +302,6 @@ def read_least_size(size: Any, option: str, unit: str) -> int:
 
 
 def _spec_for(spec: Spec, path: str, leaf: Any, rule: str) -> LeafSpec | None:
-    """Returns the spec of a rule for one leaf; raises if the spec does not fit its rank."""
     if spec is None:
         return None
     if is_function(spec):
@@ -321,7 +319,6 @@ def _spec_for(spec: Spec, path: str, leaf: Any, rule: str) -> LeafSpec | None:
 
 @cached
 def _fit_to_rank(spec: LeafSpec, ndim: int) -> LeafSpec:
-    """Returns `spec` for arrays of rank `ndim`; raises if `spec` does not fit."""
     spec = of_rank(spec, ndim)
-    axis_positions(spec.expression, ndim)
+    axis_positions(spec.expression, ndim)  # raises if the rank does not fit
     return spec

@@ -84,12 +84,10 @@ class LargestAxis:
     min_bytes: int
 
     def __call__(self, path: str, leaf: Any) -> AnySpec | None:
-        """Returns the spec of one leaf."""
         check_mesh_axes(self.axes, current_context(), LARGEST)
         return self._shard_largest_axis(call_spec(self.spec, path, leaf), leaf)
 
     def for_leaves(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[AnySpec | None]:
-        """Returns the specs of the leaves of a tree."""
         check_mesh_axes(self.axes, current_context(), LARGEST)
         pairs = list(zip(paths, leaves, strict=True))
         if hasattr(self.spec, 'for_leaves'):  # Rules

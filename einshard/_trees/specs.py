@@ -72,9 +72,9 @@ def leaf_specs(
 
 
 def leaves_with_own_spec(tree: Any, spec: Spec) -> set[int]:
-    """Returns the indices of the leaves of `tree` that have a spec of their own.
+    """Returns the indices of the leaves of `tree` that have their own entry in `spec`.
 
-    That is a spec for this leaf, not for a subtree or for all leaves; functions do not count.
+    Functions, and entries for a subtree, do not count.
     """
     prefix, prefix_def = jtu.tree_flatten(spec, is_leaf=is_none)
     own: set[int] = set()
@@ -152,10 +152,7 @@ def _takes_path_and_leaf(function: Callable[..., Any]) -> bool:
 
 
 def read_specs(spec: Spec) -> Spec:
-    """Converts the leaves of a pytree of specs to LeafSpecs, except None and functions.
-
-    Raises if a leaf is not a valid spec.
-    """
+    """Converts the leaves of a pytree of specs to LeafSpecs, except None and functions."""
     check_specs(spec)
     return jtu.tree_map(
         lambda leaf: as_leaf_spec(leaf) if isinstance(leaf, LEAF_SPECS) else leaf,
@@ -225,10 +222,9 @@ def _not_a_spec(
 
 
 def check_registered_pytree(leaf: Any) -> None:
-    """Raises if a leaf is an object with arrays that JAX would not place.
+    """Raises for an unregistered pytree that contains arrays, or an array of another library.
 
-    That is an unregistered pytree, or an array of another library. Functions, strings and other
-    leaves without arrays are allowed, because models contain them.
+    Functions, strings and other leaves without arrays are allowed, because models contain them.
     """
     reject_masked_array(leaf)
     cls = type(leaf)
@@ -299,7 +295,6 @@ def _has_arrays(node: Any) -> bool:
 
 
 def _subtrees(prefix_def: Any, spec: Spec, tree: Any) -> list[Any]:
-    """Returns the subtrees of `tree` at the leaves of `spec`; raises if `spec` is not a prefix."""
     try:
         return prefix_def.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError) as error:
@@ -341,7 +336,7 @@ def _mismatch_text(spec: Any, tree: Any, keys: Sequence[str], tree_keys: Sequenc
 
 
 def _is_sequence(node: Any, keys: Sequence[str]) -> bool:
-    """Whether the keys of a node are indices: a list or a tuple, but not a NamedTuple."""
+    """Whether a node is a list or a tuple, but not a NamedTuple."""
     return isinstance(node, list | tuple) and all(key.isdecimal() for key in keys)
 
 

@@ -158,8 +158,8 @@ def make_table(
 ) -> Table:
     """Builds the table of a pytree.
 
-    `rules_and_specs` has a pair for each leaf: the index of its rule, or a word such as 'scalar' or
-    'default'; and its spec.
+    `rules_and_specs` has a pair for each leaf: the index of its pattern in `patterns`, or a word
+    such as 'default'; and its spec.
     """
     paths = leaf_paths(tree)
     rows: list[Row] = []

@@ -1,4 +1,4 @@
-"""Builds the mesh of a per-device function, and the PartitionSpecs of arrays on it."""
+"""Builds the mesh of a per-device function, and resolves expressions on it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from .joint_mesh import JointMesh, joint_mesh
 from .spec_axes import SpecAxes
 
 
-class View(NamedTuple):
-    """The mesh of a per-device function, and how its expressions map to mesh axes.
+class Resolver(NamedTuple):
+    """Resolves the expressions of a per-device function on its mesh.
 
-    Its methods take the manual mesh axes as `manual`; an empty `manual` means all mesh axes.
+    Methods take the manual mesh axes as `manual`; an empty `manual` means all mesh axes.
     """
 
     mesh: AnyMesh  # for `jax.shard_map`
@@ -49,7 +49,6 @@ class View(NamedTuple):
         return self.joint.named_sizes if self.uses_array_names else sizes_of(self.mesh)
 
     def expression(self, text: str) -> Expression:
-        """Parses an expression, and applies the axis rules."""
         sizes = {} if self.uses_array_names else sizes_of(self.mesh)
         return _apply_rules(parse(text), self.rules, sizes, self.on_one_device)
 
@@ -62,23 +61,17 @@ class View(NamedTuple):
         return self.joint.complete(expression) if self._is_on_joint_mesh(expression) else text
 
     def check(self, text: str, shape: Sequence[int]) -> None:
-        """Raises if an array of this shape does not fit the expression `text`.
-
-        For an expression that names axes of the user's mesh, only the rank is checked here;
-        `sharded` checks the sizes.
-        """
+        """Raises if an array of this shape does not fit the expression `text`."""
         expression = self.expression(text)
-        axis_positions(expression, len(shape))
-        if self._is_on_joint_mesh(expression):
+        axis_positions(expression, len(shape))  # raises if the rank does not fit
+        if self._is_on_joint_mesh(expression):  # else `sharded` checks the sizes
             layout = lay_out(parse(self.complete(text)), len(shape), self.n_devices)
             check_divisible(expression, layout, shape, self.n_devices)
 
     def needs_rank(self, text: str) -> bool:
-        """Whether the PartitionSpec of an expression depends on the rank of its array."""
         return needs_rank(parse(self._on_mesh_axes(text)))
 
     def partition_spec(self, text: str, ndim: int | None, manual: frozenset[str]) -> PartitionSpec:
-        """Returns the PartitionSpec of an expression, restricted to the manual mesh axes."""
         spec = make_sharding(self._on_mesh_axes(text), ndim=ndim, mesh=self.mesh).spec
         if not manual:
             return spec
@@ -92,16 +85,12 @@ class View(NamedTuple):
         return manual_types == {AxisType.Explicit}
 
     def inferred_spec(self, leaf: Any, manual: frozenset[str]) -> PartitionSpec:
-        """Returns the PartitionSpec in the type of an argument, restricted to manual mesh axes."""
         spec = jax.typeof(leaf).sharding.spec
         rows = [tuple(a for a in row if not manual or a in manual) for row in spec_axes(spec)]
         return PartitionSpec(*partition_spec(rows), unreduced=spec.unreduced, reduced=spec.reduced)
 
     def shard_shape(self, shape: Sequence[int], spec: PartitionSpec) -> list[int]:
-        """Returns the shape of a shard of an array with this shape and PartitionSpec.
-
-        `NamedSharding.shard_shape` fails on a mesh with manual axes, as in nested shard_maps.
-        """
+        # `NamedSharding.shard_shape` fails on a mesh with manual axes, as in nested shard_maps
         sizes = sizes_of(self.mesh)
         entries = spec_axes(spec)
         entries += [()] * (len(shape) - len(entries))
@@ -113,10 +102,6 @@ class View(NamedTuple):
         return tuple(a for a in sizes if sizes[a] == 1 and (not manual or a in manual))
 
     def result_spec(self, text: str, ndim: int, manual: frozenset[str]) -> PartitionSpec:
-        """Returns the PartitionSpec of a result.
-
-        Unless the result is a scalar, the spec also names the manual mesh axes of size 1.
-        """
         spec = self.partition_spec(text, ndim, manual)
         if not ndim:
             return spec
@@ -144,21 +129,16 @@ class View(NamedTuple):
 
 
 @cached
-def make_view(
+def make_resolver(
     specs: tuple[SpecAxes, ...],
     mesh: AnyMesh,
     is_in_context: bool,
     rules: AxisRules,
     on_one_device: bool,
-) -> View:
-    """Builds the mesh of a per-device function, and maps its expressions to mesh axes.
+) -> Resolver:
+    """Builds the mesh of a per-device function, from the expressions of its arguments and result.
 
-    Args:
-        specs: the expressions of the arguments and the result.
-        mesh: the user's mesh, or else the canonical mesh: all devices, with axes d0, d1, ...
-        is_in_context: whether `mesh` is the mesh in context.
-        rules: the axis rules.
-        on_one_device: whether to read every count and star as 1, for `check_same`.
+    `mesh` is the user's mesh, or else the canonical mesh: all devices, with axes d0, d1, ...
     """
     sizes = sizes_of(mesh)
     n_devices = math.prod(sizes.values())
@@ -181,24 +161,20 @@ def make_view(
             joint = JointMesh(((None, n_devices),))  # the expressions without mesh axes replicate
         else:  # without counts, this raises on several devices
             joint = _joint_mesh_on(without_mesh_axes, specs, sizes)
-        return View(mesh, False, joint, n_devices, rules, on_one_device)
+        return Resolver(mesh, False, joint, n_devices, rules, on_one_device)
     joint = joint_mesh(specs, n_devices)
     names, shape = tuple(joint.mesh_shape), tuple(joint.mesh_shape.values())
     types = (AxisType.Auto,) * len(names)
     if isinstance(mesh, AbstractMesh):
-        view_mesh: AnyMesh = AbstractMesh(shape, names, axis_types=types)
+        resolver_mesh: AnyMesh = AbstractMesh(shape, names, axis_types=types)
     else:
-        view_mesh = Mesh(mesh.devices.reshape(shape), names, axis_types=types)
-    return View(view_mesh, True, joint, n_devices, rules, on_one_device)
+        resolver_mesh = Mesh(mesh.devices.reshape(shape), names, axis_types=types)
+    return Resolver(resolver_mesh, True, joint, n_devices, rules, on_one_device)
 
 
 def _joint_mesh_on(
     without_mesh_axes: tuple[SpecAxes, ...], specs: Sequence[SpecAxes], sizes: Mapping[str, int]
 ) -> JointMesh:
-    """Builds the joint mesh of the expressions that name no axes of the user's mesh.
-
-    `specs` are all expressions, and `sizes` the axis sizes of the user's mesh.
-    """
     n_devices = math.prod(sizes.values())
 
     def lay_out_others(_: str) -> None:
