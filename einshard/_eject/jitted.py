@@ -200,7 +200,7 @@ def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
 
 
 def _constraints(jaxpr: Any) -> Iterator[Any]:
-    """Yields the constraint equations of a jaxpr and its inner jaxprs, not of backward passes."""
+    """Yields the constraints of the forward pass, also those in nested jaxprs."""
     for eqn in jaxpr.eqns:
         is_backward = 'transpose(' in str(eqn.source_info.name_stack)
         if eqn.primitive.name in _CONSTRAINTS and not is_backward:

@@ -43,9 +43,9 @@ def find_arguments(
     shardings: Sequence[Sharding | None],
     module: Module,
 ) -> list[ProgramArray]:
-    """Returns the argument leaves of a call, including those that the program does not use.
+    """Returns all argument leaves, also those that the program does not use.
 
-    `shardings` has the sharding of each leaf; None for unused leaves.
+    `shardings` has one sharding for each leaf, None for unused ones.
     """
     leaves = jtu.tree_leaves_with_path(compiled.args_info)
     specs = stages.argument_specs() or [None] * len(leaves)
@@ -62,7 +62,7 @@ def find_arguments(
 
 
 def find_results(stages: Stages, results: Any) -> list[ProgramArray]:
-    """Returns the result leaves; `results` is the pytree `out_info` of a `Compiled`."""
+    """`results` is the pytree `out_info` of a `Compiled`."""
     leaves = jtu.tree_leaves_with_path(results)
     specs = stages.result_specs(results) or [None] * len(leaves)
     return [
@@ -77,12 +77,7 @@ def _array(path: str, leaf: Any, sharding: Sharding | None, spec: AnySpec | None
 
 
 def argument_path(path: Sequence[Any], names: Mapping[int, str]) -> str:
-    """Formats the path of an argument leaf: 'params/w'; 'args[0]/w' if the name is unknown.
-
-    Args:
-        path: the key path of the leaf in (args, kwargs).
-        names: the known parameter names, by position.
-    """
+    """Formats a key path in (args, kwargs): 'params/w', or 'args[0]/w' if `names` lacks 0."""
     container, key, *rest = path
     by_keyword = container.idx == 1
     name = str(key.key) if by_keyword else names.get(key.idx, f'args[{key.idx}]')
@@ -90,17 +85,16 @@ def argument_path(path: Sequence[Any], names: Mapping[int, str]) -> str:
 
 
 def result_path(path: Sequence[Any]) -> str:
-    """Formats the path of a result leaf: 'result/0/w', or 'result' for a single array."""
+    """Formats 'result/0/w', or 'result' for a single array."""
     return '/'.join(filter(None, ('result', path_text(path))))
 
 
 def _names_in_program(
     paths: Sequence[Sequence[Any]], shardings: Sequence[Sharding | None], module: Module
 ) -> dict[int, str]:
-    """Reads the parameter name of each positional argument from a program.
+    """Returns parameter names by position; the program has none for unused arguments.
 
-    `paths` and `shardings` are those of all argument leaves. The program has no names for unused
-    arguments.
+    `paths` and `shardings` are those of all argument leaves.
     """
     parameters = module.entry.parameters()
     in_program = {op.parameter_number: re.split(r'[\[.]', op.op_name)[0] for op in parameters}
@@ -117,10 +111,7 @@ def _names_in_signature(parameters: Sequence[str], n_arguments: int) -> Mapping[
 
 
 def _axis_names(spec: AnySpec | None, ndim: int) -> tuple[str, ...] | None:
-    """Returns the axis names of an array; the axes that '...' stands for get unused letters.
-
-    None without a spec, or if its only axis is '...'.
-    """
+    """The axes that '...' stands for get unused letters. None if '...' is the only axis."""
     if spec is None:
         return None
     names = as_leaf_spec(spec).expression.names
@@ -159,12 +150,14 @@ def _placement(array: ProgramArray) -> str:
 def results_in_place(
     arguments: Sequence[ArrayRow], results: Sequence[ArrayRow], module: Module
 ) -> tuple[tuple[str, str], ...]:
-    """Returns (result path, argument path) for each result that replaces a donated argument."""
+    """Returns (result path, argument path) for each result that replaces a donated argument.
+
+    Omits arguments whose memory is reused by a result of another shape, dtype or placement.
+    """
     inputs = [row for row in arguments if row.placement != _NOT_USED]
     pairs = [
         (results[output], inputs[parameter])
         for output, parameter in module.aliases.items()
         if output < len(results) and parameter < len(inputs)
     ]
-    # leave out arguments whose memory is reused by a result of another shape, dtype or placement
     return tuple((a.path, b.path) for a, b in pairs if replace(a, path=b.path) == b)

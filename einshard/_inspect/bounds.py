@@ -68,16 +68,12 @@ def find_bounds(
     collectives: Sequence[tuple[Collective, str]],
     is_cpu: bool = False,
 ) -> Bounds:
-    """Computes the lower bounds of a program.
-
-    Branches of conditionals do not count. Unknown trip counts count as 1.
+    """Branches of conditionals do not count. Unknown trip counts count as 1.
 
     Args:
-        chip: the chip of the devices.
-        devices: the devices in the order of the program.
-        module: the compiled program.
-        products: its flops, by source line.
-        collectives: its collectives, each with its `CollectiveRow.along`.
+        chip, devices: the devices are in the order of the program.
+        module, products: the program, and its flops.
+        collectives: each with its `CollectiveRow.along`.
         is_cpu: whether the program is compiled for CPUs that simulate the devices.
     """
     share = chip.share(devices[0])

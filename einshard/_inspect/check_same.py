@@ -165,8 +165,6 @@ class _Check:
         return self.mesh.devices.flat[0]
 
     def results(self, results: Sequence[jax.Array], paths: Sequence[str]) -> list[ComparedRow]:
-        """Compares each result with the same result on one device."""
-
         def leaves(arrays: Arrays) -> list[Any]:
             return jtu.tree_leaves(self.single.result(arrays))
 
@@ -242,9 +240,8 @@ class _Check:
     def _updated_argument(self, path: str, result: jax.Array) -> int | None:
         """Returns the index of the argument that a result may update, such as weights, or None.
 
-        Of the arguments with the result's shape and dtype, returns the one whose path shares the
-        longest end with `path`. The difference is then relative to the update, the
-        result minus the argument: relative to the weights, an error in a small update could pass.
+        Differences are then relative to the update (result minus argument): relative to the
+        weights, an error in a small update could pass.
         """
         leaves = self.call.leaves
         types = {i: (leaves[i].shape, leaves[i].dtype) for i in self.call.inputs}
@@ -253,10 +250,7 @@ class _Check:
 
 
 def _put_cotangent(array: Any, sharding: jax.sharding.Sharding) -> Any:
-    """Shards the cotangent of a result with this sharding.
-
-    Leaves it on the host if the sharding is not a `NamedSharding`.
-    """
+    """Shards a cotangent for a result with this `NamedSharding`; ignores other shardings."""
     if not isinstance(sharding, NamedSharding):
         return array
     spec = sharding.spec  # JAX: the cotangent of an unreduced value is reduced, and vice versa

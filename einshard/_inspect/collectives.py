@@ -12,7 +12,7 @@ from .fold_layers import fold_paths
 from .report_rows import CollectiveRow
 
 _MAX_ROWS = 40  # of the table in text
-_LARGE_FRACTION = 0.01  # a row with more of the bytes sent shows at least its role
+_LARGE_FRACTION = 0.01  # of all bytes sent; rows with more show their role
 
 
 class Collectives(Display, tuple[CollectiveRow, ...]):
@@ -63,7 +63,7 @@ _COLUMNS = (
 
 
 def collective_section(collectives: Collectives) -> Section:
-    """Lists collectives, most bytes first."""
+    """Lists collectives, most bytes first. Those that look the same share a row."""
     alike: dict[object, list[CollectiveRow]] = {}
     for row in collectives:
         key = (row.kind, row.arrays, row.group_size, row.groups, row.along, row.executions)
@@ -74,18 +74,17 @@ def collective_section(collectives: Collectives) -> Section:
     shown = [_collective_cells(rows, _total_bytes(rows) > least) for rows in in_order]
     if not shown:
         return Section('collectives', lines=('none',))
-    # omit each of the last two columns if it is empty
+    # 'of' and 'called at' are omitted if empty
     n = len(_COLUMNS)
     kept = [i for i in range(n) if i < n - 2 or any(cells[i] for cells in shown)]
     columns = tuple(_COLUMNS[i] for i in kept)
     rows = tuple(tuple(cells[i] for i in kept) for cells in shown)
-    # with more than _MAX_ROWS rows, the last line of the table is about the rest
+    # the last of _MAX_ROWS lines sums up the rows that are left out
     rest = f': {format_bytes(sum(map(_total_bytes, in_order[_MAX_ROWS - 1 :])))}'
     return Section('collectives', columns, rows, max_rows=_MAX_ROWS, omitted=rest)
 
 
 def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[str, ...]:
-    """Formats one row of the table of collectives, for collectives that look the same in it."""
     row = rows[0]
     iterations = '?' if row.executions is None else row.executions
     return (
@@ -102,9 +101,9 @@ def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[st
 
 
 def _payload_text(rows: Sequence[CollectiveRow], is_large: bool) -> str:
-    """Formats what collectives in one table row send: 'params/0-3/{q,k}', or 'activations b s d'.
+    """Formats what the collectives of a row send: 'params/0-3/{q,k}', or 'activations b s d'.
 
-    Without paths and axes, returns the role if `is_large`, else ''.
+    '' if paths and axes are unknown, except in large rows, which show their role.
     """
     # 'result', the path of a function's only result, would say nothing
     folded = ', '.join(fold_paths(path for row in rows for path in row.of if path != 'result'))

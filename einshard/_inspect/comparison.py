@@ -125,10 +125,9 @@ class Reference:
 
     Attributes:
         value: the array.
-        perturbed: the array for each sample of perturbed arguments.
-        before: the value of the argument that the array is an update of; the number 0 if there is
-            none.
-        perturbed_before: `before` in each of these samples.
+        perturbed: the array, computed from each perturbed copy of the arguments.
+        before: the argument that the array is an update of; the number 0 if there is none.
+        perturbed_before: `before` in each perturbed copy.
     """
 
     value: Any
@@ -138,14 +137,15 @@ class Reference:
 
 
 def compare(path: str, found: jax.Array, reference: Reference, rounding: Rounding) -> ComparedRow:
-    """Compares an array with the same array on one device."""
     value, *replicas = _copies(found)
     array = f'{found.dtype}{shape_text(found.shape)}'
-    expected = _numbers(reference.value)
+    expected = _as_wide_numpy(reference.value)
     if not jnp.issubdtype(found.dtype, jnp.inexact):
         difference, tolerance, because = _fraction_different(value, expected), 0.0, 'integers'
         relative_to = 'elements'
-        rounding_changes = [_fraction_different(_numbers(x), expected) for x in reference.perturbed]
+        rounding_changes = [
+            _fraction_different(_as_wide_numpy(x), expected) for x in reference.perturbed
+        ]
         between_replicas = [_fraction_different(replica, value) for replica in replicas]
     else:
         # if the argument did not change, differences are relative to its value
@@ -159,7 +159,7 @@ def compare(path: str, found: jax.Array, reference: Reference, rounding: Roundin
         tolerance = rounding.tolerance + _relative(2 * rounding_error, scale)
         because = str(rounding)
         rounding_changes = [
-            _distance(_numbers(after) - before, expected - reference.before, scale)
+            _distance(_as_wide_numpy(after) - before, expected - reference.before, scale)
             for after, before in zip(reference.perturbed, reference.perturbed_before, strict=True)
         ]
         between_replicas = [_distance(replica, value, scale) for replica in replicas]
@@ -181,22 +181,20 @@ def _copies(array: jax.Array) -> Iterator[Any]:
     """Yields one full array for each replica, made of its shards; for a partial sum, the sum."""
     array = key_data(array)
     if isinstance(array.sharding, NamedSharding) and array.sharding.spec.unreduced:
-        yield _numbers(gather(array))
+        yield _as_wide_numpy(gather(array))
         return
     copies: dict[int, Any] = {}
     for shard in array.addressable_shards:
         copy = copies.setdefault(shard.replica_id, np.zeros(array.shape, _wide_dtype(array.dtype)))
-        copy[shard.index] = _numbers(shard.data)
+        copy[shard.index] = _as_wide_numpy(shard.data)
     yield from (copies[i] for i in sorted(copies))
 
 
-def _numbers(array: Any) -> Any:
-    """Converts an array to NumPy, and floating-point numbers to float64 or complex128."""
+def _as_wide_numpy(array: Any) -> Any:
     return np.asarray(array).astype(_wide_dtype(array.dtype))
 
 
 def key_data(array: Any) -> Any:
-    """Returns the data of an array of PRNG keys; other arrays unchanged."""
     is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(array) if is_key else array
 

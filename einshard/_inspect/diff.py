@@ -77,8 +77,6 @@ class Diff:
 
 @dataclass(frozen=True)
 class Compared:
-    """The parts of a report that a diff compares."""
-
     arrays: Sequence[ArrayRow]
     collectives: Sequence[CollectiveRow]
     numbers: Mapping[str, int]  # bytes by name, and 'flops'
@@ -105,7 +103,6 @@ def make_diff(before: Compared, after: Compared) -> Diff:
 
 
 def _lines_text(lines: Sequence[str | None]) -> str:
-    """Formats source lines: 'model.py:12, model.py:15'."""
     return ', '.join(dict.fromkeys(filter(None, map(short_source, lines))))
 
 
@@ -118,7 +115,7 @@ def _placements(rows: Sequence[ArrayRow]) -> Mapping[str, str]:
 
 
 class _Sum(NamedTuple):
-    """Totals of collectives with the same text in a `Diff`."""
+    """Totals of collectives with the same text in `Diff.collectives`."""
 
     executions: int | None  # None if a loop has an unknown trip count
     sent: int  # bytes that a device sends in one run

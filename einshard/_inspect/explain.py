@@ -97,13 +97,7 @@ def explain_stages(
     replicated_above: int = 2**20,
     intermediates: bool = False,
 ) -> Report:
-    """Compiles a program, and reports on it.
-
-    Args:
-        stages: the program.
-        mesh: the mesh that it is compiled for; None if unknown.
-        chip, replicated_above, intermediates: as for `explain`.
-    """
+    """Compiles a program, and reports on it like `explain`; `mesh` is None if unknown."""
     facts = _read_program(stages, compile_stages(stages, mesh), chip, replicated_above)
     return _make_report(facts, intermediates)
 
@@ -111,7 +105,6 @@ def explain_stages(
 def _read_program(
     stages: Stages, compiled: Compiled | Oversized, chip: Chip | None, replicated_above: int
 ) -> Facts:
-    """Reads a compiled program: its arrays, collectives, flops and memory."""
     module = Module(program_text(stages.name or 'the program', compiled))
     argument_shardings, result_info = compiled_shardings(compiled)  # type: ignore[reportArgumentType]
     arguments = find_arguments(stages, compiled, argument_shardings, module)
@@ -194,7 +187,6 @@ def _make_report(facts: Facts, intermediates: bool) -> Report:
 def _memory_capacity(
     compiled: Compiled | Oversized, chip: Chip | None, device: Device
 ) -> int | None:
-    """Returns the bytes that programs can use on a device; None if unknown."""
     if isinstance(compiled, Oversized):
         return compiled.available
     return int(chip.memory * chip.share(device)) if chip else None
@@ -203,7 +195,7 @@ def _memory_capacity(
 def _communication(
     module: Module, device_ids: Sequence[int], n_inputs: int
 ) -> tuple[Sequence[Collective], dict[str, AllGather]]:
-    """Finds the collectives of a program, and its all-gathers by instruction name.
+    """Returns the collectives, and the all-gathers by instruction name.
 
     Parameters numbered `n_inputs` and up are Refs that the function closes over. They have no
     path, so their all-gathers get `parameter=None`.
@@ -219,7 +211,6 @@ def _communication(
 
 
 def _devices(shardings: Sequence[Sharding | None]) -> list[Device]:
-    """Returns the devices that run the program; `jax.devices()[:1]` if unknown."""
     for sharding in shardings:
         if isinstance(sharding, NamedSharding):
             return list(sharding.mesh.devices.flat)  # type: ignore[reportOptionalMemberAccess]
@@ -231,7 +222,7 @@ def _devices(shardings: Sequence[Sharding | None]) -> list[Device]:
 def _output_paths(
     results: Sequence[str], inputs: Sequence[tuple[str, str]], module: Module
 ) -> Mapping[int, str]:
-    """Returns, by output number, the path of the result, or of the `jax.Ref` that is updated."""
+    """Returns the path of each output, by number: of a result, or of a `jax.Ref` argument."""
     paths = dict(enumerate(results))
     for output, parameter in module.aliases.items():
         if output not in paths and parameter < len(inputs):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeAlias
 
-_Parts: TypeAlias = tuple[tuple[str, ...], ...]  # the alternatives for each part of a path
+_Parts: TypeAlias = tuple[tuple[str, ...], ...]  # (('0', '1'), ('w',)) for '0-1/w'
 
 
 def fold(
@@ -13,7 +13,7 @@ def fold(
 ) -> list[tuple[str, list[int]]]:
     """Folds paths with equal values into patterns; returns each with the indices of its paths.
 
-    If there are at most `few` paths, each is a pattern of its own.
+    Folds nothing if there are at most `few` paths.
 
     >>> from einshard._inspect.fold_layers import fold
     >>> fold(['0/w', '0/b', '1/w', '1/b'], ['big', 'small', 'big', 'small'], few=2)
@@ -40,13 +40,13 @@ def fold(
 
 
 def fold_paths(paths: Iterable[str]) -> list[str]:
-    """Folds paths into patterns: 'layers/gate', 'layers/up' -> 'layers/{gate,up}'."""
+    """'layers/gate', 'layers/up' -> 'layers/{gate,up}'."""
     distinct = list(dict.fromkeys(paths))
     return [pattern for pattern, _ in fold(distinct, [None] * len(distinct), few=1)]
 
 
 def _pattern_text(alternatives: tuple[str, ...]) -> str:
-    """Formats alternatives as '0-11' or '{q,k,v}'."""
+    """Formats '0-11' or '{q,k,v}'."""
     if len(alternatives) == 1:
         return alternatives[0]
     if all(part.isdecimal() for part in alternatives):

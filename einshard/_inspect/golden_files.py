@@ -1,4 +1,4 @@
-"""Golden files: reports as text that changes only if a placement or a collective changes."""
+"""Golden files: text files with the placements and collectives that a test expects."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _MAX_LENGTH = 120  # characters of a test name in a file name; systems allow 255
 
 
 def golden_text(report: Report) -> str:
-    """Formats a golden file: all placements, and all collectives with their executions.
+    """Formats the placements and collectives of a program.
 
-    The file omits what may differ although the program is the same: memory, device names, source
-    lines. Collectives are sorted, because the compiler chooses their order. Columns are not
-    aligned: if they were, a longer path would change every line.
+    Omits memory, device names and source lines, which may change although the program does not.
+    Sorts the collectives, because the compiler chooses their order. Does not align columns, because
+    a longer path would then change every line.
     """
     devices, meshes = plural(report.n_devices, 'device'), meshes_text(report)
     head = f'{report.name} on {devices}{": " * bool(meshes)}{meshes}'
@@ -47,13 +47,13 @@ def golden_text(report: Report) -> str:
 
 
 def _array_lines(rows: Sequence[ArrayRow]) -> list[str]:
-    values = [f'{row.array}  {_portable(row.placement)}' for row in rows]
+    values = [f'{row.array}  {_without_device_names(row.placement)}' for row in rows]
     folded = fold([row.path for row in rows], values)
     return [f'  {path}: {values[indices[0]]}' for path, indices in folded]
 
 
-def _portable(placement: str) -> str:
-    """Removes device names from a placement: they differ between platforms."""
+def _without_device_names(placement: str) -> str:
+    """Device names differ between platforms."""
     return placement.portable if isinstance(placement, Description) else placement
 
 
@@ -69,7 +69,6 @@ class Goldens:
     """The golden files of one test.
 
     Attributes:
-        folder: the folder of the files.
         test: the name of the test; file names start with it.
         shown_from: the folder that paths in messages are relative to.
         update: whether to write files that differ.
@@ -149,10 +148,7 @@ def _difference(report: Report, golden: str, text: str, shown_path: str) -> str:
 
 
 def file_name(name: str) -> str:
-    """Makes a portable file name.
-
-    Adds a hash if it replaces characters other than the brackets of pytest parameters, or shortens
-    the name.
+    """Makes a portable file name, with a hash unless it only replaces pytest's brackets.
 
     >>> from einshard._inspect.golden_files import file_name
     >>> file_name('test_step[8-float32]')

@@ -54,7 +54,7 @@ def find_intermediates(lowered: Lowered, meshes: Sequence[AnyMesh]) -> list[Arra
 
 
 def _before_partitioning(lowered: Lowered) -> str:
-    """Compiles again; returns the HLO text before partitioning, or '' if it was not dumped."""
+    """Returns the HLO before partitioning, or '' if it was not dumped."""
     with tempfile.TemporaryDirectory() as folder:
         compile_with_dumps(lowered, folder)
         return newest_dump(folder, 'before_*spmd-partitioning*')
@@ -131,15 +131,9 @@ def _read_values(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
 def read_shardings(
     op: Instruction, ranks: Sequence[int], mesh: AnyMesh
 ) -> list[NamedSharding | None]:
-    """Reads the shardings of an instruction's results.
+    """Reads the sharding of each result of an instruction; None if it does not fit the mesh.
 
-    Args:
-        op: the instruction.
-        ranks: the rank of each result.
-        mesh: the mesh of the program.
-
-    Returns:
-        One sharding for each result; None if it is missing, or not a sharding on the mesh.
+    `ranks` has the rank of each result.
     """
     if mesh.size == 1:
         return [NamedSharding(mesh, PartitionSpec()) for _ in ranks]
@@ -164,7 +158,7 @@ def _placement(text: str, ndim: int, meshes: Sequence[AnyMesh]) -> tuple[str, tu
     shard_counts = tuple(max(indices) + 1 for indices in blocks)
     terms = _term_indices(text, ndim, meshes[0].size)
     for mesh in meshes:
-        # `sharding_of_blocks` sees the terms of a partial sum as blocks of one more axis
+        # for `sharding_of_blocks`, the terms of a partial sum are the blocks of one more axis
         sharding = sharding_of_blocks([*blocks, terms], mesh)
         if sharding is None:
             continue
@@ -193,7 +187,7 @@ def _term_indices(text: str, ndim: int, n_devices: int) -> list[int]:
 
 
 def _tile_devices(tiles: re.Match[str]) -> np.ndarray[Any, Any]:
-    """Returns the device of each tile of a sharding, such as 'devices=[2,4]<=[8]'."""
+    """Returns the device of each tile: 'devices=[2,2]<=[4]' -> [[0, 1], [2, 3]]."""
     shape, order = [int(size) for size in tiles[1].split(',')], tiles[2]
     n = math.prod(shape)
     (ids,) = read_groups(f'[1,{n}]{order}' if order[0] == '<' else f'{{{{{order}}}}}')
@@ -201,7 +195,7 @@ def _tile_devices(tiles: re.Match[str]) -> np.ndarray[Any, Any]:
 
 
 def _block_indices(text: str, ndim: int, n_devices: int) -> list[list[int]] | None:
-    """Returns each device's block index along each axis, for a sharding in HLO; None if unknown."""
+    """Returns `blocks[axis][device]`, block indices, for a sharding in HLO; None if unknown."""
     blocks = [[0] * n_devices for _ in range(ndim)]
     if text.startswith('replicated') or text.endswith(' replicated'):
         return blocks

@@ -59,7 +59,6 @@ class Stages:
     limits: Limits | None = None
 
     def lower(self) -> Lowered:
-        """Lowers the program; raises for a `Compiled`."""
         if self.lowered is not None:
             return self.lowered
         if self.traced is None:
@@ -70,7 +69,7 @@ class Stages:
         return self.traced.lower()
 
     def compile(self) -> Compiled:
-        """Compiles the program. JAX caches the executable, so later calls do not compile again."""
+        """JAX caches the executable, so later calls do not compile again."""
         if self.compiled is not None:
             return self.compiled
         try:
@@ -86,7 +85,6 @@ class Stages:
             ) from error
 
     def argument_specs(self) -> list[AnySpec | None] | None:
-        """Returns the spec of every argument leaf; None if the function has no specs."""
         if self.program is None:
             return None
         specs: list[AnySpec | None] = []
@@ -99,7 +97,6 @@ class Stages:
         return specs
 
     def result_specs(self, result: Any) -> list[AnySpec | None] | None:
-        """Returns the spec of every leaf of a result; None if the function has no specs."""
         if self.program is None:
             return None
         spec, mesh = self.program.result.spec, self.program.mesh
@@ -109,9 +106,9 @@ class Stages:
 def compiled_shardings(compiled: Compiled) -> tuple[list[Sharding | None], Any]:
     """Returns the sharding of each argument leaf (None if unused), and `out_info`.
 
-    If a program uses a `jax.Ref`, the final value of the ref is an output that `out_tree` lacks.
-    Then `out_info` raises, and `input_shardings` may raise or be wrong, so this reads private
-    fields of JAX; tests/test_jax_facts.py fails if they change.
+    With a `jax.Ref`, whose final value is an output that `out_tree` lacks, `out_info` raises, and
+    `input_shardings` may raise or be wrong. Then both are read from private fields of JAX:
+    tests/test_jax_facts.py fails if they change.
     """
     leaves, treedef = jtu.tree_flatten(compiled.args_info)
     try:
@@ -129,7 +126,7 @@ def compiled_shardings(compiled: Compiled) -> tuple[list[Sharding | None], Any]:
 def trace_call(
     fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: MeshLike | None
 ) -> Stages:
-    """Traces a call of a function; `fn` may also be a `Traced`, `Lowered` or `Compiled`."""
+    """`fn` is a function, `Traced`, `Lowered` or `Compiled`."""
     if isinstance(fn, Compiled | Lowered | Traced):
         return _wrap_stage(fn, args, kwargs, mesh)
     if not callable(fn):
@@ -222,7 +219,7 @@ def _trace(
             'JAX says': str(error).partition('\n')[0],
             'arguments': _format_call(args, kwargs),
         }
-        if not _is_hashable(unbound):  # a module with arrays
+        if not _is_hashable(unbound):  # such as a module with arrays
             facts['instead'] = f'pass {name} as an argument: lambda f, *args: f(*args)'
         raise EinshardError(f'tracing {name} with these arguments failed', facts=facts) from error
 
@@ -236,7 +233,6 @@ def _is_hashable(fn: Any) -> bool:
 
 
 def positional_parameters(fn: Any) -> list[str]:
-    """Returns the names of the parameters that may be passed by position; [] if unknown."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -252,7 +248,7 @@ def _trace_program(program: Program) -> Callable[..., Any]:
 def _check_no_refs(
     name: str, mesh: AnyMesh, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raises if an argument is a `jax.Ref`, for which JAX accepts no ShapeDtypeStruct."""
+    """`trace_call` replaces arrays by ShapeDtypeStructs, which JAX does not accept for Refs."""
     if any(isinstance(leaf, jax.Ref) for leaf in jtu.tree_leaves((tuple(args), dict(kwargs)))):
         raise EinshardError(
             f'{name} takes a jax.Ref, so mesh= cannot be given',
@@ -265,7 +261,6 @@ def _check_no_refs(
 
 
 def _check_devices(name: str, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises if a ShapeDtypeStruct is sharded over a different set of devices from `mesh`."""
     example_of: dict[AnyMesh, Any] = {}
     for leaf in jtu.tree_leaves((tuple(args), dict(kwargs))):
         if isinstance(leaf, jax.ShapeDtypeStruct) and isinstance(leaf.sharding, NamedSharding):
@@ -284,7 +279,6 @@ def _check_devices(name: str, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[s
 
 
 def concrete(mesh: AnyMesh, use: str) -> Mesh:
-    """Returns the mesh; raises 'an abstract mesh has no devices to {use}' if it is abstract."""
     if isinstance(mesh, AbstractMesh):
         raise EinshardError(
             f'an abstract mesh has no devices to {use}',
@@ -298,7 +292,6 @@ def concrete(mesh: AnyMesh, use: str) -> Mesh:
 
 
 def check_arguments(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises if the arguments do not match the signature of a function."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # some builtins: leave the check to JAX
@@ -318,13 +311,12 @@ def check_arguments(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str
 
 
 def _without_devices(leaf: Any) -> Any:
-    """Converts an array to a ShapeDtypeStruct without a sharding; other leaves are unchanged."""
     if isinstance(leaf, jax.Array | np.ndarray):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     return leaf
 
 
 def _format_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Formats the arguments of a call: 'float32[8,4], lr=float 0.1'; pytrees as their type."""
+    """Formats 'float32[8,4], dict, lr=float 0.1'."""
     by_keyword = [f'{name}={array_text(value)}' for name, value in kwargs.items()]
     return ', '.join([*map(array_text, args), *by_keyword]) or 'none'

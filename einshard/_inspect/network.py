@@ -1,12 +1,12 @@
 """Lower bounds on the time of collectives, from the positions of their devices in the network.
 
-The links into a set of devices, or out of it, are a border. The bytes that must cross a border,
-divided by its bandwidth, are a lower bound on the time. This module takes the largest bound of all
-chips, all ranges of consecutive positions along a dimension of the torus, and all slices or nodes.
-On a ring of n devices this gives the formulas of the scaling book (chapter 3), but with (n-1)/n
-where the book rounds to 1.
+For a set of devices, the bytes that must enter it, divided by the bandwidth of the links into it,
+are a lower bound; so are the bytes that must leave it. The sets are: each chip; each slice or GPU
+node; and each range of positions along a torus dimension, with all positions along the others. All
+bytes over all links give one more bound. This module takes the largest. On a ring of n devices, it
+gives the formulas of the scaling book (chapter 3), but with (n-1)/n where the book rounds to 1.
 
-If collectives run at the same time, their bytes add up at each border, but their times do not. On a
+If collectives run at the same time, their bytes into a set add up, but their times do not. On a
 line of 4 chips, the last chip receives 3/4 of the array in an all-gather and sends 1/4; in a
 reduce-scatter, it receives 1/4 and sends 3/4. One after the other, the two take as long as
 sending 1.5 arrays over a link; at the same time, as long as sending 1.0.
@@ -34,15 +34,11 @@ Ints = Sequence[int]
 class Network:
     """The devices of a program, as chips at positions in slices (or GPUs in nodes).
 
-    Args:
-        devices: the devices in the order of the program.
-        chip: the chip of the devices.
-
     Attributes:
-        slices: for each device, the index of its slice or node.
-        chips: for each device, the index of its chip; a chip may have several devices.
-        positions: the torus coordinates of each device, with a column for each dimension.
-        sizes, wraps: for each dimension of the torus, its size and whether it is a ring.
+        slices, chips: the index of each device's slice (or node), and of its chip, which may have
+            several devices.
+        positions: [device, torus dimension] -> coordinate.
+        sizes, wraps: for each torus dimension, its size, and whether it is a ring.
         has_coords: whether the devices have coordinates. If not, as for CPUs, there are no torus
             dimensions, and links may connect any two devices.
     """
@@ -96,7 +92,7 @@ class Network:
         return _max_seconds(self.crossings(kind, pattern), self.bandwidths((pattern,)))
 
     def seconds_in_turn(self, *collectives: Collective) -> float:
-        """Returns the minimum time of collectives that every chip runs one after another."""
+        """Returns the minimum time if every chip runs the collectives one after another."""
         n_slices, n_chips = int(self.slices.max()) + 1, int(self.chips.max()) + 1
         first = 2 * (n_slices + n_chips)  # index of the first chip, for bytes within a slice
         busy = np.zeros(n_chips)
@@ -106,7 +102,7 @@ class Network:
         return max(float(busy.max()), self.seconds(*collectives))
 
     def _all_crossings(self, collectives: Sequence[Collective]) -> Iterator[tuple[_Pattern, Any]]:
-        """Yields each collective's pattern, and its bytes as an array like that of `crossings`."""
+        """Yields each collective's pattern, and its `crossings` for all bytes and executions."""
         for collective in collectives:
             devices = collective.pairs or collective.groups
             if not devices or collective.kind in ('custom-call', 'ragged-all-to-all'):
@@ -121,14 +117,14 @@ class Network:
     # all links together: one entry
 
     def crossings(self, kind: str, pattern: _Pattern) -> Any:
-        """Returns the bytes into and out of each chip, slice and range, for an array of 1 byte."""
+        """Returns the bytes into and out of each set of devices, for an array of 1 byte."""
         key = kind, pattern
         if key not in self._crossings:
             within, across = self.split_by_slice(pattern)
             parts = [
-                *_crossing(kind, across, self.slices),
-                *_crossing(kind, across, self.chips),
-                *_crossing(kind, within, self.chips),
+                *_owner_crossings(kind, across, self.slices),
+                *_owner_crossings(kind, across, self.chips),
+                *_owner_crossings(kind, within, self.chips),
             ]
             for axis in range(len(self.sizes)):
                 parts += self._range_crossings(kind, within, axis)
@@ -140,7 +136,7 @@ class Network:
         return self._crossings[key]
 
     def bandwidths(self, patterns: Sequence[_Pattern]) -> Any:
-        """Returns the bytes per second into and out of each chip, slice and range."""
+        """Returns the bytes per second into and out of each set of devices."""
         key = frozenset(patterns)
         if key not in self._bandwidths:
             chip, n_slices = self.chip, int(self.slices.max()) + 1
@@ -167,10 +163,7 @@ class Network:
         return self._bandwidths[key]
 
     def split_by_slice(self, pattern: _Pattern) -> tuple[list[Ints], list[Ints]]:
-        """Splits groups or pairs into those within a slice and those across slices.
-
-        Leaves out groups of a single device.
-        """
+        """Splits groups or pairs into (within a slice, across slices); omits single devices."""
         within, across = list[Ints](), list[Ints]()
         for group in pattern.groups:
             if len(set(group)) > 1:
@@ -179,11 +172,11 @@ class Network:
         return within, across
 
     def _ranges(self, axis: int) -> Iterator[tuple[int, int]]:
-        """Yields (start, length) of ranges of positions along a dimension of the torus.
+        """Yields (start, length) of the ranges of positions along a torus dimension.
 
-        On a ring, these are the ranges of up to half its size: a longer range has the same border
-        as the rest of the ring. On a line, these are the ranges from its start: no other range
-        gives a larger bound.
+        On a ring, these have up to half its size: the links into a longer range are those out of
+        the rest of the ring. On a line, these begin at its start: no other range gives a larger
+        bound.
         """
         size, wraps = self.sizes[axis], self.wraps[axis]
         for start in range(size if wraps else 1):
@@ -219,11 +212,8 @@ class _Pattern(NamedTuple):
     groups: tuple[tuple[int, ...], ...]
 
 
-def _crossing(kind: str, groups: Sequence[Ints], owners: Any) -> tuple[Any, Any]:
-    """Returns the bytes into each slice or chip, and out of it, for an array of 1 byte.
-
-    `owners` has, for each device, the index of its slice or chip.
-    """
+def _owner_crossings(kind: str, groups: Sequence[Ints], owners: Any) -> tuple[Any, Any]:
+    """Returns the bytes into and out of each slice or chip; `owners` has that of each device."""
     enters, leaves = (np.zeros(int(owners.max()) + 1) for _ in range(2))
     for group in groups:
         if kind == 'collective-permute':
@@ -261,7 +251,7 @@ def _max_seconds(n_bytes: Any, bandwidths: Any) -> float:
 
 
 def _seconds(n_bytes: Any, bandwidths: Any) -> Any:
-    """Divides bytes by bandwidths; 0 where the bandwidth is 0, which stands for unknown."""
+    """A bandwidth of 0 is unknown, and gives 0 seconds."""
     return np.divide(n_bytes, bandwidths, out=np.zeros(len(n_bytes)), where=bandwidths > 0)
 
 
@@ -269,8 +259,7 @@ class _Links:
     """The links on shortest paths between the devices of each group.
 
     `plus[axis]` is a boolean array over slices and positions: whether the link from a position to
-    the next one along the axis is used. `minus[axis]` is the same for the link in the other
-    direction. The pairs of a permute send in one direction only.
+    the next one along the axis is used. `minus[axis]` is the same for the link back.
     """
 
     def __init__(self, network: Network, patterns: Sequence[_Pattern]):

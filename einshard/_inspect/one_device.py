@@ -39,7 +39,6 @@ class Call:
     """A call of a function.
 
     Attributes:
-        function: the function that is called.
         name: the name of the user's function, for errors.
         leaves, treedef: the flattened (args, kwargs).
         paths: by index, the path of each leaf that is an array.
@@ -61,7 +60,6 @@ class Call:
         return [i for i in self.paths if is_inexact(self.leaves[i])]
 
     def result(self, arrays: Arrays) -> Any:
-        """Calls the function, with `arrays` in place of the arrays in `leaves`."""
         args, kwargs = self.arguments(arrays)
         return self.function(*args, **kwargs)
 
@@ -76,7 +74,7 @@ class Call:
         return self.treedef.unflatten([arrays.get(i, x) for i, x in enumerate(self.leaves)])
 
     def gradients(self, arrays: Arrays, weights: Arrays) -> Arrays:
-        """Returns the gradients of a weighted sum of the results, by index of the argument leaf.
+        """Returns the gradients of a weighted sum of the results.
 
         `weights[i]` has a weight for each element of result i. Results without weights are ignored.
         """
@@ -90,7 +88,7 @@ class Call:
 
 
 def make_call(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Makes a Call. The arguments of a `sharded` function are placed as in an ordinary call."""
+    """Places the arguments of a `sharded` function, as an ordinary call does."""
     fn = sharded_call(fn)
     if isinstance(fn, BoundMethod):
         fn, args = fn.func, (*fn.args, *args)
@@ -107,7 +105,7 @@ def make_call(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _place(program: Program) -> Callable[..., Any]:
-    """Returns a function that places the values of a call, and returns them as (args, kwargs)."""
+    """Returns a function that places the arguments of a call, and returns (args, kwargs)."""
 
     def place(*values: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
         placed = place_arguments(program.traced, values, running=False)
@@ -124,12 +122,9 @@ def is_inexact(array: Any) -> bool:
 
 
 def on_one_device(call: Call, function: Callable[..., Any], mesh: Mesh) -> Call:
-    """Returns a call of `function` with the arrays on one device, for `OneDeviceProgram`.
+    """Returns a call of `function` with the arrays of `call` on one device.
 
-    Args:
-        call: the call on several devices.
-        function: the user's function, or `reference` of `check_same`.
-        mesh: the mesh for arrays without one: in explicit mode, all arrays need the same mesh.
+    `mesh` is for arrays without one: in explicit mode, all arrays need the same mesh.
     """
     if isinstance(function, BoundMethod):
         function = function.func
@@ -145,10 +140,7 @@ def on_one_device(call: Call, function: Callable[..., Any], mesh: Mesh) -> Call:
 
 
 def _put_on_one_device(array: Any, mesh: Mesh) -> Any:
-    """Moves an array to the device of `mesh`, and adds up partial sums.
-
-    The array keeps the axes of its own mesh, with size 1.
-    """
+    """Moves an array to the device of `mesh`. It keeps the axes of its own mesh, with size 1."""
     sharding = getattr(array, 'sharding', None)
     if not isinstance(sharding, NamedSharding):
         sharding = NamedSharding(mesh, PartitionSpec())
@@ -160,7 +152,7 @@ def _put_on_one_device(array: Any, mesh: Mesh) -> Any:
 def sharding_on(sharding: Any, device: Device) -> NamedSharding:
     """Returns a sharding on one device, over the same mesh axes with size 1.
 
-    It has no unreduced or reduced axes: expressions lose their signs on one device, too.
+    It has no unreduced or reduced axes: on one device, expressions have no '+' and '=', either.
     """
     single_mesh = device_mesh([device])
     if not isinstance(sharding, NamedSharding):
@@ -171,7 +163,7 @@ def sharding_on(sharding: Any, device: Device) -> NamedSharding:
 
 @contextmanager
 def _use_mesh(mesh: Any) -> Generator[None, None, None]:
-    """Makes expressions, and code that reads the mesh in context, use a mesh of one device."""
+    """Sets the mesh for expressions, and for code that reads the mesh in context."""
     ambient = ambient_mesh()
     with ExitStack() as stack:
         if ambient is not None:
@@ -187,11 +179,7 @@ class OneDeviceProgram:
     Args:
         name: the name of the user's function, for errors.
         mesh: a mesh of one device, for expressions without named mesh axes.
-        function: the function to compile.
-        arguments: arguments with the types and shardings of later calls.
-
-    Attributes:
-        jaxpr: the jaxpr of the function.
+        function, arguments: what to compile; later calls need the same types and shardings.
     """
 
     def __init__(self, name: str, mesh: Mesh, function: Callable[..., Any], *arguments: Any):
@@ -206,7 +194,7 @@ class OneDeviceProgram:
             _check_memory(name, mesh.devices.flat[0], read_memory(self._compiled))
 
     def __call__(self, *arguments: Any) -> Any:
-        """Runs the program, and returns the results as NumPy arrays."""
+        """Returns the results as NumPy arrays."""
         with self._on_one_device():
             return gather(self._compiled(*arguments))
 
@@ -248,7 +236,7 @@ def _too_large(name: str, facts: Mapping[str, str]) -> EinshardError:
 
 
 def _capacity(device: Device) -> int | None:
-    """Returns the bytes of memory of a device (for a CPU, of the machine); None if unknown."""
+    """Returns the bytes of memory of a device; of a CPU, those of the machine."""
     chip = find_chip(device.device_kind)
     if chip is not None:
         return int(chip.memory * chip.share(device))

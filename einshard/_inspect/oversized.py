@@ -32,8 +32,7 @@ _ALLOCATION = re.compile(r'^allocation \d+: size (\d+), (.*)', re.MULTILINE)
 class Oversized:
     """A program that does not fit into memory, with the attributes of `Compiled` that reports use.
 
-    Attributes:
-        available: bytes that the device has for programs.
+    `available` is the memory that a device has for programs, in bytes.
     """
 
     def __init__(
@@ -54,10 +53,7 @@ class Oversized:
 
 
 def find_compile_mesh(stages: Stages, args: Any, mesh: MeshLike | None) -> AnyMesh | None:
-    """Finds the mesh that a program will be compiled for; None if it is unknown.
-
-    `args` is a pytree of the arguments, and `mesh` is the mesh that the user passed.
-    """
+    """Finds the mesh that a program will be compiled for; `mesh` is the user's `mesh=`."""
     if stages.program is not None:
         return stages.program.mesh
     if mesh is not None:
@@ -73,9 +69,7 @@ def find_compile_mesh(stages: Stages, args: Any, mesh: MeshLike | None) -> AnyMe
 def compile_stages(stages: Stages, mesh: AnyMesh | None) -> Compiled | Oversized:
     """Compiles a program; if it does not fit into memory, reads it from the compiler's dumps.
 
-    Args:
-        stages: the program.
-        mesh: the mesh that it is compiled for; None if unknown.
+    Raises if it cannot read the dumps, as without a mesh.
     """
     try:
         return stages.compile()
@@ -91,7 +85,7 @@ def compile_stages(stages: Stages, mesh: AnyMesh | None) -> Compiled | Oversized
 
 
 def _read_oversized(stages: Stages, mesh: AnyMesh, available: int) -> Oversized | None:
-    """Compiles again, and reads the dumped program; None if it cannot be read."""
+    """Compiles again; returns None if the dumps cannot be read."""
     lowered = stages.lower()
     with tempfile.TemporaryDirectory() as folder:
         compile_with_dumps(lowered, folder)
@@ -127,10 +121,7 @@ def _read_oversized(stages: Stages, mesh: AnyMesh, available: int) -> Oversized 
 
 
 def _used_arguments(stages: Stages, n_leaves: int) -> Sequence[int]:
-    """Returns the indices of the argument leaves that the program keeps: JAX drops unused ones.
-
-    For a `Lowered`, whose jaxpr is unknown, returns all indices.
-    """
+    """Returns the indices of the argument leaves that JAX keeps; for a `Lowered`, of all leaves."""
     if stages.traced is None:
         return range(n_leaves)
     jaxpr = stages.traced.jaxpr.jaxpr
@@ -139,10 +130,7 @@ def _used_arguments(stages: Stages, n_leaves: int) -> Sequence[int]:
 
 
 def read_sizes(buffers: str) -> Any:
-    """Sums the sizes of the buffers in a dumped buffer assignment.
-
-    Returns an object with the fields of `Compiled.memory_analysis()`.
-    """
+    """Converts a dumped buffer assignment to the fields of `Compiled.memory_analysis()`."""
     sizes = {'argument': 0, 'output': 0, 'temp': 0, 'alias': 0, 'generated_code': 0}
     for size, description in _ALLOCATION.findall(buffers):
         if 'color ' in description:  # in a memory other than HBM, such as VMEM

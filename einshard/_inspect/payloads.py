@@ -20,15 +20,7 @@ _MOVES = ('all-gather', 'all-to-all', 'collective-broadcast', 'collective-permut
 
 
 class Payload(NamedTuple):
-    """What a collective sends.
-
-    Attributes:
-        role: 'weights', 'gradients' or 'activations'.
-        is_backward: whether the collective sends gradients or belongs to the backward pass.
-        of: the path of the argument that is sent, or the paths of the results that are computed
-            from what is sent.
-        axes: for activations, the axis names or the einsum, as in `CollectiveRow.axes`.
-    """
+    """What a collective sends: fields of `CollectiveRow`."""
 
     role: str
     is_backward: bool
@@ -46,8 +38,7 @@ def find_payloads(
     """Yields the payload of each collective.
 
     Args:
-        module: the compiled program.
-        collectives: its collectives.
+        module, collectives: the compiled program.
         weights: the result of `find_weights`.
         inputs: (path, dtype) of each parameter of the program.
         outputs: the paths of the program's outputs, by number.
@@ -79,7 +70,7 @@ def find_payloads(
 def find_weights(
     module: Module, inputs: Sequence[tuple[str, str]], outputs: Mapping[int, str]
 ) -> dict[int, bool]:
-    """Finds which parameters of the program, by number, are weights or optimizer state.
+    """Returns {parameter number: whether it is a weight or optimizer state}.
 
     In a train step, these are the updated arguments; if none is updated, all arguments. In
     inference, updated arguments are caches, and the weights are all other arguments. Only
@@ -102,11 +93,10 @@ def _is_train_step(module: Module) -> bool:
 def _updated_inputs(
     module: Module, inputs: Sequence[tuple[str, str]], outputs: Mapping[int, str]
 ) -> Mapping[int, Sequence[int]]:
-    """Returns, by output number, the inputs that an output replaces.
+    """Returns {output number: the parameters that the output replaces}.
 
-    An input is replaced if it is donated to the output, or if both have the same path, with or
-    without their first keys. In a program without gradients, inputs that are matched by path must
-    also have the shape and dtype of the output.
+    These are donated to it, or have the same path ('state/w' -> 'result/state/w', 'result/w' or
+    'result/0/w') and, in inference, also the same shape and dtype.
     """
     by_path: dict[str, list[int]] = {}
     for i, (path, _) in enumerate(inputs):
@@ -128,7 +118,7 @@ def _updated_inputs(
     return updated
 
 
-# elementwise operations: their arrays have the axes of a constraint on the same source line
+# arrays of elementwise operations have the axes of a constraint on the same source line
 _ELEMENTWISE = frozenset(
     (
         *('add', 'convert_element_type', 'cos', 'div', 'exp', 'logistic', 'max', 'min', 'mul'),
@@ -139,7 +129,7 @@ _EINSUM = re.compile(r'/([A-Za-z,]+)->([A-Za-z]*)/')
 
 
 def _axes(collective: Collective) -> str:
-    """Finds `CollectiveRow.axes`, from the einsum or the constraint on the source line."""
+    """Reads `CollectiveRow.axes` from the einsum or the constraint on the source line."""
     ndim, op_name = len(collective.arrays[0].shape), collective.op_name
     if einsum := _EINSUM.search(op_name):
         operands, result = einsum[1].split(','), einsum[2]
@@ -148,7 +138,7 @@ def _axes(collective: Collective) -> str:
             candidates = operands if is_forward else [*operands, result]
         else:  # the result, or the gradient of an operand
             candidates = [result] if is_forward else operands
-        # a single candidate always fits: if the compiler merged axes, its rank is not ndim
+        # a single candidate always fits, because the compiler may have merged axes
         fitting = [c for c in candidates if len(c) == ndim or len(candidates) == 1]
         lines = collective.called_at, collective.source
         names = next((names_by_letter_at[line] for line in lines if line in names_by_letter_at), {})

@@ -153,7 +153,7 @@ def _page(report: Report) -> Page:
 
 
 def meshes_text(report: Report) -> str:
-    """Formats the user's meshes: 'data=4, tp=2'; or 'data=4, tp=2; x=8' for two of them."""
+    """Formats the user's meshes: 'data=4, tp=2; x=8'."""
     return '; '.join(', '.join(f'{name}={n}' for name, n in mesh) for mesh in report.meshes)
 
 
@@ -181,7 +181,7 @@ def _array_section(title: str, rows: Sequence[ArrayRow]) -> Section:
 
 
 def _result_section(report: Report) -> Section:
-    """Lists the results; the lines below count results that replace donated arguments."""
+    """Lists the results, but only counts those that replace donated arguments."""
     in_place = dict(report.in_place)
     section = _array_section('results', [r for r in report.results if r.path not in in_place])
     counts = Counter(_without_common_end(*pair) for pair in report.in_place)
@@ -194,7 +194,7 @@ def _result_section(report: Report) -> Section:
 
 
 def _without_common_end(a: str, b: str) -> tuple[str, str]:
-    """Strips the common end of two paths: 'result/0/w', 'state/w' -> 'result/0', 'state'."""
+    """'result/0/w', 'state/w' -> 'result/0', 'state'."""
     a_keys, b_keys = a.split('/'), b.split('/')
     n = min(common_end(a, b), len(a_keys) - 1, len(b_keys) - 1)
     return '/'.join(a_keys[: len(a_keys) - n]), '/'.join(b_keys[: len(b_keys) - n])

@@ -111,7 +111,6 @@ def show(
 
 
 def _draw_pytree(tree: Any) -> Gallery:
-    """Draws the leaves that have a sharding."""
     distinct: dict[Any, tuple[Any, list[str]]] = {}
     for path, leaf in jtu.tree_leaves_with_path(tree):
         sharding = leaf if isinstance(leaf, Sharding) else getattr(leaf, 'sharding', None)
@@ -129,7 +128,6 @@ def _draw_pytree(tree: Any) -> Gallery:
 
 
 def _draw_report(report: Report) -> Gallery:
-    """Draws the arguments and results of a compiled program."""
     meshes: list[AbstractMesh] = []
     for axes in report.meshes:
         names, sizes = zip(*axes, strict=True)
@@ -156,11 +154,9 @@ def _draw_report(report: Report) -> Gallery:
 def _gallery(
     distinct: Collection[tuple[_T, list[str]]], draw_item: Callable[[_T], tuple[str, Picture]]
 ) -> Gallery:
-    """Draws the first items of `distinct`.
+    """Draws the first of `distinct`, which are (item, paths) pairs.
 
-    Args:
-        distinct: (item, paths) pairs; a caption starts with the paths.
-        draw_item: returns the rest of the caption, and the picture.
+    `draw_item` returns a picture, and its caption after the paths.
     """
     pictures: list[tuple[str, Picture]] = []
     for item, paths in itertools.islice(distinct, _MAX_PICTURES):
@@ -190,7 +186,6 @@ def _draw_expression(
 
 
 def _draw_value(x: Any, shape: tuple[int, ...] | None) -> Picture:
-    """Draws an array, a ShapeDtypeStruct or a sharding."""
     if isinstance(x, Sharding):
         return _draw_sharding(x, shape, '')
     own_shape = getattr(x, 'shape', None)
@@ -268,7 +263,7 @@ def _draw_named_sharding(
 
 
 def _entries(sharding: NamedSharding, ndim: int) -> list[tuple[Any, ...]]:
-    """Returns the mesh axes that shard each array axis; raises if some are unconstrained."""
+    """Returns the mesh axes that shard each array axis."""
     entries = spec_axes(sharding.spec)
     if (PartitionSpec.UNCONSTRAINED,) in entries:
         raise EinshardError(
@@ -294,7 +289,6 @@ def _draw_other_sharding(sharding: Sharding, shape: tuple[int, ...], dtype: str)
 
 
 def _letters(n: int) -> tuple[str, ...]:
-    """Names unnamed axes as `describe` does: a, b, c, ..."""
     return tuple(itertools.islice(axis_letters(), n))
 
 
@@ -303,7 +297,6 @@ def _is_device_sequence(devices: object) -> TypeGuard[Sequence[Any]]:
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:
-    """Returns `shape=` as a tuple; raises if it is not a sequence of sizes."""
     try:
         sizes = tuple(operator.index(size) for size in shape)
     except TypeError:

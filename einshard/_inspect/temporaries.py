@@ -13,7 +13,6 @@ _TEMPORARIES = (Column('array'), Column('on a device', right=True), Column('line
 
 
 def temporaries_section(rows: Sequence[Temporary], memory: Memory | None) -> Section:
-    """Lists temporaries of at least 1 MiB and at least 1% of the memory of the program."""
     least = max(2**20, memory.total // 100 if memory else 0)
     shown = tuple(
         (row.array, format_bytes(row.bytes), short_source(row.source), row.op_name.split('/')[-1])

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from .findings.trace import inner_jaxprs
 
 _SAFETY = 4  # the largest of many differences exceeds the typical one
-# the dtype that float32 dots round their operands to by default, and its `rounding_unit`
+# {platform: (dtype to which float32 dots round their operands by default, its `rounding_unit`)}
 _DOT_DTYPES = {'tpu': ('bfloat16', 2.0**-8), 'gpu': ('tfloat32', 2.0**-11)}
 
 
@@ -29,7 +29,7 @@ class Rounding:
         dtype: the dtype to which numbers are rounded, such as 'bfloat16'.
         unit: the largest relative error of one rounding.
         terms: how many rounding errors add up: the terms of the sum, times loop trip counts. If
-            the dtype is narrower than float32: the loop iterations plus the devices.
+            `is_narrow`: the loop iterations plus the devices.
         is_narrow: whether the dtype is narrower than float32.
     """
 
@@ -105,6 +105,5 @@ def _n_terms(eqn: Any) -> int:
 
 
 def _may_round_operands(eqn: Any) -> bool:
-    """Whether an equation is a dot or convolution that may round its float32 operands."""
     precision = str(eqn.params.get('precision')).upper()
     return eqn.primitive.name in ('dot_general', 'conv_general_dilated') and 'HIGH' not in precision

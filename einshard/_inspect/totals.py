@@ -14,7 +14,7 @@ from .report_rows import ProductRow
 
 
 def product_rows(module: Module) -> tuple[ProductRow, ...]:
-    """Sums the flops per source line, dtype and pass (forward or backward); most flops first."""
+    """Sums the flops of products that have all other fields of `ProductRow` in common."""
     flops: Counter[tuple[str, bool, str | None, bool, bool]] = Counter()
     for product in find_products(module):
         is_backward, at_least = 'transpose(' in product.op_name, product.executions is None
@@ -33,7 +33,7 @@ def network_lines(rows: Collectives) -> Iterator[str]:
     total = sum(rows.network_bytes.values())
     shares = _shares(rows.network_bytes, total)
     is_lower_bound = any(None in (row.executions, row.network_bytes) for row in rows)
-    # bytes of a collective without groups are those of one group of all devices
+    # a collective with unknown groups counts as one group of all devices
     is_upper_bound = any(not row.groups and row.network_bytes for row in rows)
     bound = 'at least ' if is_lower_bound else 'at most ' * is_upper_bound
     branches = _ALL_BRANCHES * any(row.in_branch for row in rows)
@@ -51,10 +51,7 @@ def network_lines(rows: Collectives) -> Iterator[str]:
 
 
 def _shares(parts: Mapping[str, int], total: int) -> str:
-    """Formats parts of a total: 'all-gather 1.5 GiB (60%), all-reduce 1.0 GiB (40%)'.
-
-    Returns '' if there is only one part.
-    """
+    """Formats 'all-gather 1.5 GiB (60%), all-reduce 1.0 GiB (40%)'; '' for a single part."""
     if len(parts) < 2 or not total:
         return ''
     return ', '.join(f'{key} {format_bytes(n)} ({_percent(n, total)})' for key, n in parts.items())
@@ -69,10 +66,7 @@ _MAX_LINES = 3  # source lines in `compute_line`
 
 
 def compute_line(flops: float, products: Sequence[ProductRow]) -> str:
-    """Formats flops, with the shares of backward, forward and source lines.
-
-    Example: 'compute: 1.5 Gflop in one run: backward 67%, forward 33%; f.py:12 80%, f.py:15 20%'.
-    """
+    """'compute: 1.5 Gflop in one run: backward 67%, forward 33%; f.py:12 80%, f.py:15 20%'."""
     at_least = 'at least ' * any(row.at_least for row in products)
     lines, passes = Counter[str](), Counter[str]()
     for row in products:

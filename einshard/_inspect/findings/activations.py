@@ -18,12 +18,10 @@ from .values import Axis, Product, Value
 
 
 class _ProductCollective(NamedTuple):
-    """A collective, and a matmul of data and a weight in the same source line.
+    """A collective, and a matmul in the same source line.
 
     Attributes:
-        collective, row: the collective, as in the HLO and as a row of the report.
-        product: the matmul.
-        weight: the operand that is a weight, or a part of one.
+        weight: the operand of the matmul that is a weight, or a part of one.
         data: the other operand.
         along: the mesh axes that the collective runs along.
     """
@@ -37,7 +35,7 @@ class _ProductCollective(NamedTuple):
 
 
 def _find_product_collectives(facts: Facts) -> Iterator[_ProductCollective]:
-    """Yields pairs of a collective, unless it sends gradients, and a matmul in the same line.
+    """Pairs each collective that sends no gradients with each matmul of a weight in its line.
 
     Yields none on a mesh with Explicit axes, where types determine the shardings.
     """
@@ -57,7 +55,7 @@ def _find_product_collectives(facts: Facts) -> Iterator[_ProductCollective]:
 
 
 def weight_and_data(product: Product) -> tuple[Value, Value] | None:
-    """Returns the weight operand of a matmul and the other one; None if neither is a weight."""
+    """Returns (weight operand, other operand); None if neither is a weight."""
     for weight, data in ((product.right, product.left), (product.left, product.right)):
         if weight.argument is not None and not weight.is_data:
             return weight, data
@@ -68,14 +66,14 @@ def weight_and_data(product: Product) -> tuple[Value, Value] | None:
 
 
 def missing_constraint(facts: Facts) -> Iterator[Finding]:
-    """Reports activations that are sent along the mesh axes of the batch, instead of weights.
+    """Reports activations sent along the batch's mesh axes, if gathering weights would send less.
 
-    This happens in fully sharded data parallelism (FSDP) without constraints on the activations:
-    the compiler shards their features like those of the weights, and not their batch.
+    In fully sharded data parallelism (FSDP) without constraints on the activations, the compiler
+    may shard the features of the activations like those of the weights, and not the batch.
     """
     flagged: dict[frozenset[str], list[_ProductCollective]] = {}
     for item in _find_product_collectives(facts):
-        # with a path in `of`, it gathers an argument, which may be a frozen weight
+        # `of` may be the path of an argument that is gathered, such as a frozen weight
         is_activation = item.row.role == 'activations' and not item.row.of
         if is_activation and _is_cheaper_to_gather_weight(facts, item):
             flagged.setdefault(item.along, []).append(item)
@@ -105,7 +103,7 @@ def missing_constraint(facts: Facts) -> Iterator[Finding]:
 def _is_cheaper_to_gather_weight(facts: Facts, item: _ProductCollective) -> bool:
     """Whether the collective runs along the batch, and gathering the weight would send less."""
     batch = item.data.axes[0] if item.data.axes else Axis()
-    # its sharding comes from an input or a constraint, not from a weight
+    # the batch's sharding comes from an input or a constraint, not from a weight
     is_batch = facts.is_data(batch.origin) or isinstance(batch.origin, str)
     if not is_batch or not item.along <= set(batch.mesh_axes):
         return False
@@ -124,7 +122,6 @@ def _operand_indices(item: _ProductCollective) -> tuple[int, int]:
 
 
 def _gathered_bytes(facts: Facts, item: _ProductCollective) -> int:
-    """Returns the bytes of the weight on a device after it is gathered along `item.along`."""
     assert item.weight.argument is not None
     assert facts.mesh is not None
     array = facts.arguments[item.weight.argument]
@@ -136,11 +133,11 @@ def _gathered_bytes(facts: Facts, item: _ProductCollective) -> int:
 def _value_to_constrain(
     facts: Facts, along: frozenset[str], items: Sequence[_ProductCollective]
 ) -> tuple[str, Sequence[Axis], str] | None:
-    """Returns the line, the axes and a description of the value to constrain.
+    """Returns the line, axes and description of the value to constrain.
 
-    This is the result of an embedding lookup, if the indices are sharded over mesh axes in `along`:
-    the compiler may shard the result like the table. Else it is the data of the first matmul whose
-    batch is sharded like an input. None if the user's code constrains these values already.
+    First choice: the result of an embedding lookup whose indices are sharded over mesh axes in
+    `along`: the compiler may shard it like the table. Second choice: the data of the first matmul
+    whose batch is sharded like an input. None if the user's code already constrains them.
     """
     assert facts.trace is not None
     constrained = {constraint.before for constraint in facts.trace.constraints}
@@ -160,8 +157,8 @@ def _value_to_constrain(
 def contracted_axes(facts: Facts) -> Iterator[Finding]:
     """Reports contracted axes that are sharded in the data, but not in the weight.
 
-    If the activations inherit the sharding of a lookup table, such as an embedding sharded along d,
-    the suggestion is to constrain the result of the lookup; else, to shard the axis of the weight.
+    If the activations inherit the sharding of a lookup table, suggests constraining the result of
+    the lookup; else, sharding the axis of the weight.
     """
     if facts.trace is None:
         return
@@ -169,10 +166,9 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
     inherited: dict[tuple[int, frozenset[str]], list[_ProductCollective]] = {}
     # keyed by (source line, name of the contracted axis, suggested expression of the weight)
     reshardable: dict[tuple[str, str, str], list[_ProductCollective]] = {}
-    # indices of the weights that a suggestion reshards; data that inherits its sharding from one of
-    # them needs no suggestion
+    # arguments that a suggestion reshards. Data that inherits its sharding from one of them comes
+    # later in program order, and needs no suggestion.
     resharded: set[int] = set()
-    # in program order, weights come before such data
     order = {id(product): i for i, product in enumerate(facts.trace.products)}
     for item in sorted(_find_product_collectives(facts), key=lambda item: order[id(item.product)]):
         for axis, weight_axis in _mismatched(facts, item):
@@ -205,7 +201,7 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
 def _mismatched(facts: Facts, item: _ProductCollective) -> Iterator[tuple[Axis, Axis]]:
     """Yields (axis of data, axis of weight) for contracted axes sharded only in the data.
 
-    Omits a contracted batch, and all matmuls of the backward pass.
+    Omits a contracted batch, and matmuls of the backward pass.
     """
     data_index, weight_index = _operand_indices(item)
     if item.product.is_backward:
@@ -222,7 +218,7 @@ def _mismatched(facts: Facts, item: _ProductCollective) -> Iterator[tuple[Axis, 
 def _weight_sharded_like_data(
     facts: Facts, item: _ProductCollective, data_axis: Axis, weight_axis: Axis
 ) -> str | None:
-    """Returns the expression of a weight whose contracted axis is sharded like that of the data.
+    """Returns the weight's expression with its contracted axis sharded like that of the data.
 
     None if `weight_axis` is sharded already, not divisible, or not an axis of the argument itself.
     """
@@ -244,10 +240,7 @@ def _weight_sharded_like_data(
 def _inherited_sharding(
     facts: Facts, table: int, along: frozenset[str], items: Sequence[_ProductCollective]
 ) -> Iterator[Finding]:
-    """Reports activations that inherit the sharding of a lookup table, unless that costs nothing.
-
-    `table` is the index of an argument.
-    """
+    """Reports activations that inherit the sharding of argument `table`, unless it is free."""
     assert facts.trace is not None
     assert facts.mesh is not None
     distinct = {item.collective.name: item for item in items}.values()
@@ -282,6 +275,6 @@ def _inherited_sharding(
 
 
 def _paths_of(facts: Facts, values: Sequence[Value]) -> str:
-    """Formats the paths of weights, folded: 'params/layers/{gate,up}'."""
+    """Formats 'params/layers/{gate,up}'."""
     indices = [value.argument for value in values if value.argument is not None]
     return first_of(fold_paths(facts.arguments[i].path for i in indices), 3)

@@ -46,8 +46,7 @@ def _paired(
 ) -> Iterator[tuple[ArrayRow, ArrayRow]]:
     """Pairs each row with one of `others` that has the same shape, dtype and last key of the path.
 
-    Of several, chooses the one whose path has the longest suffix in common; omits the row if two
-    tie.
+    Of several, chooses the one whose path has the longest suffix in common; omits ties.
     """
     by_last_key: dict[object, list[ArrayRow]] = {}
     for other in others:
@@ -93,7 +92,7 @@ _SINGULARS = {
 def _folded(
     kind: str, pairs: Sequence[tuple[ArrayRow, ArrayRow]], text: str, suggestion: str
 ) -> Iterator[Finding]:
-    """Yields one finding for all (replicated, sharded) pairs; fills in `text` and `suggestion`."""
+    """Yields one finding for all (replicated, sharded) pairs."""
     if not pairs:
         return
     replicated, sharded = ([pair[i] for pair in pairs] for i in (0, 1))

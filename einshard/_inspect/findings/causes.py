@@ -27,7 +27,6 @@ _REDUCING = (*PRODUCTS, 'reduce_sum', 'reduce_max', 'reduce_min', 'argmax', 'arg
 
 
 def with_causes(facts: Facts) -> Collectives:
-    """Returns the rows of the collectives, with `cause`: 'requested', 'inserted' or 'unknown'."""
     constrained = _Constrained(facts)
     pairs = zip(facts.collectives, facts.rows, strict=True)
     return Collectives(
@@ -36,7 +35,6 @@ def with_causes(facts: Facts) -> Collectives:
 
 
 def _cause(collective: Collective, row: CollectiveRow, constrained: _Constrained) -> str:
-    """Returns 'requested', 'inserted' or 'unknown'."""
     path, _, operation = collective.op_name.rpartition('/')
     if operation in _CONSTRAINTS or ('shard_map' in path and operation in _SHARD_MAP_COLLECTIVES):
         return 'requested'
@@ -56,7 +54,7 @@ class _Constrained:
     """The matmuls and arguments that the user's code constrains.
 
     Attributes:
-        has_trace: whether there is a traced function to read; if not, the others are empty.
+        has_trace: whether there is a traced function; if not, `lines` and `paths` are empty.
         lines: the source lines of matmuls whose result is constrained; or returned, because the
             caller may constrain it.
         paths: the paths of the arguments that are constrained.
@@ -89,7 +87,7 @@ def _products_before_constraints(jaxpr: Any) -> Iterator[Any]:
 
 
 def _nearest_products(variable_ids: Sequence[int], producers: dict[int, Any]) -> Iterator[Any]:
-    """Walks back from variables along their producers, and stops at matmuls, which it yields."""
+    """Yields the nearest matmuls on the way back from variables; `producers` is {id: equation}."""
     stack, seen = list(variable_ids), set(variable_ids)
     while stack:
         eqn = producers.get(stack.pop())

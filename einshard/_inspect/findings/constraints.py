@@ -27,10 +27,7 @@ _DEVICE_PUT = (
 
 
 def idle_constraints(facts: Facts) -> Iterator[Finding]:
-    """Reports constraints whose result is unused, and `jax.device_put` to Auto mesh axes.
-
-    There is one finding per source line.
-    """
+    """Reports constraints whose result is unused, and `jax.device_put` to Auto mesh axes."""
     return (finding for finding, is_repeated in _idle(facts) if not is_repeated)
 
 
@@ -43,9 +40,9 @@ def repeated_constraints(facts: Facts) -> Iterator[Finding]:
 
 
 def _idle(facts: Facts) -> Iterator[tuple[Finding, bool]]:
-    """Yields (finding, is_repeated) for each line whose constraints all have no effect.
+    """Yields one finding for each line whose constraints all have no effect.
 
-    `is_repeated` is whether the value already has the sharding.
+    The bool is whether they repeat a sharding that the value already has.
     """
     if facts.stages.traced is None:
         return
@@ -66,13 +63,10 @@ def _idle(facts: Facts) -> Iterator[tuple[Finding, bool]]:
 
 
 def _constraints(jaxpr: Any, shardings: dict[Any, Any]) -> Iterator[tuple[str, str | None]]:
-    """Yields (line, why it has no effect) for every constraint; (line, None) if it has an effect.
+    """Yields (line, why it has no effect) for each constraint; (line, None) if it has an effect.
 
-    Also yields each `jax.device_put` that has no effect.
-
-    Args:
-        jaxpr: the jaxpr to search, with its nested jaxprs.
-        shardings: {variable: sharding} for the inputs; adds the results of constraints.
+    Also yields `jax.device_put`s without effect. Searches `jaxpr` and its nested jaxprs. Adds the
+    results of constraints to `shardings`, which is {input of `jaxpr`: sharding}.
     """
     read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
     read |= {id(v) for v in jaxpr.outvars}
@@ -107,7 +101,6 @@ def _are_equal(before: Sharding, sharding: Sharding, ndim: int) -> bool:
 
 
 def _has_no_effect_in_jit(sharding: NamedSharding) -> bool:
-    """Whether jit ignores a `device_put` to this sharding."""
     has_only_auto_axes = set(sharding.mesh.axis_types) == {AxisType.Auto}
     return has_only_auto_axes and sharding.memory_kind in (None, 'device')
 
@@ -142,7 +135,7 @@ def names_without_rule(facts: Facts) -> Iterator[Finding]:
 
 
 def _rule(mesh_axes: tuple[str, ...], mesh: AnyMesh) -> str:
-    """Formats the value of an axis rule: '@data', '@(data,fsdp)', or '4' on einshard's own mesh."""
+    """Formats '@data', '@(data,fsdp)', or '4' on einshard's own mesh."""
     if is_device_mesh(mesh):
         return str(prod(mesh.shape[name] for name in mesh_axes))
     return f'@{mesh_axes[0]}' if len(mesh_axes) == 1 else f'@({",".join(mesh_axes)})'

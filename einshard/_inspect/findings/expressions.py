@@ -15,7 +15,7 @@ from .values import Axis, drop_repeats
 
 
 def expression_of(axes: Sequence[Axis], mesh: AnyMesh) -> str:
-    """Returns the expression for a sharding; axes without a name get unused letters.
+    """Axes without a name get unused letters.
 
     If several axes have the same name, such as the two sequence axes of attention scores, only the
     first keeps it.
@@ -25,7 +25,6 @@ def expression_of(axes: Sequence[Axis], mesh: AnyMesh) -> str:
 
 
 def _axis_names(axes: Sequence[Axis]) -> list[str]:
-    """Returns the names of axes, with unused letters for those without a name."""
     known = [axis.name for axis in axes]
     free = (letter for letter in axis_letters() if letter not in known)
     names: list[str] = []
@@ -35,7 +34,7 @@ def _axis_names(axes: Sequence[Axis]) -> list[str]:
 
 
 def shard_text(placements: Mapping[str, str]) -> str:
-    """Formats {path: expression} as a suggestion: "shard w with 'x y*'"; '' if it is empty."""
+    """{'w': 'x y*'} -> "shard w with 'x y*'"."""
     by_placement: dict[str, list[str]] = {}
     for path, placement in placements.items():
         by_placement.setdefault(placement, []).append(path)

@@ -32,18 +32,15 @@ class Facts:
     """A compiled program, read once for all diagnoses and the report.
 
     Attributes:
-        stages, compiled: the program as JAX objects.
-        module: its HLO.
-        memory: bytes on a device; None if unknown.
-        chip: the chip of its devices; None if unknown, as for CPUs.
-        devices: the devices that run it, in the order of the program.
-        meshes: the meshes of its arguments and results.
-        arguments, results: its arrays, including unused ones.
+        memory: None if unknown.
+        chip: None if unknown, as for CPUs.
+        devices: in the order of the program.
+        meshes: of the arguments and results.
+        arguments, results: the arrays, including unused ones.
         argument_rows, result_rows: the same arrays, as rows of the report.
-        collectives, rows: its collectives, as in the HLO and as rows of the report.
-        all_gathers: its all-gathers with a single operand, by instruction name.
+        collectives, rows: the collectives, as in the HLO and as rows of the report.
+        all_gathers: those with a single operand, by instruction name.
         weights: {parameter number: whether it is a weight or optimizer state}.
-        products: the flops of its matmuls and convolutions, as rows of the report.
         replicated_above: replicated arrays of more bytes than this are noted.
     """
 
@@ -71,7 +68,6 @@ class Facts:
 
     @property
     def platform(self) -> str:
-        """Such as 'cpu' or 'tpu'."""
         return self.devices[0].platform
 
     @property
@@ -110,10 +106,7 @@ class Facts:
 
     @functools.cached_property
     def trace(self) -> Trace | None:
-        """The matmuls, constraints and loops of the traced function.
-
-        None for a `Lowered` or `Compiled`, which have no jaxpr, and if `mesh` is None.
-        """
+        """None for a `Lowered` or `Compiled`, which have no jaxpr, and if `mesh` is None."""
         if self.stages.traced is None or self.mesh is None:
             return None
         jaxpr = self.stages.traced.jaxpr.jaxpr
@@ -126,7 +119,7 @@ class Facts:
 
     @functools.cached_property
     def values(self) -> Sequence[Value]:
-        """The arguments, with the shardings that `read_trace` follows. Raises if `mesh` is None."""
+        """The arguments, with their shardings on `mesh`."""
         assert self.mesh is not None
         is_data = {i: not self.weights.get(n, False) for n, i in enumerate(self.used_arguments)}
         return argument_values(self.arguments, is_data, self.mesh)
@@ -138,7 +131,6 @@ class Facts:
 
     @functools.cached_property
     def product_lines(self) -> set[str]:
-        """The source lines that have matmuls, convolutions or lookups."""
         return {product.line for product in self.trace.products} if self.trace else set()
 
     @functools.cached_property
@@ -149,7 +141,7 @@ class Facts:
         return {table for table in tables if table is not None}
 
     def is_data(self, argument: object) -> bool:
-        """Whether this is the index of an argument that is data, not a weight."""
+        """Whether `argument` is the index of an argument that is data, not a weight."""
         return isinstance(argument, int) and self.values[argument].is_data
 
     def argument_axes(self, argument: int) -> Sequence[Axis]:
@@ -176,7 +168,6 @@ class Facts:
     def _by_groups(
         self, find_axes: Callable[[Groups, AnyMesh], Sequence[str]]
     ) -> Sequence[frozenset[str]]:
-        """Finds mesh axes for the groups of each collective; none without groups or a mesh."""
         all_groups = [collective.groups for collective in self.collectives]
         axes: dict[Groups, frozenset[str]] = {}
         for groups in dict.fromkeys(all_groups):

@@ -47,12 +47,10 @@ _NOTES = (
 
 
 def find_findings(facts: Facts) -> tuple[Finding, ...]:
-    """Finds likely mistakes: first those that keep the program from running, then by bytes."""
     found = itertools.chain.from_iterable(diagnose(facts) for diagnose in _DIAGNOSES)
     return tuple(sorted(found, key=lambda finding: (finding.kind not in _URGENT, -finding.bytes)))
 
 
 def find_notes(facts: Facts) -> tuple[Finding, ...]:
-    """Finds what is worth knowing but often intended, largest number of bytes first."""
     found = itertools.chain.from_iterable(note(facts) for note in _NOTES)
     return tuple(sorted(found, key=lambda finding: -finding.bytes))

@@ -59,7 +59,7 @@ def _before_and_after(
 ) -> tuple[str, str] | None:
     """Returns the expressions of an array before it is all-gathered, and after it is sliced again.
 
-    None if no mesh has both shardings. `names` are the names of the array axes, if known.
+    None if no mesh has both shardings.
     """
     ndim = len(gather.array.shape)
     assert gather.kept is not None
@@ -80,8 +80,7 @@ class _RepeatedGather(NamedTuple):
     Attributes:
         gather: its first all-gather.
         how_often: such as 'gathered 2 times'.
-        lines: the source lines of all its all-gathers.
-        bytes: bytes that a device sends in all of them.
+        lines, bytes: the source lines of all its all-gathers, and what a device sends in them.
         is_weight: whether the array is a weight in training.
         along: the mesh axes that `gather` runs along.
     """
@@ -100,7 +99,7 @@ def gathered_again(facts: Facts) -> Iterator[Finding]:
     Weights are not reported in training: they are gathered again in the backward pass, and for each
     microbatch, because keeping them would take the memory that sharding saves.
     """
-    # a wrong sharding, which these report, may also be why activations are gathered twice
+    # activations may be gathered twice because of a wrong sharding, which these report
     causes = (missing_constraint, contracted_axes, sharded_loop_axis)
     has_cause = any(any(diagnose(facts)) for diagnose in causes)
     for repeated in _repeated_gathers(facts):
@@ -118,7 +117,7 @@ def gathered_again(facts: Facts) -> Iterator[Finding]:
 
 
 def weights_gathered_again(facts: Facts) -> Iterator[Finding]:
-    """Notes weights that are gathered several times, those gathered equally often in one note."""
+    """Notes weights that are gathered again: one note for those gathered equally often."""
     groups: dict[str, list[tuple[str, _RepeatedGather]]] = {}
     for repeated in _repeated_gathers(facts):
         if repeated.is_weight:
@@ -134,7 +133,7 @@ def weights_gathered_again(facts: Facts) -> Iterator[Finding]:
 
 
 def _gather_before_loop(facts: Facts, repeated: _RepeatedGather) -> str:
-    """Suggests a constraint that gathers an argument before a loop; '' if none is sure to help."""
+    """Suggests gathering an argument before the loop; '' if that is not sure to help."""
     gather, parameter = repeated.gather, repeated.gather.parameter
     if not gather.is_invariant or parameter is None or facts.mesh is None or not repeated.along:
         return ''

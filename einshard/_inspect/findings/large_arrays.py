@@ -11,7 +11,6 @@ from .facts import Facts
 
 
 def replicated(facts: Facts) -> Iterator[Finding]:
-    """Notes replicated arguments and results above `facts.replicated_above` bytes."""
     rows = [
         row
         for row in (*facts.argument_rows, *facts.result_rows)

@@ -12,13 +12,12 @@ from .facts import Facts
 
 
 def does_not_fit(facts: Facts) -> Iterator[Finding]:
-    """Reports a program that needs more memory than a device has."""
     memory = facts.memory
     if memory is None or memory.capacity is None:
         return
     is_refused = isinstance(facts.compiled, Oversized)
     if is_refused or memory.total > memory.capacity:
-        # the CPU backend computes bf16 in f32, so the program needs other memory than on the chip
+        # the CPU backend computes bf16 in f32, so memory differs from that on the chip
         as_compiled = ', as compiled for a CPU' if facts.platform == 'cpu' else ''
         text = (
             f'the program needs {format_bytes(memory.total)} of memory{as_compiled}, '
@@ -49,7 +48,6 @@ def promise_broken(facts: Facts) -> Iterator[Finding]:
 
 
 def not_checked(facts: Facts) -> Iterator[Finding]:
-    """Notes what was not checked because a lowered or compiled program has no traced function."""
     if facts.stages.traced is None and facts.n_devices > 1:
         text = (
             'replicated compute, constraints and the shardings of activations were not checked: '

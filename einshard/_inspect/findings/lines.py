@@ -16,14 +16,10 @@ _FRAME = re.compile(r'(.*?):(\d+)\b')
 
 
 def line_of(eqn: Any, innermost: bool = False) -> str:
-    """Returns the source line of an equation, such as 'model.py:12'; '' if unknown.
+    """Returns the source line of an equation, as in its HLO: 'model.py:12'; '' if unknown.
 
-    The HLO of the equation has the same source line.
-
-    Args:
-        eqn: the equation.
-        innermost: whether to return the innermost line of the call stack, which may be in a library
-            such as Flax, instead of the user's line. HLO of JAX 0.8 has only the innermost line.
+    `innermost` is for HLO of JAX 0.8: it has only the innermost line of the call stack, which may
+    be in a library such as Flax, not the user's line.
     """
     # imported here because it loads modules that nothing else needs
     from jax.extend.source_info_util import summarize
@@ -37,7 +33,7 @@ def line_of(eqn: Any, innermost: bool = False) -> str:
 
 
 def lines_text(rows: Iterable[CollectiveRow]) -> str:
-    """Formats the source lines of collectives: 'model.py:12', or '2 lines, model.py:12, ..'."""
+    """Formats 'model.py:12', or '2 lines, model.py:12, model.py:15'."""
     lines = list(dict.fromkeys(short_source(row.source) for row in rows if row.source))
     if len(lines) > 1:
         return f'{plural(len(lines), "line")}, {first_of(lines, 3)}'

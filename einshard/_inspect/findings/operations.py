@@ -11,10 +11,7 @@ from .values import Axis, Product, Value, drop_repeats, merged, merged_axis, wit
 
 
 def elementwise(v: Any, values: Sequence[Value]) -> Value:
-    """Returns the value of `v`, the result of an operation that is elementwise or not in `RULES`.
-
-    Merges the axes of those operands `values` that have the rank of `v`.
-    """
+    """Returns the result `v` of an operation that is elementwise, or not in `RULES`."""
     return merged(values, getattr(v.aval, 'ndim', 0))
 
 
@@ -49,7 +46,7 @@ def _reduce(eqn: Any, values: Sequence[Value]) -> Value:
 
 
 def _slice_or_update(eqn: Any, values: Sequence[Value]) -> Value:
-    """Returns the result of a slice or an update; axes whose size changes lose their sharding."""
+    """Axes whose size changes lose their sharding."""
     value, before = values[0], eqn.invars[0].aval.shape
     after = eqn.outvars[0].aval.shape
     axes = (
@@ -95,7 +92,7 @@ def flops_of(eqn: Any) -> int:
 
 
 def product_of(eqn: Any, values: Sequence[Value]) -> Product | None:
-    """Reads a matmul, convolution or lookup; returns None for a gather that is not a lookup.
+    """Returns None for a gather that is not a lookup.
 
     The caller sets `line`, `flops`, `is_backward` and `in_shard_map`.
     """

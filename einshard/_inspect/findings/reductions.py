@@ -77,9 +77,8 @@ def _constraint(facts: Facts, line: str, along: frozenset[str], found: SlicedSum
 def summed_in_loop(facts: Facts) -> Iterator[Finding]:
     """Reports all-reduces of gradients in a loop that only adds them up.
 
-    Does not report gradients of weights that are sharded over the same mesh axes: without the
-    all-reduces, the loop would carry unsharded gradients, which take the memory that sharding
-    saves.
+    Omits weights that are sharded over the same mesh axes: without the all-reduces, the loop would
+    carry unsharded gradients, which take the memory that sharding saves.
     """
     loops = {
         loop.line: loop
@@ -110,7 +109,6 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
 
 
 def _reduce_after_loop(facts: Facts, line: str, along: str) -> str:
-    """Suggests how to reduce gradients once, after the loop in `line`."""
     mesh, source = facts.mesh, short_source(line)
     axes = tuple(axis for axis in mesh.axis_names if axis in along.split(',')) if mesh else ()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)) if mesh else {}
@@ -127,7 +125,7 @@ def _reduce_after_loop(facts: Facts, line: str, along: str) -> str:
 
 
 def _loop_around(facts: Facts, place: Place | None, loops: dict[str, Loop]) -> Loop | None:
-    """Finds the loop that contains the instruction at `place`, or None; `loops` is {line: loop}."""
+    """Finds the loop around the instruction at `place`; `loops` is {line: loop}."""
     if not loops or place is None:
         return None
     for site in facts.module.path(place.comp) or ():
@@ -138,7 +136,6 @@ def _loop_around(facts: Facts, place: Place | None, loops: dict[str, Loop]) -> L
 
 
 def _is_result_sharded(facts: Facts, row: CollectiveRow, along: frozenset[str]) -> bool:
-    """Whether a result computed from the collective of `row` is sharded over axes in `along`."""
     for array in facts.results:
         if array.path in row.of and isinstance(array.sharding, NamedSharding):
             entries = mesh_entries(array.sharding, len(array.shape))
@@ -154,14 +151,12 @@ _SUMS = ('all-reduce', 'reduce-scatter')
 
 
 class _Sum(NamedTuple):
-    """An all-reduce or reduce-scatter, and its HLO instruction if that is found."""
-
     row: CollectiveRow
     place: Place | None
 
 
 def recomputed_collectives(facts: Facts) -> Iterator[Finding]:
-    """Notes activations that are reduced in the forward pass, and again by `jax.checkpoint`."""
+    """Notes activations that `jax.checkpoint` reduces again in the backward pass."""
     forward: dict[object, list[_Sum]] = {}
     recomputed: dict[object, list[_Sum]] = {}
     for row, place in zip(facts.rows, facts.places, strict=True):
@@ -198,8 +193,7 @@ def _saved_bytes(facts: Facts, forward: _Sum, again: _Sum) -> int | None:
     """Returns the bytes per device that saving the result for the backward pass would take.
 
     A loop around only the forward pass keeps the results of all its iterations. A loop around both
-    passes, such as one over microbatches, keeps one result at a time. None if a trip count or an
-    instruction is unknown.
+    passes, such as one over microbatches, keeps one result at a time. None if unknown.
     """
     if forward.place is None or again.place is None:
         return None

@@ -33,7 +33,8 @@ class _RepeatedLine(NamedTuple):
 def replicated_compute(facts: Facts) -> Iterator[Finding]:
     """Reports lines whose matmuls take more flops on all devices together than before partitioning.
 
-    Both counts include rematerialization. Lines in loops of unknown trip count are omitted.
+    Rematerialization counts in the flops before partitioning, too. Omits lines in loops of unknown
+    trip count and in conditionals.
     """
     if facts.trace is None or facts.mesh is None:
         return
@@ -59,19 +60,16 @@ def replicated_compute(facts: Facts) -> Iterator[Finding]:
 
 
 def _unused_mesh_axes(facts: Facts, product: Product) -> tuple[str, ...]:
-    """Returns the mesh axes that shard no operand of a matmul."""
     used = product.left.mesh_axes | product.right.mesh_axes
     return tuple(name for name in _mesh_axes(facts) if name not in used)
 
 
 def _mesh_axes(facts: Facts) -> list[str]:
-    """Returns the mesh axes of size 2 or more."""
     assert facts.mesh is not None
     return [str(name) for name, size in facts.mesh.shape.items() if size > 1]
 
 
 def _repeated_lines(facts: Facts) -> Iterator[_RepeatedLine]:
-    """Yields each line whose matmuls are repeated, in program order."""
     assert facts.trace is not None
     by_line: dict[str, list[Product]] = {}
     for product in facts.trace.products:
@@ -100,9 +98,9 @@ def _repeated_lines(facts: Facts) -> Iterator[_RepeatedLine]:
 def _suggestion(facts: Facts, unused: tuple[str, ...], lines: Sequence[_RepeatedLine]) -> str:
     """Suggests a change after which each device computes a part of the matmuls; '' if unknown.
 
-    `unused` are the mesh axes that shard no operand of the matmuls. Without any, suggests a
-    constraint on the result. Else suggests to keep the batch sharded over them in a scan; or to
-    shard it over them, if they shard no argument; or to shard the weights over them.
+    `unused` are the mesh axes that shard no operand of the matmuls. If there are none, suggests a
+    constraint on the result. Else suggests keeping the batch of a scan sharded over them; or
+    sharding the batch over them, if they shard no argument; or else the weights.
     """
     if not unused:
         return _constrain_result(facts, lines[0])
@@ -116,14 +114,14 @@ def _suggestion(facts: Facts, unused: tuple[str, ...], lines: Sequence[_Repeated
 def _constrain_result(facts: Facts, repeated: _RepeatedLine) -> str:
     """Suggests a constraint on the result of a matmul whose operands use all mesh axes.
 
-    If an operand is gathered, suggests sharding the batch instead. '' if neither is sure to help.
+    If the compiler gathers an operand, suggests sharding the batch. '' if neither is sure to help.
     """
     assert facts.mesh is not None
     if any(_unused_mesh_axes(facts, product) for product in repeated.products):
         return ''  # the line has other matmuls, whose results the constraint may not fit
     product = repeated.products[0]
-    # if the compiler gathers an operand, as it gathers weights in FSDP, then devices along the mesh
-    # axes that shard only this operand compute the same
+    # if the compiler gathers an operand, as it gathers weights in FSDP, devices along the mesh axes
+    # that shard only this operand compute the same
     used = _mesh_axes_of_result(product)
     if unused := tuple(name for name in _mesh_axes(facts) if name not in used):
         return _shard_batch(facts, unused, product)
@@ -139,19 +137,18 @@ def _mesh_axes_of_result(product: Product) -> set[str]:
 
 
 def _shard_weights(facts: Facts, unused: tuple[str, ...], lines: Sequence[_RepeatedLine]) -> str:
-    """Suggests sharding the weights of matmuls over the mesh axes `unused`; '' if none fit."""
     assert facts.mesh is not None
-    names: set[str] = set()  # array axes that the suggestion shards
+    sharded_names: set[str] = set()
     placements: dict[str, str] = {}
     for repeated in lines:
         for product in repeated.products:
             weight, _ = weight_and_data(product) or (None, None)
             if weight is None or weight.argument is None:
                 continue
-            axis = _axis_to_shard(facts, product, weight, unused, names)
+            axis = _axis_to_shard(facts, product, weight, unused, sharded_names)
             if axis is None:
                 continue
-            names.add(axis.name)
+            sharded_names.add(axis.name)
             axes = [
                 replace(other, mesh_axes=unused) if other.dim == axis.dim else other
                 for other in facts.argument_axes(weight.argument)
@@ -164,8 +161,8 @@ def _shard_weights(facts: Facts, unused: tuple[str, ...], lines: Sequence[_Repea
 def _shard_batch(facts: Facts, added: tuple[str, ...], product: Product) -> str:
     """Suggests sharding the batch also over the mesh axes `added`; '' if no batch is divisible.
 
-    The batch is the first axis of an argument that is data, if that axis is sharded. If there is no
-    such argument, it is the first axis of the data operand of the matmul.
+    The batch is the first axis of a data argument, if sharded. If there is none, it is the first
+    axis of the matmul's data operand, if that is an argument.
     """
     assert facts.mesh is not None
     data = [(i, value) for i, value in enumerate(facts.values) if value.is_data and value.axes]
@@ -186,13 +183,12 @@ def _axis_to_shard(
     product: Product,
     weight: Value,
     unused: tuple[str, ...],
-    names: Collection[str],
+    sharded_names: Collection[str],
 ) -> Axis | None:
     """Chooses the axis of a weight to shard over the mesh axes `unused`.
 
-    `names` are the array axes that the suggestion shards in other weights. First choice: an axis in
-    `names` that is contracted here, as in the second matmul of an MLP, where the data is then
-    sharded along it. Second choice: a free axis. None if no axis fits.
+    First choice: a contracted axis whose name is sharded in another weight, as in the second matmul
+    of an MLP. Second choice: a free axis.
     """
     assert facts.mesh is not None
     assert weight.argument is not None
@@ -206,10 +202,10 @@ def _axis_to_shard(
     contracted = [pair[operand_index] for pair in product.contracted]
     batch = [pair[operand_index] for pair in product.batch]
     for i in contracted:
-        if fits[i] and weight.axes[i].name in names:
+        if fits[i] and weight.axes[i].name in sharded_names:
             return weight.axes[i]
-    # an axis without a name may be contracted with an axis in `names`, and would be gathered
-    if names and not all(axis.name for axis in weight.axes):
+    # an axis without a name may be contracted with one of `sharded_names`, and would be gathered
+    if sharded_names and not all(axis.name for axis in weight.axes):
         return None
     for i, axis in enumerate(weight.axes):
         if fits[i] and i not in contracted and i not in batch:

@@ -64,9 +64,8 @@ def suggestion_for_batch(facts: Facts, mesh_axes: Collection[str]) -> str:
 
 
 def _arrays_of_scans(facts: Facts) -> dict[_ShardedScan, list[Scanned]]:
-    """Returns the inputs and weights that are scanned along a sharded axis."""
     arrays: dict[_ShardedScan, list[Scanned]] = {}
-    # JAX raises an error for such a scan on Explicit mesh axes
+    # on Explicit mesh axes, JAX raises an error for a scan over a sharded axis
     loops = facts.trace.loops if facts.trace and not facts.is_explicit else ()
     for loop in loops:
         for scanned in loop.over_shards:
@@ -80,9 +79,9 @@ def _arrays_of_scans(facts: Facts) -> dict[_ShardedScan, list[Scanned]]:
 
 
 def _collectives_of_activations(facts: Facts, mesh_axes: Sequence[str]) -> list[CollectiveRow]:
-    """Returns collectives of activations along `mesh_axes`, if these do not shard the batch there.
+    """Returns the collectives of activations along `mesh_axes`.
 
-    That is in their source line, according to the trace.
+    Omits lines without a matmul of a weight, and lines where `mesh_axes` shard the batch.
     """
     assert facts.trace is not None
     is_sharded: dict[str, bool] = {}
@@ -109,7 +108,6 @@ def _collectives_of_activations(facts: Facts, mesh_axes: Sequence[str]) -> list[
 def _collectives_of_weights(
     facts: Facts, mesh_axes: Sequence[str], arrays: Sequence[Scanned]
 ) -> list[CollectiveRow]:
-    """Returns the collectives that send parts of the arguments in `arrays` along `mesh_axes`."""
     paths = {
         facts.arguments[value.argument].path for value, _ in arrays if value.argument is not None
     }
@@ -177,10 +175,7 @@ def _arrays_text(facts: Facts, arrays: Sequence[Scanned]) -> str:
 
 
 def _along_text(facts: Facts, value: Value) -> str:
-    """Formats the mesh axes that shard the first axis of `value`: 'data'.
-
-    On einshard's own mesh, whose axes the user does not name, the array axis: 'b'.
-    """
+    """Formats the mesh axes that shard the first axis; on einshard's own mesh, the array axis."""
     first, *rest = value.axes
     names = [axis.name for axis in (first, *rest[:1]) if axis.name]
     if facts.mesh is not None and is_device_mesh(facts.mesh) and names:

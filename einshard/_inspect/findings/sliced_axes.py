@@ -16,10 +16,10 @@ _KINDS = ('collective-permute', 'all-to-all', 'all-gather')
 
 
 def sliced_axis(facts: Facts) -> Iterator[Finding]:
-    """Reports slices along a sharded axis, as `jnp.split` takes of a fused projection.
+    """Reports slices along a sharded axis, such as those of `jnp.split` on a fused projection.
 
-    The parts are on different devices, so the compiler sends them until each part is sharded over
-    all devices of the mesh axis.
+    The parts are on different devices, so the compiler sends them to shard each over all devices of
+    the mesh axis.
     """
     slices: dict[tuple[str, tuple[str, ...]], Slice] = {}
     for sliced in facts.trace.slices if facts.trace else ():

@@ -11,9 +11,9 @@ from .facts import Facts
 
 
 def slow_network(facts: Facts) -> Iterator[Finding]:
-    """Reports mesh axes that cross TPU slices and should be swapped with one that does not.
+    """Reports mesh axes across TPU slices that send more than twice the bytes of one within slices.
 
-    The two mesh axes have the same size, and the second sends less than half as many bytes.
+    Only if they have the same size, so that they can be swapped.
     """
     mesh = facts.mesh
     if mesh is None or len(set(facts.slices)) < 2:

@@ -20,8 +20,6 @@ from .values import Axis, Product, Value, drop_repeats, merged, reshaped
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A sharding constraint, with the value before and after it."""
-
     line: str
     before: Value
     after: Value
@@ -29,7 +27,7 @@ class Constraint:
 
 
 class Scanned(NamedTuple):
-    """An array that a scan slices along its first axis."""
+    """An array that a scan runs over."""
 
     value: Value
     aval: Any
@@ -61,7 +59,7 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The matmuls, lookups, constraints, scans and slices of a function, in program order."""
+    """The operations of a function that diagnoses need, in program order."""
 
     products: list[Product] = field(default_factory=list)
     constraints: list[Constraint] = field(default_factory=list)
@@ -74,7 +72,6 @@ class _CallSite(NamedTuple):
 
     Attributes:
         runs: how often the jaxpr runs in one run of the function; None if unknown.
-        is_backward: whether it belongs to the backward pass.
         n_shards: the number of shards in a `shard_map`; else 0.
         call: the equation that calls the jaxpr.
     """
@@ -88,22 +85,13 @@ class _CallSite(NamedTuple):
 def read_trace(
     jaxpr: Any, arguments: Sequence[Value], mesh: AnyMesh, innermost_lines: bool = False
 ) -> Trace:
-    """Reads the matmuls, lookups, constraints and scans of a jaxpr.
-
-    Args:
-        jaxpr: the jaxpr of the traced function.
-        arguments: its inputs, with their shardings.
-        mesh: the mesh of the arguments.
-        innermost_lines: whether to read the innermost line of each call stack: see `line_of`.
-    """
+    """Reads a jaxpr that is called with `arguments`; for `innermost_lines`, see `line_of`."""
     reader = _Reader(Trace(), mesh, innermost_lines)
     reader.read(jaxpr, arguments, _CallSite())
     return reader.trace
 
 
 class _Reader:
-    """Adds to `trace` what it finds in jaxprs."""
-
     def __init__(self, trace: Trace, mesh: AnyMesh, innermost_lines: bool):
         self.trace = trace
         self.innermost_lines = innermost_lines
@@ -124,7 +112,6 @@ class _Reader:
         return [value_of(v) for v in jaxpr.outvars]
 
     def read_equation(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
-        """Reads an equation, and returns the values of its results."""
         name = eqn.primitive.name
         if not site.is_backward and 'transpose(' in str(eqn.source_info.name_stack):
             site = site._replace(is_backward=True)
@@ -205,9 +192,8 @@ class _Reader:
 
     def read_scan(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
         inner, length = jaxpr_in(eqn.params['jaxpr']), eqn.params['length']
-        # newer JAX has no num_consts and num_carry in `params`. Constants and carried values have
-        # the same rank inside and outside; scanned inputs and stacked outputs have one more axis
-        # outside
+        # newer JAX has no num_consts and num_carry in `params`. So compare ranks: only scanned
+        # inputs and stacked outputs have one more axis outside the body
         n_carry = _n_of_same_rank(eqn.outvars, inner.outvars)
         n_consts = _n_of_same_rank(eqn.invars, inner.invars) - n_carry
         site = site._replace(runs=None if site.runs is None else site.runs * length)
@@ -261,7 +247,7 @@ def mesh_entries(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...] | N
 def argument_values(
     arrays: Sequence[Any], is_data: Mapping[int, bool], mesh: AnyMesh
 ) -> list[Value]:
-    """Returns the arguments as values; `is_data[i]` is whether argument i is data, not a weight."""
+    """`is_data[i]` is whether argument i is data, not a weight."""
     values: list[Value] = []
     for i, array in enumerate(arrays):
         ndim = len(array.shape)
@@ -313,18 +299,15 @@ def _called_jaxpr(eqn: Any) -> Any:
 
 
 def jaxpr_in(parameter: Any) -> Any:
-    """Returns the jaxpr of a closed jaxpr, and other parameters unchanged."""
     return getattr(parameter, 'jaxpr', parameter)
 
 
 def _n_of_same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """Counts the variables of a scan that have the same rank outside and inside its body."""
     pairs = zip(outside, inside, strict=True)
     return sum(len(v.aval.shape) == len(w.aval.shape) for v, w in pairs)
 
 
 def inner_jaxprs(parameters: Any) -> Iterator[Any]:
-    """Yields the jaxprs among the parameters of an equation, also those in lists and tuples."""
     for parameter in parameters:
         if isinstance(parameter, list | tuple):
             yield from inner_jaxprs(parameter)

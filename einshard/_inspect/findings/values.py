@@ -26,7 +26,6 @@ class Axis:
     dim: int = -1
 
     def without_mesh_axes(self, names: Collection[str]) -> Axis:
-        """Returns the axis, no longer sharded over these mesh axes."""
         kept = tuple(name for name in self.mesh_axes if name not in names)
         return dataclasses.replace(self, mesh_axes=kept, origin=self.origin if kept else None)
 
@@ -48,7 +47,6 @@ class Value:
 
     @property
     def mesh_axes(self) -> set[str]:
-        """The mesh axes that shard the value."""
         return {name for axis in self.axes for name in axis.mesh_axes}
 
     def with_axes(self, axes: Iterable[Axis]) -> Value:
@@ -62,13 +60,11 @@ class Product:
     Attributes:
         left, right, result: the operands and the result; the operands of a lookup are the table and
             the indices.
-        contracted: (axis of left, axis of right) pairs that are summed over.
-        batch: (axis of left, axis of right) pairs of batch axes.
+        contracted, batch: (axis of left, axis of right) pairs.
         line: the user's source line, or ''.
-        flops: the flops of all executions in one run, as if unsharded; None if a loop around it has
-            an unknown trip count.
-        is_backward: whether it belongs to the backward pass.
-        in_shard_map: whether it is inside a `shard_map`, where shapes are those of a shard.
+        flops: of all executions in one run, as if unsharded; None if a loop around it has an
+            unknown trip count.
+        in_shard_map: whether shapes are those of a shard.
     """
 
     left: Value
@@ -89,7 +85,7 @@ def without_dim(axis: Axis) -> Axis:
 
 
 def merged(values: Sequence[Value], ndim: int) -> Value:
-    """Returns the result, of rank `ndim`, of an elementwise operation on `values`."""
+    """Returns the result of an elementwise operation; only values of rank `ndim` pass on axes."""
     same_rank = [value for value in values if len(value.axes) == ndim]
     axes = (merged_axis(axes) for axes in zip(*(value.axes for value in same_rank), strict=True))
     argument = same_rank[0].argument if len(same_rank) == 1 else None
@@ -101,7 +97,7 @@ def merged(values: Sequence[Value], ndim: int) -> Value:
 
 
 def merged_axis(axes: Sequence[Axis]) -> Axis:
-    """Returns an axis with the first name and the first sharding among several axes."""
+    """Returns an axis with the first name and the first sharding of several axes."""
     if len(axes) == 1:
         return axes[0]
     name = next((axis.name for axis in axes if axis.name), '')
@@ -160,7 +156,7 @@ def reshaped(
 
 
 def _split(axis: Axis, sizes: Sequence[int], mesh_sizes: Mapping[str, int]) -> Iterator[Axis]:
-    """Yields the parts of an axis that is split into axes of these sizes."""
+    """Yields the parts of an axis that a reshape splits."""
     if len(sizes) == 1:
         yield axis
         return
