@@ -22,9 +22,11 @@ from .._trees.specs import Spec, check_spec_functions, is_function, mesh_of
 from .bound_method import BoundMethod
 from .parameters import CallSignature, declare
 from .place_arguments import place_arguments
-from .program import Program, Setup, TracedFunction, WrongShardings
+from .program import Program
 from .program_cache import ProgramCache
 from .promise import Budget, Limits, Promise, read_limits
+from .setup import Setup
+from .traced_function import TracedFunction, WrongShardings
 
 P = ParamSpec('P')
 Q = ParamSpec('Q')
