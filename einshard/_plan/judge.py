@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from .._errors import EinshardError
 from .._functions.bound_method import BoundMethod
-from .._functions.sharded import ShardedFunction
+from .._functions.sharded_function import ShardedFunction
 from .._hlo.collectives import Collective, find_collectives
 from .._hlo.hardware import Chip
 from .._hlo.module import Module
