@@ -131,24 +131,18 @@ def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Pr
     donated = traced.positions(setup.declaration.donated)
     if donated:
         options['donate_argnums'] = tuple(donated)
-    with_shardings = dict(options)
+    in_shardings: dict[str, Any] = {}
     budget = setup.budget
     dynamic = [s for i, s in enumerate(traced.in_shardings) if i not in traced.static]
     if any(sharding is not None for sharding in dynamic):
-        with_shardings['in_shardings'] = tuple(map(traced.for_jit, dynamic))
+        in_shardings['in_shardings'] = tuple(map(traced.for_jit, dynamic))
         if traced.mesh.size == 1:  # without in_shardings, the program may run on other devices
             budget = budget and budget.on_one_device()
-    nested = _nested(traced, with_shardings)
+    with_shardings = options | in_shardings
     if traced.out_shardings is not None:
         with_shardings['out_shardings'] = traced.for_jit(traced.out_shardings)
     jitted = jax.jit(traced.wrapper, **with_shardings)
-    if not traced.mesh_is_ambient and (
-        traced.out_shardings is None or isinstance(traced.mesh, AbstractMesh)
-    ):
-        # nothing to constrain, or an abstract mesh that is not in context: constraints would fail
-        nested = jitted
-    if not traced.mesh_is_ambient and has_partial_axes(traced.in_shardings):
-        nested = _choose_by_type(nested, _nested(traced, options))
+    nested = _nested(traced, jitted, options, in_shardings)
     runnable, checked, without_spec = jitted, None, list[int]()
     if budget is not None:
         checked = CheckedJit(budget, traced.wrapper, traced.sharded_by, with_shardings, nested)
@@ -160,21 +154,37 @@ def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Pr
     )
 
 
-def _nested(traced: TracedFunction, options: Mapping[str, Any]) -> Any:
+def _nested(
+    traced: TracedFunction,
+    jitted: Any,
+    options: Mapping[str, Any],
+    in_shardings: Mapping[str, Any],
+) -> Any:
     """Returns `Program.nested`, the version for calls inside a trace."""
-    # like `Program.jitted`, jits `traced.wrapper`: calls inside and outside a trace share one trace
-    without_shardings: dict[str, Any] = {**options, 'in_shardings': None}
-    inlined = jax.jit(traced.wrapper, **dict[str, Any](without_shardings, inline=True))
     if traced.mesh_is_ambient:
-        # shardings would tie the trace to these devices, but JAX reuses it on other devices
-        options = without_shardings
+        # in_shardings would tie the trace to these devices, but JAX reuses it on other devices
+        return _constrained(traced, options)
+    nested = jitted
+    # on an abstract mesh that is not in context, constraints would fail
+    if traced.out_shardings is not None and not isinstance(traced.mesh, AbstractMesh):
+        nested = _constrained(traced, {**options, **in_shardings})
+    if has_partial_axes(traced.in_shardings):
+        nested = _choose_by_type(nested, _constrained(traced, options))
+    return nested
 
-    def nested(*values: Any) -> Any:
+
+def _constrained(traced: TracedFunction, options: Mapping[str, Any]) -> Any:
+    """Jits a function that constrains the result, and on an ambient mesh the arguments."""
+    # like `Program.jitted`, jits `traced.wrapper`: calls inside and outside a trace share one trace
+    inner: dict[str, Any] = {**options, 'in_shardings': None, 'inline': True}
+    inlined = jax.jit(traced.wrapper, **inner)
+
+    def constrained(*values: Any) -> Any:
         if traced.mesh_is_ambient:
             values = tuple(traced.constrain_arguments(values))
         return traced.result.constrain(inlined(*values), traced.setup.context())
 
-    return jax.jit(traced.set_names(nested), **options)
+    return jax.jit(traced.set_names(constrained), **options)
 
 
 def _choose_by_type(nested: Any, without_shardings: Any) -> Callable[..., Any]:
