@@ -16,7 +16,8 @@ from placed import mesh_of, struct
 
 from einshard import Chip, explain, sharded
 from einshard._hlo.buffers import largest_temporaries
-from einshard._hlo.collectives import Collective, find_collectives
+from einshard._hlo.collective import Collective
+from einshard._hlo.find_collectives import find_collectives
 from einshard._hlo.hardware import as_chip, find_chip
 from einshard._hlo.hbm_traffic import min_hbm_bytes
 from einshard._hlo.module import ArrayType, Module

@@ -19,7 +19,8 @@ from hlo.programs import MACHINES, PROGRAMS, expected, partitioner
 
 from einshard._hlo.all_gathers import find_all_gathers
 from einshard._hlo.arithmetic import ARITHMETIC
-from einshard._hlo.collectives import KINDS, read_collectives
+from einshard._hlo.collective import KINDS
+from einshard._hlo.find_collectives import read_collectives
 from einshard._hlo.groups import connected, read_groups
 from einshard._hlo.module import ArrayType, Module, array_types, read_instruction
 from einshard._hlo.output_uses import output_uses

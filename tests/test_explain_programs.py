@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from placed import mesh_of
 
 from einshard import explain
-from einshard._hlo.collectives import read_collectives
+from einshard._hlo.find_collectives import read_collectives
 from einshard._hlo.flops import find_products
 from einshard._hlo.module import Module
 from einshard._inspect.collectives import Collectives

@@ -24,7 +24,7 @@ from test_collectives import kept
 
 from einshard import einshard, explain, sharded
 from einshard._hlo.all_gathers import find_all_gathers
-from einshard._hlo.collectives import find_collectives, read_collectives
+from einshard._hlo.find_collectives import find_collectives, read_collectives
 from einshard._hlo.flops import find_products
 from einshard._hlo.module import Module
 from einshard._inspect.collectives import Collectives

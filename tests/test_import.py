@@ -15,7 +15,7 @@ PROGRAM = """
 import jax
 import einshard
 from einshard._notation.expression import parse
-from einshard._notation.layout import lay_out
+from einshard._notation.lay_out import lay_out
 from jax.sharding import AbstractMesh
 
 for name in dir(einshard):

@@ -16,7 +16,8 @@ from placed import mesh_of
 from einshard import EinshardError, make_sharding
 from einshard._notation.counts import prime_factors
 from einshard._notation.expression import parse
-from einshard._notation.layout import Layout, Split, lay_out
+from einshard._notation.lay_out import lay_out
+from einshard._notation.layout import Layout, Split
 
 pytestmark = oracle.ANY_SPACING
 

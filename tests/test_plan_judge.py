@@ -11,7 +11,7 @@ import pytest
 from placed import struct
 
 from einshard import EinshardError, Rules, device_mesh, einshard, sharded
-from einshard._hlo.collectives import find_collectives
+from einshard._hlo.find_collectives import find_collectives
 from einshard._hlo.hardware import as_chip
 from einshard._hlo.module import Module
 from einshard._hlo.target_collectives import target_collectives

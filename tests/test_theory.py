@@ -11,7 +11,7 @@ from placed import struct
 from refusal import refusal
 
 from einshard import einshard, make_sharding, parallelism, sharded
-from einshard._hlo.collectives import read_collectives
+from einshard._hlo.find_collectives import read_collectives
 from einshard._theory.communication import Blocks, Space, resharding
 from einshard._theory.contraction import read_contraction
 

@@ -11,16 +11,10 @@ from dataclasses import dataclass
 from einshard._errors import EinshardError, Suggestion
 from einshard._notation.counts import prime_factors
 from einshard._notation.expression import Expression, parse
+from einshard._notation.fit import fit, fitting_sizes, misfit, signed_axes, spec_entries
 from einshard._notation.hints import mesh_axes_hint, spacing_hint
-from einshard._notation.layout import (
-    fit,
-    fitting_sizes,
-    lay_out,
-    mesh_text,
-    misfit,
-    signed_axes,
-    spec_entries,
-)
+from einshard._notation.lay_out import lay_out
+from einshard._notation.mesh_text import mesh_text
 from einshard._pictures.draw import axis_names, draw, rank_drawn
 from einshard._pictures.picture import Picture
 from einshard._suggestions import keep_working_suggestions

@@ -14,7 +14,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._cache import cached
 from .._errors import EinshardError
-from .._notation.layout import Layout, terms_of_axis
+from .._notation.axis_positions import terms_of_axis
+from .._notation.layout import Layout
 from .._sharding.context import Context, current_context, is_tracing
 from .._sharding.leaf_spec import AnySpec, as_leaf_spec
 from .._sharding.mesh import AnyMesh, MeshLike, is_partial, mesh_fact

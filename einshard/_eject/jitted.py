@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from .._arrays.constrain import names_at
 from .._errors import EinshardError, quoted
-from .._functions.program import TracedFunction
+from .._functions.traced_function import TracedFunction
 from .._inspect.findings.lines import line_of
 from .._inspect.findings.trace import inner_jaxprs
 from .._inspect.lowered import Stages

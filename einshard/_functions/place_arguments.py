@@ -22,7 +22,7 @@ from .._sharding.leaf_spec import REPLICATED, in_memory
 from .._sharding.mesh import is_partial, memory_kind_of, partial_axes
 from .._sharding.resolve import Placement
 from .._text import first_of
-from .program import TracedFunction
+from .traced_function import TracedFunction
 from .value_spec import ValueSpec
 
 

@@ -13,7 +13,8 @@ import jax.tree_util as jtu
 from .._sharding.context import AxisRules, Context, is_tracing
 from .._sharding.mesh import AnyMesh
 from .parameters import CallSignature, Declaration
-from .program import Program, Setup, make_program
+from .program import Program, make_program
+from .setup import Setup
 from .sharding_trees import shardings_of
 
 # call signature, `Setup.mesh_key`, axis rules, `Context.on_one_device`

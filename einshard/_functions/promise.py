@@ -18,7 +18,8 @@ from jax.sharding import NamedSharding
 
 from .._errors import EinshardError, plural
 from .._hlo.buffers import Temporary, largest_temporaries
-from .._hlo.collectives import KINDS, Collective, read_collectives
+from .._hlo.collective import KINDS, Collective
+from .._hlo.find_collectives import read_collectives
 from .._hlo.memory import parse_bytes, read_memory
 from .._hlo.module import Module
 from .._sharding.collective_axes import ShardedBy, along_text

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from .._arrays.constrain import constrain, place_constant
 from .._errors import EinshardError, combine_errors
-from .._notation.layout import axis_positions
+from .._notation.axis_positions import axis_positions
 from .._sharding.axis_rules import Fallback
 from .._sharding.context import Context
 from .._sharding.leaf_spec import LeafSpec

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from .collectives import KINDS, MARKS
+from .collective import KINDS
+from .find_collectives import MARKS
 from .module import Computation, Instruction, Module
 
 # not followed, except a custom-call that joins slices; most other operations are elementwise

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
-from .collectives import MARKS, Collective
+from .collective import Collective
+from .find_collectives import MARKS
 from .groups import Groups, connected
 from .module import ArrayType, Computation, Instruction, Module, Place
 
@@ -27,7 +28,7 @@ def target_collectives(module: Module, collectives: Sequence[Collective]) -> lis
     An all-reduce followed by a slice becomes a reduce-scatter, all-reduces that a TPU would combine
     become one, and repeated all-gathers of an array are dropped.
 
-        >>> from einshard._hlo.collectives import find_collectives
+        >>> from einshard._hlo.find_collectives import find_collectives
         >>> from einshard._hlo.module import Module
         >>> from einshard._hlo.target_collectives import target_collectives
         >>> text = '''HloModule jit_f, num_partitions=4

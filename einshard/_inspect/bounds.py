@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .._hlo.collectives import Collective
+from .._hlo.collective import Collective
 from .._hlo.hardware import Chip
 from .._hlo.hbm_traffic import min_hbm_bytes
 from .._hlo.module import Module

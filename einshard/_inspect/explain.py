@@ -13,7 +13,8 @@ from jax.stages import Compiled
 from .._functions.promise import program_text
 from .._hlo.all_gathers import AllGather, find_all_gathers
 from .._hlo.buffers import largest_temporaries
-from .._hlo.collectives import Collective, find_collectives
+from .._hlo.collective import Collective
+from .._hlo.find_collectives import find_collectives
 from .._hlo.hardware import Chip, as_chip, find_chip
 from .._hlo.memory import read_memory
 from .._hlo.module import Module

@@ -19,9 +19,10 @@ from jax.stages import Compiled, Lowered, Traced
 
 from .._errors import EinshardError
 from .._functions.bound_method import BoundMethod, sharded_call
-from .._functions.program import Program, TracedFunction
+from .._functions.program import Program
 from .._functions.promise import Limits
-from .._functions.sharded import ShardedFunction
+from .._functions.sharded_function import ShardedFunction
+from .._functions.traced_function import TracedFunction
 from .._progress import progress
 from .._sharding.context import current_context, mesh_scope
 from .._sharding.leaf_spec import AnySpec

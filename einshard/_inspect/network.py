@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._hlo.collectives import Collective
+from .._hlo.collective import Collective
 from .._hlo.hardware import Chip
 
 Ints = Sequence[int]

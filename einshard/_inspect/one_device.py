@@ -19,7 +19,7 @@ from .._errors import EinshardError
 from .._functions.bound_method import BoundMethod, sharded_call
 from .._functions.place_arguments import place_arguments
 from .._functions.program import Program
-from .._functions.sharded import ShardedFunction
+from .._functions.sharded_function import ShardedFunction
 from .._hlo.hardware import find_chip
 from .._hlo.memory import read_memory
 from .._progress import progress

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .._arrays.constrain import names_at, names_by_letter_at
-from .._hlo.collectives import MARKS, Collective
+from .._hlo.collective import Collective
+from .._hlo.find_collectives import MARKS
 from .._hlo.flops import find_products
 from .._hlo.module import Module
 from .._hlo.origins import Origins

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from .expression import Expression, Term
@@ -21,6 +21,21 @@ def write_short(right: Iterable[Term]) -> Expression:
     right = _with_spans(right, 0)
     left = tuple(Term(term.name, span=term.span) for term in right if term.name is not None)
     return Expression(left, right, short=True, text=_text(right))
+
+
+def with_unsharded(terms: Sequence[Term], names: Sequence[str]) -> list[Term]:
+    """Inserts missing `names` as unsharded terms, each after the last term of the previous name."""
+    terms = list(terms)
+    for i, name in enumerate(names):
+        named = [term.name for term in terms]
+        if name in named:
+            continue
+        if i:
+            at = len(named) - named[::-1].index(names[i - 1])
+        else:  # the first axis goes before all others
+            at = min((named.index(other) for other in names if other in named), default=len(named))
+        terms.insert(at, Term(name))
+    return terms
 
 
 def _with_spans(terms: Iterable[Term], start: int) -> tuple[Term, ...]:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from .._errors import EinshardError, quoted
 from .._functions.error_notes import SpecLeaf, is_error_of_jax, sizes_that_differ
-from .._notation.layout import mesh_text
+from .._notation.mesh_text import mesh_text
 from .._text import array_text
 from .resolver import Resolver
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from .._cache import cached
 from .._errors import EinshardError, Suggestion, quoted
 from .._notation.expression import Expression, Term, parse
-from .._notation.layout import Layout, Split, fit, mesh_text, with_star_after
+from .._notation.fit import fit, with_star_after
+from .._notation.layout import Layout, Split
+from .._notation.mesh_text import mesh_text
 from .._suggestions import keep_working_suggestions, works
 from .spec_axes import MeshAxis, SpecAxes, grid_of, leading_replicas
 

@@ -17,8 +17,10 @@ from .._errors import EinshardError
 from .._functions.error_notes import SpecLeaf
 from .._functions.parameters import JIT_OPTIONS, CallSignature, Parameters, as_list
 from .._functions.promise import Promise
-from .._functions.sharded import ShardedFunction, no_function_error, sharded
-from .._notation.layout import axis_positions, mesh_text
+from .._functions.sharded import no_function_error, sharded
+from .._functions.sharded_function import ShardedFunction
+from .._notation.axis_positions import axis_positions
+from .._notation.mesh_text import mesh_text
 from .._sharding.context import context_on, current_context
 from .._sharding.leaf_spec import as_leaf_spec, reject_unconstrained
 from .._sharding.legacy_mesh import with_legacy_mesh_note

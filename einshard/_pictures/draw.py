@@ -9,8 +9,11 @@ from types import MappingProxyType
 from typing import Any
 
 from .._errors import EinshardError
+from .._notation.axis_positions import axis_positions
 from .._notation.expression import ELLIPSIS, Expression
-from .._notation.layout import axis_positions, lay_out, no_mesh_text, spec_entries
+from .._notation.fit import spec_entries
+from .._notation.lay_out import lay_out
+from .._notation.mesh_text import no_mesh_text
 from .blocks import blocks_on_mesh
 from .caption import describe_device_order, describe_shards
 from .picture import Picture

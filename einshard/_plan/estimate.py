@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from .._hlo.collectives import ring_bytes
+from .._hlo.collective import ring_bytes
 from .._hlo.hardware import Chip, as_chip
 from .._inspect.bounds import NO_BOUNDS, Bound, Bounds
 from .._sharding.mesh import device_mesh

@@ -13,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from .._errors import EinshardError
 from .._functions.bound_method import BoundMethod
-from .._functions.sharded import ShardedFunction
-from .._hlo.collectives import Collective, find_collectives
+from .._functions.sharded_function import ShardedFunction
+from .._hlo.collective import Collective
+from .._hlo.find_collectives import find_collectives
 from .._hlo.hardware import Chip
 from .._hlo.module import Module
 from .._hlo.target_collectives import target_collectives

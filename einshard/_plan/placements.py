@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from .._errors import EinshardError, quoted
 from .._notation.expression import Term, parse
-from .._notation.layout import mesh_size_text, mesh_text
+from .._notation.mesh_text import mesh_size_text, mesh_text
 from .._sharding.axis_rules import AxisPlacement, axis_rules
 from .candidate import Candidate
 from .model import Model

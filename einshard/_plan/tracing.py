@@ -19,7 +19,8 @@ from jax.sharding import AxisType, Mesh
 
 from .._arrays.constrain import constraints_of_trace
 from .._errors import EinshardError
-from .._functions.sharded import ShardedFunction, sharded
+from .._functions.sharded import sharded
+from .._functions.sharded_function import ShardedFunction
 from .._inspect.lowered import Stages, trace_call
 from .._notation.expression import ELLIPSIS, Expression, Term
 from .._sharding.axis_rules import axis_rules

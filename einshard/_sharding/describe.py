@@ -14,9 +14,9 @@ from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding
 
 from .._errors import EinshardError
 from .._notation.expression import ELLIPSIS, Expression, Term, axis_letters
-from .._notation.layout import Layout, Split, merge_neighbors, with_unsharded
+from .._notation.layout import Layout, Split, merge_neighbors
 from .._notation.words import is_mesh_axis
-from .._notation.write import write
+from .._notation.write import with_unsharded, write
 from .leaf_spec import in_memory, signed_terms
 from .lower import lower
 from .mesh import (

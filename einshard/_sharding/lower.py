@@ -5,7 +5,8 @@ from __future__ import annotations
 from jax.sharding import AxisType, NamedSharding
 
 from .._cache import cached
-from .._notation.layout import Layout, fit, fitting_sizes, signed_axes, spec_entries
+from .._notation.fit import fit, fitting_sizes, signed_axes, spec_entries
+from .._notation.layout import Layout
 from .._notation.words import SIGNS
 from .mesh import AnyMesh, is_device_mesh, partition_spec, refactored_mesh, sizes_of
 

@@ -14,8 +14,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from .._cache import cached
 from .._errors import EinshardError, Suggestion, quoted
 from .._notation.expression import ELLIPSIS, Expression
+from .._notation.fit import misfit
 from .._notation.hints import mesh_axes_hint, spacing_hint
-from .._notation.layout import Layout, lay_out, misfit
+from .._notation.lay_out import lay_out
+from .._notation.layout import Layout
 from .._suggestions import with_working_fix, works
 from .apply_axis_rules import RuledExpression, apply_axis_rules, fix_in_axis_rules
 from .axis_rules import Fallback

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .._notation.expression import Term
-from .._notation.layout import Layout, Split, merge_neighbors, replicate_axes, with_unsharded
+from .._notation.layout import Layout, Split, merge_neighbors, replicate_axes
+from .._notation.write import with_unsharded
 from .._text import deprecated_alias
 
 

@@ -11,7 +11,9 @@ from dataclasses import replace
 from .._errors import EinshardError, quoted
 from .._notation.counts import prime_factors
 from .._notation.expression import Expression
-from .._notation.layout import fit, lay_out, mesh_text
+from .._notation.fit import fit
+from .._notation.lay_out import lay_out
+from .._notation.mesh_text import mesh_text
 from .contraction import Contraction, array_text, is_placed
 
 

@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, AxisType
 from .._arrays.constrain import constrain, record_einsum, restrict_to_type
 from .._arrays.place import einshard
 from .._errors import EinshardError, RuleSuggestion, Suggestion, quoted
+from .._notation.axis_positions import axis_positions
 from .._notation.expression import Expression, Term
-from .._notation.layout import axis_positions
 from .._sharding.axis_rules import axis_rules
 from .._sharding.context import current_context, is_tracing
 from .._sharding.mesh import MeshLike, device_mesh, spec_axes

@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 
 from .._cache import cached
 from .._errors import EinshardError, combine_errors, plural, quoted
-from .._notation.layout import axis_positions
+from .._notation.axis_positions import axis_positions
 from .._sharding.axis_rules import Fallback, check_option
 from .._sharding.context import current_context, mesh_scope
 from .._sharding.leaf_spec import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from ..._hlo.collectives import Collective
+from ..._hlo.collective import Collective
 from ..._text import first_of, format_bytes, short_source
 from ..fold_layers import fold_paths
 from ..report_rows import CollectiveRow, Finding

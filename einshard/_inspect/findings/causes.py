@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..._hlo.collectives import Collective
+from ..._hlo.collective import Collective
 from ..collectives import Collectives
 from ..report_rows import CollectiveRow
 from .facts import Facts

@@ -10,7 +10,8 @@ from jax.sharding import AxisType
 from jax.stages import Compiled
 
 from ..._hlo.all_gathers import AllGather
-from ..._hlo.collectives import MARKS, Collective
+from ..._hlo.collective import Collective
+from ..._hlo.find_collectives import MARKS
 from ..._hlo.groups import Groups
 from ..._hlo.hardware import Chip
 from ..._hlo.memory import Memory

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..._errors import plural
 from ..._hlo.all_gathers import AllGather
-from ..._hlo.collectives import Collective
+from ..._hlo.collective import Collective
 from ..._sharding.collective_axes import sharding_of_blocks
 from ..._sharding.describe import describe_named
 from ..._sharding.mesh import AnyMesh

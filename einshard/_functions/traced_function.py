@@ -1,0 +1,190 @@
+"""The function that JAX traces for a call of a `sharded` function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+from jax.sharding import AxisType
+
+from .._errors import EinshardError
+from .._sharding.collective_axes import ShardedBy, find_sharded_by
+from .._sharding.context import Context, mesh_scope
+from .._sharding.legacy_mesh import warn_if_ignored
+from .._trees.specs import is_none
+from .error_notes import ErrorNotes
+from .parameters import CallSignature, positional_signature
+from .setup import Setup
+from .sharding_trees import abstract_mesh, has_partial_axes, same_shardings
+from .value_spec import ValueSpec
+
+
+class WrongShardings(ValueError):
+    """Stops a trace if the mesh, arguments or result need other shardings than jit was given.
+
+    Callers handle it like jit's ValueErrors about shardings: they look up the right program.
+    """
+
+
+UNKNOWN: Any = object()  # out_shardings before the shapes of the result are known
+
+
+class TracedFunction:
+    """The function that JAX traces: it checks specs, enters the mesh, calls the user's function.
+
+    Each trace checks ranks and sizes. JAX traces again for new shapes or pytrees, so a call that
+    does not trace needs no check.
+
+    Attributes:
+        arguments, result: the specs of the arguments and of the result.
+        static: the positions of static arguments.
+        in_shardings: the sharding, or pytree of shardings, of each argument; None without a spec.
+        out_shardings: the same for the result; `UNKNOWN` at first.
+        wrapper: the function for `jax.jit`.
+    """
+
+    def __init__(self, setup: Setup, call: CallSignature, values: Sequence[Any]):
+        self.setup = setup
+        self.call = call
+        self.arguments = setup.declaration.arguments(call)
+        self.result = setup.declaration.result
+        self.names = [str(argument.name) for argument in self.arguments]
+        self.static = self.positions(setup.declaration.static)
+        context = setup.context()
+        self.mesh = context.lowering_mesh
+        self.mesh_is_ambient = setup.is_ambient(self.mesh)
+        try:
+            self.in_shardings = self.argument_shardings(values)
+        except EinshardError:
+            self.check(values)  # raises an error that names the leaf
+            raise
+        self.out_shardings: Any = UNKNOWN
+        self.wrapper = self.set_names(self._make_wrapper())
+        self._eval_shape = jax.jit(self.wrapper, static_argnums=tuple(self.static)).eval_shape
+
+    @property
+    def constrains_result(self) -> bool:
+        """Whether a call inside a trace must constrain the result.
+
+        With explicit mesh axes, JAX ignores the out_shardings of a nested jit.
+        """
+        return self.result.spec is not None and AxisType.Explicit in self.mesh.axis_types
+
+    def positions(self, names: Collection[str]) -> list[int]:
+        return [i for i, name in enumerate(self.names) if name in names]
+
+    def argument_shardings(self, values: Sequence[Any]) -> list[Any]:
+        """Returns the shardings of each argument on the current mesh."""
+        return self._for_each_argument(ValueSpec.shardings, values)
+
+    def constrain_arguments(self, values: Sequence[Any]) -> list[Any]:
+        return self._for_each_argument(ValueSpec.constrain, values)
+
+    def check(self, values: Sequence[Any]) -> None:
+        """Raises an error for the first argument whose rank or sizes do not fit its spec."""
+        self._for_each_argument(ValueSpec.find_placements, values)
+
+    def _for_each_argument(
+        self, step: Callable[[ValueSpec, Any, Context], Any], values: Sequence[Any]
+    ) -> list[Any]:
+        context = self.setup.context()
+        return [step(spec, x, context) for spec, x in zip(self.arguments, values, strict=True)]
+
+    def result_shardings(self, values: Sequence[Any]) -> Any:
+        """Returns the shardings of the result on the current mesh."""
+        # if they depend on the result's shapes, this traces before the call; jit reuses the trace
+        context = self.setup.context()
+        result = self._eval_shape(*values) if self.result.needs_leaves(context) else None
+        return self.result.shardings(result, context)
+
+    def matches_arguments(self, values: Sequence[Any]) -> bool:
+        """Whether the specs give these arguments the shardings in `in_shardings`."""
+        context = self.setup.context()
+        rows = zip(self.arguments, values, self.in_shardings, strict=True)
+        return all(
+            same_shardings(argument.shardings(value, context), shardings)
+            for argument, value, shardings in rows
+            if argument.needs_leaves(context)
+        )
+
+    def matches_result(self, values: Sequence[Any]) -> bool:
+        """Whether the specs of the result still resolve to `out_shardings` for these arguments."""
+        # the wrapper compares the shardings when it is traced for these arguments
+        if self.result.needs_leaves(self.setup.context()):
+            try:
+                self._eval_shape(*values)
+            except WrongShardings:
+                return False
+        return True
+
+    def sharded_by(self, values: Sequence[Any], result: Any) -> ShardedBy:
+        """Returns, for each axis name in the specs, the mesh axes that shard this axis.
+
+        `result` is a pytree of ShapeDtypeStructs, or None if it is unknown.
+        """
+        pairs = [*zip(self.arguments, values, strict=True)]
+        if result is not None:
+            pairs.append((self.result, result))
+        with mesh_scope(self.mesh):
+            context = self.setup.context()
+            arrays = (x for spec, value in pairs for x in spec.named_shardings(value, context))
+            return find_sharded_by(arrays)
+
+    def for_jit(self, shardings: Any) -> Any:
+        """Converts shardings for jit: those on a mesh from `jax.set_mesh` become PartitionSpecs.
+
+        Jit resolves PartitionSpecs on the mesh in context at each call, so that one program serves
+        all meshes that differ only in their devices.
+        """
+        if not self.mesh_is_ambient:
+            return shardings
+        mesh = abstract_mesh(self.mesh)
+
+        def convert(sharding: Any) -> Any:
+            if sharding is None or abstract_mesh(sharding.mesh) != mesh:
+                return sharding
+            return sharding.spec
+
+        return jtu.tree_map(convert, shardings, is_leaf=is_none)
+
+    def set_names(self, wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        """Sets the names of a wrapper, which jit shows in programs and errors; returns it."""
+        wrapper.__name__ = wrapper.__qualname__ = self.setup.name
+        wrapper.__wrapped__ = self.setup.function  # type: ignore[attr-defined]
+        wrapper.__signature__ = positional_signature(self.names)  # type: ignore[attr-defined]
+        return wrapper
+
+    def _make_wrapper(self) -> Callable[..., Any]:
+        def wrapper(*values: Any) -> Any:
+            context = self.setup.context()
+            mesh = context.lowering_mesh
+            if abstract_mesh(mesh) != abstract_mesh(self.mesh) or not self.matches_arguments(
+                values
+            ):
+                raise WrongShardings
+            warn_if_ignored(self.setup.name, context.mesh)
+            self.check(values)
+            is_explicit = AxisType.Explicit in self.mesh.axis_types
+            if is_explicit:
+                # in_shardings place the arguments but do not change their types
+                values = tuple(self.constrain_arguments(values))
+            with ErrorNotes(self.setup.name, self.arguments, values, context), mesh_scope(mesh):
+                args, kwargs = self.call.split(values)
+                result = self.setup.function(*args, **kwargs)
+            self._check_result(result, context)
+            if is_explicit and has_partial_axes(self.result.shardings(result, context)):
+                # without this, JAX 0.8.1 returns a sum that is too large
+                return self.result.constrain(result, context)
+            return result
+
+        return wrapper
+
+    def _check_result(self, result: Any, context: Context) -> None:
+        if not self.result.needs_leaves(context):
+            self.result.find_placements(result, context)
+        elif self.out_shardings is not UNKNOWN:
+            needed = self.result.shardings(result, context)
+            if not same_shardings(needed, self.out_shardings):
+                raise WrongShardings

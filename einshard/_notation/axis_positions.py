@@ -1,0 +1,58 @@
+"""Finds the positions of named axes in an array. Imports no JAX."""
+
+from __future__ import annotations
+
+from .._errors import plural, quoted
+from .expression import ELLIPSIS, Expression, Term
+
+
+def axis_positions(
+    expression: Expression, ndim: int | None, rank_text: str | None = None
+) -> dict[str, int]:
+    """Returns the position of each named axis in an array of `ndim` dimensions.
+
+    If `ndim` is None, '...' counts as no axes, and a sharded axis after it is an error. `rank_text`
+    is how errors state the rank, such as 'ndim=3'. Default: 'the array has 3 dimensions'.
+    """
+    names = expression.names
+    rank_text = rank_text or f'the array has {plural(ndim or 0, "dimension")}'
+    if ELLIPSIS not in names:
+        if ndim is not None and ndim != len(names):
+            raise expression.error(
+                f'the expression names {plural(len(names), "axis")}, but {rank_text}',
+                expression.left if not expression.short else expression.right,
+            )
+        return {name: i for i, name in enumerate(names)}
+    before = names.index(ELLIPSIS)
+    after = len(names) - before - 1
+    if ndim is None:
+        if needs_rank(expression):
+            raise expression.error(
+                f"the position of {quoted(names[before + 1 :])} after '...' depends on the number "
+                'of dimensions, which is unknown',
+                [t for t in expression.left if t.name == ELLIPSIS],
+                expected='ndim=x.ndim, for an array x',
+            )
+        ndim = len(names) - 1
+    if ndim < before + after:
+        raise expression.error(
+            f"the expression names {plural(before + after, 'axis')} and '...', but {rank_text}",
+            [t for t in expression.left if t.name != ELLIPSIS],
+        )
+    first = {name: i for i, name in enumerate(names[:before])}
+    last = {name: ndim - after + i for i, name in enumerate(names[before + 1 :])}
+    return first | last
+
+
+def terms_of_axis(expression: Expression, axis: int, ndim: int) -> tuple[str, list[Term]]:
+    """Returns the name of an array axis, and its terms on the right side."""
+    positions = axis_positions(expression, ndim)
+    name = next(name for name, position in positions.items() if position == axis)
+    return name, [term for term in expression.right if term.name == name]
+
+
+def needs_rank(expression: Expression) -> bool:
+    """Whether the sharding depends on ndim: a sharded axis comes after '...' on the left side."""
+    names = expression.names
+    late = names[names.index(ELLIPSIS) + 1 :] if ELLIPSIS in names else ()
+    return any(term.name in late and term.is_sharded for term in expression.right)

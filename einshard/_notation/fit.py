@@ -1,0 +1,82 @@
+"""Fits layouts to the axes of a mesh. Imports no JAX."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from .._errors import EinshardError, Suggestion
+from .counts import prime_factors
+from .expression import Expression
+from .layout import Layout
+
+
+def fit(layout: Layout, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...] | None:
+    """Returns the mesh axes of each split; None if the counts do not match the mesh axes.
+
+    A split by count takes consecutive mesh axes that the expression does not name, until the
+    product of their sizes is its count.
+    """
+    names = {axis for split in layout.splits for axis in split.mesh_axes}
+    free = [(name, size) for name, size in axis_sizes.items() if name not in names and size > 1]
+    fitted: list[tuple[str, ...]] = []
+    at = 0
+    for split in layout.splits:
+        if split.mesh_axes:
+            fitted.append(split.mesh_axes)
+            continue
+        start, count = at, 1
+        while count < split.count and at < len(free):
+            count *= free[at][1]
+            at += 1
+        if count != split.count:
+            return None
+        fitted.append(tuple(name for name, _ in free[start:at]))
+    return tuple(fitted)
+
+
+def misfit(expression: Expression, layout: Layout, mesh: str) -> EinshardError:
+    """Returns the error for a layout that does not fit the axes of a mesh."""
+    counts = ' x '.join(str(split.count) for split in layout.splits if not split.mesh_axes)
+    return expression.error(
+        f'the counts {counts} do not match the axes of the mesh',
+        [term for term in expression.right if term.takes_devices],
+        fix=with_star_after(expression),
+        mesh=mesh,
+        expected='counts that are products of consecutive mesh axis sizes, in mesh order',
+    )
+
+
+def with_star_after(expression: Expression) -> Suggestion | None:
+    """Suggests 'b4 * d' for '* b4 d'; None unless a '*' comes before all counts."""
+    counted = [term for term in expression.right if term.takes_devices]
+    if len(counted) < 2:
+        return None
+    text, (start, end), last = expression.text, counted[0].span, counted[-1].span[1]
+    if text[start:end] != '*':
+        return None
+    return Suggestion(f'{text[:start]}{text[end:last].lstrip()} *{text[last:]}')
+
+
+def fitting_sizes(layout: Layout) -> tuple[int, ...]:
+    """Returns mesh axis sizes that fit a layout: the prime factors of the count of each split."""
+    return tuple(itertools.chain.from_iterable(prime_factors(s.count) for s in layout.splits))
+
+
+def spec_entries(layout: Layout, fitted: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    """Returns the mesh axes of each array axis, major to minor, up to the last sharded axis.
+
+    `fitted` is what `fit` returns.
+    """
+    entries: dict[int, tuple[str, ...]] = {}
+    for split, mesh_axes in zip(layout.splits, fitted, strict=True):
+        if split.axis is not None:
+            entries[split.axis] = entries.get(split.axis, ()) + mesh_axes
+    last = max((axis for axis, mesh_axes in entries.items() if mesh_axes), default=-1)
+    return tuple(entries.get(axis, ()) for axis in range(last + 1))
+
+
+def signed_axes(layout: Layout, fitted: Sequence[tuple[str, ...]], sign: str) -> tuple[str, ...]:
+    """Returns the mesh axes of the replicas with this sign."""
+    splits = zip(layout.splits, fitted, strict=True)
+    return tuple(axis for split, axes in splits if split.sign == sign for axis in axes)
