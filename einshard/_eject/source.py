@@ -68,7 +68,7 @@ def statement(code: Code) -> str:
 
 
 def module(header: str, parts: Sequence[str]) -> str:
-    """Joins the parts of a module after a comment with `header`, and the imports they need."""
+    """Returns the text of a module: a comment with `header`, the imports needed, and the parts."""
     used = {node.id for node in ast.walk(ast.parse('\n'.join(parts))) if isinstance(node, ast.Name)}
     found = ((text, [n for n in names.split() if n in used]) for names, text in _IMPORTS.items())
     imports = '\n'.join(text.format(', '.join(names)) for text, names in found if names)

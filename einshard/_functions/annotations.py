@@ -248,7 +248,7 @@ def _dimension(token: str) -> str | None:
     if token == ELLIPSIS or token.startswith('*'):
         return ELLIPSIS
     is_name = not token.startswith('_') and re.fullmatch(r'[^\W\d]+', token)
-    return token if is_name else None  # such as _ 3 x+1 n=4 x2
+    return token if is_name else None
 
 
 def _match(names: list[str], dims: list[str | None]) -> bool:

@@ -142,7 +142,7 @@ class _Finder:
     def read(self, place: Place) -> dict[str, Any] | None:
         """Reads fields of `Collective` from the instruction at `place`.
 
-        None for half of a transfer between slices, or if only a user-given name contains a mark.
+        None for half of a transfer between slices, or if only a name chosen by the user matches.
         """
         op = place.op
         kind = op.opcode.removesuffix('-start')

@@ -154,7 +154,7 @@ class Slices:
         """Parses the devices of a transfer between slices; returns their positions.
 
         '{1,2}x{0:15}' has 16 groups: device i of slice 1 and device i of slice 2, for i from 0 to
-        15. '{{100000,200000},...}' and '{100000->200000,...}' list device ids.
+        15. '{{100000,200000},...}' lists groups of device ids; '{100000->200000,...}' is one group.
         """
         if ranges := re.fullmatch(r'\{([\d,]+)\}x\{(\d+):(\d+)\}', target):
             slices, first, last = ranges.groups()

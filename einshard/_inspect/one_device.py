@@ -76,7 +76,7 @@ class Call:
     def gradients(self, arrays: Arrays, weights: Arrays) -> Arrays:
         """Returns the gradients of a weighted sum of the results.
 
-        `weights[i]` has a weight for each element of result i. Results without weights are ignored.
+        `weights[i]` has a weight for each element of result i. Other results are ignored.
         """
 
         def weighted_results(inputs: Arrays) -> Arrays:

@@ -39,7 +39,8 @@ class Report(Display):
         device_kind: such as 'cpu' or 'TPU v5 lite'.
         mesh: (axis, size) pairs of the first of `meshes`; empty if there is none.
         arguments, results: one row per array, in order.
-        collectives: one row per collective, with `counts` and `network_bytes` by kind.
+        collectives: one row per collective; `collectives.counts` and `collectives.network_bytes`
+            have totals by kind.
         memory: bytes per device; None if the compiler does not report it.
         flops: flops of the dots and convolutions that a device runs in one run, including loop
             iterations (one if the trip count is unknown); None if there are none. Custom kernels

@@ -19,7 +19,8 @@ class Devices:
         mesh_axis_terms: the terms with mesh axes, such as 'b@data'. They take devices first.
         taken: the product of the sizes of the mesh axes in `mesh_axis_terms`.
         hints: facts to add to errors, by label.
-        on_users_mesh: whether the user chose the mesh. An added '*' may not fit its axes.
+        on_users_mesh: whether the user chose the mesh. Errors then do not suggest to add '*',
+            which may not fit its axes.
     """
 
     total: int

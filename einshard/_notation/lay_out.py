@@ -34,8 +34,8 @@ def lay_out(
             no sharded axis comes after '...'.
         n_devices: the number of devices.
         axis_sizes: the mesh axes and their sizes, if the devices form a mesh with named axes.
-        replicates_by_default: whether to replicate over all devices if the expression has no mesh
-            axes, counts above 1 or stars, instead of raising; true on a user's mesh.
+        replicates_by_default: whether an expression without mesh axes, stars and counts above 1 is
+            replicated over all devices, rather than an error; true on a user's mesh.
         replicate_indivisible: whether to replicate axes whose size is not divisible, instead of
             raising: True for all axes, or the names of the axes that may be replicated.
         hints: facts to add to errors about the number of devices.

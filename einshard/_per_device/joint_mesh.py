@@ -290,7 +290,7 @@ class _Specs:
         orders: Sequence[tuple[MeshAxis, ...]],
         counts: Mapping[str, int],
     ) -> list[str]:
-        """Returns the expressions, quoted, that can replace `spec` so that one order is left."""
+        """Returns quoted expressions that can replace `spec`; each leaves one of `orders` possible."""
         fixes: list[str] = []
         for mesh in map(JointMesh, orders):
             fix = parse(mesh.complete(spec.expression))

@@ -112,7 +112,10 @@ def _costly_ops(
 
 
 def _may_communicate(sides: Sequence[Side], einsum: Einsum) -> bool:
-    """Whether a gather or a scatter has a named axis, or a reduction reduces a named axis."""
+    """Whether sharding the named axes may cause a collective.
+
+    In a gather or a scatter, any axis may; in a reduction, only one that is reduced.
+    """
     return any(
         names and (len(sides) > 1 or index not in einsum.out)
         for side in sides

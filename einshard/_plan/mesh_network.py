@@ -63,7 +63,7 @@ def _merged(axes: Sequence[MeshAxis]) -> tuple[MeshAxis, ...]:
 
 
 def _groups(n: int, axes: Sequence[MeshAxis]) -> Any:
-    """Returns the groups of `n` devices along mesh axes; each row has a group's device numbers."""
+    """Splits devices 0 to n - 1 into groups along mesh axes; each row has the devices of a group."""
     offsets, ids = np.zeros(1, int), np.arange(n)
     is_first = np.ones(n, bool)  # whether the device is the first one of its group
     for stride, size in axes:

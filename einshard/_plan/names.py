@@ -63,10 +63,10 @@ class _NameTable:
 
 
 def _name_operands(op: Op, required: _NameTable) -> None:
-    """Adds the axis names that an operation requires of its operands to `required`.
+    """Adds to `required` the axis names that an operation requires of its operands.
 
     A constraint requires the names in its spec. Operations with an `Einsum`, such as contractions,
-    and 'scan_axis' require none. Others require the names required of their results.
+    and 'scan_axis' operations require none. Others pass on the names required of their results.
     """
     if op.primitive == _CONSTRAINT:
         for old, new in zip(op.arrays_in, op.arrays_out, strict=True):

@@ -31,7 +31,7 @@ def reason(worse: Judgement, better: Judgement, limit: int | None) -> str:
 
 
 def _largest_increase(worse: Judgement, better: Judgement) -> str:
-    """Describes the resource whose bound grows most; '' if by at most 1% of the sum of bounds.
+    """Describes the resource whose bound grows most; '' if by at most 1% of all bounds.
 
     Without bounds, describes the bytes sent; '' if they do not grow.
     """
@@ -59,8 +59,8 @@ def _by_resource(judgement: Judgement) -> dict[str, float]:
 def _sends(worse: Judgement, better: Judgement) -> str:
     """Describes the kind of collective whose bytes grow most; if none grow, all bytes sent."""
     growth = {key: n - better.sent_by.get(key, 0) for key, n in worse.sent_by.items()}
-    kind, carries = key = max(growth, key=growth.__getitem__)
+    kind, payload = key = max(growth, key=growth.__getitem__)
     if growth[key] <= 0:  # the same bytes, along slower mesh axes
         return f'sends {worse.sent_text}'
     sent, instead = format_bytes(worse.sent_by[key]), format_bytes(better.sent_by.get(key, 0))
-    return f'{_VERBS.get(kind, "sends")} {sent} of {carries} per run (instead of {instead})'
+    return f'{_VERBS.get(kind, "sends")} {sent} of {payload} per run (instead of {instead})'

@@ -63,7 +63,7 @@ def _wrong_sizes(
             else f'{_text(sizes)} need{s} {product} devices, but there are only {n_devices}'
         )
     fitting = sorted(_fitting(sizes, n_devices), key=lambda candidate: _distance(sizes, candidate))
-    # not tried: `solve_sizes` accepts all sizes with this product, as test_mesh.py checks
+    # need no check: `solve_sizes` accepts all sizes whose product is `n_devices` (test_mesh.py)
     facts = {'sizes that fit': '; '.join(map(_text, fitting[:_MAX_SHOWN]))}
     if len(given_sizes) == len(sizes) and product < n_devices and call == 'device_mesh(':
         facts[f'on {product} devices'] = f'{call}jax.devices()[:{product}], {_text(sizes)})'

@@ -157,8 +157,8 @@ def ambient_mesh() -> AnyMesh | None:
 def is_mesh_in_context(mesh: AnyMesh) -> bool:
     """Whether `mesh`, the `lowering_mesh` of a context, is the mesh of `jax.set_mesh`.
 
-    While tracing, JAX exposes only the abstract mesh of `jax.set_mesh`. For a mesh with devices,
-    this checks instead that only `jax.set_mesh` has set a mesh.
+    While tracing, JAX exposes only the abstract mesh of `jax.set_mesh`. A mesh with devices is the
+    mesh of `jax.set_mesh` if nothing else, such as `with mesh:`, has set one.
     """
     ambient = get_abstract_mesh()
     if isinstance(mesh, AbstractMesh):

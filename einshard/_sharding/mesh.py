@@ -154,7 +154,7 @@ def _mesh_of_devices(devices: tuple[Device, ...], axis_type: AxisType) -> Mesh:
 
 @cached
 def refactored_mesh(mesh: AnyMesh, sizes: tuple[int, ...]) -> AnyMesh:
-    """Reshapes a canonical mesh to other axis sizes. The devices keep their order."""
+    """Reshapes the canonical mesh to other axis sizes. The devices keep their order."""
     axis_type = mesh.axis_types[0]
     if isinstance(mesh, AbstractMesh):
         return _abstract_device_mesh(mesh.size, axis_type, sizes)
@@ -265,7 +265,7 @@ def partition_spec(
 
 
 def partial_axes(sharding: Sharding) -> tuple[frozenset[Any], frozenset[Any]]:
-    """Returns the partial mesh axes of a sharding: the unreduced and the reduced ones."""
+    """Returns the mesh axes with a sign in einshard: the unreduced (+) and the reduced ones (=)."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
     return spec.unreduced, spec.reduced
 
@@ -304,7 +304,7 @@ def _entry_text(entry: tuple[Any, ...]) -> str:
 
 
 def is_device_mesh(mesh: AnyMesh) -> bool:
-    """Whether a mesh is the canonical mesh of its devices, possibly with other axis sizes."""
+    """Whether a mesh is the canonical mesh of its devices, or that mesh reshaped."""
     types = set(mesh.axis_types)
     if mesh.axis_names != _canonical_names(mesh.axis_sizes) or len(types) != 1:
         return False
@@ -314,7 +314,7 @@ def is_device_mesh(mesh: AnyMesh) -> bool:
 
 
 def is_refactored(mesh: AnyMesh, other: AnyMesh) -> bool:
-    """Whether both are canonical meshes of the same devices; their axis sizes may differ."""
+    """Whether both are the canonical mesh of the same devices, or that mesh reshaped."""
     if mesh.size != other.size or not (is_device_mesh(mesh) and is_device_mesh(other)):
         return False
     return refactored_mesh(other, mesh.axis_sizes) == mesh

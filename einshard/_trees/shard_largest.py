@@ -58,7 +58,8 @@ def shard_largest(
         'a b -> a b@(tensor,fsdp)'
 
     Args:
-        axes: the mesh axes to shard over, except those that already shard the array. Default: all.
+        axes: the mesh axes to shard over. Those that already shard the array are skipped. Default:
+            all.
         spec: the spec to add to: an expression, `Rules` or a function. Default: replicated.
         min_bytes: smaller arrays keep the sharding of `spec`.
 

@@ -75,7 +75,7 @@ class _Constrained:
 
 
 def _products_before_constraints(jaxpr: Any) -> Iterator[Any]:
-    """Yields the last matmuls before a constraint or the end of a jaxpr, also in nested jaxprs."""
+    """Yields the nearest matmuls before constraints and results, also in nested jaxprs."""
     producers = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     constrained = [id(v) for v in jaxpr.outvars]
     for eqn in jaxpr.eqns:
