@@ -19,40 +19,71 @@ Caches: `clear_caches`.
 import importlib
 import typing
 
-from ._arrays.from_local import from_local as from_local
-from ._arrays.gather import gather as gather
-from ._arrays.place import einshard as einshard
-from ._cache import clear_caches as clear_caches
-from ._errors import EinshardError as EinshardError
-from ._functions.annotations import Sharded as Sharded
-from ._functions.expect_collectives import expect_collectives as expect_collectives
-from ._functions.promise import MemoryExceeded as MemoryExceeded
-from ._functions.promise import UnexpectedCollectives as UnexpectedCollectives
-from ._functions.sharded import sharded as sharded
-from ._hlo.hardware import Chip as Chip
-from ._inspect.assert_collectives import assert_collectives as assert_collectives
-from ._inspect.check_same import DifferentResults as DifferentResults
-from ._inspect.check_same import check_same as check_same
-from ._inspect.explain import explain as explain
-from ._inspect.show import show as show
-from ._per_device.per_device import per_device as per_device
-from ._sharding.axis_presets import DECODING_AXES as DECODING_AXES
-from ._sharding.axis_presets import TRAINING_AXES as TRAINING_AXES
-from ._sharding.axis_rules import axis_rules as axis_rules
-from ._sharding.describe import describe as describe
-from ._sharding.mesh import device_mesh as device_mesh
-from ._sharding.resolve import make_sharding as make_sharding
-from ._sharding.topology import topology as topology
-from ._theory.einsum import einsum as einsum
-from ._theory.parallelism import parallelism as parallelism
-from ._trees.optimizer import for_optimizer as for_optimizer
-from ._trees.rules import Rules as Rules
-from ._trees.shard_largest import shard_largest as shard_largest
+from ._arrays.from_local import from_local
+from ._arrays.gather import gather
+from ._arrays.place import einshard
+from ._cache import clear_caches
+from ._errors import EinshardError
+from ._functions.annotations import Sharded
+from ._functions.expect_collectives import expect_collectives
+from ._functions.promise import MemoryExceeded, UnexpectedCollectives
+from ._functions.sharded import sharded
+from ._hlo.hardware import Chip
+from ._inspect.assert_collectives import assert_collectives
+from ._inspect.check_same import DifferentResults, check_same
+from ._inspect.explain import explain
+from ._inspect.show import show
+from ._per_device.per_device import per_device
+from ._sharding.axis_presets import DECODING_AXES, TRAINING_AXES
+from ._sharding.axis_rules import axis_rules
+from ._sharding.describe import describe
+from ._sharding.mesh import device_mesh
+from ._sharding.resolve import make_sharding
+from ._sharding.topology import topology
+from ._theory.einsum import einsum
+from ._theory.parallelism import parallelism
+from ._trees.optimizer import for_optimizer
+from ._trees.rules import Rules
+from ._trees.shard_largest import shard_largest
 from ._version import __version__ as __version__
 
+__all__ = [
+    'DECODING_AXES',
+    'TRAINING_AXES',
+    'Chip',
+    'DifferentResults',
+    'EinshardError',
+    'MemoryExceeded',
+    'Rules',
+    'Sharded',
+    'UnexpectedCollectives',
+    'assert_collectives',
+    'axis_rules',
+    'check_same',
+    'clear_caches',
+    'describe',
+    'device_mesh',
+    'einshard',
+    'einsum',
+    'expect_collectives',
+    'explain',
+    'for_optimizer',
+    'from_local',
+    'gather',
+    'make_sharding',
+    'parallelism',
+    'per_device',
+    'plan',
+    'shard_largest',
+    'sharded',
+    'show',
+    'to_jax',
+    'topology',
+]
+
 if typing.TYPE_CHECKING:
-    from ._eject.to_jax import to_jax as to_jax
-    from ._plan.plan import plan as plan
+    from ._eject.to_jax import to_jax
+    from ._plan.plan import plan
 else:
     # imported on first use, because they load a lot of code
     _LAZY = {'plan': '._plan.plan', 'to_jax': '._eject.to_jax'}
@@ -65,4 +96,4 @@ else:
         return value
 
     def __dir__() -> list[str]:
-        return [*globals(), *_LAZY]
+        return list({*globals(), *_LAZY})

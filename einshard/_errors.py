@@ -88,8 +88,9 @@ class EinshardError(ValueError):
         rows = dict(self.facts)
         if self.fix is not None:
             rows['try'] = self.fix
-        width = max(map(len, rows), default=0) + 1
-        lines += [f'  {label + ":":<{width}} {printable(fact)}' for label, fact in rows.items()]
+        width = max(map(display_width, rows), default=0)
+        for label, fact in rows.items():
+            lines.append(f'  {label}:{" " * (width - display_width(label))} {printable(fact)}')
         return '\n'.join(lines)
 
     def __reduce__(self):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import textwrap
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -181,5 +184,9 @@ def _fit_cell(cell: str, column: Column, width: int) -> str:
     """Replaces the middle or start of a cell that is too long with '..'."""
     if display_width(cell) <= width:
         return cell
-    head = (width - 2) // 2 if column.elastic == 'middle' else 0
-    return f'{cell[:head]}..{cell[len(cell) - (width - 2 - head) :]}'
+    cell = unicodedata.normalize('NFC', cell)
+    ends = list(itertools.accumulate(map(display_width, cell)))  # where each character ends
+    head = cell[: bisect.bisect(ends, (width - 2) // 2)] if column.elastic == 'middle' else ''
+    # a tail that fits starts after this character, and after its combining marks
+    last = bisect.bisect_left(ends, ends[-1] - (width - 2 - display_width(head)))
+    return f'{head}..{cell[bisect.bisect(ends, ends[last]) :]}'

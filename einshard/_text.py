@@ -68,6 +68,7 @@ def short_source(source: str | None) -> str:
 
 def display_width(text: str) -> int:
     """Width in terminal columns: 2 for wide East Asian characters, 0 for combining marks."""
+    text = unicodedata.normalize('NFC', text)  # file systems may have decomposed Hangul
     visible = [c for c in text if unicodedata.category(c) not in ('Mn', 'Me', 'Cf')]
     return len(visible) + sum(unicodedata.east_asian_width(c) in 'WF' for c in visible)
 

@@ -23,6 +23,7 @@ from einshard._hlo.collective import KINDS
 from einshard._hlo.find_collectives import read_collectives
 from einshard._hlo.groups import connected, read_groups
 from einshard._hlo.module import ArrayType, Module, array_types, read_instruction
+from einshard._hlo.origins import Origins
 from einshard._hlo.output_uses import output_uses
 from einshard._hlo.sources import Sources, op_name
 
@@ -890,6 +891,30 @@ def test_names_as_jax_has_them():
     name = op_name(r'op_name="gr\303\266\303\237e[\'w\'][\"a\\b\"]" stack_frame_id=3')
     assert name == 'größe[\'w\']["a\\b"]'
     assert op_name('stack_frame_id=3') == ''
+
+
+@pytest.mark.parametrize(('n_calls', 'parameter'), [(1, 0), (2, None)])
+def test_the_origin_of_what_a_shared_computation_gathers(n_calls, parameter):
+    """Each call may pass another argument of the program."""
+    calls = '\n'.join(
+        f'  %call{i} = f32[16] call(%a{i}), to_apply=%gathers' for i in range(n_calls)
+    )
+    text = f"""HloModule jit_f
+
+%gathers (p: f32[8]) -> f32[16] {{
+  %p = f32[8] parameter(0)
+  ROOT %gathered = f32[16] all-gather(%p), replica_groups={{{{0,1}}}}, dimensions={{0}}
+}}
+
+ENTRY %main (a0: f32[8], a1: f32[8]) -> f32[16] {{
+  %a0 = f32[8] parameter(0)
+  %a1 = f32[8] parameter(1)
+{calls}
+  ROOT %result = f32[16] copy(%call0)
+}}
+"""
+    (place,) = Module(text).find(' all-gather(')
+    assert Origins(Module(text)).of(place) == parameter
 
 
 # --- integer arithmetic -------------------------------------------------------------------------

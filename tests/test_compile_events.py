@@ -110,7 +110,7 @@ def test_a_program_that_was_lowered_before(seen):
     older, lowered = fresh(), fresh().lower(X)
     older(X)
     seen.clear()
-    compile_events._thread.newest = {}  # as in a thread that lowered nothing
+    compile_events._compilations.clear()  # as in a thread that lowered nothing
     lowered.compile()
     assert seen == [('step', ['HloModule jit_step'])]
 
@@ -138,8 +138,8 @@ def test_programs_are_not_kept_alive():
 
     compile_events.watch(watcher)
     compile_events.watch(watcher)
-    fresh()(X)
+    fresh().lower(X)
     compile_events.unwatch(watcher)
-    assert compile_events._thread.newest
+    assert compile_events._compilations
     compile_events.unwatch(watcher)
-    assert not compile_events._thread.newest
+    assert not compile_events._compilations

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import unicodedata
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import pytest
 from einshard import check_same, einshard, explain, parallelism, sharded
 from einshard._page import Column, Page, Section, page_text
 from einshard._page_html import page_document, page_html
+from einshard._text import display_width
 
 EIGHT = jax.devices()[:8]
 LONG = 'parameters/a_layer_with_a_very_long_name/and_a_matrix_with_a_long_name'
@@ -81,6 +83,21 @@ def test_text_counts_the_bytes_of_collectives_that_it_leaves_out():
     assert [row for row in Elements(page_html(Page('', (section,)))).rows if row != ['a']] == [
         [str(i)] for i in range(5)
     ]
+
+
+@pytest.mark.parametrize(
+    'name', ['模型/编码器/第一层/权重', 'e\u0301' * 30, '한글/경로/이름', 'ab' * 15]
+)
+@pytest.mark.parametrize('elastic', ['middle', 'start'])
+def test_cells_of_wide_and_combining_characters_fit(name, elastic):
+    columns = (Column('path', elastic=elastic), Column('n', right=True))
+    rows = (('short', '1'), (f'{name}{"x" * 20}{name}', '22'))
+    for width in range(16, 40):
+        *lines, last = page_text(Page('', (Section('', columns, rows),)), width).split('\n')
+        assert {display_width(line) for line in (*lines, last)} == {width}
+        # marks stay with their letters
+        kept = unicodedata.normalize('NFC', last).split('22')[0].rstrip().split('..')
+        assert all(not text or not unicodedata.combining(text[0]) for text in kept)
 
 
 def test_files(report, tmp_path):

@@ -13,11 +13,7 @@ import pytest
 import einshard
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-PUBLIC = {
-    name: value
-    for name, value in vars(einshard).items()
-    if not name.startswith('_') and not inspect.ismodule(value)
-}
+PUBLIC = {name: getattr(einshard, name) for name in einshard.__all__}
 
 
 def modules():

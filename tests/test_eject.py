@@ -76,7 +76,7 @@ def test_the_text():
         '\n'
         '\n'
         'def hardware_order(device):\n'
-        '    """TPUs are sorted by slice, coordinates and core; others by process and id."""\n'
+        '    """Sorts TPUs by slice, coordinates and core, other devices by slice, process and id."""\n'
         "    slice_index = getattr(device, 'slice_index', None) or 0\n"
         "    coords = getattr(device, 'coords', None)\n"
         '    if coords is None:\n'
@@ -399,6 +399,65 @@ def test_keywords_without_specs():
     assert lowered.compile().output_shardings == make_sharding('... -> * ...')
 
 
+def keyword_only(x, *, w, power=1):
+    return (x @ w) ** power
+
+
+def rest(x, *args, **kwargs):
+    return x @ args[0] @ kwargs['in'] @ kwargs['function']
+
+
+def skipped_default(x, w, power=1, scale=1.0):
+    return (x @ w) ** power * scale
+
+
+class Model(NamedTuple):
+    w: object
+
+    def step(self, x, *, scale):
+        return x @ self.w * scale
+
+
+W = f32(16, 16)
+
+
+@pytest.mark.parametrize(
+    ('function', 'specs', 'args', 'kwargs', 'options'),
+    [
+        (keyword_only, {'x': 'a b -> a* b', 'w': 'b c -> b c*'}, [W], {'w': W}, {}),
+        (
+            keyword_only,
+            {'w': 'b c -> b c*'},
+            [W],
+            {'w': W, 'power': 3},
+            {'static_argnames': 'power'},
+        ),
+        (
+            rest,
+            {'args': 'b c -> b c*', 'kwargs': 'c d -> c* d'},
+            [W, W],
+            {'in': W, 'function': W},
+            {},
+        ),
+        (skipped_default, {'x': 'a b -> a* b'}, [W, W], {'scale': W}, {'donate_argnames': 'scale'}),
+        (Model.step, {'x': 'a b -> a* b'}, [Model(W), W], {'scale': W}, {}),
+    ],
+)
+def test_keywords_with_specs(function, specs, args, kwargs, options):
+    f = sharded(**specs, **options)(function)
+    text = to_jax(f, *args, **kwargs)
+    found = run(text)[f'jit_{function.__name__}'](function)
+    ours = f.lower(*args, **kwargs)
+    # sharded passes the other arguments in this order too
+    theirs = found.lower(*args, *(kwargs[name] for name in sorted(kwargs)))
+    ours, theirs = ours.compile(), theirs.compile()
+    assert counting.program(ours) == counting.program(theirs)
+    assert jtu.tree_leaves(ours.input_shardings) == jtu.tree_leaves(theirs.input_shardings)
+    assert [x.donated for x in jtu.tree_leaves(ours.args_info)] == [
+        x.donated for x in jtu.tree_leaves(theirs.args_info)
+    ]
+
+
 def test_explicit_axes():
     @sharded('b d -> b@data d', 'd f -> d@tp f', out='b f -> b@data f')
     def f(x, w):
@@ -441,6 +500,9 @@ def test_a_jitted_function_has_constraints_only():
 
     text = to_jax(jax.grad(f), f32(16, 4))
     assert 'jit_' not in text
+    [(_, call), _] = constraints_in(text)
+    with mock.patch.object(jax.lax, 'with_sharding_constraint', lambda x, sharding: sharding):
+        assert eval(call, run(text), {'x': None}) == make_sharding('a b -> a* b')
     lines = f.__wrapped__.__code__.co_firstlineno
     assert [where.partition(',')[0] for where, _ in constraints_in(text)] == [
         f'test_eject.py:{lines + 5}', f'test_eject.py:{lines + 3}',
@@ -480,6 +542,9 @@ def texts():
         return {str(i): w['in'] * w['out'][0][0, i % 2] for i in range(9)} | {'x': w['out']}
 
     yield to_jax(f, weights)
+    kwargs = {'long_name_of_an_argument': f32(2, 2), 'x' * 50: f32(2, 2)}
+    yield to_jax(sharded('a b -> * a b')(lambda x, **kwargs: x), f32(2, 2), **kwargs)
+    yield to_jax(sharded('a b -> * a b')(lambda x, **kwargs: x), f32(2, 2), **{'in': f32(2, 2)})
 
 
 def test_format_is_that_of_ruff():

@@ -73,3 +73,8 @@ def test_no_other_error_is_shown_above_ours():
         printed = ''.join(traceback.format_exception(caught.value))
         assert printed.count('Traceback') == 1
         assert 'During handling' not in printed
+
+
+def test_facts_with_wide_labels_are_aligned():
+    error = EinshardError('sentence', facts={'along 行': 'x', 'along b': 'x', 'n': 'x'})
+    assert str(error).split('\n')[1:] == ['  along 行: x', '  along b:  x', '  n:        x']

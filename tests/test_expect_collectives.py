@@ -22,6 +22,7 @@ from einshard import (
     explain,
     sharded,
 )
+from einshard._functions.compile_events import LOWERED
 
 MESH = mesh_of(data=4, tp=2)
 X = np.ones((8, 64), np.float32)
@@ -135,6 +136,38 @@ def test_each_thread_has_its_own_promise(x, in_threads):
             all_called.wait(60)
 
     assert in_threads(3, run) == [X.sum(), 'unexpected', X.sum()]
+
+
+@pytest.mark.parametrize('promise', [(), 'all-reduce'])
+def test_a_program_of_the_same_name_in_another_thread(x, promise, in_threads):
+    """The other thread compiles while this one has lowered, but not yet compiled."""
+
+    def compile_other(_):
+        def step(x):
+            return x.sum()
+
+        with nullcontext() if promise == () else expect_collectives(promise):
+            jitted = jax.jit(step)
+            return jitted, float(jitted(x))  # the function keeps its program in memory
+
+    def step(x):
+        return x * 2
+
+    def listen(event, duration, **fields):
+        if event == LOWERED and threading.current_thread() is this_thread:
+            others.extend(in_threads(1, compile_other))
+
+    others, this_thread = [], threading.current_thread()
+    older = jax.jit(double)
+    older(x)  # else, no programs are loaded, and only the newest one would be checked
+    with expect_collectives(()):
+        # after the listener of the block, so that this one is called later
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            np.testing.assert_array_equal(jax.jit(step)(x), X * 2)
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+    assert [result for _, result in others] == [X.sum()]
 
 
 def test_one_object_in_several_threads_and_again(x, in_threads):

@@ -35,7 +35,7 @@ from einshard._hlo.module import Module
 from einshard._hlo.output_uses import output_uses
 from einshard._inspect.fold_layers import fold
 from einshard._inspect.golden_files import golden_text
-from einshard._inspect.intermediates import _placement
+from einshard._inspect.intermediates import _placement, newest_dump
 from einshard._inspect.report_rows import Finding
 from einshard._sharding.collective_axes import (
     axes_text,
@@ -524,6 +524,14 @@ def between(x, w_in, w_out):
         return einshard(y @ w_out, 'b x -> b8 x'), None
 
     return jax.lax.scan(layer, x, length=3)[0]
+
+
+def test_the_newest_dump(tmp_path):
+    for number in (9998, 10000, 9999):  # XLA pads numbers to four digits
+        path = tmp_path / f'module_{number}.jit_f.0003.before_spmd-partitioning.txt'
+        path.write_text(str(number))
+    assert newest_dump(str(tmp_path), 'before_*spmd-partitioning*') == '10000'
+    assert newest_dump(str(tmp_path), '.after_optimizations') == ''
 
 
 def test_intermediates():

@@ -29,6 +29,7 @@ from einshard import (
     sharded,
     topology,
 )
+from einshard._inspect.findings.trace import read_trace
 from einshard._inspect.findings.values import Axis, reshaped
 from einshard._inspect.lowered import Stages
 from einshard._inspect.oversized import Oversized
@@ -632,6 +633,41 @@ def test_a_finding_is_printed_with_its_line_and_suggestion():
 
 
 # --- requested or inserted ----------------------------------------------------------------------
+
+
+def product(x, w):
+    return x @ w
+
+
+def nested_product(**options):
+    columns = PartitionSpec(None, 'tensor')
+    return jax.shard_map(product, in_specs=(PartitionSpec(), columns), out_specs=columns, **options)
+
+
+@pytest.mark.parametrize(
+    ('body', 'axis_names'),
+    [
+        (product, {'data'}),
+        (product, {'data', 'tensor'}),
+        (nested_product(axis_names={'tensor'}), {'data'}),
+        (nested_product(), {'data'}),
+    ],
+    ids=['some axes', 'all axes', 'nested', 'nested, without axis_names'],
+)
+def test_flops_in_a_shard_map(body, axis_names):
+    mesh = mesh_of(data=4, tensor=2)
+    columns = 'tensor' if 'tensor' in axis_names else None
+    f = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(PartitionSpec('data'), PartitionSpec(None, columns)),
+        out_specs=PartitionSpec('data', columns),
+        axis_names=axis_names,
+    )
+    jaxpr = jax.jit(f).trace(struct(16, 32), struct(32, 64)).jaxpr.jaxpr
+    (found,) = read_trace(jaxpr, [], mesh).products
+    assert found.in_shard_map
+    assert found.flops == 2 * np.prod([16, 32, 64])
 
 
 def causes(report):

@@ -85,3 +85,51 @@ def test_no_more_than_a_run_can_do_with(what):
 def test_all_that_a_run_needs(fn, argument, needed):
     compiled = jax.jit(fn).lower(argument).compile()
     assert min_hbm_bytes(Module(compiled.as_text())) == needed
+
+
+def test_a_computation_that_is_called_twice():
+    row = 'f32[1,128]{1,0}'
+    state = f'(s32[], f32[8,128]{{1,0}}, f32[8,128]{{1,0}}, {row})'
+    text = f"""HloModule jit_f
+
+%row (table: f32[8,128], i: s32[]) -> f32[1,128] {{
+  %table = f32[8,128]{{1,0}} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %slice = {row} dynamic-slice(%table, %i, %zero), dynamic_slice_sizes={{1,128}}
+}}
+
+%body (state: {state}) -> {state} {{
+  %state = {state} parameter(0)
+  %n = s32[] get-tuple-element(%state), index=0
+  %x = f32[8,128]{{1,0}} get-tuple-element(%state), index=1
+  %y = f32[8,128]{{1,0}} get-tuple-element(%state), index=2
+  %sum = {row} get-tuple-element(%state), index=3
+  %one = s32[] constant(1)
+  %next = s32[] add(%n, %one)
+  %row_of_x = {row} fusion(%x, %n), kind=kLoop, calls=%row
+  %row_of_y = {row} fusion(%y, %one), kind=kLoop, calls=%row
+  %rows = {row} add(%row_of_x, %row_of_y)
+  %added = {row} add(%sum, %rows)
+  ROOT %after = {state} tuple(%next, %x, %y, %added)
+}}
+
+%condition (state: {state}) -> pred[] {{
+  %state = {state} parameter(0)
+  %n = s32[] get-tuple-element(%state), index=0
+  %limit = s32[] constant(8)
+  ROOT %less = pred[] compare(%n, %limit), direction=LT
+}}
+
+ENTRY %main (a: f32[8,128], b: f32[8,128], c: f32[1,128]) -> f32[1,128] {{
+  %a = f32[8,128]{{1,0}} parameter(0)
+  %b = f32[8,128]{{1,0}} parameter(1)
+  %c = {row} parameter(2)
+  %start = s32[] constant(0)
+  %state = {state} tuple(%start, %a, %b, %c)
+  %loop = {state} while(%state), condition=%condition, body=%body
+  ROOT %result = {row} get-tuple-element(%loop), index=3
+}}
+"""
+    # all rows of a, one row of b, and c; the result is written
+    assert min_hbm_bytes(Module(text)) <= 8 * ROW + ROW + ROW + ROW

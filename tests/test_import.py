@@ -12,8 +12,11 @@ import einshard
 # JAX sets the number of CPU devices, and connects to other processes, only while no backend runs.
 # So both calls show, by documented means, whether one does.
 PROGRAM = """
+import sys
+
 import jax
 import einshard
+assert not {'einshard._plan', 'einshard._eject'} & {*sys.modules}  # on first use
 from einshard._notation.expression import parse
 from einshard._notation.lay_out import lay_out
 from jax.sharding import AbstractMesh
@@ -57,6 +60,14 @@ except RuntimeError:
     print('now one does')
 jax.distributed.shutdown()
 """
+
+
+def test_star_import_has_all_public_names_and_no_others():
+    names = {}
+    exec('from einshard import *', names)
+    assert {*names} - {'__builtins__'} == {*einshard.__all__}
+    assert {*einshard.__all__} <= {*dir(einshard)}
+    assert len(dir(einshard)) == len({*dir(einshard)})  # also after the lazy names are loaded
 
 
 def test_starts_no_backend():

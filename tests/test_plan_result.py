@@ -1,12 +1,14 @@
 """The plan that `plan` returns: code to paste, comparisons, reports and limits."""
 
 import re
+import textwrap
 from unittest import mock
 
 import jax
 import numpy as np
 import planned
 import pytest
+from jax.sharding import Mesh
 from placed import struct
 
 from einshard import (
@@ -20,10 +22,13 @@ from einshard import (
     plan,
     sharded,
     to_jax,
+    topology,
 )
 from einshard.__main__ import main
 from einshard._plan import judge
+from einshard._plan.candidate import Candidate
 from einshard._plan.compile import Worker
+from einshard._plan.source import mesh_call, spec_lines
 
 EIGHT = device_mesh(jax.devices()[:8])
 CHIP = 'TPU v5e'
@@ -61,6 +66,45 @@ def test_the_rules_run(found):
         )
         updated, _ = step(placed, np.ones(x.shape, x.dtype))
     assert describe(updated) == describe(einshard(weights, rules_of(found), mesh=found.mesh))
+
+
+MESHES = {
+    'all devices': device_mesh(),
+    'the first devices': EIGHT,
+    'the last devices': device_mesh(jax.devices()[8:]),
+    'every other device': device_mesh(jax.devices()[::2]),
+    'a mesh of the user': Mesh(np.array(jax.devices()[8:][::-1]).reshape(4, 2), ('data', 'in')),
+}
+
+
+def test_the_printed_code_runs(found):
+    code = str(found).split('\n\n', 1)[1].split('\nplans (')[0].split('\n', 1)[1]
+    calls = []
+
+    def step(_):
+        calls.append((jax.sharding.get_mesh(), make_sharding('embed mlp')))
+
+    names = {'step': step}
+    exec(textwrap.dedent(code), names)
+    with jax.set_mesh(found.mesh), axis_rules(found.rules):
+        assert calls == [(found.mesh, make_sharding('embed mlp'))]
+    assert names['rules'] == found.rules
+
+
+@pytest.mark.parametrize('what', MESHES)
+def test_the_code_of_the_mesh(what):
+    mesh = MESHES[what]
+    names = mesh.axis_names if len(mesh.axis_names) == 2 else ('x', 'y')
+    candidate = Candidate(tuple(zip(names, (mesh.size // 2, 2), strict=True)), axes=())
+    code = mesh_call(mesh, candidate)
+    assert eval(code, {'jax': jax, 'device_mesh': device_mesh}) == candidate.mesh_of(mesh)
+
+
+def test_the_code_of_the_mesh_of_a_topology():
+    pytest.importorskip('libtpu')
+    # to run on such a slice
+    candidate = Candidate((('x', 4), ('y', 4)), axes=())
+    assert mesh_call(topology('v5e:4x4'), candidate) == 'device_mesh(x=4, y=4)'
 
 
 def rules_of(found):
@@ -106,6 +150,8 @@ def test_code_to_paste():
         "xs = ('batch@x embed', 'batch@x')",
     )
     assert found.rules == {'embed': '', 'mlp': '', 'batch': '@x'}
+    # an argument in *args
+    assert spec_lines([('args[0]', 'batch')], found.best.candidate) == ("args_0 = 'batch@x'",)
 
 
 def test_plans_are_compared(found):

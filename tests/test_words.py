@@ -14,6 +14,7 @@ from einshard._text import display_width, first_of, format_bytes, format_flops, 
         ('e\u0301', 1),
         ('か\u309a', 2),  # the mark is listed as wide itself, and stands over the letter
         ('a\u200b', 1),
+        ('\u1112\u1161\u11ab', 2),  # one Hangul syllable, decomposed
     ],
 )
 def test_display_width(text, width):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ast
+import keyword
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax.tree_util as jtu
 from jax.sharding import AxisType, NamedSharding
 
 from .._arrays.constrain import names_at
-from .._errors import EinshardError, quoted
+from .._errors import EinshardError
+from .._functions.parameters import CallSignature
 from .._functions.traced_function import TracedFunction
 from .._inspect.findings.lines import line_of
 from .._inspect.findings.trace import inner_jaxprs
@@ -34,7 +36,7 @@ _CONSTRAINTS = {
 _MAX_LITERAL = 8  # pytrees with more shardings than this are written as path rules
 # names that the written module may define or import, which its parameters must not have
 _TAKEN = re.compile(
-    'function|shardings|hardware_order|jax|np|re|P|AxisType|Mesh|NamedSharding'
+    'function|by_position|shardings|hardware_order|jax|np|re|P|AxisType|Mesh|NamedSharding'
     r'|(mesh|devices)(_\d+)?'
 )
 
@@ -52,18 +54,22 @@ def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
             facts={'instead': 'jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)'},
         )
     trees = _Trees(writer, tables)
-    arguments: list[Code] = ['function']
+    wrapper = list[str]()
     rows = list(zip(program.in_shardings, program.names, stages.values, strict=True))
     dynamic = [row for i, row in enumerate(rows) if i not in static]
+    call = program.call
+    arguments: list[Code] = ['function']
     if any(shardings is not None for shardings, _, _ in dynamic):
-        _check_positional(program)
+        if call.keywords:
+            wrapper, call = _by_position(program), CallSignature(len(program.names), ())
+            arguments = ['by_position']
         arguments.append(Brackets('in_shardings=(', tuple(trees.code(*row) for row in dynamic)))
     if program.out_shardings is not None:
         code = trees.code(program.out_shardings, 'result', traced.out_info)
         arguments.append(labeled('out_shardings=', code))
     donated = program.positions(setup.declaration.donated)
-    options = _argument_options('static', static, program)
-    options |= _argument_options('donate', donated, program)
+    options = _argument_options('static', static, call)
+    options |= _argument_options('donate', donated, call)
     options |= {name: value for name, value in setup.options.items() if _is_literal(value)}
     arguments += [f'{name}={value!r}' for name, value in options.items()]
     body = [f'    """Jits {setup.name}({", ".join(program.names)})."""']
@@ -74,17 +80,39 @@ def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
     if AxisType.Explicit in program.mesh.axis_types:
         body.append('    # before a call, enter jax.set_mesh(mesh) and place the arguments')
     head = Brackets(f'def jit_{_identifier(setup.name)}(', ('function', *trees.parameters), '):')
-    call = Brackets('return jax.jit(', tuple(arguments))
-    return ['\n'.join([*lines(head), *body, *lines(call, indent=4)])]
+    jit = Brackets('return jax.jit(', tuple(arguments))
+    return ['\n'.join([*lines(head), *body, *wrapper, *lines(jit, indent=4)])]
 
 
-def _argument_options(
-    prefix: str, positions: Sequence[int], program: TracedFunction
-) -> dict[str, Any]:
-    """Returns jit options: {'donate_argnums': (0,)} for `prefix` 'donate' and position 0."""
-    n = program.call.n_positional
+def _by_position(program: TracedFunction) -> list[str]:
+    """Writes a function that takes all arguments of a call by position.
+
+    `jax.jit` with in_shardings takes no keyword arguments. `sharded` passes arguments by position
+    if it can. It cannot for keyword-only parameters, `**kwargs`, and parameters after one that the
+    call omits.
+    """
+    n, keywords = program.call.n_positional, program.call.keywords
+    values = list[str]()
+    for name in program.names:
+        values.append(_unused(name, values))
+    pairs = list(zip(keywords, values[n:], strict=True))
+    by_keyword: list[Code] = [f'{name}={value}' for name, value in pairs]
+    if not all(name.isidentifier() and not keyword.iskeyword(name) for name in keywords):
+        items = tuple(f'{name!r}: {value}' for name, value in pairs)
+        by_keyword = [Brackets('**{', items, '}')]
+    return [
+        '',
+        *lines(Brackets('def by_position(', tuple(values), '):'), indent=4),
+        *lines(Brackets('return function(', (*values[:n], *by_keyword)), indent=8),
+        '',
+    ]
+
+
+def _argument_options(prefix: str, positions: Sequence[int], call: CallSignature) -> dict[str, Any]:
+    """Returns jit options for some arguments: {'donate_argnums': (0,)} if `prefix` is 'donate'."""
+    n = call.n_positional
     numbers = tuple(i for i in positions if i < n)
-    names = tuple(program.names[i] for i in positions if i >= n)
+    names = tuple(call.keywords[i - n] for i in positions if i >= n)
     options = {f'{prefix}_argnums': numbers, f'{prefix}_argnames': names}
     return {option: value for option, value in options.items() if value}
 
@@ -115,9 +143,7 @@ class _Trees:
             literal = self._literal(shardings)
             if literal is not None:
                 return literal
-        parameter = _identifier(name)
-        while _TAKEN.fullmatch(parameter) or parameter in self.parameters:
-            parameter += '_'
+        parameter = _unused(name, self.parameters)
         self.parameters.append(parameter)
         # the shardings may be a pytree prefix of the value
         subtrees = jtu.tree_structure(shardings, is_leaf=is_none).flatten_up_to(value)
@@ -144,23 +170,6 @@ class _Trees:
         return Brackets(start, tuple(codes), end) if len(codes) == len(items) else None
 
 
-def _check_positional(program: TracedFunction) -> None:
-    """Raises if a call has keyword arguments, which jit with in_shardings rejects.
-
-    `sharded` passes arguments by position if it can. It cannot for keyword-only parameters,
-    `**kwargs`, and parameters after one that the call omits.
-    """
-    if program.call.keywords:
-        raise EinshardError(
-            f'{program.setup.name} is called with keyword arguments, which jax.jit with '
-            'in_shardings does not take',
-            facts={
-                'arguments': quoted(program.call.keywords),
-                'instead': 'pass them by position; change parameters that are keyword-only',
-            },
-        )
-
-
 def _is_literal(value: object) -> bool:
     try:
         return ast.literal_eval(repr(value)) == value
@@ -170,6 +179,14 @@ def _is_literal(value: object) -> bool:
 
 def _identifier(name: str) -> str:
     return re.sub(r'\W+', '_', name).strip('_') or 'function'
+
+
+def _unused(name: str, used: Collection[str]) -> str:
+    """Returns an identifier like `name` that is neither in `used` nor taken by the module."""
+    identifier = _identifier(name)
+    while identifier in used or keyword.iskeyword(identifier) or _TAKEN.fullmatch(identifier):
+        identifier += '_'
+    return identifier
 
 
 def constraint_comment(stages: Stages, writer: Writer) -> list[str]:

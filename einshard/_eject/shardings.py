@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._errors import EinshardError
+from .._plan.source import find_devices_call
 from .._sharding.mesh import (
     UNCONSTRAINED,
     AnyMesh,
@@ -23,7 +24,7 @@ from .source import Brackets, Code, statement
 # sorts devices as `position` of _sharding/mesh.py does
 _HARDWARE_ORDER = '''\
 def hardware_order(device):
-    """TPUs are sorted by slice, coordinates and core; others by process and id."""
+    """Sorts TPUs by slice, coordinates and core, other devices by slice, process and id."""
     slice_index = getattr(device, 'slice_index', None) or 0
     coords = getattr(device, 'coords', None)
     if coords is None:
@@ -103,7 +104,8 @@ class Writer:
         if isinstance(mesh, AbstractMesh):
             return f'np.array({self._sorted_devices("jax.devices()")})'
         devices: list[Device] = list(mesh.devices.flat)
-        call, available = _find_devices_call(devices)
+        call, available = find_devices_call(devices)
+        available = sorted(available, key=position)
         name = self._sorted_devices(call)
         order = [available.index(device) for device in devices]
         if order != list(range(len(order))):
@@ -118,31 +120,17 @@ def _numbered(name: str, n_before: int) -> str:
     return f'{name}_{n_before + 1}' if n_before else name
 
 
-def _find_devices_call(devices: Sequence[Device]) -> tuple[str, list[Device]]:
-    """Finds a `jax.devices` call that returns all of `devices`; also returns its sorted result.
-
-    For devices of a topology (AOT), no call does here. Then the call is 'jax.devices()', which
-    returns them on the machine that runs the written code.
-    """
-    platform = devices[0].platform
-    for call, arguments in (('jax.devices()', ()), (f'jax.devices({platform!r})', (platform,))):
-        with suppress(RuntimeError):  # JAX may lack the platform of a topology
-            available = jax.devices(*arguments)
-            if set(devices) <= set(available):
-                return call, sorted(available, key=position)
-    return 'jax.devices()', sorted(devices, key=position)
-
-
 def _uses_make_mesh(mesh: AnyMesh) -> bool:
     """Whether to write a call of `jax.make_mesh`: if it gives the same device order as `mesh`."""
     if is_device_mesh(mesh):
         return False  # the written code sorts the devices in hardware order
     if isinstance(mesh, AbstractMesh):
         return True  # an AbstractMesh has no device order
-    call, available = _find_devices_call(list(mesh.devices.flat))
+    call, available = find_devices_call(list(mesh.devices.flat))
     if call != 'jax.devices()':
         return False
-    devices = None if available[0] in jax.devices() else available  # else: of a topology
+    is_here = available[0] in jax.devices()  # not of a topology
+    devices = None if is_here else sorted(available, key=position)
     # make_mesh raises NotImplementedError for shapes that do not fit the torus of a TPU slice
     with suppress(ValueError, NotImplementedError):
         axes = mesh.axis_sizes, mesh.axis_names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -69,7 +70,9 @@ def statement(code: Code) -> str:
 
 def module(header: str, parts: Sequence[str]) -> str:
     """Returns the text of a module: a comment with `header`, the imports needed, and the parts."""
-    used = {node.id for node in ast.walk(ast.parse('\n'.join(parts))) if isinstance(node, ast.Name)}
+    # constraints are comments to paste elsewhere, but need imports too
+    code = re.sub(r'^#     (?=x = )', '', '\n'.join(parts), flags=re.MULTILINE)
+    used = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
     found = ((text, [n for n in names.split() if n in used]) for names, text in _IMPORTS.items())
     imports = '\n'.join(text.format(', '.join(names)) for text, names in found if names)
     return f'# {header}\n{_spaced([imports, *parts])}\n'

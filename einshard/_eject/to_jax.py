@@ -89,8 +89,7 @@ def to_jax(
 
     Raises:
         EinshardError: a spec does not fit the mesh or the arrays; specs depend on arrays that are
-            not given; the call has keyword arguments that cannot be passed by position, for
-            which `jax.jit` takes no shardings; or the function is a `per_device` function.
+            not given; or the function is a `per_device` function.
     """
     if isinstance(what, Plan):
         _check_plan_alone(args, kwargs, mesh, shape)

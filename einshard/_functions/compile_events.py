@@ -12,6 +12,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
@@ -29,19 +30,36 @@ Watcher: TypeAlias = Callable[[str, Sequence[str]], None]
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.watchers: list[Watcher] = []
-        self.newest: dict[str, Any] = {}  # {platform: newest program at the last event}
         self.ping_received = False
+
+
+@dataclass
+class _Compilation:
+    """A program that a thread has lowered, and may be compiling.
+
+    Attributes:
+        newest: the newest program of each platform when it was lowered.
+        others: programs that other threads have compiled since.
+    """
+
+    newest: dict[str, Any] = field(default_factory=dict[str, Any])
+    others: list[Any] = field(default_factory=list[Any])
 
 
 _thread = _Thread()
 _lock = threading.Lock()
+_n_watchers = 0  # in all threads
+# Keyed by thread, also of threads without watchers: what they compile is not of the other threads.
+_compilations: dict[int, _Compilation] = {}
 
 
 def watch(watcher: Watcher) -> None:
     """Adds a watcher for this thread. Only the watcher added last is called."""
+    global _n_watchers
     with _lock:
         if not is_listening():
             jax.monitoring.register_event_duration_secs_listener(_on_event)
+        _n_watchers += 1
     _thread.watchers.append(watcher)
 
 
@@ -49,8 +67,11 @@ def unwatch(watcher: Watcher) -> None:
     _thread.watchers.reverse()
     _thread.watchers.remove(watcher)  # the one added last
     _thread.watchers.reverse()
-    if not _thread.watchers:
-        _thread.newest = {}  # references to programs keep them in memory
+    global _n_watchers
+    with _lock:
+        _n_watchers -= 1
+        if not _n_watchers:
+            _compilations.clear()  # references to programs keep them in memory
 
 
 def is_listening() -> bool:
@@ -63,21 +84,31 @@ def is_listening() -> bool:
 def _on_event(event: str, duration_secs: float, **fields: Any) -> None:
     if event == _PING:
         _thread.ping_received = True
-    if not _thread.watchers or event not in (LOWERED, COMPILED):
+    if not _n_watchers or event not in (LOWERED, COMPILED):
         return
-    before, _thread.newest = _thread.newest, {}
-    name = str(fields.get('fun_name', 'the program'))
-    texts: list[str] = []
-    for platform, programs in _loaded_programs():
-        if programs:
-            _thread.newest[platform] = programs[0]
-        if event == COMPILED:
-            texts += map(_text, _compiled_since(programs, name, before.get(platform)))
+    loaded = dict(_loaded_programs())
+    newest = {platform: programs[0] for platform, programs in loaded.items() if programs}
+    with _lock:
+        compilation = _compilations.pop(threading.get_ident(), _Compilation())
+        if event == LOWERED:
+            _compilations[threading.get_ident()] = _Compilation(newest)
+            return
+        name = str(fields.get('fun_name', 'the program'))
+        found = [
+            program
+            for platform, programs in loaded.items()
+            for program in _compiled_since(programs, name, compilation.newest.get(platform))
+            if program not in compilation.others
+        ]
+        # several: another thread has compiled one, but JAX has not reported it yet
+        if compilation.newest and len(found) == 1:
+            for other in _compilations.values():
+                other.others += found
     # JAX also reports a compilation that failed, which has no program
     failed = sys.exc_info()[0] is not None
-    if event == COMPILED and (texts or not failed):
+    if _thread.watchers and (found or not failed):
         name = re.sub(r'^\w+\((.*)\)$', r'\1', name)  # 'jit(f)' to 'f'
-        _thread.watchers[-1](name, texts)
+        _thread.watchers[-1](name, [_text(program) for program in found])
 
 
 def _loaded_programs() -> Iterator[tuple[str, Sequence[Any]]]:

@@ -162,14 +162,15 @@ class Parameters:
         """Pops jit options such as `static_argnums`; returns the labels that they select."""
         by_number, by_name = f'{prefix}_argnums', f'{prefix}_argnames'
         argnums, argnames = options.pop(by_number, None), options.pop(by_name, None)
-        labels: set[str] = set(as_list(argnames, str, by_name, 'names of parameters', "('x',)"))
+        listed = as_list(argnames, str, by_name, 'names of parameters', "('x',)")
         names = (*self.names, *self.keyword_only)
-        for name in labels:
+        for name in listed:
             if name not in names and self.var_keyword is None:
                 raise EinshardError(
                     f"{by_name} includes '{name}', which is not a parameter of {self.function}",
                     facts={'parameters': ', '.join(names) or 'none'},
                 )
+        labels = {*listed}
         indices = as_list(argnums, numbers.Integral, by_number, 'indices of parameters', '(0,)')
         for i in indices:
             if self.var_positional is not None and i >= len(self.names):

@@ -58,9 +58,9 @@ def sharded(
         (3, 16)
 
     The i-th spec is for the i-th positional parameter (not counting the `self` of a method), and
-    `name=spec` is for the parameter with that name. As in `jax.jit`, arrays passed to
-    parameters without a spec keep their sharding, and the compiler decides the sharding of numpy
-    arrays there, and of the result without `out=`. `@sharded` without specs reads the `Sharded[...]`
+    `name=spec` is for the parameter with that name. As in `jax.jit`, a JAX array
+    that is passed to a parameter without a spec keeps its sharding; the compiler decides that of a
+    numpy array, and of the result without `out=`. `@sharded` without specs reads the `Sharded[...]`
     annotations of the function.
 
     Host data, and arrays that are on one device or replicated, are placed as their spec says. An
@@ -84,8 +84,7 @@ def sharded(
             such as 'all-reduce', several kinds, or the limit of each kind: `{'all-reduce': 1}`. A
             collective in a loop counts once. The first compiled program is checked before it runs;
             programs for other shapes run first, and are checked before their result is returned.
-            A call under `jax.grad` or `jax.vmap` outside `jax.jit` cannot be checked; it
-            warns.
+            A call under `jax.grad` or `jax.vmap` outside `jax.jit` warns that it is not checked.
         memory: the memory that the compiled program may need on each device: '15 GB', '14.5 GiB' or
             a number of bytes. Checked like `collectives`.
         named_specs_and_jit_options: specs by parameter name, and options of `jax.jit`:

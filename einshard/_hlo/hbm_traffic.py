@@ -20,7 +20,8 @@ def min_hbm_bytes(module: Module) -> int:
 
     Each byte counts once. If an array is only sliced, only the slices count. Not counted: results
     that are updated in place, and reads of unknown size (by a gather, in a branch of a conditional,
-    or in a Pallas kernel). A loop with an unknown trip count counts as one iteration.
+    in a computation with several calls, or in a Pallas kernel). A loop with an unknown trip count
+    counts as one iteration.
     """
     entry = module.entry
     reads, total = _Reads(module), 0
@@ -137,6 +138,8 @@ class _Reads:
                 return [_all_of(value.op.results[0])] if value.arguments else []
             case 'get-tuple-element':
                 return self.of(result, -1, loop) if user.element == element else []
+            case 'while' | 'fusion' | 'call' if self._is_shared(user):
+                return []  # the cache is for one call
             case 'while':
                 body = self._module.computation(user.body)
                 start = Value(body, body.parameter(0))
@@ -166,6 +169,11 @@ class _Reads:
                 if value.arguments:
                     return self._read_for(result, value, loop)
                 return [_all_of(array) for array in value.op.results[:1]]
+
+    def _is_shared(self, op: Instruction) -> bool:
+        """Whether other instructions run the same computation as a fusion, call or loop."""
+        names = [name for name in (op.callee, op.body) if name]
+        return any(self._module.is_shared(self._module.computation(name)) for name in names)
 
     def _read_for(self, result: Value, value: Value, loop: Value | None) -> list[_Region]:
         """Returns the regions of `value` that are read to compute what is read of `result`."""

@@ -339,6 +339,10 @@ class Module:
             ]
         return sites
 
+    def is_shared(self, computation: Computation) -> bool:
+        """Whether several instructions run `computation`; XLA shares only reducers and the like."""
+        return len(self.call_sites(computation)) > 1
+
     def path(self, computation: Computation) -> list[Place] | None:
         """Finds one chain of call sites from the entry to `computation`; None if there is none."""
         if computation.is_entry:

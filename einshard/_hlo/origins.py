@@ -61,6 +61,8 @@ class Origins:
         op, comp = value.op, value.comp
         if comp.is_entry:
             return op.parameter_number
+        if self._module.is_shared(comp):
+            return None  # each call may pass another value
         for _, caller, call in self._module.call_sites(comp):
             if call.opcode == 'while':
                 if not self._is_invariant(call, element):

@@ -19,7 +19,7 @@ from .._hlo.hardware import Chip, as_chip, find_chip
 from .._hlo.memory import read_memory
 from .._hlo.module import Module
 from .._sharding.collective_axes import ShardedBy, along_text, find_sharded_by
-from .._sharding.mesh import AnyMesh, Device, MeshLike, is_device_mesh
+from .._sharding.mesh import AnyMesh, Device, MeshLike, is_device_mesh, position
 from .arrays import array_row, find_arguments, find_results, results_in_place
 from .bounds import NO_BOUNDS, find_bounds
 from .findings.causes import with_causes
@@ -216,7 +216,7 @@ def _devices(shardings: Sequence[Sharding | None]) -> list[Device]:
         if isinstance(sharding, NamedSharding):
             return list(sharding.mesh.devices.flat)  # type: ignore[reportOptionalMemberAccess]
         if sharding is not None:
-            return list(sharding.device_set)
+            return sorted(sharding.device_set, key=position)
     return jax.devices()[:1]
 
 

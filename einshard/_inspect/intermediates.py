@@ -74,8 +74,10 @@ def compile_with_dumps(lowered: Lowered, folder: str) -> None:
 
 def newest_dump(folder: str, ending: str) -> str:
     """Reads the newest file '*{ending}.txt'; `ending` is a glob pattern. '' if there is none."""
-    files = sorted(Path(folder).glob(f'*{ending}.txt'))
-    return files[-1].read_text(encoding='utf-8') if files else ''
+    # XLA numbers modules and passes: module_0012.jit_step.0034.<pass>.before_<pass>.txt
+    files = Path(folder).glob(f'*{ending}.txt')
+    newest = max(files, key=lambda f: [*map(int, re.findall(r'\d+', f.name))], default=None)
+    return '' if newest is None else newest.read_text(encoding='utf-8')
 
 
 _cache_lock = threading.Lock()

@@ -290,7 +290,7 @@ class _Specs:
         orders: Sequence[tuple[MeshAxis, ...]],
         counts: Mapping[str, int],
     ) -> list[str]:
-        """Returns quoted expressions that can replace `spec`; each leaves one of `orders` possible."""
+        """Returns quoted expressions that can replace `spec`; each allows only one of `orders`."""
         fixes: list[str] = []
         for mesh in map(JointMesh, orders):
             fix = parse(mesh.complete(spec.expression))

@@ -63,7 +63,7 @@ def _merged(axes: Sequence[MeshAxis]) -> tuple[MeshAxis, ...]:
 
 
 def _groups(n: int, axes: Sequence[MeshAxis]) -> Any:
-    """Splits devices 0 to n - 1 into groups along mesh axes; each row has the devices of a group."""
+    """Splits devices 0 to n - 1 into groups along mesh axes; a row is a group."""
     offsets, ids = np.zeros(1, int), np.arange(n)
     is_first = np.ones(n, bool)  # whether the device is the first one of its group
     for stride, size in axes:

@@ -19,6 +19,7 @@ from .judge import Function
 from .judgement import Judgement, Objective
 from .plot import scatter_svg
 from .reasons import reason
+from .source import mesh_call
 
 _SHOWN = 4  # plans in the printed table
 
@@ -160,11 +161,15 @@ class Plan(Display):
         return self.choices[i]
 
     def _code(self) -> list[str]:
-        rules = ', '.join(f'{name}={text!r}' for name, text in self.rules.items() if text)
+        uses_rules = any('Rules([' in line for line in self.code)
         lines = [
-            f'mesh = device_mesh(mesh, {self.best.candidate.mesh_text})',
-            f'with jax.set_mesh(mesh), axis_rules({rules}):',
-            f'    {self.name}(...)',
+            'import jax',
+            f'from einshard import {"Rules, " * uses_rules}axis_rules, device_mesh',
+            '',
+            f'mesh = {mesh_call(self.devices, self.best.candidate)}',
+            f'rules = {self.rules}',
+            'with jax.set_mesh(mesh), axis_rules(rules):',
+            f'    {self.name if self.name.isidentifier() else "f"}(...)',
         ]
         if self.code:
             lines += ['', '# or, without axis_rules:', *self.code]

@@ -1,18 +1,67 @@
-"""Writes the specs of a function with the placements of a plan, as source text to paste."""
+"""Writes the mesh of a plan, and specs with its placements, as source text to paste."""
 
 from __future__ import annotations
 
+import keyword
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.tree_util as jtu
+from jax.sharding import Mesh
 
 from .._notation.write import write_short
 from .._sharding.leaf_spec import LEAF_SPECS, as_leaf_spec, in_memory
+from .._sharding.mesh import Device
 from .._trees.rules import Rules
 from .._trees.specs import Spec
 from .candidate import Candidate
+
+
+def mesh_call(devices: Mesh, candidate: Candidate) -> str:
+    """Returns the call of `device_mesh` that makes the mesh of a candidate.
+
+    >>> import jax
+    >>> from einshard import device_mesh
+    >>> from einshard._plan.candidate import Candidate
+    >>> from einshard._plan.source import mesh_call
+    >>> candidate = Candidate(mesh=(('x', 2), ('y', 4)), axes=())
+    >>> mesh_call(device_mesh(jax.devices()[8:16]), candidate)
+    'device_mesh(jax.devices()[8:16], x=2, y=4)'
+    """
+    axes = candidate.mesh_text
+    if any(not name.isidentifier() or keyword.iskeyword(name) for name, _ in candidate.mesh):
+        axes = f'**{dict(candidate.mesh)}'
+    wanted = list(devices.devices.flat)
+    call, available = find_devices_call(wanted)
+    numbers = sorted(map(available.index, wanted))
+    start, end = numbers[0], numbers[-1] + 1
+    if len(numbers) < end - start:
+        call = f'[{call}[i] for i in {numbers}]'
+    elif len(numbers) < len(available):
+        call = f'{call}[{start or ""}:{end}]'
+    return f'device_mesh({axes})' if call == 'jax.devices()' else f'device_mesh({call}, {axes})'
+
+
+def find_devices_call(devices: Sequence[Device]) -> tuple[str, list[Device]]:
+    """Finds a call of `jax.devices` that returns all of `devices`, and maybe others.
+
+    No call returns the devices of a topology on this machine. For these, the call is
+    'jax.devices()', which returns them on the machine that runs the written code.
+
+    Returns:
+        The call, and the devices that it returns, in its order.
+    """
+    platform = devices[0].platform
+    for call, arguments in (('jax.devices()', ()), (f'jax.devices({platform!r})', (platform,))):
+        with suppress(RuntimeError):  # JAX may lack the platform of a topology
+            available = jax.devices(*arguments)
+            if set(devices) <= set(available):
+                return call, available
+    return 'jax.devices()', list(devices)
 
 
 def spec_lines(arguments: Sequence[tuple[str, Spec]], candidate: Candidate) -> tuple[str, ...]:
@@ -22,7 +71,9 @@ def spec_lines(arguments: Sequence[tuple[str, Spec]], candidate: Candidate) -> t
     of specs that contain functions or `Rules`. `arguments` are pairs of a name and a spec.
     """
     axes = dict(candidate.axes)
-    return tuple(line for name, spec in arguments for line in _assigned(name, spec, axes))
+    # the name of an argument in *args is 'args[0]'
+    named = [(re.sub(r'\W+', '_', name).strip('_'), spec) for name, spec in arguments]
+    return tuple(line for name, spec in named for line in _assigned(name, spec, axes))
 
 
 def _assigned(name: str, spec: Spec, axes: Mapping[str, tuple[str, ...]]) -> Iterator[str]:

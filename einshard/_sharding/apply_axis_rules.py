@@ -112,7 +112,7 @@ def _ruled_terms(
         axes = tuple(a for a in term.mesh_axes if a not in taken or axis_sizes.get(a) != 1)
         used.update(axes)
         ruled[i] = replace(term, mesh_axes=axes), rule
-    rule_names = {rule.name for rule in rules}
+    rule_names = dict.fromkeys(rule.name for rule in rules)
     for name, i in index_of.items():
         if name not in rule_names:
             _check_spelling(expression, expression.right[i], rule_names)

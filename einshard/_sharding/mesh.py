@@ -293,7 +293,11 @@ def partition_text(spec: PartitionSpec) -> str:
     """Formats a PartitionSpec as P('data', None). Its repr differs between versions of JAX."""
     texts = [_entry_text(entry) for entry in spec_axes(spec)]
     keywords = {'unreduced': spec.unreduced, 'reduced': spec.reduced}
-    texts += [f'{keyword}={set(axes)}' for keyword, axes in keywords.items() if axes]
+    texts += [
+        f'{keyword}={{{", ".join(sorted(map(repr, axes)))}}}'
+        for keyword, axes in keywords.items()
+        if axes
+    ]
     return f'P({", ".join(texts)})'
 
 

@@ -27,19 +27,18 @@ def slow_network(facts: Facts) -> Iterator[Finding]:
             sent[axis] += row.total_bytes
             if any(len({slices[i] for i in group}) > 1 for group in collective.groups):
                 crossing.add(axis)
-    for axis in crossing:
+    axes = [str(name) for name in mesh.axis_names]
+    for axis in filter(crossing.__contains__, axes):
         size = mesh.shape[axis]
         candidates = [
-            str(name)
-            for name in mesh.axis_names
+            name
+            for name in axes
             if name not in crossing and mesh.shape[name] == size and 2 * sent[name] < sent[axis]
         ]
         if candidates:
             least = min(candidates, key=lambda name: sent[name])
-            names = [str(name) for name in mesh.axis_names]
-            i, j = names.index(axis), names.index(least)
-            names[i], names[j] = names[j], names[i]
-            sizes = ', '.join(f'{name}={mesh.shape[name]}' for name in names)
+            swapped = [{axis: least, least: axis}.get(name, name) for name in axes]
+            sizes = ', '.join(f'{name}={mesh.shape[name]}' for name in swapped)
             yield Finding(
                 'slow network',
                 f'{format_bytes(sent[axis])} are sent along {axis} between slices, and '

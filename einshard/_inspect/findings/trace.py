@@ -72,7 +72,7 @@ class _CallSite(NamedTuple):
 
     Attributes:
         runs: how often the jaxpr runs in one run of the function; None if unknown.
-        n_shards: the number of shards in a `shard_map`; else 0.
+        n_shards: the number of shards in a `shard_map` and those around it; else 0.
         call: the equation that calls the jaxpr.
     """
 
@@ -122,9 +122,16 @@ class _Reader:
         if name == 'cond':
             return self.read_cond(eqn, values, site)
         if name == 'shard_map':
-            mesh, manual = eqn.params['mesh'], eqn.params.get('manual_axes')
-            axes = manual if manual is not None else mesh.axis_names
-            n_shards = prod(mesh.shape[axis] for axis in axes)
+            mesh = eqn.params['mesh']
+            # called manual_axes in JAX 0.8
+            manual = eqn.params.get('newly_manual_axes', eqn.params.get('manual_axes'))
+            types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+            n_shards = prod(
+                size
+                for axis, size in mesh.shape.items()
+                # Manual: of a shard_map around this one
+                if manual is None or axis in manual or types[axis] == AxisType.Manual
+            )
             inner = [_unsharded(v) for v in eqn.params['jaxpr'].invars]
             self.read(eqn.params['jaxpr'], inner, site._replace(n_shards=n_shards))
             return [_unsharded(v, values) for v in eqn.outvars]
