@@ -18,8 +18,11 @@ from .._errors import EinshardError, Suggestion
 from .._notation.expression import ELLIPSIS, Expression, axis_letters
 from .._notation.layout import axis_positions
 from .._sharding.context import (
+    USE_MESH_IN_CONTEXT,
     depth_of_user,
     is_staging,
+    other_program_mesh,
+    program_mesh_error,
 )
 from .._sharding.describe import find_expression
 from .._sharding.mesh import (
@@ -239,7 +242,12 @@ def _check_context(x: Any, placement: Placement) -> None:
             'mesh= must match the mesh in context',
             mesh=mesh_fact(mesh),
             mesh_in_context=mesh_fact(context),
+            instead=USE_MESH_IN_CONTEXT,
         )
+    other = other_program_mesh(mesh, [x])
+    if other is not None:
+        found = program_mesh_error(mesh, other)
+        raise EinshardError(**found.parts(expression=placement.expression.text))
     types = _axis_types(mesh)
     entries = spec_axes(sharding.spec)
     explicit_first = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from .._sharding.context import (
     is_staging,
     is_tracing,
     mesh_scope,
+    other_program_mesh,
+    program_mesh_error,
 )
 from .._sharding.legacy_mesh import warn_if_ignored
 from .._sharding.mesh import AnyMesh, MeshLike, is_partial
@@ -120,6 +123,21 @@ class TracedFunction:
         """
         return self.result.spec is not None and AxisType.Explicit in self.mesh.axis_types
 
+    @property
+    def has_shardings(self) -> bool:
+        """Whether an argument or the result has a spec. Else jit runs on its arguments' devices."""
+        return self.result.spec is not None or bool(jtu.tree_leaves(self.in_shardings))
+
+    def scope(self, mesh: AnyMesh) -> AbstractContextManager[Any]:
+        """Makes `mesh` the default mesh in a `with` block that traces the function."""
+        return mesh_scope(mesh, is_program=self.has_shardings)
+
+    def check_devices(self, values: Sequence[Any]) -> None:
+        """Raises if the function is called in a program that runs on other devices."""
+        other = other_program_mesh(self.mesh, jtu.tree_leaves(values))
+        if other is not None and self.has_shardings:
+            raise program_mesh_error(self.mesh, other).about(function=self.setup.name)
+
     def positions(self, names: Collection[str]) -> list[int]:
         return [i for i, name in enumerate(self.names) if name in names]
 
@@ -212,13 +230,15 @@ class TracedFunction:
                 values
             ):
                 raise WrongShardings
+            self.check_devices(())  # of an enclosing program, or those of `jax.set_mesh`
             warn_if_ignored(self.setup.name, context.mesh)
             self.check(values)
             is_explicit = AxisType.Explicit in self.mesh.axis_types
             if is_explicit:
                 # in_shardings place the arguments but do not change their types
-                values = tuple(self.constrain_arguments(values))
-            with ErrorNotes(self.setup.name, self.arguments, values, context), mesh_scope(mesh):
+                with self.scope(mesh):
+                    values = tuple(self.constrain_arguments(values))
+            with ErrorNotes(self.setup.name, self.arguments, values, context), self.scope(mesh):
                 args, kwargs = self.call.split(values)
                 result = self.setup.function(*args, **kwargs)
             self._check_result(result, context)
@@ -390,7 +410,9 @@ def _nested(traced: TracedFunction, options: Mapping[str, Any]) -> Any:
     def nested(*values: Any) -> Any:
         if traced.mesh_is_ambient:
             values = tuple(traced.constrain_arguments(values))
-        return traced.result.constrain(inlined(*values), traced.setup.context())
+        context, result = traced.setup.context(), inlined(*values)
+        with traced.scope(context.lowering_mesh):
+            return traced.result.constrain(result, context)
 
     return jax.jit(traced.set_names(nested), **options)
 

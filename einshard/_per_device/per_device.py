@@ -19,7 +19,7 @@ from .._functions.parameters import JIT_OPTIONS, CallSignature, Parameters, as_l
 from .._functions.promise import Promise
 from .._functions.sharded import ShardedFunction, no_function_error, sharded
 from .._notation.layout import axis_positions, mesh_text
-from .._sharding.context import context_on, current_context
+from .._sharding.context import USE_MESH_IN_CONTEXT, context_on, current_context
 from .._sharding.leaf_spec import as_leaf_spec, reject_unconstrained
 from .._sharding.legacy_mesh import with_legacy_mesh_note
 from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact, sizes_of, spec_axes
@@ -236,7 +236,11 @@ class _PerDeviceFunction:
             if not ambient.empty and ambient != abstract:
                 raise EinshardError(
                     'mesh= must match the mesh in context',
-                    facts={'mesh=': mesh_fact(mesh), 'mesh in context': mesh_fact(ambient)},
+                    facts={
+                        'mesh=': mesh_fact(mesh),
+                        'mesh in context': mesh_fact(ambient),
+                        'instead': USE_MESH_IN_CONTEXT,
+                    },
                 )
             is_in_context = not ambient.empty
             view = make_view(self.spec_axes, mesh, is_in_context, rules, context.on_one_device)
