@@ -221,6 +221,12 @@ class Scope:
     def __exit__(self, *_: object) -> None:
         self.leave()
 
+    def program_mesh(self) -> AnyMesh | None:
+        """Returns the mesh of the innermost scope with `is_program`; None without one."""
+        if self.is_program:
+            return self.context.mesh
+        return self._outer and self._outer.program_mesh()
+
     def leave(self) -> bool:
         """Exits the scope; returns whether it was the innermost one of this task and thread."""
         is_current = innermost_scope.get() is self
@@ -272,15 +278,14 @@ def other_program_mesh(mesh: AnyMesh, values: Iterable[Any]) -> AnyMesh | None:
     `jax.set_mesh` is abstract while tracing, and has only their number too.
     """
     scope = innermost_scope.get()
-    while scope is not None and not scope.is_program:
-        scope = scope._outer
-    if scope is not None:
-        meshes = [scope.context.mesh]
-    else:
+    program_mesh = scope and scope.program_mesh()
+    if program_mesh is None:
         types: list[Any] = [jax.typeof(x) for x in values if isinstance(x, Tracer)]
-        meshes = [aval.sharding.mesh for aval in types]
+        meshes: list[AnyMesh] = [aval.sharding.mesh for aval in types]
+    else:  # a `sharded` function reshards its arguments, but in its trace their types remain
+        meshes = [program_mesh]
     for other in (get_abstract_mesh(), *meshes):
-        if other is not None and not other.empty and _have_other_devices(mesh, other):
+        if not other.empty and _have_other_devices(mesh, other):
             return other if is_staging() else None
     return None
 
