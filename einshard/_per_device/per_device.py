@@ -25,7 +25,7 @@ from .._sharding.legacy_mesh import with_legacy_mesh_note
 from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact, sizes_of, spec_axes
 from .._text import array_text, name_of
 from .._trees.paths import leaf_text, path_text
-from .._trees.specs import Spec, check_specs, is_none, leaf_specs, mesh_of
+from .._trees.specs import Spec, check_specs, is_array, is_none, leaf_specs, mesh_of
 from .body_errors import find_different_sizes, find_unknown_axis
 from .device_view import View, make_view
 from .replication import read_varying, suggest_replication
@@ -260,6 +260,8 @@ class _PerDeviceFunction:
         if text is None:
             return None
         view = self._view()
+        if not is_array(leaf):
+            return _REPLICATED  # `sharded` raises
         try:
             view.check(text, np.shape(leaf))
         except EinshardError as error:
