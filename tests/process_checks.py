@@ -316,7 +316,8 @@ def local_trees():
             return None
         return replicated if np.ndim(leaf) == 0 else rows
 
-    for spec in ({name: by_path(name, leaf) for name, leaf in batch.items()}, by_path):
+    by_leaf = {name: by_path(name, leaf) for name, leaf in batch.items()} | {'of': None}
+    for spec in (by_leaf, by_path):
         x = from_local(batch, spec)
         np.testing.assert_array_equal(gather(x['labels']), np.arange(8 * n))
         assert x['labels'].dtype == np.int32
@@ -330,6 +331,9 @@ def local_trees():
     x = from_local({name: batch[name] for name in ('images', 'scale')}, Rules([('images', rows)]))
     assert x['images'].sharding == make_sharding('b ... -> b* ...')
     assert x['scale'].sharding == make_sharding(replicated)
+    # strings and functions under a prefix
+    x = from_local({'x': FULL, 'of': ['training', len]}, {'x': rows, 'of': replicated})
+    assert x['of'] == ['training', len]
     struct = from_local(jax.ShapeDtypeStruct((8, 4), np.float32), 'b d -> b* d')
     assert (struct.shape, struct.dtype) == ((8 * n, 4), np.float32)
     assert struct.sharding == make_sharding('b d -> b* d')
@@ -387,6 +391,12 @@ def uneven_rows():
     rows = np.ones((8, 4), np.float32)
     spec = 'batch d -> batch* d'
 
+    spec_by_leaf = {'x': spec, 'of': spec}
+
+    class Foreign:
+        def __array__(self, dtype=None, copy=None):
+            return rows
+
     def broken(path, leaf):
         if first:
             raise RuntimeError('no file')
@@ -404,6 +414,9 @@ def uneven_rows():
         'lenient rules': ({'x': rows[:7]}, Rules([('x', spec)], indivisible='replicate')),
         'global': ({'x': from_local(rows, spec)}, spec),
         'strings': (np.array(['a'] * 8), 'batch -> batch*'),
+        'a string': ({'x': rows, 'of': 'training'}, {'x': spec, 'of': '...'}),
+        'a string in one': ({'x': rows, 'of': 'training' if first else rows}, spec_by_leaf),
+        'another library': ({'x': Foreign()}, spec),
     }
     said = {}
     for name, (batch, its_spec) in cases.items():

@@ -295,6 +295,23 @@ def test_integers_and_keys():
         check_same(wrong, X.astype(np.int32))
 
 
+@pytest.mark.parametrize(
+    'dtype', ['int4', 'uint4', 'float4_e2m1fn', 'float8_e4m3fn', 'float8_e5m2']
+)
+def test_narrow_dtypes(dtype):
+    x = RANDOM.integers(2, size=(16, 64)).astype(getattr(jnp, dtype))
+    comparison = check_same(sharded('b* x', mesh=EIGHT)(jnp.copy), x)
+    assert comparison.rows[0].array == f'{dtype}[16,64]'
+    assert [row.difference for row in comparison.rows] == [0.0] * len(comparison.rows)
+    widened = sharded('b* x', mesh=EIGHT)(lambda x: x.astype(np.float32))
+    assert check_same(widened, x).same
+    wrong = per_device('b* x', out='b* x', mesh=EIGHT)(
+        lambda x: 0 * x.astype(np.float32) + jax.lax.axis_index('b')
+    )
+    with pytest.raises(DifferentResults):
+        check_same(wrong, x, gradients=False)
+
+
 def test_differences_are_relative():
     def off(x, scale):  # on device 3, the result differs by 0.5
         wrong = 0.5 * (jax.lax.axis_index('b') == 3)

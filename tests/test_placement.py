@@ -27,6 +27,7 @@ from einshard import (
     einshard,
     einsum,
     make_sharding,
+    per_device,
     sharded,
 )
 from einshard._arrays.device_put import as_host
@@ -209,6 +210,7 @@ def test_leaves_without_a_spec_are_returned(moves):
 def test_masked_arrays():
     masked = np.ma.masked_array(np.ones(16), mask=[True] * 16)
     jitted = sharded('a*')(lambda x: x + 1)
+    on_each = per_device('a*', out='a*')(lambda x: x + 1)
     for _ in range(2):
         for error in (
             refusal(einshard, masked, 'a*'),
@@ -217,9 +219,11 @@ def test_masked_arrays():
             refusal(einsum, 'a* -> a', masked),
             refusal(as_host, masked),  # which from_local calls in several processes
             refusal(jitted, masked),
+            refusal(on_each, masked),
         ):
             assert error.sentence == 'JAX does not support masked arrays'
         jitted(masked.filled(1))
+        on_each(masked.filled(1))
     assert einshard(masked, None) is masked
 
 
@@ -301,12 +305,28 @@ def test_arrays_of_other_libraries(array, call):
         refusal(einshard, {'w': array}, {'w': 'a*'}),
         refusal(einshard, {'w': array}, Rules([('w', 'a*')])),
         refusal(Rules([('w', 'a*')]).table, {'w': array}),
+        refusal(sharded('a*')(lambda x: x), array),
+        refusal(sharded(out='... -> * ...')(lambda: {'w': array})),
+        refusal(per_device('a*', out='a*')(lambda x: x), {'w': array}),
     ):
         assert error.sentence == f'{name} is not a JAX or numpy array'
         assert error.facts.get('instead') == (call and f'convert it: {call}')
     if call is not None:
         converted = eval(call, {'numpy': np, 'jax': jax, 'x': array})
         assert describe(einshard(converted, 'a*')) == 'a -> a16'
+
+
+@pytest.mark.parametrize('array', [np.ma.masked_array(np.ones(16)), Foreign(), OnAccelerator()])
+def test_without_a_spec_the_error_is_that_of_jit(array):
+    errors = []
+    for decorate in (jax.jit, sharded(x='a*'), sharded, sharded(array=None)):
+        function = decorate(lambda x, array: x)
+        for given in (array, {'w': array}):
+            with pytest.raises((TypeError, ValueError)) as caught:
+                function(np.ones(16), given)
+            errors.append(type(caught.value))
+    assert len({*errors}) == 1
+    assert EinshardError not in errors
 
 
 @pytest.mark.parametrize(('shape', 'expression'), [((6, 8), 'a b -> a* b'), ((), 'a b -> a* b')])

@@ -196,6 +196,10 @@ def test_all_processes_raise_the_same_difference(run, n):
         'other dtype': [('process 0', 'int32[8,4]'), (rest, same)],
         'other tree': [('process 0', 'no more arrays'), (rest, y)],
         'other function': [('process 0', 'RuntimeError: no file'), (rest, same)],
+        'a string in one': [
+            ('process 0', "str, leaf 'of': 'training' (str) is not an array"),
+            (rest, "float32[8,4], leaf 'of'"),
+        ],
     }
     for name, facts in expected.items():
         assert first[name] == different(*facts)
@@ -246,6 +250,16 @@ def test_each_process_raises_its_own_error(run, n):
         )
         assert texts['strings'] == (
             'JAX does not support dtype <U1\n    batch -> batch*\n  array: <U1[8]'
+        )
+        assert texts['a string'] == (
+            "'training' (str) is not an array\n"
+            "  array:   str, leaf 'of'\n"
+            '  instead: None as its spec, which returns it as it is'
+        )
+        assert texts['another library'] == (
+            'Foreign is not a JAX or numpy array\n'
+            "  array:   Foreign, leaf 'x'\n"
+            '  instead: convert it: numpy.asarray(x)'
         )
         assert texts['abstract mesh'] == (
             "from_local needs a mesh of devices, but this mesh is abstract\n  mesh: 'x': 8 (Auto)"

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from placed import mesh_of, struct
 from refusal import refusal
 
 from einshard import Rules, describe, einshard, for_optimizer, make_sharding, shard_largest, sharded
 
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 MESH = mesh_of(fsdp=4, tp=2)
 TP = 'd f -> d f@tp'
 
@@ -69,6 +70,27 @@ def test_several_mesh_axes():
     ) == P('fsdp', 'data')
     # without names: all that are free
     assert spec_of(struct(8, 8), shard_largest(spec=TP), mesh) == P(('data', 'fsdp'), 'tp')
+
+
+@pytest.mark.parametrize('types', [(AUTO, EXPLICIT), (EXPLICIT, AUTO)])
+@pytest.mark.parametrize('how', [jax.jit, jax.vmap, lambda f: f])
+def test_explicit_mesh_axes_come_first(types, how):
+    """JAX can shard a traced value in no other order."""
+    mesh = mesh_of(types=types, data=4, tp=2)
+    in_order = ('data', 'tp') if types[0] == EXPLICIT else ('tp', 'data')
+    zero = for_optimizer(jnp.ones((3, 16)), 'd f -> * d f', zero=True)
+    with jax.set_mesh(mesh):
+        for spec in (shard_largest, shard_largest(('data', 'tp')), zero):
+            x = how(lambda x, spec=spec: einshard(x, spec))(jnp.ones((5, 3, 16)))
+            expected = NamedSharding(mesh, P(None, None, in_order))
+            assert x.sharding.is_equivalent_to(expected, 3)
+            fixed = sharded(out=spec)(jnp.copy)(jnp.ones((3, 16)))
+            assert fixed.sharding.is_equivalent_to(NamedSharding(mesh, P(None, in_order)), 2)
+        gradient = jax.grad(lambda x: (einshard(x, shard_largest) ** 2).sum())
+        np.testing.assert_array_equal(gradient(jnp.ones((3, 16))), np.full((3, 16), 2.0))
+    # the axis is not split by the Explicit axis, which would become major and move data
+    with_rows = shard_largest('tp' if types[0] == AUTO else 'data', spec=P(in_order[1]))
+    assert spec_of(struct(64, 16), with_rows, mesh) == P(in_order[1], in_order[0])
 
 
 def test_on_the_canonical_mesh():

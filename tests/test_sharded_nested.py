@@ -16,7 +16,7 @@ from placed import EIGHT, MOVED, REFUSED, REPLICATED, mesh_of
 from refusal import refusal
 
 import einshard as package
-from einshard import device_mesh, einshard, per_device, sharded
+from einshard import device_mesh, einshard, make_sharding, per_device, sharded
 
 DEVICES = jax.devices()
 LOW, HIGH = DEVICES[:4], DEVICES[4:8]
@@ -323,3 +323,36 @@ def test_per_device_in_transformations():
         close(f(make(X)), np.sin(X))
     error = refusal(jax.grad(sum_of(f)), REFUSED['by columns'](X))
     assert error.sentence.startswith('the argument is already sharded differently')
+
+
+# --- the devices of a program --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('types', [AUTO, EXPLICIT])
+def test_a_mesh_of_the_same_devices(types):
+    """It may have other names, sizes and orders."""
+    x = einshard(X, 'a* b', mesh=mesh_of(types=types, p=8))
+    for mesh in (mesh_of(data=4, tp=2), EIGHT, EIGHT[::-1]):
+        if types == AUTO:
+            constrain = jax.jit(lambda x, mesh=mesh: einshard(x, 'a* b', mesh=mesh))
+            np.testing.assert_array_equal(constrain(x), X)
+        inner = sharded('a* b', out='a b*', mesh=mesh, reshard=True)(jnp.copy)
+        np.testing.assert_array_equal(inner(x), X)
+    one = mesh_of(data=1)
+    f = sharded('a* b', mesh=one)(lambda x: einshard(x, 'a@data b', mesh=one))
+    np.testing.assert_array_equal(f(X), X)
+
+
+def test_without_specs_a_function_runs_on_the_devices_of_its_arguments():
+    x = einshard(X, 'a* b', mesh=LOW)
+    body = sharded('a* b', out='a b*', mesh=LOW)(jnp.copy)
+    for inner in (body, lambda x: einshard(x, 'a b*', mesh=LOW)):
+        for f in (sharded(inner), sharded(mesh=EIGHT)(inner), jax.jit(inner)):
+            assert f(x).sharding.is_equivalent_to(make_sharding('a b*', mesh=LOW), 2)
+
+
+def test_arrays_on_more_devices_are_resharded_in_each_call():
+    f = sharded('a* b', out='a b*', mesh=LOW, reshard=True)(lambda x: einshard(2 * x, 'a b*'))
+    for x in (X, einshard(X, 'a b*'), X, einshard(X, 'a* b', mesh=EIGHT)):
+        close(f(x), 2 * X)
+        close(jax.grad(sum_of(f))(jnp.asarray(x)), np.full(X.shape, 2.0))

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
 from .._cache import register
-from .._errors import EinshardError
-from .._notation.expression import Expression
-from .._sharding.context import depth_of_user, is_staging
+from .._errors import EinshardError, Suggestion
+from .._notation.axis_positions import axis_positions
+from .._notation.expression import ELLIPSIS, Expression, axis_letters
+from .._sharding.context import (
+    USE_MESH_IN_CONTEXT,
+    depth_of_user,
+    is_staging,
+    other_program_mesh,
+    program_mesh_error,
+)
+from .._sharding.describe import find_expression
 from .._sharding.mesh import (
     AnyMesh,
     is_partial,
@@ -42,11 +51,16 @@ constraints_of_trace: ContextVar[list[Expression] | None] = ContextVar(
 
 def constrain(x: Any, placement: Placement) -> Any:
     """Constrains a traced array, or checks the sharding of a traced `jax.Ref`."""
-    _check_context(placement)
+    _check_context(x, placement)
     _record(placement.expression, placement.names_without_rule)
     if isinstance(x, jax.Ref):
         return _checked_ref(x, placement)
+    # under jax.grad or jax.vmap outside jit, on a mesh with Auto and Explicit axes,
+    # with_sharding_constraint removes the Explicit axes from the type
+    is_mixed = len({*placement.sharding.mesh.axis_types}) > 1
     try:
+        if is_mixed and not is_staging():
+            return _constrain_in_jit(x, placement.sharding)
         return _constrain(x, placement.sharding)
     except ValueError as error:
         # under jax.grad outside jit, the value may be on other devices, which the tracer hides
@@ -83,7 +97,7 @@ def _lines_of_user() -> list[str]:
 
 def place_constant(x: Any, placement: Placement) -> Any:
     """Places or constrains a concrete array that a traced function closes over."""
-    _check_context(placement)
+    _check_context(x, placement)
     sharding = placement.sharding
     try:
         # device_put needs devices, and fails for unconstrained, unreduced or reduced axes
@@ -193,7 +207,7 @@ def _identity(x: Any) -> Any:
     return x
 
 
-def _check_context(placement: Placement) -> None:
+def _check_context(x: Any, placement: Placement) -> None:
     """Raises if JAX would ignore or misread a constraint in the current context."""
     sharding = placement.sharding
     error = placement.expression.error
@@ -218,16 +232,37 @@ def _check_context(placement: Placement) -> None:
             'mesh= must match the mesh in context',
             mesh=mesh_fact(mesh),
             mesh_in_context=mesh_fact(context),
+            instead=USE_MESH_IN_CONTEXT,
         )
+    other = other_program_mesh(mesh, [x])
+    if other is not None:
+        found = program_mesh_error(mesh, other)
+        raise EinshardError(**found.parts(expression=placement.expression.text))
     types = _axis_types(mesh)
-    for entry in spec_axes(sharding.spec):
-        are_explicit = [types[axis] == AxisType.Explicit for axis in entry]
-        if are_explicit != sorted(are_explicit, reverse=True):
+    entries = spec_axes(sharding.spec)
+    explicit_first = [
+        tuple(sorted(entry, key=lambda axis: types[axis] == AxisType.Auto)) for entry in entries
+    ]
+    for entry, in_order in zip(entries, explicit_first, strict=True):
+        if entry != in_order:
+            fix = _expression_of(explicit_first, placement, np.ndim(x))
             raise error(
                 f'an axis is sharded over {", ".join(map(str, entry))}, with an Auto mesh axis '
                 'before an Explicit one; JAX needs Explicit axes first',
                 mesh=mesh_fact(mesh),
+                fix=fix and Suggestion(fix.text),
             )
+
+
+def _expression_of(
+    entries: Sequence[tuple[Any, ...]], placement: Placement, ndim: int
+) -> Expression | None:
+    """Returns the expression for these mesh axes of each array axis, with names of `placement`."""
+    positions = axis_positions(placement.expression, ndim)
+    names = {i: name for name, i in positions.items() if name != ELLIPSIS}
+    letters = (letter for letter in axis_letters() if letter not in positions)
+    sharding = NamedSharding(placement.sharding.mesh, partition_spec(entries))
+    return find_expression(sharding, ndim, [names.get(i) or next(letters) for i in range(ndim)])
 
 
 def _cannot_constrain(placement: Placement, error: ValueError) -> EinshardError:

@@ -21,7 +21,13 @@ from .._sharding.leaf_spec import AnySpec, as_leaf_spec
 from .._sharding.mesh import AnyMesh, MeshLike, is_partial, mesh_fact
 from .._sharding.resolve import Placement, resolve
 from .._trees.paths import leaf_paths, leaf_text
-from .._trees.specs import Spec, leaf_specs
+from .._trees.specs import (
+    Spec,
+    check_registered_pytree,
+    leaf_specs,
+    leaves_with_own_spec,
+    not_an_array,
+)
 from .device_put import as_host
 from .place import check_dtype, einshard
 from .process_agreement import PlannedArray, check_same_plan, group_processes, process_text
@@ -53,7 +59,7 @@ def from_local(batch: T, spec: Spec, *, mesh: MeshLike | None = None, check: boo
     Args:
         batch: a pytree of local arrays of shape (local rows, ...). A `jax.ShapeDtypeStruct` is
             returned with the global shape and the sharding. Leaves that are not arrays are returned
-            as they are.
+            as they are, or are an error, as in `einshard`.
         spec: the spec of the global arrays, as for `einshard`. Spec functions and `Rules` get the
             local arrays.
         mesh: a mesh, or a sequence of devices, as for `make_sharding`.
@@ -140,11 +146,17 @@ def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) 
         specs = leaf_specs(batch, leaves, spec, context.mesh)
     except Exception as error:  # callables in specs may raise anything
         return _Plan(planned=[(_error_sentence(error), '')], error=error)
+    own = leaves_with_own_spec(batch, spec)
     for i, (path, leaf, leaf_spec) in enumerate(zip(leaf_paths(batch), leaves, specs, strict=True)):
-        if leaf_spec is None or not isinstance(leaf, _ARRAYS):
+        if leaf_spec is None:
             continue
         array, sentence = leaf, ''
         try:
+            if not isinstance(leaf, _ARRAYS):
+                check_registered_pytree(leaf)
+                if i not in own:
+                    continue
+                raise not_an_array(path, leaf)
             if isinstance(leaf, jax.Ref):
                 raise EinshardError(
                     'from_local takes arrays, not a jax.Ref',

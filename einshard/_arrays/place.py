@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -22,7 +21,13 @@ from .._sharding.leaf_spec import AnySpec, in_memory
 from .._sharding.mesh import MeshLike
 from .._sharding.resolve import Placement, Shape, find_placement, resolve
 from .._trees.paths import leaf_paths, leaf_text
-from .._trees.specs import Spec, check_registered_pytree, leaf_specs, leaves_with_own_spec
+from .._trees.specs import (
+    Spec,
+    check_registered_pytree,
+    leaf_specs,
+    leaves_with_own_spec,
+    not_an_array,
+)
 from .constrain import constrain, place_constant, warn_replicated
 from .device_put import is_placed, put, put_array
 
@@ -186,7 +191,7 @@ def _place_leaves(
             errors.append(error.about(array=array))
     if others:
         own = sorted(others & leaves_with_own_spec(tree, spec_tree))
-        errors += [_not_an_array(leaf_paths(tree)[i], leaves[i]) for i in own]
+        errors += [not_an_array(leaf_paths(tree)[i], leaves[i]) for i in own]
     if errors:
         raise combine_errors(errors) from None
     if moving:
@@ -208,16 +213,6 @@ def _placement_of_leaf(
     if kind == 'numpy':
         check_dtype(placement.expression, leaf.dtype)
     return placement
-
-
-def _not_an_array(path: str, leaf: Any) -> EinshardError:
-    return EinshardError(
-        f'{reprlib.repr(leaf)} ({type(leaf).__name__}) is not an array',
-        facts={
-            **({'array': leaf_text(path, leaf)} if path else {}),
-            'instead': 'None as its spec, which returns it as it is',
-        },
-    )
 
 
 def _suggest_numpy(

@@ -182,7 +182,9 @@ def _constrained(traced: TracedFunction, options: Mapping[str, Any]) -> Any:
     def constrained(*values: Any) -> Any:
         if traced.mesh_is_ambient:
             values = tuple(traced.constrain_arguments(values))
-        return traced.result.constrain(inlined(*values), traced.setup.context())
+        context, result = traced.setup.context(), inlined(*values)
+        with traced.scope(context.lowering_mesh):
+            return traced.result.constrain(result, context)
 
     return jax.jit(traced.set_names(constrained), **options)
 

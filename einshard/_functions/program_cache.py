@@ -103,6 +103,6 @@ def _shape_and_dtype(leaf: Any) -> Any:
     """Returns a cache key for a leaf, equal for a value and its tracer."""
     try:
         aval: Any = jax.typeof(leaf)
-    except TypeError:  # not an array: jit raises
+    except (TypeError, ValueError):  # not an array, or a masked one: raises later
         return type(leaf)
     return aval.shape, aval.dtype

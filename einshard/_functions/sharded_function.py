@@ -170,6 +170,7 @@ class ShardedFunction(Generic[P, R]):
                     'try': f'{self._setup.name}.eval_shape(...) or {self._setup.name}.trace(...)',
                 },
             )
+        program.traced.check_devices(values)
         if get_method is _run and program.must_place_arguments():
             values = place_arguments(program.traced, values, not is_tracing())
         elif not (program.args_checked or is_tracing()):

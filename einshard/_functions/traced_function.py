@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -11,8 +12,9 @@ from jax.sharding import AxisType
 
 from .._errors import EinshardError
 from .._sharding.collective_axes import ShardedBy, find_sharded_by
-from .._sharding.context import Context, mesh_scope
+from .._sharding.context import Context, mesh_scope, other_program_mesh, program_mesh_error
 from .._sharding.legacy_mesh import warn_if_ignored
+from .._sharding.mesh import AnyMesh
 from .._trees.specs import is_none
 from .error_notes import ErrorNotes
 from .parameters import CallSignature, positional_signature
@@ -71,6 +73,21 @@ class TracedFunction:
         With explicit mesh axes, JAX ignores the out_shardings of a nested jit.
         """
         return self.result.spec is not None and AxisType.Explicit in self.mesh.axis_types
+
+    @property
+    def has_shardings(self) -> bool:
+        """Whether an argument or the result has a spec. Else jit runs on its arguments' devices."""
+        return self.result.spec is not None or bool(jtu.tree_leaves(self.in_shardings))
+
+    def scope(self, mesh: AnyMesh) -> AbstractContextManager[Any]:
+        """Makes `mesh` the default mesh in a `with` block that traces the function."""
+        return mesh_scope(mesh, is_program=self.has_shardings)
+
+    def check_devices(self, values: Sequence[Any]) -> None:
+        """Raises if the function is called in a program that runs on other devices."""
+        other = other_program_mesh(self.mesh, jtu.tree_leaves(values))
+        if other is not None and self.has_shardings:
+            raise program_mesh_error(self.mesh, other).about(function=self.setup.name)
 
     def positions(self, names: Collection[str]) -> list[int]:
         return [i for i, name in enumerate(self.names) if name in names]
@@ -164,13 +181,15 @@ class TracedFunction:
                 values
             ):
                 raise WrongShardings
+            self.check_devices(())  # of an enclosing program, or those of `jax.set_mesh`
             warn_if_ignored(self.setup.name, context.mesh)
             self.check(values)
             is_explicit = AxisType.Explicit in self.mesh.axis_types
             if is_explicit:
                 # in_shardings place the arguments but do not change their types
-                values = tuple(self.constrain_arguments(values))
-            with ErrorNotes(self.setup.name, self.arguments, values, context), mesh_scope(mesh):
+                with self.scope(mesh):
+                    values = tuple(self.constrain_arguments(values))
+            with ErrorNotes(self.setup.name, self.arguments, values, context), self.scope(mesh):
                 args, kwargs = self.call.split(values)
                 result = self.setup.function(*args, **kwargs)
             self._check_result(result, context)

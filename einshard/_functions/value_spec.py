@@ -24,10 +24,10 @@ from .._trees.paths import path_text
 from .._trees.specs import (
     Spec,
     check_registered_pytree,
+    is_array,
     is_none,
     leaf_specs,
     needs_leaves,
-    reject_masked_array,
 )
 
 # (key path of a leaf, the leaf, its placement); None: no spec
@@ -74,17 +74,18 @@ class ValueSpec:
         placements: list[LeafPlacement] = []
         errors: list[EinshardError] = []
         for (path, leaf), spec in zip(jtu.tree_leaves_with_path(value), specs, strict=True):
-            try:
-                placement = None
-                if spec is not None:
-                    reject_masked_array(leaf)
+            placement = None
+            if spec is not None:
+                error = self._not_an_array(path, leaf)
+                if error is not None:
+                    errors.append(error)
+                    continue
+                try:
                     shape = np.shape(leaf)
                     placement = resolve(spec, shape, context, indivisible=self.indivisible)
-            except EinshardError as error:
-                text = self.leaf_text(path, leaf)
-                argument = None if path else self.name
-                errors.append(_not_an_array(leaf, text, argument) or error.about(array=text))
-                continue
+                except EinshardError as misfit:
+                    errors.append(misfit.about(array=self.leaf_text(path, leaf)))
+                    continue
             placements.append((path, leaf, placement))
         if errors:
             raise combine_errors(errors) from None
@@ -130,6 +131,21 @@ class ValueSpec:
         suffix = f'/{text}' if path else ''
         return f"{array_text(leaf)}, parameter '{self.name}{suffix}' of {self.function}"
 
+    def _not_an_array(self, path: Sequence[Any], leaf: Any) -> EinshardError | None:
+        """Returns the error for a leaf with a spec that is not an array of JAX; else None."""
+        try:
+            check_registered_pytree(leaf)
+        except EinshardError as error:
+            return error.about(array=self.leaf_text(path, leaf))
+        if is_array(leaf):
+            return None
+        facts = {'got': self.leaf_text(path, leaf)}
+        if not path and self.name is not None and self.name.isidentifier():
+            facts['instead'] = f"remove its spec, and set static_argnames='{self.name}'"
+        return EinshardError(
+            f'{type(leaf).__name__} is neither an array nor a registered pytree', facts=facts
+        )
+
     def _map_leaves(
         self, change: Callable[[Any, Placement], Any], value: Any, context: Context
     ) -> Any:
@@ -155,25 +171,6 @@ class ValueSpec:
             hint = 'sharded(spec, spec, ...): one spec per parameter, not a list'
             error = EinshardError(**error.parts(facts={**error.facts, 'instead': hint}))
         return error
-
-
-def _not_an_array(leaf: Any, text: str, argument: str | None) -> EinshardError | None:
-    """Returns the error if a leaf with a spec is not an array; None if it is an array.
-
-    `text` describes the leaf. `argument` is the name of the argument, if that is a single leaf.
-    """
-    if hasattr(leaf, 'dtype') or isinstance(leaf, int | float | complex):
-        return None
-    try:
-        check_registered_pytree(leaf)
-    except EinshardError as error:
-        return error.about(array=text)
-    facts = {'got': text}
-    if argument is not None and argument.isidentifier():
-        facts['instead'] = f"remove its spec, and set static_argnames='{argument}'"
-    return EinshardError(
-        f'{type(leaf).__name__} is neither an array nor a registered pytree', facts=facts
-    )
 
 
 def _constrain_leaf(leaf: Any, placement: Placement) -> Any:

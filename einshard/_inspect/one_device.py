@@ -186,17 +186,19 @@ class OneDeviceProgram:
         self._name = name
         self._mesh = mesh
         with self._on_one_device():
-            traced = jax.jit(function).trace(*arguments)
+            # called instead of `compiled`, which in JAX 0.8.1 to 0.10 rejects int4 arrays
+            self._jitted = jax.jit(function)
+            traced = self._jitted.trace(*arguments)
             self.jaxpr = traced.jaxpr.jaxpr
             lowered = traced.lower()
             with progress(f'compiling {name} for one device'):
-                self._compiled = lowered.compile()
-            _check_memory(name, mesh.devices.flat[0], read_memory(self._compiled))
+                compiled = lowered.compile()
+            _check_memory(name, mesh.devices.flat[0], read_memory(compiled))
 
     def __call__(self, *arguments: Any) -> Any:
         """Returns the results as NumPy arrays."""
         with self._on_one_device():
-            return gather(self._compiled(*arguments))
+            return gather(self._jitted(*arguments))
 
     @contextmanager
     def _on_one_device(self) -> Generator[None, None, None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .._cache import cached
@@ -313,7 +313,9 @@ class _Specs:
         return conflicting[0].expression.error(
             f'{subject} disagree on the device order',
             [term for term in conflicting[0].expression.right if term.is_sharded],
-            **_expression_facts(conflicting),
+            **_expression_facts(
+                conflicting, lambda spec: _order_text(spec.grid(counts, self.n_devices))
+            ),
             devices=f'{self.n_devices} ({sizes})',
         )
 
@@ -352,8 +354,16 @@ def _orders(
     yield from extend((), [spec.grid(counts, n_devices) for spec in specs])
 
 
-def _expression_facts(specs: Sequence[SpecAxes]) -> dict[str, str]:
-    """Returns {first owner: expression} for the distinct expressions."""
+def _expression_facts(
+    specs: Sequence[SpecAxes], note: Callable[[SpecAxes], str] = lambda _: ''
+) -> dict[str, str]:
+    """Returns {first owner: expression} for the distinct expressions, each with its `note`."""
     first = {spec.expression: spec for spec in reversed(specs)}
     shown = [spec for spec in specs if first[spec.expression] is spec]
-    return {spec.owner: f"'{spec.expression.text}'" for spec in shown}
+    return {spec.owner: f"'{spec.expression.text}'{note(spec)}" for spec in shown}
+
+
+def _order_text(grid: Sequence[MeshAxis]) -> str:
+    """Formats a device grid for errors: ", device order: 'b': 4, 2 replicas"; '' if it is empty."""
+    axes = [mesh_text({name: count}) if name else f'{count} replicas' for name, count in grid]
+    return f', device order: {", ".join(axes)}' if axes else ''

@@ -21,13 +21,13 @@ from .._functions.sharded import no_function_error, sharded
 from .._functions.sharded_function import ShardedFunction
 from .._notation.axis_positions import axis_positions
 from .._notation.mesh_text import mesh_text
-from .._sharding.context import context_on, current_context
+from .._sharding.context import USE_MESH_IN_CONTEXT, context_on, current_context
 from .._sharding.leaf_spec import as_leaf_spec, reject_unconstrained
 from .._sharding.legacy_mesh import with_legacy_mesh_note
 from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact, sizes_of, spec_axes
 from .._text import array_text, name_of
 from .._trees.paths import leaf_text, path_text
-from .._trees.specs import Spec, check_specs, is_none, leaf_specs, mesh_of
+from .._trees.specs import Spec, check_specs, is_array, is_none, leaf_specs, mesh_of
 from .body_errors import find_different_sizes, find_unknown_axis
 from .replication import read_varying, suggest_replication
 from .resolver import Resolver, make_resolver
@@ -238,7 +238,11 @@ class _PerDeviceFunction:
             if not ambient.empty and ambient != abstract:
                 raise EinshardError(
                     'mesh= must match the mesh in context',
-                    facts={'mesh=': mesh_fact(mesh), 'mesh in context': mesh_fact(ambient)},
+                    facts={
+                        'mesh=': mesh_fact(mesh),
+                        'mesh in context': mesh_fact(ambient),
+                        'instead': USE_MESH_IN_CONTEXT,
+                    },
                 )
             is_in_context = not ambient.empty
             resolver = make_resolver(
@@ -260,6 +264,8 @@ class _PerDeviceFunction:
         if text is None:
             return None
         resolver = self._resolver()
+        if not is_array(leaf):
+            return _REPLICATED  # `sharded` raises
         try:
             resolver.check(text, np.shape(leaf))
         except EinshardError as error:

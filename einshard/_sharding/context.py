@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, get_abstract_mesh, get_mesh
 
 from .._cache import cached
-from .._errors import EinshardError
+from .._errors import EinshardError, plural
 from .mesh import (
     AnyMesh,
     MeshLike,
@@ -75,6 +75,9 @@ class Context:
         return key if self.mesh or self.axis_rules else None
 
 
+# what to write instead of a mesh= that does not match the mesh in context
+USE_MESH_IN_CONTEXT = 'leave out mesh=, and name axes of the mesh in context'
+
 _Key: TypeAlias = tuple[AnyMesh | None, AxisRules, bool]
 
 
@@ -116,7 +119,11 @@ def current_context(mesh: MeshLike | None = None) -> Context:
     if AxisType.Manual in ambient.axis_types and given_mesh != ambient:
         raise EinshardError(
             'inside shard_map, mesh= must match the mesh in context',
-            facts={'mesh=': mesh_fact(given_mesh), 'mesh in context': mesh_fact(ambient)},
+            facts={
+                'mesh=': mesh_fact(given_mesh),
+                'mesh in context': mesh_fact(ambient),
+                'instead': USE_MESH_IN_CONTEXT,
+            },
         )
     return make_context(given_mesh, False, enclosing.axis_rules, enclosing.on_one_device)
 
@@ -189,12 +196,13 @@ class Scope:
     ever restored.
     """
 
-    __slots__ = ('_cache_keys', '_outer', 'context', 'key', 'owner')
+    __slots__ = ('_cache_keys', '_outer', 'context', 'is_program', 'key', 'owner')
 
-    def __init__(self, context: Context, owner: object = None):
+    def __init__(self, context: Context, owner: object = None, is_program: bool = False):
         self.context = context
         self.key = context.key()
         self.owner = owner  # the axis_rules object that entered it
+        self.is_program = is_program  # whether a program on the devices of the mesh is traced
         self._cache_keys: Any = _in_cache_keys(self.key)
 
     def __enter__(self) -> None:
@@ -205,6 +213,12 @@ class Scope:
 
     def __exit__(self, *_: object) -> None:
         self.leave()
+
+    def program_mesh(self) -> AnyMesh | None:
+        """Returns the mesh of the innermost scope with `is_program`; None without one."""
+        if self.is_program:
+            return self.context.mesh
+        return self._outer and self._outer.program_mesh()
 
     def leave(self) -> bool:
         """Exits the scope; returns whether it was the innermost one of this task and thread."""
@@ -237,12 +251,58 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def mesh_scope(mesh: AnyMesh | None) -> AbstractContextManager[Any]:
-    """Makes `mesh` the default mesh in a `with` block; None leaves the default mesh as it is."""
+def mesh_scope(mesh: AnyMesh | None, is_program: bool = False) -> AbstractContextManager[Any]:
+    """Makes `mesh` the default mesh in a `with` block; None leaves the default mesh as it is.
+
+    With `is_program`, the block traces a program that runs on the devices of `mesh`.
+    """
     if mesh is None:
         return nullcontext()
-    context = _enclosing()
-    return Scope(make_context(mesh, False, context.axis_rules, context.on_one_device))
+    outer = _enclosing()
+    context = make_context(mesh, False, outer.axis_rules, outer.on_one_device)
+    return Scope(context, is_program=is_program)
+
+
+def other_program_mesh(mesh: AnyMesh, values: Iterable[Any]) -> AnyMesh | None:
+    """Returns the mesh of the program that is being traced if `mesh` has other devices; else None.
+
+    JAX raises its error about this only after the trace. The devices of the program are those of an
+    enclosing `sharded` function, or else the types of `values` have their number. The mesh of
+    `jax.set_mesh` is abstract while tracing, and has only their number too.
+    """
+    scope = innermost_scope.get()
+    program_mesh = scope and scope.program_mesh()
+    if program_mesh is None:
+        types: list[Any] = [jax.typeof(x) for x in values if isinstance(x, Tracer)]
+        meshes: list[AnyMesh] = [aval.sharding.mesh for aval in types]
+    else:  # a `sharded` function reshards its arguments, but in its trace their types remain
+        meshes = [program_mesh]
+    for other in (get_abstract_mesh(), *meshes):
+        if not other.empty and _have_other_devices(mesh, other):
+            return other if is_staging() else None
+    return None
+
+
+def _have_other_devices(mesh: AnyMesh, other: AnyMesh) -> bool:
+    if isinstance(mesh, Mesh) and isinstance(other, Mesh):
+        return {*mesh.devices.flat} != {*other.devices.flat}
+    return mesh.size != other.size
+
+
+def program_mesh_error(mesh: AnyMesh, other: AnyMesh) -> EinshardError:
+    """Returns the error for a mesh with other devices than the mesh of the program."""
+    n, n_program = mesh.size, other.size
+    sentence = f'the mesh has {plural(n, "device")}, but the program runs on {n_program}'
+    if n == n_program:
+        sentence = 'the mesh has other devices than the program'
+    return EinshardError(
+        sentence,
+        facts={
+            'mesh': mesh_fact(mesh),
+            'mesh of the program': mesh_fact(other),
+            'instead': 'use the mesh of the program; mesh axes that no term names hold replicas',
+        },
+    )
 
 
 def one_device_scope(mesh: Mesh) -> AbstractContextManager[Any]:

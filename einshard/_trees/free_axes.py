@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 
 from .._cache import cached
 from .._errors import EinshardError, quoted
@@ -104,12 +104,16 @@ def _add_mesh_axes(
     new mesh axis may become major; other array axes are picked first. For example, with moments as
     'd f -> f8 d f2' of float32[256,1024] parameters as 'd f -> * d f2' on 16 devices, XLA
     all-reduced unsharded gradients and gathered activations; with moments as 'd f -> d8 f2', it
-    gathered only the new parameters.
+    gathered only the new parameters. Explicit mesh axes come before Auto ones, because a traced
+    value can be sharded in no other order.
     """
     sizes = sizes_of(mesh)
-    free = [axis for axis in free if sizes.get(str(axis), 1) > 1]
-    in_order = is_device_mesh(mesh)
-    position = {axis: i if in_order else 0 for i, axis in enumerate(mesh.axis_names)}
+    if is_device_mesh(mesh):
+        position = {axis: i for i, axis in enumerate(mesh.axis_names)}
+    else:
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        position = {axis: int(kind == AxisType.Auto) for axis, kind in kinds}
+    free = sorted((axis for axis in free if sizes.get(str(axis), 1) > 1), key=position.__getitem__)
     sharded = list(entries)
     while free:
         # (next_minor, -n, -shard_size, array axis): the smallest is picked

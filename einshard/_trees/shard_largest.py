@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +11,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import EinshardError, combine_errors
-from .._notation.expression import Term, axis_letters
-from .._notation.write import write_short
 from .._sharding.context import current_context
-from .._sharding.leaf_spec import REPLICATED, AnySpec
-from .._sharding.mesh import sizes_of
+from .._sharding.leaf_spec import REPLICATED, AnySpec, LeafSpec
 from .free_axes import LARGEST, MeshAxes, check_mesh_axes, read_mesh_axes, state_specs
 from .paths import leaf_text
 from .rules import read_least_size
@@ -68,7 +64,7 @@ def shard_largest(
             does not fit.
     """
     if leaf is not _NO_LEAF:
-        return _over_all_devices(np.shape(leaf))
+        return str(_over_largest_axis(REPLICATED, np.shape(leaf), True))
     min_bytes = read_least_size(min_bytes, 'min_bytes=', 'bytes')
     if not jtu.all_leaves([spec]):
         raise EinshardError(f'spec= of shard_largest must be one spec for all arrays, not {spec!r}')
@@ -114,17 +110,9 @@ class LargestAxis:
         shape: tuple[int, ...] = tuple(leaf.shape) if hasattr(leaf, 'dtype') else ()
         if spec is None or not shape or math.prod(shape) * leaf.dtype.itemsize < self.min_bytes:
             return spec
-        axis_maps = (tuple(range(len(shape))),)  # only the identity
-        context = current_context()
-        return state_specs(spec, shape, shape, axis_maps, self.axes, context, all_or_none=True)[0]
+        return _over_largest_axis(spec, shape, self.axes)
 
 
-def _over_all_devices(shape: Sequence[int]) -> str:
-    """Returns the expression that shards the largest divisible axis over all devices."""
-    n_devices = math.prod(sizes_of(current_context().lowering_mesh).values())
-    axes = [axis for axis, size in enumerate(shape) if size % n_devices == 0 and size]
-    if not axes or n_devices == 1:
-        return REPLICATED
-    chosen = max(axes, key=lambda axis: (shape[axis], -axis))
-    names = list(itertools.islice(axis_letters(), len(shape)))
-    return write_short(Term(name, star=i == chosen) for i, name in enumerate(names)).text
+def _over_largest_axis(spec: AnySpec, shape: tuple[int, ...], axes: MeshAxes) -> LeafSpec:
+    axis_maps = (tuple(range(len(shape))),)  # only the identity
+    return state_specs(spec, shape, shape, axis_maps, axes, current_context(), all_or_none=True)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from types import FunctionType
@@ -228,7 +229,7 @@ def check_registered_pytree(leaf: Any) -> None:
     """
     reject_masked_array(leaf)
     cls = type(leaf)
-    if isinstance(leaf, np.ndarray | np.generic):
+    if isinstance(leaf, jax.Array | jax.Ref | np.ndarray | np.generic):
         return
     if hasattr(cls, '__array__') or hasattr(cls, '__dlpack__'):
         conversion = _conversion(leaf)
@@ -246,6 +247,22 @@ def check_registered_pytree(leaf: Any) -> None:
         f'{cls.__name__} contains arrays but is not a registered pytree',
         facts={'instead': instead},
     )
+
+
+def not_an_array(path: str, leaf: Any) -> EinshardError:
+    """Returns the error for a leaf with a spec of its own that is not an array."""
+    return EinshardError(
+        f'{reprlib.repr(leaf)} ({type(leaf).__name__}) is not an array',
+        facts={
+            **({'array': leaf_text(path, leaf)} if path else {}),
+            'instead': 'None as its spec, which returns it as it is',
+        },
+    )
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array, a number or a ShapeDtypeStruct."""
+    return hasattr(leaf, 'dtype') or isinstance(leaf, int | float | complex)
 
 
 def reject_masked_array(x: Any) -> None:
