@@ -193,7 +193,7 @@ def _shard_counts(size: int, n_devices: int) -> dict[str, str]:
     """Lists, for an error, the numbers of shards that divide the size and the number of devices."""
     common = math.gcd(size, n_devices)
     *most, last = [str(n) for n in range(1, common + 1) if common % n == 0]
-    return {'works with': f'{", ".join(most)} or {last} shards' if most else '1 shard'}
+    return {'works with': f'{", ".join(most)} or {last} shards' if most else '1 shard (unsharded)'}
 
 
 def fit(layout: Layout, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...] | None:
@@ -228,7 +228,7 @@ def misfit(expression: Expression, layout: Layout, mesh: str) -> EinshardError:
         [term for term in expression.right if term.takes_devices],
         fix=with_star_after(expression),
         mesh=mesh,
-        expected='counts that are products of consecutive mesh axis sizes, in mesh order',
+        expected='counts in mesh order, each a mesh axis size or a product of adjacent ones',
     )
 
 
