@@ -291,7 +291,9 @@ def test_integers_and_keys():
     wrong = per_device('b* x', out='b* x', mesh=EIGHT)(
         lambda x: x + (jax.lax.axis_index('b') == 3).astype(x.dtype)
     )
-    with pytest.raises(DifferentResults, match=r'difference 1\.2e-01 of the elements, tolerance 0'):
+    with pytest.raises(
+        DifferentResults, match=r'differs in 1\.2e-01 of the elements; tolerance: 0'
+    ):
         check_same(wrong, X.astype(np.int32))
 
 
@@ -322,9 +324,9 @@ def test_differences_are_relative():
     with pytest.raises(DifferentResults) as caught:
         check_same(wrong, x, np.float32(1), gradients=False)
     facts = caught.value.facts
-    assert f'difference {0.5 / 32:.1e} of the largest element, ' in facts['result/0']
+    assert f'differs by {0.5 / 32:.1e} of the largest element; ' in facts['result/0']
     # result/1 is like x, so it counts as x after an update
-    assert f'difference {0.5 / 1:.1e} of the largest change, ' in facts['result/1']
+    assert f'differs by {0.5 / 1:.1e} of the largest change; ' in facts['result/1']
 
 
 def test_not_a_number():
@@ -333,7 +335,7 @@ def test_not_a_number():
     wrong = per_device('b* x', out='b* x', mesh=EIGHT)(
         lambda x: jnp.where(jax.lax.axis_index('b') == 3, jnp.nan, x)
     )
-    with pytest.raises(DifferentResults, match='difference inf'):
+    with pytest.raises(DifferentResults, match='differs by inf'):
         check_same(wrong, X, gradients=False)
 
 

@@ -21,7 +21,7 @@ def error(devices8):
 def test_errors_print_their_public_name(error):
     printed = ''.join(traceback.format_exception_only(error))
     assert printed == (
-        "einshard.EinshardError: 'a2*' and 'b*' cannot have counts in the ratio 2:1 on 4 "
+        "einshard.EinshardError: 'a2*' and 'b*' cannot have counts in the ratio 2:1 on the 4 "
         'remaining devices\n'
         '    a b -> 2 a2* b*\n'
         '             ^^^ ^^\n'
@@ -35,7 +35,7 @@ def test_errors_print_their_public_name(error):
 def test_parts_of_an_error_are_its_attributes(error):
     assert (
         error.sentence
-        == "'a2*' and 'b*' cannot have counts in the ratio 2:1 on 4 remaining devices"
+        == "'a2*' and 'b*' cannot have counts in the ratio 2:1 on the 4 remaining devices"
     )
     assert error.expression == 'a b -> 2 a2* b*'
     assert [error.expression[slice(*span)] for span in error.spans] == ['a2*', 'b*']

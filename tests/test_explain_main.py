@@ -203,7 +203,7 @@ BAD_INPUT = [
     ('explain MODEL:plain', NO_ARGUMENT),
     (
         'explain MODEL:Config.size',
-        'int is not a function\n  expected: a function, or a lowered function: f.lower(...)',
+        '3 (int) is not a function\n  expected: a function, or a lowered function: f.lower(...)',
     ),
     ('explain MODEL:plain --args f32[2] --mesh a=2 a=2', "--mesh lists axis 'a' more than once"),
     (

@@ -663,11 +663,16 @@ def test_many_arrays_without_a_parameter():
     assert facts['parameters'] == "'0' float32[8], '1' float32[8], '2' float32[8], and 2 more"
 
 
-def test_a_function_decides_for_ambiguous_axes():
+def test_rules_or_a_function_decide_for_ambiguous_axes():
     params = {'w': struct(64, 64)}
     state = {'rows': {'w': struct(64)}, 'mu': params}
     spec = for_optimizer(params, 'd f -> d4 f4')
-    assert refusal(einshard, state, spec).sentence.startswith('ambiguous')
+    error = refusal(einshard, state, spec)
+    assert error.sentence.startswith('ambiguous')
+    fix, _, _ = error.facts['instead'].partition(', with')
+    names = {'Rules': Rules, 'for_optimizer': lambda _: spec, 'spec': 'd -> d4 4'}
+    fixed = einshard(state, eval(fix, names))
+    assert jax.tree.leaves(describe(fixed)) == ['a b -> a4 b4', 'a -> a4 4']
 
     def knows(path, leaf):
         return 'd -> d4 4' if path.startswith('rows') else spec(path, leaf)

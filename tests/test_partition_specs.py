@@ -318,8 +318,8 @@ def in_explicit_jit(spec):
 REFUSALS = [
     (lambda: einshard(X, P(unreduced={'data'}), mesh=AUTO), 'a mesh whose axes are all Explicit'),
     (lambda: einshard(X, P('data', 'data'), mesh=AUTO), "mesh axis 'data' is used 2 times"),
-    (lambda: einshard(X, OTHER, mesh=AUTO), 'the NamedSharding is on another mesh'),
-    (lambda: in_shard_map(OTHER), 'the NamedSharding is on another mesh'),
+    (lambda: einshard(X, OTHER, mesh=AUTO), 'on a different mesh from mesh='),
+    (lambda: in_shard_map(OTHER), 'on a different mesh from the mesh in context'),
     (lambda: in_explicit_jit(OTHER), 'mesh in context'),
     (lambda: on_devices(DEVICES[8:]), 'the NamedSharding is on'),
     (lambda: on_devices(DEVICES), 'the NamedSharding is on'),

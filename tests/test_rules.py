@@ -323,7 +323,7 @@ def test_a_missing_mesh_axis():
     rules = Rules([('w', P('data', 'model'))])
     error = refusal(einshard, {'w': W}, rules, mesh=MESH)
     assert error.sentence == "the mesh has no axis 'model'"
-    assert error.fix == "missing='replicate'"
+    assert error.fix == "einshard(..., missing='replicate')"
     error = refusal(einshard, {'w': W}, rules)
     assert 'there is no mesh' in error.sentence
     assert error.fix is None

@@ -175,7 +175,7 @@ class Layer:
 )
 def test_the_fix_for_an_argument_on_other_devices_works(function, args, kwargs):
     error = refusal(sharded(ROWS, mesh=EIGHT)(function), *args, **kwargs)
-    fix, _, _ = error.facts['try'].partition(' to replicate ')
+    fix, _, _ = error.facts['try'].partition(' in the decorator')
     options = eval(f'dict({fix.replace(" and ", ", ")})')
     found = sharded(ROWS, mesh=EIGHT, **options)(function)(*args, **kwargs)
     assert found.sharding == ON_ROWS

@@ -141,18 +141,16 @@ def test_the_fix_names_the_memory_kind_and_the_mesh():
     call = sharded('a* b (in pinned_host)', mesh=EIGHT)(add)
     error = refusal(call, einshard(X, 'a* b', mesh=EIGHT))
     spec = 'a b -> a* b (in pinned_host)'
-    assert (
-        error.facts['try']
-        == f"reshard=True in the decorator, or einshard(x, '{spec}', mesh=...) before the call"
+    assert error.facts['try'] == (
+        f"reshard=True in the decorator, or einshard(x, '{spec}', mesh=...) before the call"
     )
     call.trace(einshard(X, spec, mesh=EIGHT))
     in_context = sharded('a* b')(add)
     with jax.set_mesh(device_mesh(EIGHT)):
         error = refusal(in_context, einshard(X, 'a b*'))
         in_context(einshard(X, 'a b -> a* b'))
-    assert (
-        error.facts['try']
-        == "reshard=True in the decorator, or einshard(x, 'a b -> a* b') before the call"
+    assert error.facts['try'] == (
+        "reshard=True in the decorator, or einshard(x, 'a b -> a* b') before the call"
     )
 
 

@@ -160,15 +160,27 @@ def test_errors_in_functions_are_the_users():
     [
         ({'a': W}, {'b': ROWS}, "no spec for 'a' at the root"),
         ({'a': W}, {'a': ROWS, 'b': ROWS}, "the tree has no 'b' at the root"),
-        ({'a': W}, [ROWS], 'list instead of dict at the root'),
-        (W, {'a': ROWS}, 'dict instead of a leaf at the root'),
+        ({'a': W}, [ROWS], 'list in the specs, but dict in the tree at the root'),
+        (W, {'a': ROWS}, 'dict in the specs, but a leaf in the tree at the root'),
         ({'net': [W, {'w': W}]}, {'net': [ROWS, {'v': ROWS}]}, "no spec for 'w' at 'net/1'"),
-        ({'net': [W, W]}, {'net': [ROWS, {'w': ROWS}]}, "dict instead of a leaf at 'net/1'"),
-        ({'net': Layer(W, B)}, {'net': (ROWS, VECTOR)}, "tuple instead of Layer at 'net'"),
-        ({'x': None}, {'x': {'a': ROWS}}, "dict instead of NoneType at 'x'"),
+        (
+            {'net': [W, W]},
+            {'net': [ROWS, {'w': ROWS}]},
+            "dict in the specs, but a leaf in the tree at 'net/1'",
+        ),
+        (
+            {'net': Layer(W, B)},
+            {'net': (ROWS, VECTOR)},
+            "tuple in the specs, but Layer in the tree at 'net'",
+        ),
+        ({'x': None}, {'x': {'a': ROWS}}, "dict in the specs, but NoneType in the tree at 'x'"),
         ([Keyless(W, W)], [Keyless(ROWS)], "no spec for '1' at '0'"),
         ({'w': W}, {'v': lambda path, leaf: None}, "no spec for 'w' at the root"),
-        (collections.OrderedDict(a=W), {'a': ROWS}, 'dict instead of OrderedDict at the root'),
+        (
+            collections.OrderedDict(a=W),
+            {'a': ROWS},
+            'dict in the specs, but OrderedDict in the tree',
+        ),
         (Block(W, W, 'one'), Block(ROWS, ROWS, 'other'), ''),
     ],
 )
@@ -267,8 +279,8 @@ def test_missing_mesh_axes_in_every_kind_of_spec():
 @pytest.mark.parametrize(
     ('x', 'expression', 'sentence', 'fix'),
     [
-        (X, 'b@(data,pod) d@tp', None, "missing='replicate'"),
-        (X, 'b@pod d', None, "missing='replicate'"),
+        (X, 'b@(data,pod) d@tp', None, "einshard(..., missing='replicate')"),
+        (X, 'b@pod d', None, "einshard(..., missing='replicate')"),
         (X, 'b@dta d', None, "'b@data d'"),  # a typo
         # replicating leads to another error, so it is not suggested
         (X, 'b@(pod,data) d d', 'it can appear only once', None),

@@ -74,7 +74,7 @@ def test_several_slices():
 def test_invalid_names(name, sentence):
     error = refusal(topology, name)
     assert error.sentence == sentence
-    known = ['2 dimensions', '3 dimensions', 'Cloud accelerator types']
+    known = ['2D slices', '3D slices', 'Cloud accelerator types']
     if 'libtpu' in sentence:
         assert error.facts['libtpu says'].startswith('INVALID_ARGUMENT: ')
         known.insert(0, 'libtpu says')

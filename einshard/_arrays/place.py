@@ -151,7 +151,7 @@ def _make_find(
             memory_kind,
             missing,
             indivisible,
-            option="missing='replicate'",
+            option="einshard(..., missing='replicate')",
             traced=traced,
         )
 
@@ -222,7 +222,7 @@ def _suggest_numpy(
     kinds = {_kind(type(leaf)) for leaf in leaves}
     if kinds != {'number'} or not isinstance(x, list | tuple) or not isinstance(spec, str):
         return error
-    facts = {**error.facts, 'note': 'a list is a pytree, in which each number is an array'}
+    facts = {**error.facts, 'note': 'a list is a pytree, and each number in it is a leaf'}
     error = EinshardError(**error.parts(facts=facts))
     try:
         find_placement(spec, np.shape(x), context, None)

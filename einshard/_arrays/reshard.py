@@ -41,9 +41,9 @@ def _check_dtype(aval: Any, sharding: NamedSharding) -> None:
     is_key = jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended)
     is_number = jax.numpy.issubdtype(aval.dtype, jax.numpy.number)
     if (is_key and is_partial(sharding)) or (sharding.spec.unreduced and not is_number):
-        limit = 'cannot be a partial sum' if sharding.spec.unreduced else 'has no gradient'
+        limit = 'it cannot' if sharding.spec.unreduced else 'its gradient cannot'
         raise EinshardError(
-            f'{array_text(aval)} does not contain numbers, so it {limit}',
+            f'{array_text(aval)} does not contain numbers, so {limit} be a partial sum',
             facts={'sharding': partition_text(sharding.spec)},
         )
 

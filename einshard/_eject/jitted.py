@@ -50,7 +50,7 @@ def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
     # for a per_device function, `sharded` wraps a function defined in the module of per_device
     if getattr(setup.function, '__globals__', {}).get('__name__') == per_device.__module__:
         raise EinshardError(
-            f"to_jax cannot write '{setup.name}', a per_device function",
+            f"to_jax cannot convert '{setup.name}', a per_device function",
             facts={'instead': 'jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)'},
         )
     trees = _Trees(writer, tables)

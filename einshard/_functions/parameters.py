@@ -110,8 +110,8 @@ class Parameters:
         names = self.names[self.n_self :]
         if len(specs) > len(names) and self.var_positional is None:
             raise EinshardError(
-                f'{self.function} takes {plural(len(names), "positional parameter")}, '
-                f'but got {plural(len(specs), "spec")}',
+                f'{self.function} has {plural(len(names), "positional parameter")}, '
+                f'but {plural(len(specs), "spec")} {"was" if len(specs) == 1 else "were"} given',
                 facts={
                     'parameters': ', '.join(names) or 'none',
                     **({'keyword-only': ', '.join(self.keyword_only)} if self.keyword_only else {}),

@@ -207,12 +207,13 @@ def _replication_fix(traced: TracedFunction, label: str, leaf: jax.Array) -> str
     if is_self or declaration.is_annotated:
         return _einshard_call(traced, label, REPLICATED)
     must_reshard = not (_is_unsharded(leaf.sharding) or traced.setup.reshard)
-    reshard = ' and reshard=True' if must_reshard else ''
     if label in declaration.specs:  # a keyword would be a second spec
-        return f"'{REPLICATED}' instead of None,{reshard} to replicate it"
+        reshard = 'reshard=True and ' if must_reshard else ''
+        return f"{reshard}'{REPLICATED}' instead of None in the decorator, to replicate it"
+    reshard = ' and reshard=True' if must_reshard else ''
     parameter = label.partition('[')[0]  # 'args[1]' cannot have a spec of its own by keyword
     replicated = 'it' if parameter == label else f"'{parameter}'"
-    return f"{parameter}='{REPLICATED}'{reshard} to replicate {replicated}"
+    return f"{parameter}='{REPLICATED}'{reshard} in the decorator, to replicate {replicated}"
 
 
 def _einshard_call(traced: TracedFunction, name: str, spec: str) -> str:

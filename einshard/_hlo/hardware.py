@@ -182,6 +182,6 @@ def as_chip(value: Chip | str) -> Chip:
     if value not in chips:
         raise EinshardError(
             f'chip={value!r} is not a known chip',
-            facts={'known chips': ', '.join(chips), 'other chips': 'pass a Chip(...)'},
+            facts={'known chips': ', '.join(chips), 'other chips': 'chip=einshard.Chip(...)'},
         )
     return chips[value]

@@ -273,8 +273,9 @@ def _perturb(arrays: Arrays, unit: float, seed: int) -> Arrays:
 def _make_error(comparison: Comparison, has_reference: bool) -> DifferentResults:
     wrong = [row for row in comparison.rows if not row.same]
     facts = {
-        row.path: f'{row.array}, difference {row.difference:.1e} of the {row.relative_to}, '
-        f'tolerance {row.tolerance:.1e} ({row.because})'
+        row.path: f'{row.array} differs {"in" if row.relative_to == "elements" else "by"} '
+        f'{row.difference:.1e} of the {row.relative_to}; '
+        f'tolerance: {row.tolerance:.1e} ({row.because})'
         f'{"; its replicas differ" * row.replicas_differ}'
         for row in wrong[:_MAX_ROWS]
     }
@@ -285,6 +286,7 @@ def _make_error(comparison: Comparison, has_reference: bool) -> DifferentResults
     if has_reference:
         sentence = f'{comparison.name}, on {devices}, and its reference have different results'
     return DifferentResults(
-        f'{sentence}: {len(wrong)} of {plural(len(comparison.rows), "array")} differ',
+        f'{sentence}: {len(wrong)} of {plural(len(comparison.rows), "array")} '
+        f'{"differs" if len(wrong) == 1 else "differ"}',
         facts=facts,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ def trace_call(
         return _wrap_stage(fn, args, kwargs, mesh)
     if not callable(fn):
         raise EinshardError(
-            f'{type(fn).__name__} is not a function',
+            f'{reprlib.repr(fn)} ({type(fn).__name__}) is not a function',
             facts={'expected': 'a function, or a lowered function: f.lower(...)'},
         )
     _hide_our_source_lines()

@@ -101,7 +101,7 @@ def show(
     if devices is not None:
         raise EinshardError(
             'devices= is only for expressions; arrays and shardings have their own devices',
-            facts={'got': type(x_or_expression).__name__},
+            facts={'instead': 'leave out devices='},
         )
     if isinstance(x_or_expression, Report):
         return _draw_report(x_or_expression)
@@ -137,7 +137,7 @@ def _draw_report(report: Report) -> Gallery:
         if not isinstance(row.placement, Description):
             distinct.setdefault((row.array, row.placement), (row, []))[1].append(row.path)
     if not distinct:
-        raise EinshardError(f'nothing to draw: no array of {report.name} has a mesh')
+        raise EinshardError(f'nothing to draw: no argument or result of {report.name} is on a mesh')
 
     def draw_row(row: ArrayRow) -> tuple[str, Picture]:
         terms = parse(split_memory(row.placement)[0]).right

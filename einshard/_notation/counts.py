@@ -61,10 +61,12 @@ def solve_counts(
         left = n // math.prod(term.factor for term in counted)
         factors = [term.factor for term in stars]
         ratio = f'counts in the ratio {":".join(map(str, factors))}'
-        noun = 'remaining device' if left < n * devices.taken else 'device'
+        which = plural(left, 'device')
+        if left < n * devices.taken:
+            which = f'the {left} remaining devices'
         raise expression.error(
             f'{quoted(map(str, stars))} cannot have '
-            f'{"equal counts" if len(set(factors)) == 1 else ratio} on {plural(left, noun)}',
+            f'{"equal counts" if len(set(factors)) == 1 else ratio} on {which}',
             stars,
             fix=_first_star_takes_all(expression, stars, left),
             **devices.hints,
@@ -129,7 +131,9 @@ def _wrong_product(
             if devices.mesh_axis_terms or devices.on_users_mesh
             else "add '*' to replicate over the rest"
         )
-    return expression.error(sentence, guilty, fix=_with_star_first(expression), devices=fact)
+    return expression.error(
+        sentence, guilty, fix=_with_star_first(expression), **devices.hints, devices=fact
+    )
 
 
 def _not_a_multiple(

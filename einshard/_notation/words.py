@@ -11,13 +11,12 @@ from .._errors import EinshardError, Suggestion
 ELLIPSIS = '...'
 # '+': devices hold partial sums (JAX: unreduced); '=': gradients are partial sums (JAX: reduced)
 SIGNS = '+='
-_SIGN_TEXTS = {'+': 'partial sums', '=': 'replicas whose gradients are partial sums'}
 _MESH_AXIS = re.compile(r'[^\s(),@*]+')
 
 
 def signs_text(signs: Collection[str]) -> str:
-    """Describes terms with these signs, for errors: 'partial sums' for '+'."""
-    return ' or '.join(text for sign, text in _SIGN_TEXTS.items() if sign in signs)
+    """Names terms with these signs, for errors: "'+' or '=' terms"."""
+    return f'{" or ".join(repr(sign) for sign in SIGNS if sign in signs)} terms'
 
 
 def read_name(text: str, start: int, end: int) -> str:
@@ -80,7 +79,7 @@ def read_mesh_axes(text: str, start: int, at: int, end: int, count: str) -> tupl
             sentence,
             expression=text,
             spans=[(start, end)],
-            facts={'one mesh axis': f"'{name}@data'", 'several': f"'{name}@(data,fsdp)'"},
+            facts={} if fix else {'examples': f"'{name}@data', '{name}@(data,fsdp)'"},
             fix=Suggestion(fix) if fix else None,
         )
     if count:
@@ -183,10 +182,10 @@ def _invalid_character(text: str, at: int) -> EinshardError:
     else:
         where = 'part of the notation'
     if at < text.find('->'):
-        facts = {'valid left terms': 'a  ...'}
+        facts = {'expected on the left': "axis names, and '...' for unnamed axes"}
     else:
-        terms = 'a  a2  a*  a2*  a@axis  a@(axis,axis)  ...  2  *  2*  +2  +@axis  =2  =@axis'
-        facts = {'valid terms': terms}
+        terms = "'a'  'a2'  'a*'  'a2*'  'a@x'  'a@(x,y)'  '...'  '2'  '*'  '2*'"
+        facts = {'valid terms': f"{terms}  '+2'  '+@x'  '=2'  '=@x'"}
     return EinshardError(f'{written} is not {where}', expression=text, spans=spans, facts=facts)
 
 

@@ -262,6 +262,7 @@ class _Specs:
             sentence,
             longest.defines.values() or expression.right,
             **_expression_facts(self.specs),
+            **({'mesh_sizes': ' x '.join(map(str, self.axis_sizes))} if self.axis_sizes else {}),
             devices=n_devices,
             fix=Suggestion(f'{expression.text[:start]}* {expression.text[start:]}'),
         )

@@ -227,7 +227,8 @@ class _PerDeviceFunction:
                     f'{self.name}',
                     facts={
                         'mesh in context': mesh_fact(ambient),
-                        'instead': 'limit the mesh axes of the enclosing function with axis_names=',
+                        'instead': f'leave a mesh axis for {self.name}: list only the others in '
+                        'axis_names= of the enclosing function',
                     },
                 )
             context = current_context(self.mesh)
@@ -344,7 +345,7 @@ class _PerDeviceFunction:
         for axis in sorted(axes - set(mesh_axes)):
             raise EinshardError(
                 f"parameter '{label}' is sharded over explicit mesh axis '{axis}', but the mesh "
-                'has no such axis',
+                'of per_device has no such axis',
                 facts={
                     'function': self.name,
                     'array': array_text(leaf),
@@ -412,5 +413,5 @@ def _is_traced(value: Any) -> bool:
 def _no_spec_error(owner: str, leaf: Any) -> EinshardError:
     return EinshardError(
         f'{owner} has no spec',
-        facts={'array': array_text(leaf), 'try': f"'{_REPLICATED}' to replicate it"},
+        facts={'array': array_text(leaf), 'try': f"'{_REPLICATED}' as its spec, to replicate it"},
     )

@@ -97,7 +97,7 @@ class SpecAxes:
         if repeated:
             name = repeated[0].name
             raise self.error(
-                f"axis '{name}' is sharded twice, but its mesh axis is called '{name}' too",
+                f"axis '{name}' is sharded twice, but per_device makes only one mesh axis for it",
                 repeated,
                 instead=f"pass a mesh with named axes, and use them: '{name}@(p,q)'",
             )
@@ -105,8 +105,8 @@ class SpecAxes:
         for axis, term in self.uses.items():
             if axis not in defined:
                 raise self.error(
-                    f"'{term}' names '{axis}', but there is no mesh with this axis, "
-                    f"and no expression shards an array axis '{axis}'",
+                    f"'{term}' names '{axis}', which is neither a mesh axis nor an array axis "
+                    'sharded by count',
                     [term],
                     axes_sharded_by_count=quoted(sorted(defined)) if defined else 'none',
                     instead=f"use a mesh with an axis '{axis}': mesh=mesh or jax.set_mesh(mesh)",
@@ -130,7 +130,7 @@ class SpecAxes:
             in_order = sorted(listed, key=mesh_axes.index)
             if listed != in_order:
                 raise self.error(
-                    f"axis '{name}' lists {quoted(listed)} out of device order",
+                    f"the mesh axes of '{name}' are out of device order: {', '.join(listed)}",
                     [term for term in self.expression.right if term.name == name],
                     device_order=', '.join(in_order),
                 )

@@ -87,7 +87,7 @@ def _device_count(expression: Expression, devices: Any) -> int:
             raise expression.error(
                 'a star needs the number of devices',
                 stars,
-                expected='devices=8, or a mesh or a list of devices',
+                expected='devices=8, devices=mesh or devices=jax.devices()',
                 on_the_command_line=f"einshard show '{expression.text}' --devices 8",
             )
         n_devices = math.prod(term.factor for term in expression.right)

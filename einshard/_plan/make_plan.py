@@ -19,7 +19,10 @@ from .source import spec_lines
 def make_plan(search: Search, found: Candidates, model: Model, function: Function) -> Plan:
     choices = search.ranking()
     if not choices:
-        raise EinshardError(f'plan {search.stopped}, before a candidate was compiled')
+        raise EinshardError(
+            f'plan {search.stopped}, before it compiled a candidate',
+            facts={'instead': 'pass a larger seconds='},
+        )
     if choices[0].error:
         raise _no_plan_compiles(choices, model)
     best = choices[0].candidate

@@ -63,9 +63,12 @@ class Model:
     peaks: tuple[Peak, ...]
 
     def size_text(self, name: str) -> str:
-        """Describes the sizes of the axes named `name`: '6', or 'up to 9 with common divisor 3'."""
+        """Describes the sizes of the axes named `name`: '6', or 'up to 9 and divisible by 3'."""
         size, divisor = self.sizes[name], self.divisors[name]
-        return str(size) if size == divisor else f'up to {size} with common divisor {divisor}'
+        if size == divisor:
+            return str(size)
+        common = f'and divisible by {divisor}' if divisor > 1 else 'with no common divisor'
+        return f'up to {size} {common}'
 
 
 def find_model(

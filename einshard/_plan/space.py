@@ -194,7 +194,7 @@ class Space:
                 facts={
                     'pinned': '; '.join(pinned),
                     'expected': 'mesh axes of size 2 or more, whose product divides both the size '
-                    f'and {self.n_devices}',
+                    f'of the array axis and {self.n_devices}',
                 },
             )
 

@@ -79,8 +79,8 @@ def _with_placements(
     except EinshardError as error:
         raise error.about(
             before_axis_rules=f"'{expression.text}'",
-            instead='give one of the axes a name without a rule, or use '
-            "axis_rules(.., taken='next'), to leave it unsharded",
+            instead="to leave one axis unsharded, use axis_rules(..., taken='next'), or a name "
+            'without a rule',
         ) from None
     return placed
 

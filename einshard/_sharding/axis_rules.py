@@ -114,8 +114,8 @@ class axis_rules:
                     f"axis_rules has two rules for axis '{rule.name}'",
                     facts={
                         'rules': f"'{placement_of[rule.name]}' and '{rule.placement}'",
-                        'instead': "pass taken='next' if one is a fallback; or nest axis_rules, "
-                        'where the inner rule wins',
+                        'instead': "pass taken='next' if the second is a fallback; or nest two "
+                        'axis_rules blocks, where the inner rule wins',
                     },
                 )
             placement_of[rule.name] = rule.placement
@@ -216,7 +216,7 @@ def _read_rule(name: object, placement: object) -> tuple[str, str]:
         raise EinshardError(
             f'axis_rules has {name}={placement!r}, which is not a valid placement',
             facts={'expected': "'@data'  '@(data,fsdp)'  '4'  '*'  '2*'  '' (not sharded)"},
-            fix=None if instead is placement else repr(instead),
+            fix=None if instead is placement else f'axis_rules({ {name: instead}!r})',
         )
     return axis, placement
 

@@ -139,10 +139,12 @@ def context_on(mesh: AnyMesh, context: Context) -> Context:
         may_differ = context.mesh_is_ambient and AxisType.Manual not in expected_mesh.axis_types
         if not (may_differ or is_refactored(mesh, expected_mesh)):
             actual, expected = mesh_fact(mesh), mesh_fact(expected_mesh)
-            where = 'other devices' if actual == expected else 'another mesh'
+            where = 'different devices' if actual == expected else 'a different mesh'
+            source = 'mesh in context' if context.mesh_is_ambient else 'mesh='
+            other = 'the mesh in context' if context.mesh_is_ambient else source
             raise EinshardError(
-                f'the NamedSharding is on {where}',
-                facts={'mesh of the NamedSharding': actual, 'expected mesh': expected},
+                f'the NamedSharding is on {where} from {other}',
+                facts={'its mesh': actual, source: expected},
             )
     return make_context(mesh, False, context.axis_rules, context.on_one_device)
 

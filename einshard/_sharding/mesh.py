@@ -127,7 +127,7 @@ def _canonical_mesh(devices: MeshLike | None, axis_types: AxisType | None) -> An
     for device in chosen:
         if not isinstance(device, jax.Device):
             raise EinshardError(
-                f'a device mesh must contain jax.Device objects, not {reprlib.repr(device)}'
+                f'a list of devices must contain jax.Device objects, not {reprlib.repr(device)}'
             )
     return _mesh_of_devices(chosen, axis_type)
 
@@ -355,14 +355,14 @@ def check_mesh(mesh: Any, option: str = 'mesh=') -> None:
     if ndim > 1:
         raise EinshardError(
             f'{option} is an array with {ndim} dimensions, whose axes have no names',
-            facts={'try': f'jax.sharding.Mesh(devices, {tuple(_NAMES[:ndim])})'},
+            facts={'try': f'{option}jax.sharding.Mesh(devices, {tuple(_NAMES[:ndim])})'},
         )
     make_mesh = _make_mesh_call(mesh)
     is_sequence = isinstance(mesh, Iterable) and not isinstance(mesh, str | Mapping) and ndim == 1
     if make_mesh or not is_sequence:
         raise EinshardError(
             f'{option} must be a Mesh, an AbstractMesh or a sequence of devices, not {mesh!r}',
-            facts={'try': make_mesh} if make_mesh else {},
+            facts={'try': f'{option}{make_mesh}'} if make_mesh else {},
         )
 
 

@@ -228,7 +228,7 @@ def _lay_out(
         axis_sizes if context.mesh else None,
         replicates_by_default=_is_users_mesh(context),
         replicate_indivisible=spec.on_indivisible == 'replicate' or ruled.replicate_indivisible,
-        hints=_simulation_hint(mesh),
+        hints=_device_facts(mesh, context),
     )
 
 
@@ -320,13 +320,18 @@ def _with_unconstrained(sharding: NamedSharding, spec: LeafSpec) -> NamedShardin
     return NamedSharding(mesh, partition_spec(entries), memory_kind=sharding.memory_kind)
 
 
-def _simulation_hint(mesh: AnyMesh) -> dict[str, str]:
-    """Says, for an error, how to simulate devices if there is only one CPU device; else {}."""
+def _device_facts(mesh: AnyMesh, context: Context) -> dict[str, str]:
+    """Returns facts for errors about the number of devices.
+
+    These are the axes of a user's mesh, or how to simulate devices if there is only one CPU device.
+    """
+    if _is_users_mesh(context):
+        return {'mesh': mesh_fact(mesh)}
     has_one_device = mesh.size == 1 and isinstance(mesh, Mesh) and jax.device_count() == 1
     if not has_one_device or jax.default_backend() != 'cpu':
         return {}
     simulated = 'XLA_FLAGS=--xla_force_host_platform_device_count=8'
-    return {'to_simulate_8': f'set {simulated} before JAX starts'}
+    return {'to_simulate_devices': f'set {simulated} before JAX starts'}
 
 
 def _with_working_fix(

@@ -132,7 +132,7 @@ def known_names() -> dict[str, str]:
     two = [name for name, ndim in _GENERATIONS.items() if ndim == 2]
     three = [name for name, ndim in _GENERATIONS.items() if ndim == 3]
     return {
-        '2 dimensions': f"{', '.join(two)}; for example 'v5e:4x4'",
-        '3 dimensions': f"{', '.join(three)}; for example 'v5p:2x2x2'",
+        '2D slices': f"{', '.join(two)}; for example 'v5e:4x4'",
+        '3D slices': f"{', '.join(three)}; for example 'v5p:2x2x2'",
         'Cloud accelerator types': "v2 to v6e; for example 'v5p-128', 'v5litepod-16'",
     }

@@ -72,8 +72,8 @@ def array_axes_of(operand: Expression, devices: Mapping[str, int]) -> dict[str, 
             f'the counts {counts} do not match the device axes',
             [term for term in operand.right if term.takes_devices],
             device_axes=mesh_text(devices),
-            device_order='unnamed axes (d0, d1, ..), then the axes given by keyword',
-            expected='counts that are products of consecutive device axis sizes, in order',
+            device_order='unnamed axes (d0, d1, ...), then the axes given by keyword',
+            expected='counts in this order, each a device axis size or a product of adjacent ones',
         )
     return {
         axis: None if split.axis is None else operand.names[split.axis]

@@ -373,6 +373,5 @@ def _check_divisible(
     for name in dict.fromkeys(filter(None, array_axes.values())):
         if sizes is not None and sizes[name] % blocks.n_shards(name):
             raise contraction.error(
-                f"axis '{name}' (size {sizes[name]}) is not divisible by {blocks.n_shards(name)}",
-                array=blocks.array,
-            )
+                f"axis '{name}' (size {sizes[name]}) is not divisible by {blocks.n_shards(name)}"
+            ).about(**{'in': blocks.array})

@@ -149,7 +149,12 @@ class Option(NamedTuple):
 
 
 ZERO = Option('zero=', 'must be True or names of mesh axes', 'zero={}', 'zero=True')
-LARGEST = Option('shard_largest', 'takes names of mesh axes', 'shard_largest({})', 'shard_largest')
+LARGEST = Option(
+    'shard_largest',
+    'takes names of mesh axes',
+    'shard_largest({})',
+    'shard_largest, without calling it',
+)
 
 
 def read_mesh_axes(value: object, option: Option) -> MeshAxes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -207,7 +208,7 @@ class StateSpec:
                 'array': leaf_text(path, leaf),
                 'parameter': leaf_text(self._paths[i], parameter, 'parameter'),
                 'could be': ' or '.join(f"'{text}'" for text in candidates),
-                'instead': 'pass a function (path, leaf) -> spec that decides for this leaf',
+                'instead': _rules_for(path),
             },
         )
 
@@ -227,9 +228,18 @@ class StateSpec:
             facts={
                 'arrays': first_of(unmatched, 8),
                 'parameters': first_of(parameters, 3) or 'none',
-                'try': "default='... -> * ...', the spec for arrays that match no parameter",
+                'try': "default='... -> * ...' in for_optimizer, to replicate such arrays",
             },
         )
+
+
+def _rules_for(path: str) -> str:
+    """Says, for an error, how to choose the spec of the state array at `path`."""
+    if not path:
+        return 'one of these as its spec'
+    return (
+        f"Rules([(r'{re.escape(path)}$', spec), ('', for_optimizer(...))]), with one of these specs"
+    )
 
 
 def _without_values(leaf: Any) -> Any:

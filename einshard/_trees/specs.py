@@ -255,7 +255,7 @@ def not_an_array(path: str, leaf: Any) -> EinshardError:
         f'{reprlib.repr(leaf)} ({type(leaf).__name__}) is not an array',
         facts={
             **({'array': leaf_text(path, leaf)} if path else {}),
-            'instead': 'None as its spec, which returns it as it is',
+            'instead': 'use None as its spec to return it unchanged',
         },
     )
 
@@ -340,11 +340,11 @@ def _mismatch(spec: Spec, tree: Any, path: tuple[Any, ...]) -> EinshardError | N
 
 
 def _mismatch_text(spec: Any, tree: Any, keys: Sequence[str], tree_keys: Sequence[str]) -> str:
-    """Describes how two nodes differ: "no spec for 'b'", 'tuple instead of list'."""
+    """Describes how two nodes differ: "no spec for 'b'", or two types."""
     if jtu.all_leaves([tree]):
-        return f'{type(spec).__name__} instead of a leaf'
+        return f'{type(spec).__name__} in the specs, but a leaf in the tree'
     if type(spec) is not type(tree):
-        return f'{type(spec).__name__} instead of {type(tree).__name__}'
+        return f'{type(spec).__name__} in the specs, but {type(tree).__name__} in the tree'
     if missing := [key for key in tree_keys if key not in keys]:
         return f'no spec for {_keys_text(tree, missing[:8])}'
     if extra := [key for key in keys if key not in tree_keys]:
