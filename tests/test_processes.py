@@ -254,7 +254,7 @@ def test_each_process_raises_its_own_error(run, n):
         assert texts['a string'] == (
             "'training' (str) is not an array\n"
             "  array:   str, leaf 'of'\n"
-            '  instead: None as its spec, which returns it as it is'
+            '  instead: use None as its spec to return it unchanged'
         )
         assert texts['another library'] == (
             'Foreign is not a JAX or numpy array\n'
