@@ -112,6 +112,11 @@ def test_a_mesh_axis_of_size_one():
             np.testing.assert_array_equal(gather(x), A)
 
 
+def test_a_named_term_between_the_replicas_of_one_mesh_axis():
+    mesh = mesh_of(types=EXPLICIT, x=2, y=4)
+    assert make_sharding('2 =@x 2 a b', mesh=mesh).spec == P(reduced={'x'})
+
+
 def test_the_canonical_mesh_with_explicit_axes():
     mesh = device_mesh(jax.devices()[:8], axis_types=EXPLICIT)
     with jax.set_mesh(mesh):

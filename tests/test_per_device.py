@@ -455,10 +455,18 @@ def gathered(x):
     return jax.lax.all_gather(x, 'a', tiled=True) + jnp.ones(8)
 
 
+def around(x):
+    return jax.lax.ppermute(x, 'a', RING)
+
+
 SUM = "sum over 'a' with jax.lax.psum(result, 'a')"
 SHARD = "shard the result over 'a' in out="
 SUM_OR_SHARD = f'{SUM}, or {SHARD}'
 UNKNOWN = 'check_vma=False, if the result is in fact replicated'
+INVARIANT = 'all_gather_invariant(...)'  # JAX 0.8.1
+if not hasattr(jax.lax, 'all_gather_invariant'):
+    INVARIANT = "all_gather(..., to='invarying')"
+GATHER = f'jax.lax.{INVARIANT}, which returns a replicated value'
 RING = [(i, (i + 1) % 4) for i in range(4)]
 LOOP = jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda _, y: gathered(y)[:2], x))
 
@@ -471,10 +479,13 @@ LOOP = jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda _, y: gathered(y)[:2], x
         # weights that are gathered, and rows that differ
         (lambda x: x @ gathered(x), MATRIX, SUM_OR_SHARD),
         # a ring: every device has the sum, which JAX does not see
-        (lambda x: x + jax.lax.ppermute(x, 'a', RING), MATRIX, UNKNOWN),
+        (lambda x: x + around(x), MATRIX, UNKNOWN),
         (LOOP, MATRIX, UNKNOWN),
         # one spec for two arrays with different reasons
         (lambda x: (gathered(x), x), MATRIX, UNKNOWN),
+        # and of these, the first does not vary: psum makes the value replicated
+        (lambda x: (jax.lax.psum(gathered(x + around(x)), 'a'), x), MATRIX, SUM_OR_SHARD),
+        (lambda x: (jax.lax.psum(x, 'a'), gathered(x)), MATRIX, GATHER),
         (lambda k: k, KEYS[:4], SHARD),
     ],
 )

@@ -83,6 +83,9 @@ def test_a_limit_adds_no_compilation(out):
     # which sharding '...' means in a result is found without the promise, by a trace of its own
     assert body.runs == (2 if '...' in out else 1)
     assert counts.compiled.count('jit(product)') == 1
+    with counting() as counts:
+        f(X, W)
+    assert not counts.traced  # a check looks up the trace, which newer versions of JAX report
 
 
 # --------------------------------------------------------------------- every program that is called

@@ -243,6 +243,19 @@ def test_arrays_sharded_differently_are_refused_in_eager_transformations(kind, h
             close(transformed(sharded_sine(way, reshard=True), x), expected(X))
 
 
+@pytest.mark.parametrize('how', ['grad', 'vmap'])
+def test_captured_arrays_in_eager_transformations_on_a_mesh_in_context(how):
+    """The transformation hides the devices of the mesh, and the array is not traced."""
+    transformed, expected = EAGER[how]
+    with jax.set_mesh(device_mesh(EIGHT)):
+        same, other = (einshard(X, spec) for spec in ('a* b', 'a b*'))
+        f, resharding = (sharded('a* b', 'a* b', reshard=on)(sine) for on in (False, True))
+        for g, y in ((f, same), (f, jax.device_put(X, DEVICES[9])), (resharding, other)):
+            close(transformed(lambda x, g=g, y=y: g(x, y), X), expected(X))
+        error = refusal(transformed, lambda x: f(x, other), X)
+    assert error.sentence.startswith('the argument is already sharded differently')
+
+
 def test_leaves_are_named_by_their_path_in_transformations():
     f = sharded(None, {'u': 'a* b', 'v': 'a* b'}, mesh=EIGHT)(
         lambda s, w: s * (w['u'] + w['v']).sum()

@@ -113,6 +113,26 @@ def test_operands_that_are_sharded_independently(left, right, devices8):
     assert bool(theory.conflicts) != fits
 
 
+SAME_DEVICES = (
+    "'x' of operand 0 and 'y' of operand 1 are sharded over the same devices, so for some blocks "
+    'of the product no device has both inputs'
+)
+
+
+@pytest.mark.parametrize(
+    ('operands', 'conflict'),
+    [
+        ('b x8, x y8', SAME_DEVICES),
+        ('b x@(p,q), x y@q', SAME_DEVICES),
+        ('b x8, 8 x y', "'x' is sharded in operand 0 but not in operand 1"),
+        ('b x@(p,q), x@(q,p) y', "'x' is sharded differently in operand 0 and operand 1"),
+    ],
+)
+def test_a_conflict_is_reported_once(operands, conflict):
+    counts = {'p': 2, 'q': 4} if '@' in operands else {}
+    assert parallelism(f'{operands} -> b y', **counts).conflicts == (conflict,)
+
+
 @pytest.mark.parametrize('i', [8, 64])
 @pytest.mark.parametrize(('j', 'k'), [(16, 64), (64, 64), (64, 16), (128, 64)])
 def test_the_compiler_does_not_always_do_the_first_choice(i, j, k, devices8):

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from .._arrays.constrain import rejected_by_jit, reshard_traced
@@ -80,11 +80,7 @@ def _place(
     current = _rejected_sharding(traced, leaf, sharding)
     if current is not None and not (_is_unsharded(current) or traced.setup.reshard):
         raise _placed_differently(traced, current, placement, leaf, argument, path) from None
-    if (
-        current is not None
-        or _is_multi_process_host_data(leaf)
-        or _must_put_partial_sum(leaf, sharding)
-    ):
+    if current is not None or _must_put(leaf, sharding):
         return _reshard(traced, leaf, sharding)
     return leaf
 
@@ -95,9 +91,7 @@ def _rejected_sharding(
     """Returns the sharding of `leaf` if jit rejects `leaf` where it expects `sharding`, or None."""
     if isinstance(leaf, Tracer) or _hides_devices(traced, sharding):
         return rejected_by_jit(leaf, traced.for_jit(sharding))
-    # on explicit axes, jit rejects even uncommitted arrays with another sharding
-    is_explicit = AxisType.Explicit in traced.mesh.axis_types
-    if not (_is_committed(leaf) or (is_explicit and isinstance(leaf, jax.Array))):
+    if not _is_committed(leaf):
         return None
     return None if leaf.sharding.is_equivalent_to(sharding, leaf.ndim) else leaf.sharding
 
@@ -231,15 +225,15 @@ def _is_committed(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed
 
 
-def _is_multi_process_host_data(leaf: Any) -> bool:
-    """Whether a leaf is host data, which jit does not shard over several processes."""
-    return jax.process_count() > 1 and not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+def _must_put(leaf: Any, sharding: NamedSharding) -> bool:
+    """Whether to place host data or an uncommitted array, instead of leaving that to jit.
 
-
-def _must_put_partial_sum(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether to place host data or an uncommitted array as a partial sum, which jit cannot do."""
+    Jit cannot place a partial sum. In a program with several processes, it does not shard host
+    data, and does not compare uncommitted arrays.
+    """
     is_placed = isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref) or _is_committed(leaf)
-    return is_partial(sharding) and not (is_placed or isinstance(leaf, Tracer))
+    must_put = is_partial(sharding) or jax.process_count() > 1
+    return must_put and not (is_placed or isinstance(leaf, Tracer))
 
 
 def _must_compare(leaf: Any, sharding: NamedSharding) -> bool:

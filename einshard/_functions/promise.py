@@ -249,6 +249,20 @@ class Budget:
         )
 
 
+@dataclass(slots=True, eq=False)
+class _Jitted:
+    """A jitted function, and which of its programs are not checked yet.
+
+    Attributes:
+        unchecked: the ids of threads that have traced, but not checked, a program.
+        first_is_checked: whether the first program is checked.
+    """
+
+    function: Any
+    unchecked: set[int]
+    first_is_checked: bool = False
+
+
 class CheckedJit:
     """A jitted function that checks the limits on collectives and memory of its programs.
 
@@ -286,50 +300,46 @@ class CheckedJit:
         if is_tracing():
             self._budget.warn_unchecked()
             return self._nested(*values)
-        if not self._first_is_checked:
+        if not self._jitted.first_is_checked:
             self._check_first(values)
-        jitted, unchecked = state = self._state
+        jitted = self._jitted
         try:
-            result = jitted(*values)
+            result = jitted.function(*values)
         except BaseException:
-            if unchecked:
+            if jitted.unchecked:
                 self._reset()  # JAX keeps the trace, but its program was not checked
             raise
-        if unchecked or self._state is not state:
+        if jitted.unchecked or self._jitted is not jitted:
             self._check(values)
         return result
 
     def clear_cache(self) -> None:
-        jitted, _ = self._state
-        jitted.clear_cache()
+        self._jitted.function.clear_cache()
         self._reset()
 
     def _reset(self) -> None:
         """Replaces the jitted function, so that all programs are checked again."""
-        unchecked = set[int]()  # ids of threads that have traced, but not checked, a program
+        unchecked = set[int]()
 
         @functools.wraps(self._function)
         def record_trace(*values: Any) -> Any:
             unchecked.add(threading.get_ident())
             return self._function(*values)
 
-        self._first_is_checked = False
-        # one attribute for both, so that other threads always read a matching pair
-        self._state: tuple[Any, set[int]] = jax.jit(record_trace, **self._options), unchecked
+        self._jitted = _Jitted(jax.jit(record_trace, **self._options), unchecked)
 
     def _check_first(self, values: Sequence[Any]) -> None:
         with self._first_check_lock:
-            if not self._first_is_checked:
+            if not self._jitted.first_is_checked:
                 self._check(values)
 
     def _check(self, values: Sequence[Any]) -> None:
-        jitted, unchecked = state = self._state
+        jitted = self._jitted  # another thread may replace it
         try:
-            compiled = jitted.trace(*values).lower().compile()
+            compiled = jitted.function.trace(*values).lower().compile()
             self._budget.check(compiled, functools.partial(self._sharded_by, values))
         except BaseException:
             self._reset()
             raise
-        unchecked.discard(threading.get_ident())
-        if self._state is state:
-            self._first_is_checked = True
+        jitted.unchecked.discard(threading.get_ident())
+        jitted.first_is_checked = True
