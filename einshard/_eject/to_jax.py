@@ -223,7 +223,7 @@ def _rules_of_patterns(rules: Rules, context: Context) -> list[PathRule]:
 def _needs_tree(reason: str) -> EinshardError:
     return EinshardError(
         f'{reason}, so to_jax needs the arrays or their shapes',
-        facts={'expected': 'to_jax(rules, params); params may be shapes from jax.eval_shape'},
+        facts={'expected': 'to_jax(spec, tree); the tree may be a result of jax.eval_shape'},
     )
 
 

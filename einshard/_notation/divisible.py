@@ -75,4 +75,7 @@ def _shard_counts(size: int, n_devices: int) -> dict[str, str]:
     """Lists, for an error, the numbers of shards that divide the size and the number of devices."""
     common = math.gcd(size, n_devices)
     *most, last = [str(n) for n in range(1, common + 1) if common % n == 0]
-    return {'works with': f'{", ".join(most)} or {last} shards' if most else '1 shard (unsharded)'}
+    if not most:
+        return {'works with': '1 shard (unsharded)'}
+    both = f'both {size} and {n_devices}' if n_devices != size else str(size)
+    return {'works with': f'{", ".join(most)} or {last} shards, the divisors of {both}'}

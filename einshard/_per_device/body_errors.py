@@ -76,13 +76,12 @@ def _unknown_axis(
     facts = {'mesh axes': mesh_text(resolver.axes) or 'none'}
     if manual:
         facts['axis_names='] = quoted(sorted(manual))
-    sentence = f"{function} uses mesh axis '{axis}', "
+    sentence = f"{function} uses mesh axis '{axis}', but the mesh has no such axis"
     if axis in resolver.axes:
-        sentence += 'which is not in axis_names='
+        sentence = f"{function} uses mesh axis '{axis}', which is not in axis_names="
     elif resolver.uses_array_names:
-        sentence += f"but no expression shards an axis named '{axis}'"
+        sentence = f"{function} uses axis '{axis}', but no expression shards an axis of that name"
     else:
-        sentence += 'but the mesh has no such axis'
         facts['note'] = 'if a mesh is passed or in context, collectives use its axis names'
         if axis in resolver.joint.named_sizes:
             facts[f"'{axis}' is sharded over"] = resolver.mesh_axes_of(axis)

@@ -370,14 +370,17 @@ def _with_working_fix(
     lenient = make_context(mesh, context.mesh_is_ambient, lenient_rules, context.on_one_device)
     if lenient is not context and works(lambda: attempt(spec, lenient)):
         return result.with_fix("axis_rules(..., missing='replicate')")
-    if option is None:
-        return result
     try:
-        placement = attempt(with_fallbacks(spec, on_missing='replicate'))
+        missing = attempt(with_fallbacks(spec, on_missing='replicate')).missing_axes
     except EinshardError:
         return result
+    if missing and is_device_mesh(mesh):  # to ignore all axes of the user would not help
+        sizes = (
+            f'{missing[0]}={mesh.size}' if len(missing) == 1 else '=..., '.join(missing) + '=...'
+        )
+        return result.about(expected=f'a mesh with named axes: mesh=device_mesh(devices, {sizes})')
     # the option helps only if mesh axes are missing
-    return result.with_fix(option) if placement.missing_axes else result
+    return result.with_fix(option) if missing and option else result
 
 
 def check_types(expression: object, shape: object, memory_kind: object) -> None:
