@@ -347,7 +347,7 @@ def test_a_loop_over_layers_that_are_sharded(platform):
 def test_layers_are_sharded_over_their_next_axis_that_fits(specs, sizes, placements):
     def layer(x, arrays):
         w, *biases = arrays
-        return einshard(x @ w @ w.T + sum(biases), 'b@data d'), None
+        return einshard(x @ w @ w.T, 'b@data d') + sum(biases), None
 
     @sharded('b@data d', specs, mesh=mesh_for('tensor'))
     def forward(x, arrays):
@@ -514,6 +514,23 @@ def test_reshaped_axes_are_sharded_as_by_the_compiler(before, after):
     followed = [axis.mesh_axes for axis in reshaped(axes, before, after, {'data': 4})]
     compiled = [('data',) if name else () for name in (*spec, *[None] * len(after))]
     assert followed == compiled[: len(after)]
+
+
+@pytest.mark.parametrize(
+    ('axes', 'before', 'after', 'expected'),
+    [
+        # of the largest parts, the sharded one has the name
+        ([Axis('a', ('x',))], (16,), (4, 4), [('a', ('x',)), ('', ())]),
+        ([Axis('a')], (16,), (4, 4), [('', ()), ('a', ())]),
+        # an axis of size 1 gives no name
+        ([Axis('a'), Axis('b')], (1, 6), (6,), [('b', ())]),
+        # a part of x shards the first axis, so y shards neither
+        ([Axis('a', ('x', 'y'))], (16,), (2, 8), [('', ('x',)), ('a', ())]),
+    ],
+)
+def test_names_and_mesh_axes_of_reshaped_axes(axes, before, after, expected):
+    found = reshaped(axes, before, after, {'x': 4, 'y': 2})
+    assert [(axis.name, axis.mesh_axes) for axis in found] == expected
 
 
 def test_gradients_that_are_reduced_for_each_microbatch():
