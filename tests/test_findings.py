@@ -336,6 +336,58 @@ def test_a_loop_over_layers_that_are_sharded(platform):
         assert fixed.network_bytes < wrong.network_bytes / 3
 
 
+@pytest.mark.parametrize(
+    ('specs', 'sizes', 'placements'),
+    [
+        (['l@data d e'], (62, 256), ['l d e -> l d e@data']),
+        (['l@data d@tensor e'], (64, 256), ['l d e -> l d@tensor e@data']),
+        (['l@data d e', 'l@data d'], (64, 62), ['l d e -> l d@data e', 'l d -> l d@data']),
+        (['l@data d e', 'l@data d'], (62, 64), []),  # no other axis of the second is divisible
+    ],
+)
+def test_layers_are_sharded_over_their_next_axis_that_fits(specs, sizes, placements):
+    def layer(x, arrays):
+        w, *biases = arrays
+        return einshard(x @ w @ w.T, 'b@data d') + sum(biases), None
+
+    @sharded('b@data d', specs, mesh=mesh_for('tensor'))
+    def forward(x, arrays):
+        positions = einshard(jnp.arange(16.0), 'l@data')  # not an argument, and not reported
+        return jax.lax.scan(layer, x, [*arrays, positions])[0]
+
+    arrays = [struct(16, *sizes), struct(16, sizes[0])][: len(specs)]
+    report = explain(forward, struct(64, sizes[0]), arrays)
+    (finding,) = [f for f in report.findings if f.kind == 'sharded loop axis']
+    assert f'of arrays/{"0-1" if len(specs) > 1 else "0"}, which' in finding.text
+    assert expressions(finding) == placements
+    sent = [row.total_bytes for row in report.collectives if row.along == 'data' and row.of]
+    assert finding.bytes == sum(sent)
+
+
+@pytest.mark.parametrize(
+    ('spec', 'shape', 'placements'),
+    [
+        ('b@data d', (4, 64, 64), ['a b d -> a b@data d']),
+        ('b@(data,tensor) d', (4, 64, 64), ['a b d -> a b@(data,tensor) d']),
+        ('rows@data d', (64, 4, 64), ['a rows d -> a rows@data d']),
+        ('b@data d', (4, 6, 64), []),
+    ],
+)
+def test_microbatches_are_sharded_over_the_axis_of_their_rows(spec, shape, placements):
+    @sharded(spec, 'd e', mesh=mesh_for('tensor'))
+    def gradient(x, w):
+        def loss(w):
+            return jax.lax.map(lambda x: jnp.sum(jnp.tanh(x @ w)), x.reshape(shape)).sum()
+
+        return jax.grad(loss)(w)  # the backward pass runs over x again
+
+    report = explain(gradient, struct(shape[0] * shape[1], 64), struct(64, 256))
+    (finding,) = [f for f in report.findings if f.kind == 'sharded loop axis']
+    text = f'float32[{",".join(map(str, shape))}]'
+    assert finding.text.startswith(f'the loop runs over the first axis of {text}, which')
+    assert expressions(finding) == placements
+
+
 @pytest.mark.parametrize('platform', ['cpu', 'tpu'])
 @pytest.mark.parametrize('split', ['split', 'slice'])
 def test_a_split_of_a_sharded_axis(platform, split):
@@ -375,6 +427,38 @@ def test_a_split_of_a_sharded_axis(platform, split):
     fixed = build(apart, 'd n f@tensor', 128, 2, 512)
     assert found_in(fixed) == []
     assert fixed.network_bytes <= wrong.network_bytes - finding.bytes
+
+
+@pytest.mark.parametrize(
+    ('size', 'down', 'product', 'placements'),
+    [
+        # in the same line, a sum along tensor
+        (1024, 'f@tensor d', lambda h, w: (h[:, :512] * h[:, 512:]) @ w, ['b@data a f@tensor']),
+        # parts of two sizes, and a single element
+        (768, 'f d', lambda h, w: (h[:, :512] @ w) * h[:, 512:].sum(1, keepdims=True), []),
+        (512, 'f d', lambda h, w: jnp.concatenate([h[:, :1], h[:, :1] * h[:, 1:]], 1) @ w, []),
+    ],
+)
+def test_parts_of_a_sharded_axis(size, down, product, placements):
+    @sharded('b@data d', 'd f@tensor', down, out='b@data d', mesh=mesh_for('tensor'))
+    def sliced(x, up, down):
+        return product(einshard(x @ up, 'b@data f@tensor'), down)
+
+    report = explain(sliced, struct(64, 512), struct(512, size), struct(512, 512))
+    (finding,) = [f for f in report.findings if f.kind == 'sliced axis']
+    assert expressions(finding) == [f'b a f -> {placement}' for placement in placements]
+    here = [row for row in report.collectives if row.source == finding.source]
+    assert finding.bytes == sum(row.total_bytes for row in here if row.kind != 'all-reduce')
+
+
+def test_a_gather_along_another_mesh_axis_is_not_of_a_slice():
+    @sharded('b@data d', 'd f@tensor', 'f d@data', out='b@data d', mesh=mesh_for('tensor'))
+    def sliced(x, up, down):
+        return einshard(x @ up, 'b@data f@tensor')[:, 5:6] * down[:1]
+
+    report = explain(sliced, struct(64, 512), struct(512, 1024), struct(512, 512))
+    assert {row.along for row in report.collectives} == {'data', 'tensor'}
+    assert 'sliced axis' not in found_in(report)
 
 
 def test_a_split_of_a_sharded_axis_of_an_explicit_mesh():
@@ -431,6 +515,23 @@ def test_reshaped_axes_are_sharded_as_by_the_compiler(before, after):
     followed = [axis.mesh_axes for axis in reshaped(axes, before, after, {'data': 4})]
     compiled = [('data',) if name else () for name in (*spec, *[None] * len(after))]
     assert followed == compiled[: len(after)]
+
+
+@pytest.mark.parametrize(
+    ('axes', 'before', 'after', 'expected'),
+    [
+        # of the largest parts, the sharded one has the name
+        ([Axis('a', ('x',))], (16,), (4, 4), [('a', ('x',)), ('', ())]),
+        ([Axis('a')], (16,), (4, 4), [('', ()), ('a', ())]),
+        # an axis of size 1 gives no name
+        ([Axis('a'), Axis('b')], (1, 6), (6,), [('b', ())]),
+        # a part of x shards the first axis, so y shards neither
+        ([Axis('a', ('x', 'y'))], (16,), (2, 8), [('', ('x',)), ('a', ())]),
+    ],
+)
+def test_names_and_mesh_axes_of_reshaped_axes(axes, before, after, expected):
+    found = reshaped(axes, before, after, {'x': 4, 'y': 2})
+    assert [(axis.name, axis.mesh_axes) for axis in found] == expected
 
 
 def test_gradients_that_are_reduced_for_each_microbatch():

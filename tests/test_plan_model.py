@@ -11,8 +11,10 @@ from refusal import refusal
 
 from einshard import Chip, Rules, einshard, sharded
 from einshard._plan.candidate import Candidate
+from einshard._plan.costly_ops import CostlyOp, Side
 from einshard._plan.estimate import Estimator
 from einshard._plan.model import find_model
+from einshard._plan.op_cost import MeshAxis, fastest_way
 
 # one byte per second to other devices, and one product per second
 SLOW = Chip('slow', {'bf16': 1.0}, memory=1e9, memory_bandwidth=1.0, link=1.0)
@@ -318,3 +320,16 @@ def test_memory():
     states = 3 * 4 * sum(weight.size for weight in weights.values())
     assert replicated.memory > states
     assert fully_sharded.memory < replicated.memory / 3
+
+
+def test_a_sum_is_scattered_before_the_rest_is_reduced():
+    """The einsum 'b k, k n -> b n' with k over two mesh axes, and b of the result over one."""
+    x, y = MeshAxis(4, 2), MeshAxis(1, 4)
+    left, right = Side((0, 1), ((), ('k',)), 2**20), Side((1, 2), (('k',), ()), 2**20)
+    out = Side((0, 2), (('b',), ()), 2**10)
+    matmul = CostlyOp('contraction', (left, right), out, 2**30, 'f32', 1)
+    way = fastest_way(matmul, {'k': (x, y), 'b': (x,)}, 1.0, lambda kind, axes: 1e-6)
+    assert [(c.kind, c.axes, c.bytes) for c in way.collectives] == [
+        ('reduce-scatter', (x,), 2**10),
+        ('all-reduce', (y,), 2**9),
+    ]
