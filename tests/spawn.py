@@ -1,13 +1,18 @@
 """Ports and import paths for processes that tests start."""
 
+import contextlib
 import os
+import random
 import socket
 
 
 def free_port():
-    with socket.socket() as listener:
-        listener.bind(('127.0.0.1', 0))
-        return listener.getsockname()[1]
+    """A free port that the system gives to no other process in the meantime."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)  # Linux gives out 32,768 and up
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(('127.0.0.1', port))
+            return port
 
 
 def python_path(*folders):
