@@ -364,7 +364,7 @@ def _with_working_fix(
     mesh, rules = context.mesh, context.axis_rules
     # suggest no option: without a mesh, mesh= was probably forgotten; and an expression
     # for which even the fix of the error fails is probably wrong on any mesh
-    if mesh is None or error.fix is not None:
+    if mesh is None or error.fix is not None or not isinstance(spec, str | LeafSpec):
         return result
     lenient_rules = tuple(rule._replace(ignores_missing=True) for rule in rules)
     lenient = make_context(mesh, context.mesh_is_ambient, lenient_rules, context.on_one_device)
