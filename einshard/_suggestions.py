@@ -35,11 +35,11 @@ def keep_working_suggestions(
 
 
 def with_working_fix(error: EinshardError, with_fix: Callable[[str], object]) -> EinshardError:
-    """Returns a copy of an error without its fix if `with_fix` raises for it.
+    """Returns a copy of an error with a fix that works, or without a fix.
 
     `with_fix` repeats the failed call with another expression. If that raises an error with a fix
-    of its own, as when several expressions are wrong, the new fix is tested next. The copy has the
-    fix that works, and a fact 'also wrong' with the sentences of the later errors.
+    of its own, as when several expressions are wrong, the new fix is tested next. The fact 'also
+    wrong' has the sentences of these later errors.
     """
     fix, others = error.fix, [*filter(None, [error.facts.get('also wrong')])]
     for _ in range(_MAX_FIXES):

@@ -41,7 +41,7 @@ class ProgramCache:
         """Finds the program for a call, and makes it if there is none.
 
         At first, returns any program for the call signature, mesh and axis rules. If that program
-        fails, pass its `runnable` as `rejected`: from then on, `values` are compared too.
+        fails, pass its `runnable` as `rejected`: this call and later ones also compare `values`.
         """
         context = self._setup.context()
         mesh_key = self._setup.mesh_key(context)

@@ -126,7 +126,7 @@ def _can_decorate(x: Any) -> bool:
 def no_function_error(
     decorator: str, arguments: Sequence[Any], in_specs: Sequence[Spec]
 ) -> EinshardError:
-    """Returns the error for a decorator that is not called with one function."""
+    """Returns the error for a decorator that is called with anything but one function."""
     sentence = f'{decorator} must decorate one function, but got {len(arguments)} arguments'
     if len(arguments) == 1:
         sentence = f'{decorator} must decorate a function, not {reprlib.repr(arguments[0])}'

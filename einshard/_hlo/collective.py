@@ -84,7 +84,8 @@ class Collective:
     def n_groups(self) -> int:
         """The number of groups; 0 if the text lists none.
 
-        Groups of one device, from a permute, count only if there are no larger groups.
+        In a permute, a device that sends only to itself is a group; such groups count only if there
+        are no larger ones.
         """
         return sum(len(group) > 1 for group in self.groups) or len(self.groups)
 

@@ -61,7 +61,7 @@ class _Uses:
         self._cache: dict[tuple[str, str], set[int]] = {}
 
     def outputs(self, comp: Computation, names: Iterable[str]) -> set[int]:
-        """Returns the indices of the program outputs computed from `names` in `comp`."""
+        """Returns the numbers of the program outputs that depend on `names` in `comp`."""
         elements = self.result_elements(comp, names)
         if comp.is_entry or not elements:
             return elements
@@ -76,7 +76,7 @@ class _Uses:
         return outputs
 
     def result_elements(self, comp: Computation, names: Iterable[str]) -> set[int]:
-        """Returns the indices of the elements of the root of `comp` computed from `names`."""
+        """Returns the numbers of the elements of the result of `comp` that depend on `names`."""
         return set[int]().union(*(self.elements_from(comp, name) for name in names))
 
     def elements_from(self, comp: Computation, name: str) -> set[int]:

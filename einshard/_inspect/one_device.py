@@ -124,7 +124,8 @@ def is_inexact(array: Any) -> bool:
 def on_one_device(call: Call, function: Callable[..., Any], mesh: Mesh) -> Call:
     """Returns a call of `function` with the arrays of `call` on one device.
 
-    `mesh` is for arrays without one: in explicit mode, all arrays need the same mesh.
+    Arrays keep their mesh axes, with size 1. Those without a mesh get `mesh`, because Explicit axes
+    need one mesh for all arrays.
     """
     if isinstance(function, BoundMethod):
         function = function.func

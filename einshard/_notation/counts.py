@@ -89,9 +89,9 @@ def _root(n: int, k: int) -> int | None:
 def _works_with(multiple: int, n_stars: int) -> DeviceCounts:
     """Lists the device counts multiple * r ** n_stars for r = 1, 2, 3 and 4, as a fact."""
     counts = [multiple * r**n_stars for r in range(1, 5)]
-    text = f'{", ".join(map(str, counts))}, ... devices'
+    text = f'{", ".join(map(str, counts))}, ... devices in total'
     if n_stars > 1:
-        text += ' (all stars have the same value)'
+        text += ', since all stars have the same value'
     return DeviceCounts(text, counts)
 
 

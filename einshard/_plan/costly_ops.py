@@ -153,7 +153,7 @@ class _Usage:
     def __init__(self, program: Program, names: Sequence[tuple[Names, ...]], states: Sequence[int]):
         self._names = names
         self._roots = roots = Roots(program)
-        # how many contractions in a loop body use an array, keyed by (`Op.scope`, its root)
+        # {(scope, array): number of contractions in this loop body that use the array}
         self._n_users: Counter[tuple[int, int]] = Counter()
         # for each value, the sum of gradients of which it is a term; the value itself if none
         self._sum_of = list(range(len(program.values)))

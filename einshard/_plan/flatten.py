@@ -176,9 +176,9 @@ class _Reader:
         unsharded = ((0, 0),) if name == 'scan_input' else ()
         self.append(Op(name, (old,), (new,), Relation(links, unsharded=unsharded), scan=scan))
 
-    def carry(self, olds: Sequence[int | None], news: Sequence[int | None]) -> None:
-        """Connects values that enter or leave a loop or branch, or go to the next iteration."""
-        for old, new in zip(olds, news, strict=True):
+    def carry(self, values: Sequence[int | None], targets: Sequence[int | None]) -> None:
+        """Passes values into or out of a loop or branch, or to the next iteration."""
+        for old, new in zip(values, targets, strict=True):
             self.connect('carry', old, new, (0, 0))
 
     def shape(self, value: int | None) -> Shape:

@@ -17,9 +17,10 @@ Judge: TypeAlias = Literal['estimate', 'partitioner', 'compiler']
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The costs of a candidate, found by `judge`.
+    """The costs of a candidate.
 
     Attributes:
+        judge: what found the costs.
         bounds: lower bounds on the time of one run; empty if the chip is unknown.
         memory: bytes per device; None if unknown.
         sent: bytes that a device sends in one run, per set of mesh axes: {'x': 10, 'x,y': 20}.

@@ -24,7 +24,7 @@ Indices: TypeAlias = tuple[int, ...]
 class Einsum:
     """The indices of a contraction or a reduction, like the letters of an einsum.
 
-    A gather or a scatter counts as a contraction with one-hot indices.
+    A gather or a scatter counts as a contraction with its index array in one-hot form.
 
     Attributes:
         operands: the positions of the operands that have indices; the array that a scatter
@@ -253,7 +253,7 @@ def _unsharded_axis(parameter: str) -> Callable[..., Relation]:
 
 
 def _gather(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Treats a gather as a contraction of its operand with one-hot indices."""
+    """Treats a gather as a contraction of its operand with its index array in one-hot form."""
     numbers, sizes = params['dimension_numbers'], params['slice_sizes']
     operand, starts = ins[:2]
     new = itertools.count(len(starts))
@@ -272,7 +272,7 @@ def _gather(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
 
 
 def _scatter(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Treats a scatter as a contraction of its updates with one-hot indices."""
+    """Treats a scatter as a contraction of its updates with its index array in one-hot form."""
     numbers = params['dimension_numbers']
     array, positions, updates = ins[:3]
     new = itertools.count(len(positions))

@@ -40,8 +40,9 @@ class MeshNetwork:
     def _without_parallel_groups(self, groups: Any) -> Any:
         """Keeps one of the device groups that are parallel rows or planes of a torus.
 
-        Parallel groups share no links, so they take the same time. `Network` would need 100 ms for
-        all groups of 8,192 devices. With several TPU slices, or without coordinates, keeps all.
+        Parallel groups share no links, so they take the same time. For 8,192 devices, it would take
+        `Network` 100 ms to look at all groups. With several TPU slices, or without coordinates,
+        keeps all.
         """
         network = self.network
         if not network.has_coords or len(set(network.slices[groups].ravel().tolist())) > 1:

@@ -166,7 +166,10 @@ class _ShardedSide:
         return local, found
 
     def reduce(self, in_op: Mapping[MeshAxis, int]) -> Sequence[OpCollective]:
-        """Returns the collectives that reduce partial sums and reshard the result."""
+        """Returns the collectives that reduce partial sums and reshard the result.
+
+        `in_op` is as in `reshard`.
+        """
         old = {axis: index for axis, index in in_op.items() if index in self.indices}
         new = self.index_of
         if old == new and len(old) == len(in_op):

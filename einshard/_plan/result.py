@@ -40,8 +40,8 @@ class Plan(Display):
         choices: the compiled plans, best first, each a `Judgement`.
         code: the specs of the function with the placements of the best plan, as source text.
         n_candidates: the number of candidates left after pruning, at most 200.
-        pruned: how many plans, axis names, and sets of axis names for one mesh axis were left out,
-            keyed by the reason: {'indivisible': 120}.
+        pruned: what the search left out, as {reason: number}: {'indivisible': 120}. The number is
+            of plans, of axis names, or of sets of axis names to shard over one mesh axis.
         stopped: why the search ended early, or ''.
         notes: remarks on the result, such as how many plans are equally good within the bounds.
         warnings: why the result may be unusable.
@@ -78,7 +78,7 @@ class Plan(Display):
 
     @property
     def fits(self) -> bool:
-        """Whether the best plan needs no more memory than `limit`."""
+        """Whether the best plan needs no more memory than `limit`; True if either is unknown."""
         return self.best.fits(self.limit)
 
     def explain(self, i: int = 0) -> Report:
@@ -186,7 +186,7 @@ class Plan(Display):
         pruned = ', '.join(f'{why} ({n})' for why, n in self.pruned.items())
         lines = [
             f'{plural(self.n_candidates, "candidate")} ranked by estimates; '
-            f'{len(judges)} compiled, {judges.count("compiler")} of them for the devices'
+            f'{len(judges)} compiled, {judges.count("compiler")} by the compiler of the target'
             f'{f" ({self.stopped})" if self.stopped else ""}',
             *([f'not considered: {pruned}'] if pruned else []),
         ]

@@ -184,7 +184,7 @@ def is_neighbor(one: Candidate, other: Candidate) -> bool:
 
 
 def _spread(estimates: Sequence[Judgement], n: int) -> list[Candidate]:
-    """Chooses n candidates, alternating between the best left and the best of a new mesh shape."""
+    """Chooses n candidates: in turn, the best one left and the best one of a new mesh shape."""
     by_shape: dict[object, list[Candidate]] = {}
     for one in estimates:
         by_shape.setdefault(one.candidate.mesh, []).append(one.candidate)

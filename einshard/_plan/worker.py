@@ -53,7 +53,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any] | str:
 def _compile(
     program: bytes, axes: tuple[tuple[str, int], ...], donated: tuple[int, ...]
 ) -> dict[str, str]:
-    """Compiles an exported program; returns the optimized HLO ('text') and XLA's 'buffers' dump.
+    """Compiles an exported program; returns its HLO ('text') and buffer assignment ('buffers').
 
     `donated` has the positions of the donated arguments.
     """

@@ -302,7 +302,7 @@ def program_mesh_error(mesh: AnyMesh, other: AnyMesh) -> EinshardError:
         facts={
             'mesh': mesh_fact(mesh),
             'mesh of the program': mesh_fact(other),
-            'instead': 'use the mesh of the program; mesh axes that no term names hold replicas',
+            'instead': 'use the mesh of the program; mesh axes without a term hold replicas',
         },
     )
 

@@ -387,4 +387,5 @@ def mesh_fact(mesh: AnyMesh) -> str:
     """Formats a mesh for errors: "'data': 4, 'tp': 2 (Auto)", or "... (Auto, Explicit)"."""
     kinds = [kind.name for kind in mesh.axis_types]
     sizes = dict(zip(map(str, mesh.axis_names), mesh.axis_sizes, strict=True))
-    return f'{mesh_text(sizes)} ({", ".join(kinds if len({*kinds}) > 1 else kinds[:1])})'
+    text = ', '.join(kinds if len({*kinds}) > 1 else kinds[:1])
+    return f'{mesh_text(sizes)} ({text}{", canonical" if is_device_mesh(mesh) else ""})'

@@ -99,8 +99,9 @@ def _suggestion(facts: Facts, unused: tuple[str, ...], lines: Sequence[_Repeated
     """Suggests a change after which each device computes a part of the matmuls; '' if unknown.
 
     `unused` are the mesh axes that shard no operand of the matmuls. If there are none, suggests a
-    constraint on the result. Else suggests keeping the batch of a scan sharded over them; or
-    sharding the batch over them, if they shard no argument; or else the weights.
+    constraint on the result. Otherwise, the first of these that applies: to keep the batch of a
+    loop sharded over them; if they shard no argument, to shard the batch over them; to shard the
+    weights over them.
     """
     if not unused:
         return _constrain_result(facts, lines[0])

@@ -271,7 +271,7 @@ def argument_values(
 
 
 def _unsharded(v: Any, values: Sequence[Value] = ()) -> Value:
-    """Returns an unsharded value with the rank of `v`; it is data if one of `values` is."""
+    """Returns an unsharded value with the rank of `v`; its `is_data` is that of any of `values`."""
     ndim = getattr(v.aval, 'ndim', 0)
     return Value((Axis(),) * ndim, None, any(value.is_data for value in values))
 
