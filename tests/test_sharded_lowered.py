@@ -118,6 +118,16 @@ def test_an_abstract_mesh():
     assert f.out_shardings(X, w=W).spec == P(None, 'p')
 
 
+@pytest.mark.parametrize('spec', ['a* b', 'a b*', '* a b'])
+@pytest.mark.parametrize('method', ['eval_shape', 'trace'])
+def test_placed_arrays_on_an_abstract_mesh(method, spec):
+    mesh = AbstractMesh((8,), ('p',), axis_types=(AxisType.Auto,))
+    f = sharded('a@p b', mesh=mesh)(add)
+    for x in (einshard(X, spec, mesh=EIGHT), einshard(X, spec, mesh=EIGHT[:1])):
+        out = getattr(f, method)(x)
+        assert (out if method == 'eval_shape' else out.out_info).shape == X.shape
+
+
 # -------------------------------------------------------------------------------- memory kinds
 
 

@@ -77,6 +77,8 @@ def _place(
             raise error.about(array=argument.leaf_text(path, leaf)) from None
         return leaf
     sharding = placement.sharding
+    if not (traced.mesh_is_ambient or isinstance(traced.mesh, Mesh) or is_tracing()):
+        return leaf  # on an abstract mesh, a function is only traced, and only shapes matter
     current = _rejected_sharding(traced, leaf, sharding)
     if current is not None and not (_is_unsharded(current) or traced.setup.reshard):
         raise _placed_differently(traced, current, placement, leaf, argument, path) from None
