@@ -17,13 +17,7 @@ from .._cache import register
 from .._errors import EinshardError, Suggestion
 from .._notation.axis_positions import axis_positions
 from .._notation.expression import ELLIPSIS, Expression, axis_letters
-from .._sharding.context import (
-    USE_MESH_IN_CONTEXT,
-    depth_of_user,
-    is_staging,
-    other_program_mesh,
-    program_mesh_error,
-)
+from .._sharding.context import USE_MESH_IN_CONTEXT, depth_of_user, is_staging
 from .._sharding.describe import find_expression
 from .._sharding.mesh import (
     AnyMesh,
@@ -33,6 +27,7 @@ from .._sharding.mesh import (
     partition_spec,
     spec_axes,
 )
+from .._sharding.program_mesh import other_devices_error
 from .._sharding.resolve import Placement
 from .reshard import reshard
 
@@ -234,10 +229,9 @@ def _check_context(x: Any, placement: Placement) -> None:
             mesh_in_context=mesh_fact(context),
             instead=USE_MESH_IN_CONTEXT,
         )
-    other = other_program_mesh(mesh, [x])
-    if other is not None:
-        found = program_mesh_error(mesh, other)
-        raise EinshardError(**found.parts(expression=placement.expression.text))
+    other_devices = other_devices_error(mesh, [x])
+    if other_devices is not None:
+        raise EinshardError(**other_devices.parts(expression=placement.expression.text))
     types = _axis_types(mesh)
     entries = spec_axes(sharding.spec)
     explicit_first = [

@@ -12,9 +12,10 @@ from jax.sharding import AxisType
 
 from .._errors import EinshardError
 from .._sharding.collective_axes import ShardedBy, find_sharded_by
-from .._sharding.context import Context, mesh_scope, other_program_mesh, program_mesh_error
+from .._sharding.context import Context, mesh_scope
 from .._sharding.legacy_mesh import warn_if_ignored
 from .._sharding.mesh import AnyMesh
+from .._sharding.program_mesh import other_devices_error
 from .._trees.specs import is_none
 from .error_notes import ErrorNotes
 from .parameters import CallSignature, positional_signature
@@ -85,9 +86,9 @@ class TracedFunction:
 
     def check_devices(self, values: Sequence[Any]) -> None:
         """Raises if the function is called in a program that runs on other devices."""
-        other = other_program_mesh(self.mesh, jtu.tree_leaves(values))
-        if other is not None and self.has_shardings:
-            raise program_mesh_error(self.mesh, other).about(function=self.setup.name)
+        error = other_devices_error(self.mesh, jtu.tree_leaves(values))
+        if error is not None and self.has_shardings:
+            raise error.about(function=self.setup.name)
 
     def positions(self, names: Collection[str]) -> list[int]:
         return [i for i, name in enumerate(self.names) if name in names]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, get_abstract_mesh, get_mesh
 
 from .._cache import cached
-from .._errors import EinshardError, plural
+from .._errors import EinshardError
 from .mesh import (
     AnyMesh,
     MeshLike,
@@ -263,48 +263,6 @@ def mesh_scope(mesh: AnyMesh | None, is_program: bool = False) -> AbstractContex
     outer = _enclosing()
     context = make_context(mesh, False, outer.axis_rules, outer.on_one_device)
     return Scope(context, is_program=is_program)
-
-
-def other_program_mesh(mesh: AnyMesh, values: Iterable[Any]) -> AnyMesh | None:
-    """Returns the mesh of the program that is being traced if `mesh` has other devices; else None.
-
-    JAX raises its error about this only after the trace. The devices of the program are those of an
-    enclosing `sharded` function, or else the types of `values` have their number. The mesh of
-    `jax.set_mesh` is abstract while tracing, and has only their number too.
-    """
-    scope = innermost_scope.get()
-    program_mesh = scope and scope.program_mesh()
-    if program_mesh is None:
-        types: list[Any] = [jax.typeof(x) for x in values if isinstance(x, Tracer)]
-        meshes: list[AnyMesh] = [aval.sharding.mesh for aval in types]
-    else:  # a `sharded` function reshards its arguments, but in its trace their types remain
-        meshes = [program_mesh]
-    for other in (get_abstract_mesh(), *meshes):
-        if not other.empty and _have_other_devices(mesh, other):
-            return other if is_staging() else None
-    return None
-
-
-def _have_other_devices(mesh: AnyMesh, other: AnyMesh) -> bool:
-    if isinstance(mesh, Mesh) and isinstance(other, Mesh):
-        return {*mesh.devices.flat} != {*other.devices.flat}
-    return mesh.size != other.size
-
-
-def program_mesh_error(mesh: AnyMesh, other: AnyMesh) -> EinshardError:
-    """Returns the error for a mesh with other devices than the mesh of the program."""
-    n, n_program = mesh.size, other.size
-    sentence = f'the mesh has {plural(n, "device")}, but the program runs on {n_program}'
-    if n == n_program:
-        sentence = 'the mesh has other devices than the program'
-    return EinshardError(
-        sentence,
-        facts={
-            'mesh': mesh_fact(mesh),
-            'mesh of the program': mesh_fact(other),
-            'instead': 'use the mesh of the program; mesh axes without a term hold replicas',
-        },
-    )
 
 
 def one_device_scope(mesh: Mesh) -> AbstractContextManager[Any]:

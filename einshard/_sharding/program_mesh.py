@@ -1,0 +1,57 @@
+"""Compares a mesh with the devices of the program that is being traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import Mesh, get_abstract_mesh
+
+from .._cache import cached
+from .._errors import EinshardError, plural
+from .context import innermost_scope, is_staging
+from .mesh import AnyMesh, mesh_fact
+
+
+def other_devices_error(mesh: AnyMesh, values: Iterable[Any]) -> EinshardError | None:
+    """Returns the error if the program that is being traced has other devices than `mesh`.
+
+    JAX raises its error about this only after the trace. The program runs on the devices of the
+    enclosing `sharded` function. Without one, and for `jax.set_mesh`, only the number of devices is
+    known, from the types of `values` and from the abstract mesh in context.
+    """
+    scope = innermost_scope.get()
+    program_mesh = scope and scope.program_mesh()
+    if program_mesh is None:
+        types: list[Any] = [jax.typeof(x) for x in values if isinstance(x, Tracer)]
+        meshes: list[AnyMesh] = [aval.sharding.mesh for aval in types]
+    else:  # a `sharded` function reshards its arguments, but in its trace their types remain
+        meshes = [program_mesh]
+    for other in (get_abstract_mesh(), *meshes):
+        if not other.empty and _have_other_devices(mesh, other):
+            return _error(mesh, other) if is_staging() else None
+    return None
+
+
+@cached
+def _have_other_devices(mesh: AnyMesh, other: AnyMesh) -> bool:
+    if isinstance(mesh, Mesh) and isinstance(other, Mesh):
+        return {*mesh.devices.flat} != {*other.devices.flat}
+    return mesh.size != other.size
+
+
+def _error(mesh: AnyMesh, other: AnyMesh) -> EinshardError:
+    n, n_program = mesh.size, other.size
+    sentence = f'the mesh has {plural(n, "device")}, but the program runs on {n_program}'
+    if n == n_program:
+        sentence = 'the mesh has other devices than the program'
+    return EinshardError(
+        sentence,
+        facts={
+            'mesh': mesh_fact(mesh),
+            'mesh of the program': mesh_fact(other),
+            'instead': 'use the mesh of the program; mesh axes without a term hold replicas',
+        },
+    )
