@@ -687,7 +687,11 @@ BLOCKS = Rules([('w', 'x y -> x4 4 y')], default=EVERYWHERE)
 @pytest.mark.parametrize(
     ('spec', 'options', 'parts'),
     [
-        ({'w': ROWS}, {}, ['spec tree does not match', 'model parameters, in for_optimizer']),
+        (
+            {'w': ROWS},
+            {},
+            ['the specs do not match the tree', 'model parameters, in for_optimizer'],
+        ),
         ({'w': ROWS, 'b': 'x**'}, {}, ["'x**'"]),
         (3, {}, ['3 is not a spec']),
         (ROWS, {'default': 3}, ['3 is not a spec']),

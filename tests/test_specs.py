@@ -158,35 +158,39 @@ def test_errors_in_functions_are_the_users():
 @pytest.mark.parametrize(
     ('tree', 'specs', 'difference'),
     [
-        ({'a': W}, {'b': ROWS}, "no spec for 'a' at the root"),
-        ({'a': W}, {'a': ROWS, 'b': ROWS}, "the tree has no 'b' at the root"),
-        ({'a': W}, [ROWS], 'list in the specs, but dict in the tree at the root'),
-        (W, {'a': ROWS}, 'dict in the specs, but a leaf in the tree at the root'),
-        ({'net': [W, {'w': W}]}, {'net': [ROWS, {'v': ROWS}]}, "no spec for 'w' at 'net/1'"),
+        ({'a': W}, {'b': ROWS}, "at the root, no spec for 'a'"),
+        ({'a': W}, {'a': ROWS, 'b': ROWS}, "at the root, the tree has no 'b'"),
+        ({'a': W}, [ROWS], "at the root, the specs have 'list' where the tree has 'dict'"),
+        (W, {'a': ROWS}, "at the root, the specs have 'dict' where the tree has a leaf"),
+        ({'net': [W, {'w': W}]}, {'net': [ROWS, {'v': ROWS}]}, "at 'net/1', no spec for 'w'"),
         (
             {'net': [W, W]},
             {'net': [ROWS, {'w': ROWS}]},
-            "dict in the specs, but a leaf in the tree at 'net/1'",
+            "at 'net/1', the specs have 'dict' where the tree has a leaf",
         ),
         (
             {'net': Layer(W, B)},
             {'net': (ROWS, VECTOR)},
-            "tuple in the specs, but Layer in the tree at 'net'",
+            "at 'net', the specs have 'tuple' where the tree has 'Layer'",
         ),
-        ({'x': None}, {'x': {'a': ROWS}}, "dict in the specs, but NoneType in the tree at 'x'"),
-        ([Keyless(W, W)], [Keyless(ROWS)], "no spec for '1' at '0'"),
-        ({'w': W}, {'v': lambda path, leaf: None}, "no spec for 'w' at the root"),
+        (
+            {'x': None},
+            {'x': {'a': ROWS}},
+            "at 'x', the specs have 'dict' where the tree has 'NoneType'",
+        ),
+        ([Keyless(W, W)], [Keyless(ROWS)], "at '0', no spec for '1'"),
+        ({'w': W}, {'v': lambda path, leaf: None}, "at the root, no spec for 'w'"),
         (
             collections.OrderedDict(a=W),
             {'a': ROWS},
-            'dict in the specs, but OrderedDict in the tree',
+            "at the root, the specs have 'dict' where the tree has 'OrderedDict'",
         ),
         (Block(W, W, 'one'), Block(ROWS, ROWS, 'other'), ''),
     ],
 )
 def test_mismatches_are_located(tree, specs, difference):
     sentence = refusal(einshard, tree, specs).sentence
-    assert sentence.startswith(f'spec tree does not match: {difference}')
+    assert sentence.startswith(f'the specs do not match the tree: {difference}')
 
 
 @pytest.mark.parametrize('bad', [3, 2.5, b'a*', jax.devices()[0], object(), np.ones(3)])

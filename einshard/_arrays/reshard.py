@@ -37,13 +37,15 @@ def reshard(x: Any, sharding: NamedSharding) -> Any:
 
 
 def _check_dtype(aval: Any, sharding: NamedSharding) -> None:
-    """Raises for partial sums of non-numbers, and for PRNG keys with reduced axes: JAX fails."""
+    """Raises where JAX fails: partial sums of non-numbers, and PRNG keys with reduced axes."""
     is_key = jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended)
     is_number = jax.numpy.issubdtype(aval.dtype, jax.numpy.number)
     if (is_key and is_partial(sharding)) or (sharding.spec.unreduced and not is_number):
-        limit = 'it cannot' if sharding.spec.unreduced else 'its gradient cannot'
+        limit = 'it cannot be a partial sum'
+        if not sharding.spec.unreduced:
+            limit = "it cannot have '=', for which gradients are partial sums"
         raise EinshardError(
-            f'{array_text(aval)} does not contain numbers, so {limit} be a partial sum',
+            f'{array_text(aval)} does not contain numbers, so {limit}',
             facts={'sharding': partition_text(sharding.spec)},
         )
 

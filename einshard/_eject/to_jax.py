@@ -68,9 +68,10 @@ def to_jax(
     * A pytree of specs, or `for_optimizer(...)`, with a pytree of arrays: the same, with patterns
       that match the paths of the arrays.
     * A `sharded` function `step` with the arguments of a call: `jit_step(function)`, which calls
-      `jax.jit` with the shardings of `step`. It also takes the pytrees whose shardings it finds by
-      path, as in `jit_step(function, state)`. A comment lists the sharding constraints inside the
-      function, with source lines. For functions that are not `sharded`, the text is this comment.
+      `jax.jit` with the shardings of `step`. If it finds the shardings of an argument by path, as
+      with `Rules`, pass it this argument too: `jit_step(function, state)`. A comment lists the
+      sharding constraints inside the function, with source lines. For functions that are not
+      `sharded`, the text is this comment.
     * A `Plan`: the same for its function, with the shardings of the best plan.
 
     The shardings equal those of einshard: the same PartitionSpecs, and meshes of the same devices

@@ -231,7 +231,7 @@ def _must_put(leaf: Any, sharding: NamedSharding) -> bool:
     """Whether to place host data or an uncommitted array, instead of leaving that to jit.
 
     Jit cannot place a partial sum. In a program with several processes, it does not shard host
-    data, and does not compare uncommitted arrays.
+    data, and does not check that uncommitted arrays are equal in all processes.
     """
     is_placed = isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref) or _is_committed(leaf)
     must_put = is_partial(sharding) or jax.process_count() > 1

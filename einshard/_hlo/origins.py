@@ -18,8 +18,8 @@ _MAX_STEPS = 200  # keeps traces short in long programs
 class Origins:
     """Traces values back to program parameters.
 
-    Follows `_MOVES`, into fusions and out of loops that do not change the value: the weights in a
-    scan over layers.
+    Follows the operations in `_MOVES`, also in fusions. Leaves loops that do not change the value,
+    such as a scan over microbatches, which does not change the weights.
     """
 
     def __init__(self, module: Module):

@@ -92,7 +92,7 @@ def _origin(comp: Computation, name: str) -> str:
 
 
 def _unrolled(permutes: Sequence[Place]) -> Iterator[tuple[str, list[Place]]]:
-    """Groups permutes by dot and kind: 'all-gather' if they send shards, else 'reduce-scatter'."""
+    """Groups permutes by dot and kind: 'all-gather' of an operand, or 'reduce-scatter'."""
     by_dot: dict[tuple[str, str, tuple[int, ...]], list[Place]] = {}
     for place in permutes:
         op = place.op
@@ -117,7 +117,10 @@ class _Chain:
 
 
 def _chains(permutes: Sequence[Place]) -> Iterator[tuple[list[Place], str]]:
-    """Groups the permutes of a dot into chains; yields (permutes, kind) of each."""
+    """Groups the permutes of a windowed dot into chains.
+
+    Yields each chain with the kind of collective that it replaces.
+    """
     comp = permutes[0].comp
     by_name = {place.op.name: place for place in permutes}
     chains: list[_Chain] = []

@@ -53,7 +53,7 @@ class ComparedRow:
 
     @property
     def is_noise(self) -> bool:
-        """Whether rounding alone can explain a difference as large as the array itself."""
+        """Whether the array may consist of rounding errors, as a sum of terms that cancel does."""
         return self.tolerance >= 1
 
 

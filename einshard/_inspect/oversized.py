@@ -69,7 +69,7 @@ def find_compile_mesh(stages: Stages, args: Any, mesh: MeshLike | None) -> AnyMe
 def compile_stages(stages: Stages, mesh: AnyMesh | None) -> Compiled | Oversized:
     """Compiles a program; if it does not fit into memory, reads it from the compiler's dumps.
 
-    Raises if it cannot read the dumps, as without a mesh.
+    Raises the compiler's error if it cannot read the dumps, for example because there is no mesh.
     """
     try:
         return stages.compile()

@@ -336,7 +336,8 @@ def _orders(
     ) -> Iterator[tuple[MeshAxis, ...]]:
         candidates = [axis for axis in sharded if axis not in order]
         n_replicas = n_devices // math.prod(counts.values())
-        n_replicas //= math.prod(count for name, count in order if name is None)  # not in `order`
+        # those that `order` does not have yet
+        n_replicas //= math.prod(count for name, count in order if name is None)
         if not candidates and n_replicas == 1:
             yield order
         # two successive axes of replicas would be one axis

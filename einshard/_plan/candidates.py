@@ -33,8 +33,8 @@ class Candidates:
 
     Attributes:
         ranked: the best estimate first; candidates that need too much memory come last.
-        pruned: how many plans, axis names and name sets were left out, keyed by the reason:
-            {'indivisible': 120}.
+        pruned: what was left out, as {reason: number}: {'indivisible': 120}. The number is of
+            candidates, of axis names, or of sets of axis names to shard over one mesh axis.
     """
 
     ranked: tuple[Candidate, ...]

@@ -126,7 +126,7 @@ def _einsum_relation(einsum: Einsum, links: Iterable[Link] = ()) -> Relation:
 
 
 def _conv(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Contracts the input features of a convolution, and for a kernel gradient, the positions."""
+    """Relates the axes of a convolution, which contracts features; a kernel gradient, positions."""
     numbers, rhs, out = params['dimension_numbers'], ins[1], outs[0]
     groups = params['feature_group_count'] * params['batch_group_count']
     new = itertools.count(3)

@@ -175,7 +175,7 @@ class Search:
 
 
 def is_neighbor(one: Candidate, other: Candidate) -> bool:
-    """Whether two candidates differ in the mesh axes of one name, or only in the mesh sizes."""
+    """Whether two candidates differ only in the mesh axes of one name, or in the mesh sizes."""
     changed = one.changed_names(other)
     if one.mesh == other.mesh:
         return len(changed) == 1
@@ -184,7 +184,7 @@ def is_neighbor(one: Candidate, other: Candidate) -> bool:
 
 
 def _spread(estimates: Sequence[Judgement], n: int) -> list[Candidate]:
-    """Chooses n candidates: in turn, the best one left and the best one of a new mesh shape."""
+    """Chooses n candidates: in turn, the best one left and the best one of the next mesh shape."""
     by_shape: dict[object, list[Candidate]] = {}
     for one in estimates:
         by_shape.setdefault(one.candidate.mesh, []).append(one.candidate)

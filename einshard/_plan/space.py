@@ -36,7 +36,7 @@ class Space:
             mesh axes, the slices are the first mesh axis, over which only the batch is sharded.
         mesh: the user's mesh axes and their sizes; None to try all factorizations.
         pinned: the mesh axes of the names in `pin=`.
-        pruned: how many axis names and name sets were left out, keyed by the reason.
+        pruned: what was left out, as in `Candidates` of candidates.py.
     """
 
     model: Model

@@ -355,7 +355,7 @@ def check_mesh(mesh: Any, option: str = 'mesh=') -> None:
     if ndim > 1:
         raise EinshardError(
             f'{option} is an array with {ndim} dimensions, whose axes have no names',
-            facts={'try': f'{option}jax.sharding.Mesh(devices, {tuple(_NAMES[:ndim])})'},
+            facts={'try': f'{option}jax.sharding.Mesh(that_array, {tuple(_NAMES[:ndim])})'},
         )
     make_mesh = _make_mesh_call(mesh)
     is_sequence = isinstance(mesh, Iterable) and not isinstance(mesh, str | Mapping) and ndim == 1
@@ -388,4 +388,4 @@ def mesh_fact(mesh: AnyMesh) -> str:
     kinds = [kind.name for kind in mesh.axis_types]
     sizes = dict(zip(map(str, mesh.axis_names), mesh.axis_sizes, strict=True))
     text = ', '.join(kinds if len({*kinds}) > 1 else kinds[:1])
-    return f'{mesh_text(sizes)} ({text}{", canonical" if is_device_mesh(mesh) else ""})'
+    return f'{mesh_text(sizes)} ({text}{", from device_mesh" if is_device_mesh(mesh) else ""})'

@@ -52,6 +52,6 @@ def _error(mesh: AnyMesh, other: AnyMesh) -> EinshardError:
         facts={
             'mesh': mesh_fact(mesh),
             'mesh of the program': mesh_fact(other),
-            'instead': 'use the mesh of the program; mesh axes without a term hold replicas',
+            'instead': 'use the mesh of the program; unused mesh axes replicate the array',
         },
     )

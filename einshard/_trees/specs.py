@@ -316,7 +316,7 @@ def _subtrees(prefix_def: Any, spec: Spec, tree: Any) -> list[Any]:
         return prefix_def.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError) as error:
         raise _mismatch(spec, tree, ()) or EinshardError(
-            f'spec tree does not match: {error}'
+            f'the specs do not match the tree: {error}'
         ) from None
 
 
@@ -329,7 +329,8 @@ def _mismatch(spec: Spec, tree: Any, path: tuple[Any, ...]) -> EinshardError | N
     keys, tree_keys = ([_key(child) for child in node] for node in (spec_children, tree_children))
     if type(spec) is not type(tree) or keys != tree_keys:
         return EinshardError(
-            f'spec tree does not match: {_mismatch_text(spec, tree, keys, tree_keys)} {where}',
+            f'the specs do not match the tree: {where}, '
+            f'{_mismatch_text(spec, tree, keys, tree_keys)}',
             facts={'specs': _node_text(spec, keys), 'tree': _node_text(tree, tree_keys)},
         )
     for (key, spec_child), (_, tree_child) in zip(spec_children, tree_children, strict=True):
@@ -342,9 +343,10 @@ def _mismatch(spec: Spec, tree: Any, path: tuple[Any, ...]) -> EinshardError | N
 def _mismatch_text(spec: Any, tree: Any, keys: Sequence[str], tree_keys: Sequence[str]) -> str:
     """Describes how two nodes differ: "no spec for 'b'", or two types."""
     if jtu.all_leaves([tree]):
-        return f'{type(spec).__name__} in the specs, but a leaf in the tree'
+        return f"the specs have '{type(spec).__name__}' where the tree has a leaf"
     if type(spec) is not type(tree):
-        return f'{type(spec).__name__} in the specs, but {type(tree).__name__} in the tree'
+        types = type(spec).__name__, type(tree).__name__
+        return "the specs have '{}' where the tree has '{}'".format(*types)
     if missing := [key for key in tree_keys if key not in keys]:
         return f'no spec for {_keys_text(tree, missing[:8])}'
     if extra := [key for key in keys if key not in tree_keys]:

@@ -138,7 +138,7 @@ def _lookup(eqn: Any, values: Sequence[Value]) -> Product | None:
     is_rows = numbers.collapsed_slice_dims == numbers.start_index_map == (0,)
     if not is_rows or any(sizes[i] != shape[i] for i in kept):
         return None
-    # if the table and the indices are sharded over a mesh axis, the rows are gathered
+    # in the result, a mesh axis that shards the indices cannot shard the rows too
     row_axes = iter([table.axes[i].without_mesh_axes(indices.mesh_axes) for i in kept])
     index_axes = iter(indices.axes[:-1])
     axes = [
