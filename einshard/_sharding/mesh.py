@@ -355,7 +355,7 @@ def check_mesh(mesh: Any, option: str = 'mesh=') -> None:
     if ndim > 1:
         raise EinshardError(
             f'{option} is an array with {ndim} dimensions, whose axes have no names',
-            facts={'try': f'{option}jax.sharding.Mesh(that_array, {tuple(_NAMES[:ndim])})'},
+            facts={'try': f'{option}jax.sharding.Mesh(devices, {tuple(_NAMES[:ndim])})'},
         )
     make_mesh = _make_mesh_call(mesh)
     is_sequence = isinstance(mesh, Iterable) and not isinstance(mesh, str | Mapping) and ndim == 1
