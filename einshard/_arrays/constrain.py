@@ -153,7 +153,7 @@ def restrict_to_type(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
 
 
 def _axis_types(mesh: AnyMesh) -> dict[Any, AxisType]:
-    """Returns the type of each mesh axis; P.UNCONSTRAINED counts as Auto: the compiler decides."""
+    """Returns the type of each mesh axis, and as that of P.UNCONSTRAINED, Auto."""
     types: dict[Any, AxisType] = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return types | {PartitionSpec.UNCONSTRAINED: AxisType.Auto}
 

@@ -36,8 +36,8 @@ class Writer:
     """Writes shardings and their meshes.
 
     Args:
-        mesh: the mesh in context. Shardings of traced values are on its abstract mesh; it is
-            written instead.
+        mesh: the mesh in context. Shardings of traced values are on its abstract mesh, for
+            which the mesh in context is written.
     """
 
     def __init__(self, mesh: AnyMesh) -> None:
@@ -121,7 +121,7 @@ def _numbered(name: str, n_before: int) -> str:
 
 
 def _uses_make_mesh(mesh: AnyMesh) -> bool:
-    """Whether to write a call of `jax.make_mesh`: if it gives the same device order as `mesh`."""
+    """Whether to write `jax.make_mesh`: for a named mesh with the device order that it gives."""
     if is_device_mesh(mesh):
         return False  # the written code sorts the devices in hardware order
     if isinstance(mesh, AbstractMesh):

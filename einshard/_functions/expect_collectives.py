@@ -105,7 +105,7 @@ class expect_collectives:
         if i == len(_thread.entered):
             cache_keys.__exit__(None, None, None)
             return True
-        # the block inside this one restores the cache keys that this one would have restored
+        # left before the block inside it, which must now restore the cache keys of this one
         _thread.entered[i] = _thread.entered[i][0], cache_keys
         return False
 

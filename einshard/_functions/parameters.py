@@ -76,7 +76,7 @@ class Parameters:
     ) -> tuple[CallSignature, tuple[str, ...]]:
         """Returns the signature of a call, and the order in which its keywords are flattened.
 
-        Passes keyword arguments by position if possible. For `def f(a, b, *, c)` and the call
+        Keyword arguments count as positional if possible. For `def f(a, b, *, c)` and the call
         `f(1, c=3, b=2)`, returns `CallSignature(2, ('c',))` and `('b', 'c')`.
         """
         by_keyword = set(keywords)

@@ -234,7 +234,7 @@ class ShardedFunction(Generic[P, R]):
     def _traced_function(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[TracedFunction, Sequence[Any]]:
-        """Returns the TracedFunction and the values of a call, which it checks."""
+        """Returns the TracedFunction of a call and the argument values, after checking these."""
         call, _, values = self._setup.declaration.flatten_call(args, kwargs)
         program = self._programs.find(call, values)
         program.traced.check(values)

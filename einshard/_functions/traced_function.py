@@ -128,7 +128,7 @@ class TracedFunction:
         )
 
     def matches_result(self, values: Sequence[Any]) -> bool:
-        """Whether the specs of the result still resolve to `out_shardings` for these arguments."""
+        """Whether a call with these arguments still has the result shardings in `out_shardings`."""
         # the wrapper compares the shardings when it is traced for these arguments
         if self.result.needs_leaves(self.setup.context()):
             try:

@@ -24,5 +24,5 @@ ARITHMETIC: Mapping[str, Any] = {
     'maximum': np.maximum,
     'and': np.bitwise_and,
     'shift-left': np.left_shift,
-    'shift-right-logical': np.right_shift,  # arithmetic; equal for indices, which are not negative
+    'shift-right-logical': np.right_shift,  # arithmetic, but indices are not negative
 }

@@ -148,8 +148,8 @@ _TPUS = (
 )
 
 # NVLink: NVIDIA quotes both directions, 600 GB/s for A100. The network has one NIC per GPU in DGX
-# nodes: 200 Gbit/s for A100, 400 Gbit/s for H100, H200 and B200. DGX B200 has 1440 GB of HBM for 8
-# GPUs, the book 192 GB for each.
+# nodes: 200 Gbit/s for A100, 400 Gbit/s for H100, H200 and B200. The memory of B200 is that in
+# DGX B200, 1440 GB for 8 GPUs; the book has 192 GB for each.
 _A100 = {'bf16': 312e12, 'tf32': 156e12, 'int8': 624e12}
 _H100 = {'bf16': 989.5e12, 'tf32': 494.7e12, 'fp8': 1979e12, 'int8': 1979e12}
 _B200 = {'bf16': 2.3e15, 'tf32': 1.15e15, 'fp8': 4.5e15, 'int8': 4.5e15, 'fp4': 9e15}

@@ -117,7 +117,7 @@ class Network:
     # all links together: one entry
 
     def crossings(self, kind: str, pattern: _Pattern) -> Any:
-        """Returns the bytes into and out of each set of devices, for an array of 1 byte."""
+        """Returns the bytes that cross the boundaries listed above, per byte of the array."""
         key = kind, pattern
         if key not in self._crossings:
             within, across = self.split_by_slice(pattern)
@@ -136,7 +136,7 @@ class Network:
         return self._crossings[key]
 
     def bandwidths(self, patterns: Sequence[_Pattern]) -> Any:
-        """Returns the bytes per second into and out of each set of devices."""
+        """Returns the bytes per second for each entry of `crossings`."""
         key = frozenset(patterns)
         if key not in self._bandwidths:
             chip, n_slices = self.chip, int(self.slices.max()) + 1

@@ -89,7 +89,7 @@ class Report(Display):
     @property
     def warnings(self) -> tuple[Finding, ...]:
         """Deprecated: use `findings` and `notes`."""
-        warn('.warnings is deprecated; use .findings', DeprecationWarning, stacklevel=2)
+        warn('.warnings is deprecated; use .findings and .notes', DeprecationWarning, stacklevel=2)
         return (*self.findings, *self.notes)
 
     def diff(self, after: Report) -> Diff:

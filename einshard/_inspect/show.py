@@ -80,8 +80,8 @@ def show(
     Args:
         x_or_expression: an expression; an array, `ShapeDtypeStruct` or sharding; a pytree of them;
             or a report of `explain`.
-        shape: the shape of the array, for an expression or a sharding. If omitted, blocks are
-            numbered, and '...' stands for no axes.
+        shape: the shape of the array, for an expression or a sharding. If omitted, labels
+            are block numbers instead of ranges of indices, and '...' stands for no axes.
         devices: for an expression: a number of devices, a sequence of devices, or a mesh, whose
             axes the expression may name. Default: the mesh of `jax.set_mesh`, or else as many
             devices as the counts use.

@@ -13,7 +13,7 @@ class Split:
     count: int
     axis: int | None  # the position of the array axis; None for replicas
     mesh_axes: tuple[str, ...] = ()  # () for a split by count
-    sign: str = ''  # the sign of the replicas: '', '+' or '='
+    sign: str = ''  # if `axis` is None: '' for replicas; '+' and '=' as in expressions
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class Layout:
     """The device grid of an expression.
 
     Splits by mesh axes come first, then splits by count, each in the order written. Splits by count
-    divide the remaining devices, slowest-varying first. But if an array axis has splits of both
-    kinds, its splits by mesh axes come among those by count, in the order written.
+    divide the remaining devices, slowest-varying first. Exception: if an array axis has splits
+    of both kinds, its splits by mesh axes are not moved to the front.
 
     Every split by count has a count above 1, and neighbors are merged if they shard the same axis
     or hold replicas with the same sign. So equal placements without mesh axes have equal layouts.

@@ -64,8 +64,8 @@ def describe_device_order(
 ) -> list[str]:
     """Lists the dimensions of the device grid, such as '2 replicas x 4 parts of a'.
 
-    Returns one line. Without signs, returns [] if nothing is sharded or the grid has fewer than two
-    dimensions. For the arguments, see `draw`.
+    Returns a list of one line; [] if there are no signs, and nothing is sharded or the grid has
+    fewer than two dimensions. For the arguments, see `draw`.
     """
     array_axis = {axis: names[i] for i, entry in enumerate(entries) for axis in entry}
     dimensions: list[tuple[str, Any, int]] = []  # label, mesh axis, size

@@ -69,7 +69,8 @@ def _notes(choices: Sequence[Judgement], search: Search) -> Iterator[str]:
         )
     if search.judge_by_compiler and not any(one.judge == 'compiler' for one in choices):
         yield (
-            "the target's compiler was not used, and the partitioner's memory may be 40% too high"
+            "the target's compiler was not used; the memory is that of the partitioned program for "
+            'CPUs, and may be 40% too high'
         )
 
 

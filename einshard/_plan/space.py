@@ -94,7 +94,7 @@ class Space:
         )
 
     def axes(self, plan: PlanTuple) -> dict[str, tuple[MeshAxis, ...]]:
-        """Maps axis names, and the user's mesh axes, which specs may name, to mesh axes."""
+        """Maps the names in specs, which are axis names or the user's mesh axes, to mesh axes."""
         sizes, name_sets = plan
         found: dict[str, tuple[MeshAxis, ...]] = dict.fromkeys(self.model.sizes, ())
         for axis, names in zip(axes_of_shape(sizes), name_sets, strict=True):

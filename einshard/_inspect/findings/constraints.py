@@ -65,8 +65,8 @@ def _idle(facts: Facts) -> Iterator[tuple[Finding, bool]]:
 def _constraints(jaxpr: Any, shardings: dict[Any, Any]) -> Iterator[tuple[str, str | None]]:
     """Yields (line, why it has no effect) for each constraint; (line, None) if it has an effect.
 
-    Also yields `jax.device_put`s without effect. Searches `jaxpr` and its nested jaxprs. Adds the
-    results of constraints to `shardings`, which is {input of `jaxpr`: sharding}.
+    Also yields `jax.device_put`s without effect. Searches `jaxpr` and its nested jaxprs.
+    `shardings` has the shardings of the inputs; those of the results of constraints are added.
     """
     read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
     read |= {id(v) for v in jaxpr.outvars}
