@@ -162,6 +162,17 @@ def arguments_of_jitted_functions():
     check_shards(add(einshard(FULL, 'a* b'), np.float64(1)), FULL + 1, [(1, 8)])
 
 
+@check
+def host_data_under_transformations():
+    @sharded('a b -> a* b')
+    def square(x):
+        return x * x
+
+    check_shards(jax.grad(lambda x: square(x).sum())(FULL), 2 * FULL, [(0, 8)])
+    both = np.stack([FULL, FULL + 1])
+    check_shards(jax.vmap(square)(both), both * both, [(1, 8)])
+
+
 @check_in_four_too
 def arguments_that_differ():
     """Each process passes its local rows, without `from_local`."""

@@ -11,7 +11,14 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from .._cache import register
 from .._errors import EinshardError, Suggestion
@@ -182,7 +189,10 @@ def rejected_by_jit(x: Any, in_shardings: Any) -> Sharding | None:
         jax.jit(_identity, in_shardings=in_shardings)(x)
     except ValueError:
         shardings: list[Sharding] = []
-        jax.debug.inspect_array_sharding(x, callback=shardings.append)
+        try:
+            jax.debug.inspect_array_sharding(x, callback=shardings.append)
+        except AttributeError:  # host data, which jit does not shard over several processes
+            return SingleDeviceSharding(jax.local_devices()[0])
         return shardings[0]
     return None
 

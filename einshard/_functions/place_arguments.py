@@ -246,8 +246,9 @@ def _must_compare(leaf: Any, sharding: NamedSharding) -> bool:
     """
     if jax.process_count() == 1 or sharding.is_fully_addressable or sharding.is_fully_replicated:
         return False
-    is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-    return not (is_global or isinstance(leaf, Tracer | jax.ShapeDtypeStruct))
+    if isinstance(leaf, Tracer | jax.ShapeDtypeStruct):
+        return False
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
 
 
 def _is_unsharded(sharding: Sharding) -> bool:
