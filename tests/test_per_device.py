@@ -570,3 +570,18 @@ def test_array_with_explicit_mesh_axes():
     x = jax.device_put(SMALL.T, NamedSharding(mesh_of(types=AxisType.Explicit, d=8), P('d')))
     y = per_device('i* j', out='i* j', mesh=x.sharding.mesh)(jnp.sin)(x)
     np.testing.assert_allclose(y, np.sin(SMALL.T), rtol=1e-6)
+
+
+def test_without_jit():
+    # the arguments are not tracers then
+    @per_device('i* j', '...', out='i* j', mesh=EIGHT, static_argnames='power')
+    def f(x, scale, power=1):
+        return scale * x**power - jax.lax.psum(x, 'i')
+
+    x = SMALL.T
+    with jax.disable_jit():
+        found = f(x, 2.0), f(x, scale=np.float32(2), power=2)
+        gradient = jax.grad(lambda x: f(x, 2.0).sum())(x)
+    for power, y in enumerate(found, 1):
+        np.testing.assert_allclose(y, 2 * x**power - x.sum(0), rtol=1e-6)
+    np.testing.assert_array_equal(gradient, np.full(x.shape, 2 - 8))

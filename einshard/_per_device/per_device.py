@@ -10,7 +10,6 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .._errors import EinshardError
@@ -113,7 +112,7 @@ def per_device(
         specs_by_name = {name: spec for name, spec in named.items() if name not in JIT_OPTIONS}
         options = {name: value for name, value in named.items() if name in JIT_OPTIONS}
         mapped = _PerDeviceFunction(
-            function, in_specs, specs_by_name, out, mesh, spec_mesh, axis_names, check_vma
+            function, in_specs, specs_by_name, out, mesh, spec_mesh, axis_names, check_vma, options
         )
         return sharded(
             *map(mapped.resolved_at_call, in_specs),
@@ -166,6 +165,7 @@ class _PerDeviceFunction:
         spec_mesh: AnyMesh | None,
         axis_names: Iterable[str] | None,
         check_vma: bool,
+        jit_options: Mapping[str, Any],
     ):
         self.function = function
         self.name = name_of(function)
@@ -178,6 +178,7 @@ class _PerDeviceFunction:
             names = as_list(axis_names, str, 'axis_names', 'names of mesh axes', "('x',)")
             self.manual = frozenset(names)  # empty: all mesh axes
             self.specs = self.parameters.assign(in_specs, named_specs)
+            self.static = self.parameters.take_labels({**jit_options}, 'static')
             self.spec_axes = tuple(self._spec_axes())
         except EinshardError as error:
             raise error.about(function=self.name) from None
@@ -279,8 +280,12 @@ class _PerDeviceFunction:
         resolver = self._resolver()
         labels = self.parameters.value_labels(CallSignature(len(args), tuple(kwargs)))
         values = [*args, *kwargs.values()]
-        # the values that are not traced are static, or pytrees without arrays
-        traced = [i for i, value in enumerate(values) if _is_traced(value)]
+        # not whether they are traced: with `jax.disable_jit`, they are not
+        traced = [
+            i
+            for i, value in enumerate(values)
+            if labels[i] not in self.static and any(map(is_array, jtu.tree_leaves(value)))
+        ]
         arguments = [values[i] for i in traced]
 
         def body(*traced_values: Any) -> Any:
@@ -404,10 +409,6 @@ class _PerDeviceFunction:
                 raise error.about(array=f'{array_text(leaf)} per device, {owner}') from None
             texts_and_ranks.append((text, np.ndim(leaf)))
         return texts_and_ranks
-
-
-def _is_traced(value: Any) -> bool:
-    return any(isinstance(leaf, Tracer) for leaf in jtu.tree_leaves(value))
 
 
 def _no_spec_error(owner: str, leaf: Any) -> EinshardError:
