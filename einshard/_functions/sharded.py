@@ -138,6 +138,16 @@ def no_function_error(
     return EinshardError(sentence, facts=facts)
 
 
+def check_traceable(function: Any) -> None:
+    """Raises for an async or generator function."""
+    kind = deferred_kind(function)
+    if kind:
+        raise EinshardError(
+            f'{name_of(function)} is {kind}, which JAX cannot trace; use a function that '
+            'returns arrays'
+        )
+
+
 def _decorate(
     function: Any,
     in_specs: Sequence[Spec],
@@ -151,12 +161,7 @@ def _decorate(
     if isinstance(function, staticmethod | classmethod):
         options = out, mesh, reshard, indivisible, limits, named
         return type(function)(_decorate(function.__func__, in_specs, *options))
-    kind = deferred_kind(function)
-    if kind:
-        raise EinshardError(
-            f'{name_of(function)} is {kind}, which JAX cannot trace; use a function that '
-            'returns arrays'
-        )
+    check_traceable(function)
     name = name_of(function)
     try:
         options, declaration = declare(function, in_specs, out, named, indivisible)

@@ -16,7 +16,7 @@ from .._errors import EinshardError
 from .._functions.error_notes import SpecLeaf
 from .._functions.parameters import JIT_OPTIONS, CallSignature, Parameters, as_list
 from .._functions.promise import Promise
-from .._functions.sharded import no_function_error, sharded
+from .._functions.sharded import check_traceable, no_function_error, sharded
 from .._functions.sharded_function import ShardedFunction
 from .._notation.axis_positions import axis_positions
 from .._notation.mesh_text import mesh_text
@@ -109,6 +109,7 @@ def per_device(
         if not callable(function):
             arguments = [*functions, *unexpected.values()]
             raise no_function_error('per_device', arguments, in_specs)
+        check_traceable(function)
         specs_by_name = {name: spec for name, spec in named.items() if name not in JIT_OPTIONS}
         options = {name: value for name, value in named.items() if name in JIT_OPTIONS}
         mapped = _PerDeviceFunction(
