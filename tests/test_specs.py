@@ -327,3 +327,12 @@ def test_invalid_missing(missing, spec):
 def test_empty_trees(tree, spec):
     assert einshard(tree, spec) == tree
     assert einshard(tree, spec, missing='replicate') == tree
+
+
+def test_error_about_static_fields_omits_the_value():
+    ones = np.ones((8, 8))
+    message = refusal(
+        einshard, Block(ones, ones, 'first'), Block('b d -> b* d', None, 'second')
+    ).sentence
+    assert "('second',) != ('first',)" in message
+    assert 'array' not in message

@@ -315,8 +315,10 @@ def _subtrees(prefix_def: Any, spec: Spec, tree: Any) -> list[Any]:
     try:
         return prefix_def.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError) as error:
+        # JAX's text ends in the value, with all its numbers
+        difference = str(error).partition('; value: ')[0]
         raise _mismatch(spec, tree, ()) or EinshardError(
-            f'the specs do not match the tree: {error}'
+            f'the specs do not match the tree: {difference}'
         ) from None
 
 
