@@ -80,7 +80,7 @@ class _Uses:
         return set[int]().union(*(self.elements_from(comp, name) for name in names))
 
     def elements_from(self, comp: Computation, name: str) -> set[int]:
-        """Like `result_elements`, for one name. A result that is not a tuple has one element, 0."""
+        """Like `result_elements`, for one name. A result that is not a tuple is element 0."""
         key = comp.name, name
         if key not in self._cache:
             self._cache[key] = set(self._trace(comp, name))

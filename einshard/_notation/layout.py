@@ -22,7 +22,7 @@ class Layout:
 
     Splits by mesh axes come first, then splits by count, each in the order written. Splits by count
     divide the remaining devices, slowest-varying first. Exception: if an array axis has splits
-    of both kinds, its splits by mesh axes are not moved to the front.
+    of both kinds, all its splits keep the order written.
 
     Every split by count has a count above 1, and neighbors are merged if they shard the same axis
     or hold replicas with the same sign. So equal placements without mesh axes have equal layouts.

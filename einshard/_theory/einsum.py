@@ -77,7 +77,7 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
         if is_placed(current):
             context = current_context(mesh)
             placement = resolve(array_text(current), shape, context)
-            if not context.on_one_device:  # one device drops signs: partial sums have one term
+            if not context.on_one_device:  # on one device, '+' is ignored: there is nothing to sum
                 _check_partial_sum(contraction, operands, placement)
         else:
             _check_contracted_axes(contraction, operands)

@@ -32,7 +32,7 @@ class Row:
     path: str
     shape: tuple[int, ...]
     dtype: str
-    rule: str  # the pattern of the rule; 'default', 'scalar', 'small'; 'as w' for a moment of w
+    rule: str  # the pattern of the rule; 'default', 'scalar', 'small', 'as w' (a moment of w)
     expression: str | None  # None: no spec
     shard_shape: tuple[int, ...]  # without a spec, the full shape
     bytes: int  # per device
@@ -59,7 +59,8 @@ class Table:
         unused: patterns that match no path.
         shadowed: (pattern, earlier pattern) pairs: all paths that the pattern matches get the rule
             of the earlier pattern.
-        unneeded: patterns that never apply, because several earlier patterns match all their paths.
+        unneeded: patterns that never apply, because earlier patterns together match all their
+            paths.
     """
 
     rows: tuple[Row, ...]
@@ -95,7 +96,7 @@ class Table:
         return all_devices / self.total_bytes if self.total_bytes else 1.0
 
     def largest_replicated(self, n: int = 5) -> list[Row]:
-        """Returns the n largest replicated arrays; none without a spec, which may be anywhere."""
+        """Returns the n largest replicated arrays; omits arrays without a spec."""
         replicated = [row for row in self.rows if row.expression and not row.sharded]
         return sorted(replicated, key=lambda row: -row.bytes)[:n]
 

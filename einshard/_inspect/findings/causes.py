@@ -42,7 +42,7 @@ def _cause(collective: Collective, row: CollectiveRow, constrained: _Constrained
         return 'unknown'
     if collective.kind in ('all-reduce', 'reduce-scatter'):
         return 'inserted' if operation in _REDUCING else 'unknown'
-    # XLA may give the op_name of a matmul to a collective that a constraint on its result requests
+    # XLA may give the op_name of a matmul to the collective for a constraint on the matmul's result
     if operation not in PRODUCTS:
         return 'unknown'
     if row.role == 'weights':
