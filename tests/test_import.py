@@ -16,7 +16,7 @@ import sys
 
 import jax
 import einshard
-assert not {'einshard._plan', 'einshard._eject'} & {*sys.modules}  # on first use
+assert not {f'einshard.{name}' for name in ('_eject', '_inspect', '_plan')} & {*sys.modules}
 from einshard._notation.expression import parse
 from einshard._notation.lay_out import lay_out
 from jax.sharding import AbstractMesh
