@@ -1,4 +1,4 @@
-"""Tests the suggestions in errors, and removes those that fail. Imports no JAX."""
+"""Tests the suggestions in errors, and removes those that fail. Does not import JAX."""
 
 from __future__ import annotations
 

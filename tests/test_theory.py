@@ -12,7 +12,7 @@ from refusal import refusal
 
 from einshard import einshard, make_sharding, parallelism, sharded
 from einshard._hlo.find_collectives import read_collectives
-from einshard._theory.communication import Blocks, Space, resharding
+from einshard._theory.communication import ShardedArray, Space, resharding
 from einshard._theory.contraction import read_contraction
 
 EINSUMS = [
@@ -356,11 +356,11 @@ A, B, AB, BA = {'a': ('d0',)}, {'b': ('d0',)}, {'a': ('d0', 'd1')}, {'a': ('d1',
 def test_resharding(old, new, expected):
     space = Space(('a', 'b'), {'d0': 2, 'd1': 4})
 
-    def blocks(over):
+    def sharded(over):
         holders = {axis: name for name, axes in over.items() for axis in axes}
-        return Blocks('', space.names, space.sharded(space.replicated, holders), space)
+        return ShardedArray('', space.names, space.reassign(space.replicated, holders), space)
 
-    found = resharding(blocks(old), blocks(new))
+    found = resharding(sharded(old), sharded(new))
     assert [(c.kind, c.over, c.block) for c in found] == expected
 
 

@@ -1,4 +1,4 @@
-"""Finds the ways to compute a contraction of sharded operands. Imports no JAX."""
+"""Finds the ways to compute a contraction of sharded operands. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .._notation.layout import Layout
-from .communication import Blocks, Communication, is_in_order, resharding
+from .communication import Communication, ShardedArray, is_in_order, resharding
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,7 @@ class Choice:
     Attributes:
         result: the placement of the result.
         collectives: the collectives, in order.
-        slices: the slices that devices take of their operands, without communication, such as
-            'operand 0 along x'.
+        slices: the slices of operands that devices take locally, such as 'operand 0 along x'.
         operands: the placements of the operands when they are multiplied.
         block: what each device multiplies, such as '[b/2 x/4] [x/4 y]'.
     """
@@ -32,7 +31,7 @@ class Choice:
 
     @property
     def bytes(self) -> int | None:
-        """The bytes of all collectives; None if array sizes are not given."""
+        """The total bytes of all collectives, or None if array sizes are not given."""
         if any(collective.bytes is None for collective in self.collectives):
             return None
         return sum(collective.bytes or 0 for collective in self.collectives)
@@ -43,61 +42,68 @@ class Choice:
         return '\n'.join([f"result '{self.result}'", *(steps or ['no communication'])])
 
 
-def find_conflicts(operands: Sequence[Blocks]) -> Iterable[str]:
+def find_conflicts(operands: Sequence[ShardedArray]) -> Iterable[str]:
     """Yields the reasons why the devices cannot multiply their blocks of the operands."""
     if len(operands) < 2:
         return
     left, right = operands
-    for device_axis in left.space.devices:
-        left_axis, right_axis = left.array_axis(device_axis), right.array_axis(device_axis)
+    for mesh_axis in left.space.mesh_shape:
+        left_axis, right_axis = left.array_axis(mesh_axis), right.array_axis(mesh_axis)
         if left_axis and right_axis and left_axis != right_axis:
             yield (
                 f"'{left_axis}' of operand 0 and '{right_axis}' of operand 1 are sharded over the "
                 'same devices, so for some blocks of the product no device has both inputs'
             )
     for name in left.names:
-        left_axes, right_axes = left.device_axes(name), right.device_axes(name)
+        left_axes, right_axes = left.mesh_axes(name), right.mesh_axes(name)
         if name not in right.names or left_axes == right_axes:
             continue
         if left_axes and right_axes:
             yield f"'{name}' is sharded differently in operand 0 and operand 1"
             continue
         sharded, unsharded = (0, 1) if left_axes else (1, 0)
-        # device axes that shard another axis of the `unsharded` operand are reported above
+        # if these mesh axes shard another axis of that operand, the loop above reports them
         if not any(map(operands[unsharded].array_axis, left_axes or right_axes)):
             yield f"'{name}' is sharded in operand {sharded} but not in operand {unsharded}"
 
 
-def find_targets(operands: Sequence[Blocks], result: Blocks) -> Iterable[Layout]:
+def find_targets(operands: Sequence[ShardedArray], result: ShardedArray) -> Iterable[Layout]:
     """Finds layouts in which the devices can multiply their blocks of the operands.
 
-    Each device axis holds replicas, or shards an array axis that it shards in an operand or in the
-    result: XLA may reshard an operand to match the result, which may send less data.
+    Tries, for each mesh axis, the array axes that it shards in the operands and in the result. XLA
+    may reshard an operand to match the result if that sends less data.
     """
     space = result.space
-    # device axes, keyed by the array axis that they shard in each operand and in the result
+    # {(array axis in each operand, array axis in the result): the mesh axes that shard them}
     groups: dict[tuple[str | None, ...], list[str]] = {}
-    for axis in space.devices:
+    for axis in space.mesh_shape:
         sharded = tuple(array.array_axis(axis) for array in (*operands, result))
         groups.setdefault(sharded, []).append(axis)
-    options = [_options(operands, in_operands, in_result) for *in_operands, in_result in groups]
+    options = [
+        _array_axis_options(operands, in_operands, in_result) for *in_operands, in_result in groups
+    ]
     targets: dict[Layout, None] = {}
     for chosen in itertools.product(*options):
         pairs = zip(chosen, groups.values(), strict=True)
         array_axes = {axis: name for name, axes in pairs for axis in axes}
-        targets[space.sharded(space.replicated, _ordered([*operands, result], array_axes))] = None
+        array_axes = _sort_mesh_axes([*operands, result], array_axes)
+        targets[space.reassign(space.replicated, array_axes)] = None
     return targets
 
 
-def _options(
-    operands: Sequence[Blocks], in_operands: Sequence[str | None], in_result: str | None
+def _array_axis_options(
+    operands: Sequence[ShardedArray], in_operands: Sequence[str | None], in_result: str | None
 ) -> list[str | None]:
-    """Lists the array axes that a device axis may shard in the contraction; None for replicas.
+    """Lists the array axes that a mesh axis may shard in the contraction.
 
-    In the operands and the result, it shards `in_operands` and `in_result`.
+    The list contains None if the mesh axis may replicate.
+
+    Args:
+        in_operands: the array axis that the mesh axis shards in each operand.
+        in_result: the array axis that it shards in the result.
     """
     options: list[str | None] = list(dict.fromkeys(name for name in in_operands if name))
-    # an array axis that both operands have, but only one shards, can be gathered
+    # only one operand shards the array axis, and the other has it too: it can be all-gathered
     can_gather = len(options) == 1 and any(
         options[0] in operand.names and name is None
         for operand, name in zip(operands, in_operands, strict=True)
@@ -109,74 +115,77 @@ def _options(
     return options
 
 
-def _ordered(
-    arrays: Sequence[Blocks], array_axes: Mapping[str, str | None]
+def _sort_mesh_axes(
+    arrays: Sequence[ShardedArray], array_axes: Mapping[str, str | None]
 ) -> dict[str, str | None]:
-    """Sorts `array_axes`: {device axis: array axis that it shards}.
+    """Sorts the mesh axes of `array_axes`, which maps each to the array axis that it shards.
 
-    The device axes of one array axis are ordered as in the array that shards it over the most.
+    Mesh axes of one array axis are in the order of the array that shards it over the most of them.
     """
     ordered: dict[str, str | None] = {}
     for name in dict.fromkeys(array_axes.values()):
         if name:
-            longest = max((array.device_axes(name) for array in arrays), key=len)
+            longest = max((array.mesh_axes(name) for array in arrays), key=len)
             ordered |= {axis: name for axis in longest if array_axes[axis] == name}
     return ordered | {axis: name for axis, name in array_axes.items() if axis not in ordered}
 
 
 def choices_for(
-    operands: Sequence[Blocks], target: Layout, result: Blocks, is_result_placed: bool
+    operands: Sequence[ShardedArray], target: Layout, result: ShardedArray, is_result_placed: bool
 ) -> Iterable[Choice]:
     """Yields the ways to compute a contraction with the operands resharded to the layout `target`.
 
-    If not `is_result_placed`, the result stays as the devices compute it, or is reduce-scattered.
+    If not `is_result_placed`, yields one choice that all-reduces any partial sums, and one for each
+    array axis along which they can be reduce-scattered.
     """
     matched = [operand.with_layout(target) for operand in operands]
     pairs = list(zip(operands, matched, strict=True))
     before = [collective for old, new in pairs for collective in resharding(old, new)]
     slices = [
-        f'{old.array} along {name}'
+        f'{old.label} along {name}'
         for old, new in pairs
         for name in new.names
-        if any(old.array_axis(axis) is None for axis in new.device_axes(name))
+        if any(old.array_axis(axis) is None for axis in new.mesh_axes(name))
     ]
     block = ' '.join(f'[{operand.block}]' for operand in matched)
-    product = result.with_layout(target)  # the result before the sum over `partial`
-    sharding_axes = {split.mesh_axes[0] for split in target.splits if split.axis is not None}
-    # device axes that shard a contracted axis
-    partial = [a for a in result.space.devices if a in sharding_axes and not product.array_axis(a)]
-    for final in [result] if is_result_placed else [product, *_scattered(product, partial)]:
+    product = result.with_layout(target)
+    used = [split.mesh_axes[0] for split in target.splits if split.axis is not None]
+    # mesh axes that shard a contracted axis, so that `product` is a partial sum over them
+    partial = [a for a in result.space.mesh_shape if a in used and not product.array_axis(a)]
+    for final in [result] if is_result_placed else [product, *_scatter_results(product, partial)]:
         yield Choice(
             final.expression(),
-            (*before, *_final_steps(product, partial, final)),
+            (*before, *_sum_steps(product, partial, final)),
             tuple(slices),
             tuple(operand.expression() for operand in matched),
             block,
         )
 
 
-def _final_steps(product: Blocks, partial: Sequence[str], final: Blocks) -> Iterable[Communication]:
-    """Yields the collectives that sum `product` along the device axes `partial`, to get `final`."""
+def _sum_steps(
+    product: ShardedArray, partial: Sequence[str], final: ShardedArray
+) -> Iterable[Communication]:
+    """Yields the collectives that sum `product` over the mesh axes `partial` and return `final`."""
     scattered = {axis: final.array_axis(axis) for axis in partial if final.array_axis(axis)}
     added = [axis for axis in partial if axis not in scattered]
     if scattered:
         yield product.communication('reduce-scatter', list(scattered))
-    summed = product.sharded(scattered)
+    summed = product.reassign(scattered)
     if added:
         yield summed.communication('all-reduce', added)
     yield from resharding(summed, final)
 
 
-def _scattered(product: Blocks, partial: Sequence[str]) -> Iterable[Blocks]:
-    """Yields the result of a reduce-scatter of `product` along `partial`, for each array axis.
+def _scatter_results(product: ShardedArray, partial: Sequence[str]) -> Iterable[ShardedArray]:
+    """Yields the results of reduce-scattering `product` over `partial` along each array axis.
 
     Skips array axes that are not divisible, or whose blocks would be out of device order.
     """
     if not partial:
         return
-    devices, sizes = product.space.devices, product.space.sizes
+    mesh_shape, sizes = product.space.mesh_shape, product.space.sizes
     for name in product.names:
-        over = (*product.device_axes(name), *partial)
-        n_shards = math.prod(devices[axis] for axis in over)
-        if (sizes is None or sizes[name] % n_shards == 0) and is_in_order(over, devices):
-            yield product.sharded(dict.fromkeys(partial, name))
+        over = (*product.mesh_axes(name), *partial)
+        n_shards = math.prod(mesh_shape[axis] for axis in over)
+        if (sizes is None or sizes[name] % n_shards == 0) and is_in_order(over, mesh_shape):
+            yield product.reassign(dict.fromkeys(partial, name))

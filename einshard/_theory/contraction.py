@@ -1,4 +1,4 @@
-"""Parses einsums with named axes and placements. Imports no JAX."""
+"""Parses einsums with named axes and placements. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ class Contraction:
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
-        """The mesh axes in the placements, with repetitions."""
-        return tuple(
-            axis for array in self.arrays for term in array.right for axis in term.mesh_axes
-        )
+        """The mesh axes that the placements name."""
+        terms = [term for array in self.arrays for term in array.right]
+        return tuple(dict.fromkeys(axis for term in terms for axis in term.mesh_axes))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -145,7 +144,7 @@ def result_shape(contraction: Contraction, shapes: Sequence[Sequence[int]]) -> t
 def _sizes_by_name(
     contraction: Contraction, i: int, shape: tuple[int, ...]
 ) -> dict[str, tuple[int, ...]]:
-    """Maps each axis name of operand `i` to its size as a tuple, and '...' to all its sizes."""
+    """Maps each axis of operand `i` to its size, as a 1-tuple, and '...' to all its sizes."""
     operand = contraction.operands[i]
     try:
         positions = axis_positions(operand, len(shape))
@@ -181,7 +180,7 @@ def _size_mismatch(
 
 
 def _between_commas(text: str, end: int) -> Iterable[Span]:
-    """Yields the spans between the commas of `text[:end]`, except commas in '@(p,q)'."""
+    """Yields the spans between commas in `text[:end]`, ignoring commas in parentheses."""
     start = depth = 0
     for at, character in enumerate(text[:end]):
         depth += (character == '(') - (character == ')')
@@ -197,11 +196,11 @@ def _parse_array(text: str, start: int, end: int, where: str) -> Expression:
     if not written.strip():  # a scalar
         return Expression((), (), short=True, text=text)
     try:
-        # padded with spaces, so that offsets are those of the full text
+        # pad with spaces, so that spans are offsets into the full text
         parsed = parse(' ' * start + written, where)
         return replace(parsed, text=text)
     except EinshardError as error:
-        # drops the fix, which covers only this array, and advice about '->'
+        # drop the fix, because it replaces only this array; drop facts about '->'
         facts = {label: fact for label, fact in error.facts.items() if "'->'" not in fact}
         raise EinshardError(
             error.sentence, expression=text, spans=error.spans, facts=facts
@@ -227,6 +226,6 @@ def _check_result(contraction: Contraction) -> None:
 
 
 def _letter(i: int) -> str:
-    """Returns the i-th subscript: a to z, A to Z, then letters beyond ASCII, as in opt_einsum."""
+    """Returns the i-th subscript: a to z, A to Z, then non-ASCII letters, as in opt_einsum."""
     ascii_letters = 'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ'
     return ascii_letters[i] if i < len(ascii_letters) else chr(i + 140)

@@ -68,7 +68,7 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
     except EinshardError as error:
         raise error.with_fix(_from_numpy_subscripts(expression, shapes) or error.fix) from None
     operands, placement = [*arrays], None
-    current = contraction.result  # the operand or result that an error is about
+    current = contraction.result  # the operand or result to name in errors
     try:
         for i, current in enumerate(contraction.operands):
             if is_placed(current):
@@ -86,7 +86,7 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
     tracing = is_tracing()
     if tracing:
         record_einsum(contraction.names_by_letter())
-    # a call outside jit is jitted, so that XLA can compute the sum in the result's sharding
+    # jit eager calls, so that XLA can compute the sum in the result's sharding
     contract = _contract if tracing else _jitted
     if isinstance(options.get('optimize'), list | tuple):
         options['optimize'] = _hashable_path(options['optimize'])
@@ -101,7 +101,7 @@ def _with_working_fix(
     mesh: MeshLike | None,
     options: Mapping[str, Any],
 ) -> EinshardError:
-    """Converts an error about an operand or the result to one about the einsum."""
+    """Rewrites an error about one array as an error about the einsum, and tests its suggestions."""
     text = contraction.text
     if error.expression != text:
         start, end = operand.right[0].span[0], operand.right[-1].span[1]
@@ -118,7 +118,7 @@ def _with_working_fix(
             jax.eval_shape(traced, *arrays)
         except EinshardError:
             raise
-        except Exception as jax_error:  # such as those of explicit mesh axes
+        except Exception as jax_error:  # such as JAX errors about explicit mesh axes
             raise EinshardError(str(jax_error)) from None
 
     def on_devices(n: int) -> None:
@@ -148,7 +148,10 @@ def _hashable_path(path: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def _from_numpy_subscripts(expression: str, shapes: Sequence[tuple[int, ...]]) -> str | None:
-    """Rewrites NumPy subscripts with one axis per letter; None if `shapes` do not fit."""
+    """Rewrites NumPy subscripts with one axis per letter.
+
+    Returns None if `expression` is not valid NumPy subscripts, or if `shapes` do not fit them.
+    """
     fix = from_numpy_subscripts(expression)
     try:
         if fix is not None:
@@ -180,7 +183,7 @@ _jitted = jax.jit(_contract, static_argnums=(0, 1, 2))
 
 def _check_contracted_axes(contraction: Contraction, operands: Sequence[Any]) -> None:
     before, _, result = contraction.text.rpartition('->')
-    for i, name, _ in _contracted(contraction, operands):
+    for i, name, _ in _sharded_contracted_axes(contraction, operands):
         raise contraction.error(
             f"contracted axis '{name}' is sharded over explicit mesh axes, so the result needs a "
             "placement; '*' replicates it",
@@ -199,15 +202,16 @@ def _check_partial_sum(
         return
     spans = [term.span for term in signed]
     if len(operands) > 2:
-        # JAX uses `auto_axes` for these, so the compiler decides where to sum
+        # for more than two operands, JAX uses `auto_axes`, so the compiler decides where to sum
         raise contraction.error(
             'a partial sum needs an einsum of one or two operands, but this one has '
             f'{len(operands)}',
             spans,
         )
     mesh = placement.sharding.mesh
-    sharded_axes = {axis for _, _, axes in _contracted(contraction, operands) for axis in axes}
-    axes = tuple(axis for axis in mesh.axis_names if axis in sharded_axes)
+    contracted = _sharded_contracted_axes(contraction, operands)
+    used = {axis for _, _, axes in contracted for axis in axes}
+    axes = tuple(axis for axis in mesh.axis_names if axis in used)
     if {*axes} == {*placement.sharding.spec.unreduced}:
         return
     (start, end), text = spans[0], contraction.text
@@ -220,7 +224,7 @@ def _check_partial_sum(
     )
 
 
-def _contracted(
+def _sharded_contracted_axes(
     contraction: Contraction, operands: Sequence[Any]
 ) -> Iterator[tuple[int, str, set[Any]]]:
     """Yields (operand number, axis name, explicit mesh axes) of each sharded contracted axis."""

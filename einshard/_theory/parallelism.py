@@ -1,9 +1,9 @@
-"""parallelism: predicts the collectives of a sharded einsum without compiling it. Imports no JAX.
+"""parallelism: predicts the collectives of a sharded einsum. Does not import JAX.
 
 An axis of the result is *free*: devices with different shards of it compute different parts of the
 result. A contracted axis is *reduced*: devices with different shards of it compute partial sums.
 The blocks of two operands match if the operands shard their common axes in the same way, and no
-device axis shards two array axes.
+mesh axis shards two array axes.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .._notation.words import signs_text
 from .._page import Column, Page, Section
 from .._suggestions import keep_working_suggestions
 from .choices import Choice, choices_for, find_conflicts, find_targets
-from .communication import Blocks, Communication, Space
+from .communication import Communication, ShardedArray, Space
 from .contraction import Contraction, from_numpy_subscripts, is_placed, read_contraction
-from .device_axes import array_axes_of, device_axes
+from .mesh_axes import array_axes_of, mesh_and_operands
 
 Kind: TypeAlias = Literal[
     'replicated', 'data parallelism', 'tensor parallelism', 'hybrid', 'resharding'
 ]
 
-# Sharding a free axis is data parallelism if the axis is the batch, but tensor parallelism if it is
-# columns or heads. An axis name does not say which, so the text says what each device computes.
+# Sharding the batch, a free axis, is data parallelism; sharding columns or heads, which are also
+# free, is tensor parallelism. Axis names do not say which, so the text says what devices compute.
 _KIND_TEXTS: dict[Kind, str] = {
     'replicated': 'replicated: every device computes the full result',
     'data parallelism': 'only free axes are sharded: each device computes its part of the result',
@@ -48,10 +48,10 @@ class Parallelism(Display):
 
     Attributes:
         einsum: the einsum, without placements.
-        kind: 'replicated', 'data parallelism' (only free axes are sharded, which may be columns or
-            heads), 'tensor parallelism' (only reduced axes are sharded), 'hybrid' (both) or
+        kind: 'replicated', 'data parallelism' (only free axes are sharded, even if they are columns
+            or heads), 'tensor parallelism' (only reduced axes are sharded), 'hybrid' (both) or
             'resharding' (the blocks do not match).
-        devices: device axes and their sizes, slowest-varying first.
+        devices: mesh axes and their sizes, slowest-varying first.
         free: the axes of the result.
         reduced: the axes that are summed over.
         operands: the placements of the operands.
@@ -122,8 +122,8 @@ def _names_text(names: Sequence[str]) -> str:
 class Chain(tuple[Parallelism, ...], Display):
     """The parallelism of a sequence of einsums.
 
-    With counts by keyword, an axis has the same sharding in all einsums, so each result is sharded
-    as the next einsum needs. With placements, resharding between two einsums is not counted.
+    Counts shard an axis in the same way in all einsums, so each result is sharded as the next
+    einsum needs. With placements instead, resharding between two einsums is not counted.
     """
 
     __slots__ = ()
@@ -198,8 +198,8 @@ def parallelism(
              reduce-scatter of the result over x: [b y], 8,192 bytes, among 8 devices
 
     Axes of the result are free: sharding them needs no communication. Contracted axes are reduced:
-    sharding them leaves partial sums, which an all-reduce or reduce-scatter adds. If the blocks of
-    the operands do not match, an operand must be resharded first.
+    sharding them leaves partial sums, to be all-reduced or reduce-scattered. If the blocks of the
+    operands do not match, an operand must be resharded first.
 
     If the blocks match and the result has no placement, XLA compiles the first choice. Otherwise it
     may compile another one; `explain` shows which. The rules are from
@@ -212,9 +212,9 @@ def parallelism(
             placement has a star. Devices that the counts do not use hold replicas.
         sizes: the size of every axis. Without it, the bytes of collectives are None.
         item_bytes: bytes per element.
-        counts: for each sharded axis, the number of shards (`x=8`), in all operands that have the
-            axis; in device order, slowest-varying first. If `einsum` names mesh axes
-            (`'b@data x'`), the sizes of the mesh axes.
+        counts: `x=8` shards axis x into 8 in every operand that has it. The order of the keywords
+            is the device order, slowest-varying first. If `einsum` names mesh axes (`'b@data x'`),
+            counts are their sizes: `data=8`.
 
     Returns:
         A `Parallelism`; for a list, a `Chain` of them. Both print as text, show as HTML in
@@ -266,34 +266,36 @@ def _analyze_once(
     counts: Mapping[str, int],
 ) -> Parallelism:
     _check_supported(contraction)
-    devices, placed = device_axes(contraction, n_devices, counts)
+    mesh_shape, placed = mesh_and_operands(contraction, n_devices, counts)
     expressions = {f'operand {i}': operand for i, operand in enumerate(placed)}
     expressions['the result'] = contraction.result
     array_axes = {
-        array: array_axes_of(expression, devices) for array, expression in expressions.items()
+        label: array_axes_of(expression, mesh_shape) for label, expression in expressions.items()
     }
     axis_sizes = None if sizes is None else _checked_sizes(contraction, sizes)
-    space = Space(contraction.names, devices, axis_sizes, item_bytes)
+    space = Space(contraction.names, mesh_shape, axis_sizes, item_bytes)
     *operands, result = [
-        Blocks(array, expression.names, space.sharded(space.replicated, array_axes[array]), space)
-        for array, expression in expressions.items()
+        ShardedArray(
+            label, expression.names, space.reassign(space.replicated, array_axes[label]), space
+        )
+        for label, expression in expressions.items()
     ]
-    for blocks in (*operands, result):
-        _check_divisible(contraction, blocks, array_axes[blocks.array])
+    for array in (*operands, result):
+        _check_divisible(contraction, array, array_axes[array.label])
     conflicts = tuple(find_conflicts(operands))
     choices = tuple(
         choice
         for target in find_targets(operands, result)
         for choice in choices_for(operands, target, result, is_placed(contraction.result))
     )
-    sharded = {name for blocks in operands for name in blocks.names if blocks.device_axes(name)}
+    sharded = {name for array in operands for name in array.names if array.mesh_axes(name)}
     return Parallelism(
         contraction.plain(),
         _kind(sharded, contraction, bool(conflicts)),
-        devices,
+        mesh_shape,
         contraction.result.names,
         contraction.reduced,
-        tuple(blocks.expression() for blocks in operands),
+        tuple(array.expression() for array in operands),
         conflicts,
         choices,
     )
@@ -367,11 +369,11 @@ def _checked_sizes(contraction: Contraction, sizes: Mapping[str, int]) -> Mappin
 
 
 def _check_divisible(
-    contraction: Contraction, blocks: Blocks, array_axes: Mapping[str, str | None]
+    contraction: Contraction, array: ShardedArray, array_axes: Mapping[str, str | None]
 ) -> None:
-    sizes = blocks.space.sizes
+    sizes = array.space.sizes
     for name in dict.fromkeys(filter(None, array_axes.values())):
-        if sizes is not None and sizes[name] % blocks.n_shards(name):
+        if sizes is not None and sizes[name] % array.n_shards(name):
             raise contraction.error(
-                f"axis '{name}' (size {sizes[name]}) is not divisible by {blocks.n_shards(name)}"
-            ).about(**{'in': blocks.array})
+                f"axis '{name}' (size {sizes[name]}) is not divisible by {array.n_shards(name)}"
+            ).about(**{'in': array.label})

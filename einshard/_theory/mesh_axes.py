@@ -1,4 +1,4 @@
-"""Finds the device axes (axes of the device grid) of an einsum. Imports no JAX."""
+"""Finds the mesh of an einsum with placements or counts. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ from .._notation.mesh_text import mesh_text
 from .contraction import Contraction, array_text, is_placed
 
 
-def device_axes(
+def mesh_and_operands(
     contraction: Contraction, n_devices: int | None, counts: Mapping[str, int]
 ) -> tuple[dict[str, int], tuple[Expression, ...]]:
-    """Returns the device axes with their sizes, and the operands with their placements.
+    """Returns the mesh, as {axis: size}, and the operands with their placements.
 
-    `counts` are the sizes of mesh axes if the einsum names any, else {array axis: shards}.
+    If the einsum names mesh axes, `counts` has their sizes. If not, `counts` has the number of
+    shards of array axes.
     """
     if contraction.mesh_axes:
         named = _mesh_axis_sizes(contraction, counts)
         n_replicas = _n_replicas(contraction, named, n_devices)
         names = (name for i in itertools.count() if (name := f'd{i}') not in named)
-        # prime factors, so that more counts in the einsum fit
+        # one mesh axis per prime factor, so that a count in the einsum can use some of them
         unnamed = dict(zip(names, prime_factors(n_replicas), strict=False))
         return unnamed | named, contraction.operands
     if any(map(is_placed, contraction.arrays)):
         if counts:
-            raise _placed_twice(contraction, counts)
-        return _joint_axes(contraction, n_devices), contraction.operands
-    devices = {name: count for name, count in counts.items() if count > 1}
-    n_replicas = _n_replicas(contraction, devices, n_devices)
-    operands = tuple(_shard_by_name(operand, devices) for operand in contraction.operands)
-    # the axis of the replicas is called '*', which is not the name of an array axis
-    return {'*': n_replicas, **devices} if n_replicas > 1 else devices, operands
+            raise _two_placements_error(contraction, counts)
+        return _mesh_from_placements(contraction, n_devices), contraction.operands
+    mesh_shape = {name: count for name, count in counts.items() if count > 1}
+    n_replicas = _n_replicas(contraction, mesh_shape, n_devices)
+    operands = tuple(_shard_by_name(operand, mesh_shape) for operand in contraction.operands)
+    # no array axis can be called '*'
+    return {'*': n_replicas, **mesh_shape} if n_replicas > 1 else mesh_shape, operands
 
 
 def _shard_by_name(operand: Expression, counts: Mapping[str, int]) -> Expression:
@@ -60,18 +61,21 @@ def _n_replicas(contraction: Contraction, counts: Mapping[str, int], n_devices: 
     return 1 if n_devices is None else n_devices // product
 
 
-def array_axes_of(operand: Expression, devices: Mapping[str, int]) -> dict[str, str | None]:
-    """Maps each device axis, major to minor, to its array axis; None for replicas."""
+def array_axes_of(operand: Expression, mesh_shape: Mapping[str, int]) -> dict[str, str | None]:
+    """Maps each mesh axis to the array axis that it shards, or to None if it replicates.
+
+    Mesh axes are major to minor. Returns {} for an operand without a placement.
+    """
     if not is_placed(operand):
         return {}
-    layout = lay_out(operand, len(operand.names), math.prod(devices.values()), devices)
-    fitted = fit(layout, devices)
+    layout = lay_out(operand, len(operand.names), math.prod(mesh_shape.values()), mesh_shape)
+    fitted = fit(layout, mesh_shape)
     if fitted is None:
         counts = _grid_text(split.count for split in layout.splits if not split.mesh_axes)
         raise operand.error(
             f'the counts {counts} do not match the device axes',
             [term for term in operand.right if term.takes_devices],
-            device_axes=mesh_text(devices),
+            device_axes=mesh_text(mesh_shape),
             device_order='unnamed axes (d0, d1, ...), then the axes given by keyword',
             expected='counts in this order, each a device axis size or a product of adjacent ones',
         )
@@ -87,8 +91,8 @@ def _mesh_axis_sizes(contraction: Contraction, counts: Mapping[str, int]) -> dic
     array_axes = counts.keys() - mesh_axes
     by_keyword = {name: counts[name] for name in contraction.names if name in array_axes}
     if by_keyword:
-        raise _placed_twice(contraction, by_keyword)
-    missing = [axis for axis in dict.fromkeys(mesh_axes) if axis not in counts]
+        raise _two_placements_error(contraction, by_keyword)
+    missing = [axis for axis in mesh_axes if axis not in counts]
     if missing:
         what, how = 'size of mesh axis', 'a keyword argument'
         if len(missing) > 1:
@@ -100,7 +104,7 @@ def _mesh_axis_sizes(contraction: Contraction, counts: Mapping[str, int]) -> dic
     return dict(counts)
 
 
-def _placed_twice(contraction: Contraction, counts: Mapping[str, int]) -> EinshardError:
+def _two_placements_error(contraction: Contraction, counts: Mapping[str, int]) -> EinshardError:
     return contraction.error(
         'shard axes either in the einsum or by keyword, not both',
         [term.span for array in contraction.arrays for term in array.right if term.is_sharded],
@@ -108,15 +112,15 @@ def _placed_twice(contraction: Contraction, counts: Mapping[str, int]) -> Einsha
     )
 
 
-def _joint_axes(contraction: Contraction, n_devices: int | None) -> dict[str, int]:
-    """Splits the devices into axes that fit the counts of all operands and the result."""
+def _mesh_from_placements(contraction: Contraction, n_devices: int | None) -> dict[str, int]:
+    """Splits the devices into mesh axes d0, d1, ... that fit the counts of all arrays."""
     placed = list(filter(is_placed, contraction.arrays))
     if n_devices is None:
         counted = [array for array in placed if not any(term.star for term in array.right)]
         if not counted:
             raise contraction.error('a star needs the number of devices', example='devices=8')
         n_devices = max(math.prod(term.factor for term in array.right) for array in counted)
-    # prefix products of the counts of each array; their ratios are the sizes of the device axes
+    # the prefix products of each array's counts; ratios of successive ones are mesh axis sizes
     products = {1, n_devices}
     grids: dict[str, str] = {}
     for array in placed:
