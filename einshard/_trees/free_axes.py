@@ -29,7 +29,7 @@ from .._sharding.resolve import resolve
 
 Shape: TypeAlias = tuple[int, ...]
 MeshAxes: TypeAlias = Literal[True] | tuple[str, ...]  # True: all mesh axes
-# for each axis of an optimizer-state array, its axis in the parameter: (0, 2), or None if added
+# the parameter axis of each axis of an optimizer-state array, or None for an added axis
 AxisMap: TypeAlias = tuple[int | None, ...]
 Entry: TypeAlias = tuple[Any, ...]  # the mesh axes that shard an array axis
 
@@ -50,9 +50,10 @@ def state_specs(
 
     Args:
         spec: the spec of the parameter.
-        axis_maps: more than one only if several axes of the parameter have the same size.
+        axis_maps: the ways to match axes of the state array to axes of the parameter. There are
+            several only if parameter axes have the same size.
         also_over: shard the state array over these mesh axes too, unless they shard the parameter.
-        all_or_none: shard one array axis over all of those mesh axes; if none is divisible, none.
+        all_or_none: shard one array axis over all these mesh axes, or no axis if none is divisible.
     """
     param_spec = as_leaf_spec(spec)
     placement = resolve(param_spec, param_shape, context)
@@ -92,20 +93,20 @@ def _add_mesh_axes(
     mesh: AnyMesh,
     all_or_none: bool,
 ) -> list[Entry]:
-    """Adds the mesh axes in `free` to `entries`, the mesh axes that shard each array axis.
+    """Adds the mesh axes in `free` to `entries`, which lists mesh axes for each array axis.
 
-    Each step shards one array axis over the first n free mesh axes, with the largest n for which a
-    shard size is divisible; of several array axes, it takes the one with the largest shards. If no
-    shard size is divisible, the first free mesh axis stays unused. With `all_or_none`, there is one
-    step, over all free mesh axes.
+    Each step shards one array axis over the first n free mesh axes, with the largest possible n. If
+    several array axes are divisible, it picks the one with the largest shards. If none is, the
+    first free mesh axis stays unused. With `all_or_none`, n is the number of free mesh axes.
 
     New mesh axes become minor to those of the array axis, so that no data moves: each device keeps
     a part of its shard. But expressions on `device_mesh()` list mesh axes in mesh order, where a
-    new mesh axis may become major; other array axes are picked first. For example, with moments as
-    'd f -> f8 d f2' of float32[256,1024] parameters as 'd f -> * d f2' on 16 devices, XLA
-    all-reduced unsharded gradients and gathered activations; with moments as 'd f -> d8 f2', it
-    gathered only the new parameters. Explicit mesh axes come before Auto ones, because a traced
-    value can be sharded in no other order.
+    new mesh axis may become major. Array axes where that happens are picked last. For example,
+    parameters float32[256,1024] were sharded 'd f -> * d f2' on 16 devices. With moments sharded
+    'd f -> f8 d f2', XLA all-reduced unsharded gradients and gathered activations; with
+    'd f -> d8 f2', it gathered only the new parameters.
+
+    Explicit mesh axes come before Auto ones. JAX allows no other order for traced values.
     """
     sizes = sizes_of(mesh)
     if is_device_mesh(mesh):
@@ -158,7 +159,7 @@ LARGEST = Option(
 
 
 def read_mesh_axes(value: object, option: Option) -> MeshAxes:
-    """Returns the mesh axes that an option names, () for False; raises if `value` is invalid."""
+    """Reads an option that names mesh axes. Returns True for True, and () for False."""
     if isinstance(value, bool):
         return value or ()
     names = (value,) if isinstance(value, str) else value

@@ -42,8 +42,8 @@ def for_optimizer(
         {'w': 'a b -> a8 b2'}
 
     The path of a moment contains the path of its parameter: '0/mu/mlp/kernel' and 'mlp/kernel/mu'
-    belong to 'mlp/kernel'. If it contains several parameter paths, the longest wins, then the last.
-    The spec of a moment depends on its shape:
+    belong to 'mlp/kernel'. If it contains several parameter paths, the longest is used; if these
+    are equally long, the last. The spec of a moment depends on its shape:
 
     * Same shape as the parameter: the spec of the parameter.
     * Fewer axes, as in Adafactor: the spec of the parameter without the missing axes. If several
@@ -71,9 +71,9 @@ def for_optimizer(
         A function `(path, leaf) -> spec`.
 
     Raises:
-        EinshardError: `spec` or `default` is not a spec, or `spec` is not a prefix of `params`.
-            When applied: an array matches no parameter, or its axes match those of its parameter in
-            several ways; a spec does not fit its parameter; or the mesh lacks an axis in `zero=`.
+        EinshardError: an argument is invalid, or `spec` is not a prefix of `params`. When applied:
+            an array matches no parameter, its axes match the parameter in several ways, a spec does
+            not fit its parameter, or the mesh lacks an axis in `zero=`.
     """
     return StateSpec(params, spec, zero, default)
 
@@ -95,7 +95,7 @@ class StateSpec:
         self._zero: MeshAxes = read_mesh_axes(zero, ZERO)
         self._default = None if default is ... else Rules([], default=default)
         check_specs(spec, _ORDER)
-        # checks only that `spec` is a prefix; functions in it are called later, because their
+        # check only that `spec` is a prefix. Functions in it are called later, because their
         # results may depend on the mesh in context
         self._specs_of_parameters(jtu.tree_map(lambda _: None, spec))
         arrays = [i for i, leaf in enumerate(self._leaves) if _shape_of(leaf) is not None]
@@ -127,13 +127,13 @@ class StateSpec:
     def find_all(
         self, paths: Sequence[str], leaves: Sequence[Any]
     ) -> list[tuple[str, AnySpec | None]]:
-        """Returns a (rule, spec) pair for each leaf; one error lists all that match no parameter.
+        """Returns a (rule, spec) pair for each leaf.
 
         The rule is 'as w' for a moment of parameter w, 'scalar', 'default' or 'not an array'.
         """
         context = current_context(None)
         check_mesh_axes(self._zero, context, ZERO)
-        latest = self._latest  # other threads may replace it
+        latest = self._latest  # read once, because other threads may replace it
         if latest is None or latest[0] is not context:
             latest = self._latest = context, self._specs_of_parameters(self._spec)
         specs = latest[1]
@@ -165,7 +165,7 @@ class StateSpec:
             raise error.about(spec_of='the model parameters, in for_optimizer') from None
 
     def _find_parameter(self, path: str, shape: Shape) -> tuple[int, tuple[AxisMap, ...]] | None:
-        """Returns the index of the parameter of a state array, and the axis maps that fit."""
+        """Returns the index of a state array's parameter, and the axis maps that fit the shapes."""
         key = path, shape
         if key not in self._matches:
             self._matches[key] = next(self._find_parameters(path, shape), None)
@@ -190,7 +190,7 @@ class StateSpec:
         spec: AnySpec | None,
         context: Context,
     ) -> AnySpec | None:
-        """Returns the spec of a state array; `spec` is the spec of its parameter, number `i`."""
+        """Returns the spec of a state array. Its parameter has index `i` and spec `spec`."""
         parameter = self._leaves[i]
         if spec is None or (not self._zero and leaf.shape == parameter.shape):
             return spec
@@ -208,7 +208,7 @@ class StateSpec:
                 'array': leaf_text(path, leaf),
                 'parameter': leaf_text(self._paths[i], parameter, 'parameter'),
                 'could be': ' or '.join(f"'{text}'" for text in candidates),
-                'instead': _rules_for(path),
+                'instead': _how_to_choose(path),
             },
         )
 
@@ -233,8 +233,8 @@ class StateSpec:
         )
 
 
-def _rules_for(path: str) -> str:
-    """Says, for an error, how to choose the spec of the state array at `path`."""
+def _how_to_choose(path: str) -> str:
+    """Returns the advice in the error about an ambiguous spec."""
     if not path:
         return 'one of these as its spec'
     return (
@@ -252,7 +252,7 @@ def _shape_of(leaf: Any) -> Shape | None:
 
 
 def _subpaths(path: str) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yields (subpath, keys that it lacks): 'a/b/c', then 'b/c', 'a/b', 'c', 'b', 'a' and ''."""
+    """Yields (subpath, other keys) pairs: first 'a/b/c', then 'b/c', 'a/b', 'c', 'b', 'a', ''."""
     keys = path.split('/')
     for n in range(len(keys), 0, -1):
         for start in range(len(keys) - n, -1, -1):
@@ -265,7 +265,7 @@ def _subpaths(path: str) -> Iterator[tuple[str, Sequence[str]]]:
 def _axis_maps(param_shape: Shape, shape: Shape, other_keys: Sequence[str]) -> tuple[AxisMap, ...]:
     """Finds all maps from axes of a state array to axes of its parameter that fit the shapes.
 
-    `other_keys`, which may include v_row, are in the path of the state array only.
+    `other_keys` are the keys in the path of the state array that are not in the parameter's path.
     """
     n_new = len(shape) - len(param_shape)
     if n_new > 0:

@@ -53,16 +53,16 @@ class Rules:
         >>> kernel.sharding.shard_shape(kernel.shape)
         (32, 8)
 
-    A leaf gets the spec of the first pattern that `re.search` finds in its path, which is its keys
-    joined by '/'. In a tuple, paths begin with an index: '0/w'. Use `Rules` wherever a spec is
-    expected, such as in `einshard` and `sharded`, for arrays and for `jax.eval_shape` results. The
-    rules for parameters also match their optimizer moments, because the path of a moment contains
-    the path of its parameter. Scalar arrays are replicated. Leaves that are not arrays, such as
-    Python numbers, are skipped.
+    The path of a leaf is its keys joined by '/', such as 'layers/0/w'. A leaf gets the spec of the
+    first pattern that `re.search` finds in its path. Use `Rules` wherever a spec is expected, such
+    as in `einshard` and `sharded`, for arrays and for `jax.eval_shape` results. The rules for
+    parameters also match their optimizer moments, because the path of a moment contains the path of
+    its parameter. Scalar arrays are replicated. Leaves that are not arrays, such as Python numbers,
+    are skipped.
 
     Args:
-        rules: pairs of a pattern and a spec: an expression, None for no spec, a
-            `PartitionSpec`, a `NamedSharding`, or a function `(path, leaf) -> spec`.
+        rules: (pattern, spec) pairs. A spec is an expression, None for no spec, a `PartitionSpec`,
+            a `NamedSharding`, or a function `(path, leaf) -> spec`.
         default: the spec of leaves that no pattern matches. If omitted, such a leaf is an error. A
             tree whose paths match no pattern at all is an error even with a default.
         indivisible: what to do if the size of an axis is not divisible by its number of shards:
@@ -101,7 +101,7 @@ class Rules:
         check_option('missing', missing)
         self.indivisible: Fallback = indivisible
         self.missing: Fallback = missing
-        self.min_size = read_least_size(min_size, 'min_size=', 'elements')
+        self.min_size = read_min_size(min_size, 'min_size=', 'elements')
         self.strict = strict
         self.patterns = [re.compile(pattern) for pattern, _ in self.rules]
         self._matches: dict[str, int | None] = {}
@@ -112,7 +112,7 @@ class Rules:
         return f'Rules({list(self.rules)!r})'
 
     def __getstate__(self) -> dict[str, Any]:
-        # without the caches, which other threads may change during a pickle
+        # without the caches, which other threads may change while this one pickles
         return {**self.__dict__, '_matches': {}, '_by_path_and_shape': {}, '_checked_paths': set()}
 
     def __call__(self, path: str, leaf: Any) -> AnySpec | None:
@@ -120,7 +120,7 @@ class Rules:
         return self.find_all([path], [leaf])[0][1]
 
     def match(self, path: str) -> int | None:
-        """Returns the index of the first rule that matches a path; None if there is none."""
+        """Returns the index of the first rule that matches a path, or None."""
         if path not in self._matches:
             matching = (i for i, pattern in enumerate(self.patterns) if pattern.search(path))
             self._matches[path] = next(matching, None)
@@ -129,8 +129,8 @@ class Rules:
     def for_leaves(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[AnySpec | None]:
         """Returns the specs of the leaves of a tree.
 
-        Raises if a leaf has no valid spec; if the default is used, but no rule matches any path; or
-        with `strict`, if a rule matches no path.
+        Raises if a leaf has no valid spec, or if the default is used although no rule matches any
+        path. With `strict`, raises if a rule matches no path.
         """
         rules_and_specs = self.find_all(paths, leaves)
         rules = {rule for rule, _ in rules_and_specs}
@@ -139,7 +139,7 @@ class Rules:
         return [spec for _, spec in rules_and_specs]
 
     def find_all(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[_RuleAndSpec]:
-        """Calls `find` for many leaves; one error lists all that lack a rule or a valid spec."""
+        """Calls `find` for each leaf. An error lists all leaves that fail, not only the first."""
         rules_and_specs: list[_RuleAndSpec] = []
         errors: list[EinshardError] = []
         unmatched: list[tuple[str, Any]] = []
@@ -158,10 +158,10 @@ class Rules:
         return rules_and_specs
 
     def find(self, path: str, leaf: Any) -> _RuleAndSpec:
-        """Returns the rule of a leaf, as an index or a word such as 'scalar', and its spec."""
+        """Returns the rule and the spec of a leaf."""
         # a Mesh has a shape but no dtype
         shape = leaf.shape if hasattr(leaf, 'dtype') else None
-        if shape is None:  # such as Python numbers, which modules may contain
+        if shape is None:
             try:
                 check_registered_pytree(leaf)
             except EinshardError as error:
@@ -204,8 +204,8 @@ class Rules:
             >>> table.rows[0].shard_shape
             (8, 2)
 
-        It needs only shapes, and allocates nothing. The table prints as text, and as HTML in
-        notebooks. `mesh` is as for `make_sharding`; an `AbstractMesh` needs no devices.
+        Uses only the shapes of leaves, and allocates nothing. The table prints as text, and as HTML
+        in notebooks. `mesh` is as for `make_sharding`; an `AbstractMesh` needs no devices.
         """
         context = current_context(mesh)
         with mesh_scope(context.mesh):
@@ -213,7 +213,7 @@ class Rules:
         return make_table(tree, rules_and_specs, self.patterns, context)
 
     def _check_rules_match(self, paths: tuple[str, ...]) -> None:
-        """Raises if no rule matches any path of a tree; with `strict`, if a rule matches no path.
+        """Raises if no rule matches any path. With `strict`, raises if a rule matches no path.
 
         Skips a single array, whose path is '', and `Rules` with only a default.
         """
@@ -249,7 +249,7 @@ class Rules:
 
 
 def _anchor_note(patterns: Sequence[str], path: str) -> dict[str, str]:
-    """Returns a fact if, without its '^' or '$', a pattern would match the path; else {}."""
+    """Returns a note on the first pattern that matches `path` without its '^' or '$', or {}."""
     for pattern in patterns:
         for anchor, rest in (('$', pattern.removesuffix('$')), ('^', pattern.removeprefix('^'))):
             if rest != pattern and not rest.endswith('\\') and re.search(rest, path):
@@ -290,8 +290,8 @@ def _check_rule_spec(spec: Spec, facts: dict[str, str]) -> None:
 _SPECS = 'an expression, a PartitionSpec, a NamedSharding, None, or a function (path, leaf) -> spec'
 
 
-def read_least_size(size: Any, option: str, unit: str) -> int:
-    """Returns the value of an option such as `min_size=`; raises unless it is an integer >= 0."""
+def read_min_size(size: Any, option: str, unit: str) -> int:
+    """Reads an option such as `min_size=`. Raises if it is not a non-negative integer."""
     try:
         n = -1 if isinstance(size, bool) else operator.index(size)
     except TypeError:

@@ -15,7 +15,7 @@ from .._sharding.context import current_context
 from .._sharding.leaf_spec import REPLICATED, AnySpec, LeafSpec
 from .free_axes import LARGEST, MeshAxes, check_mesh_axes, read_mesh_axes, state_specs
 from .paths import leaf_text
-from .rules import read_least_size
+from .rules import read_min_size
 from .specs import Spec, call_spec, check_specs
 
 _NO_LEAF: Any = object()
@@ -39,7 +39,7 @@ def shard_largest(
         >>> x.sharding.shard_shape(x.shape)
         (3, 2)
 
-    Arrays without a divisible axis are replicated. Of axes of equal size, the first is sharded.
+    Arrays without a divisible axis are replicated. Of several largest axes, the first is sharded.
     Use `shard_largest` as a spec, or as `default=` of `Rules`, for fully sharded data parallelism
     (FSDP).
 
@@ -65,7 +65,7 @@ def shard_largest(
     """
     if leaf is not _NO_LEAF:
         return str(_over_largest_axis(REPLICATED, np.shape(leaf), True))
-    min_bytes = read_least_size(min_bytes, 'min_bytes=', 'bytes')
+    min_bytes = read_min_size(min_bytes, 'min_bytes=', 'bytes')
     if not jtu.all_leaves([spec]):
         raise EinshardError(f'spec= of shard_largest must be one spec for all arrays, not {spec!r}')
     check_specs(spec)

@@ -35,7 +35,7 @@ def leaf_specs(
     mesh: AnyMesh | None = None,
     treedef: Any = None,
 ) -> Sequence[AnySpec | None]:
-    """Returns the spec of each leaf of `tree`; None for leaves without a spec.
+    """Returns the spec of each leaf of `tree`, or None for a leaf without a spec.
 
     `leaves` and `treedef` come from flattening `tree`. Functions in `spec` are called with `mesh`
     as the mesh in context.
@@ -59,7 +59,7 @@ def leaf_specs(
         subtree_leaves = leaves if is_single else jtu.tree_leaves(subtree)
         subtree_paths = paths[len(specs) : len(specs) + len(subtree_leaves)]
         with mesh_scope(mesh):
-            if hasattr(prefix_leaf, 'for_tree'):  # annotations: specs by type
+            if hasattr(prefix_leaf, 'for_tree'):  # type annotations with specs
                 by_type = zip(
                     prefix_leaf.for_tree(subtree), subtree_paths, subtree_leaves, strict=True
                 )
@@ -114,8 +114,8 @@ def check_specs(spec: Spec, order: ArgumentOrder | None = None, expected: str = 
     """Raises if a leaf of `spec` is an invalid expression or not a spec.
 
     Args:
-        order: the order of the caller's arguments, shown if all leaves are arrays: the user has
-            probably swapped the arguments.
+        order: the order of the caller's arguments. The error shows it if all leaves are arrays,
+            because the user has probably swapped the arguments.
         expected: the list of valid specs in the error.
     """
     leaves = jtu.tree_leaves_with_path(spec, is_leaf=is_none)
@@ -126,12 +126,15 @@ def check_specs(spec: Spec, order: ArgumentOrder | None = None, expected: str = 
             except EinshardError as error:
                 raise (error.about(path_in_spec=repr(path_text(path))) if path else error) from None
         elif not (leaf is None or is_function(leaf)):
-            swapped = order if all(_is_array(leaf) for _, leaf in leaves) else None
+            swapped = order if all(_has_shape_and_dtype(leaf) for _, leaf in leaves) else None
             raise _not_a_spec(path, leaf, swapped, expected)
 
 
 def check_spec_functions(specs: Sequence[Spec]) -> None:
-    """Raises if a function in `specs` does not take (path, leaf), as `f` in `sharded(spec, f)`."""
+    """Raises if a function in `specs` does not take (path, leaf).
+
+    For example, the user passed a model function: `sharded(spec, f)`.
+    """
     for spec in specs:
         if is_function(spec) and not _takes_path_and_leaf(spec):
             raise EinshardError(
@@ -171,7 +174,7 @@ def needs_leaves(spec: Spec) -> bool:
 
 
 def call_spec(spec: Spec, path: str, leaf: Any) -> AnySpec | None:
-    """Returns the spec of a leaf: `spec`, or if that is a function, its result for the leaf.
+    """Returns `spec`, or if it is a function, its result for a leaf.
 
     A PartitionSpec or NamedSharding becomes a LeafSpec.
     """
@@ -202,7 +205,7 @@ def mesh_of(spec: Spec) -> AnyMesh | None:
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
-def _is_array(x: Any) -> bool:
+def _has_shape_and_dtype(x: Any) -> bool:
     return hasattr(x, 'shape') and hasattr(x, 'dtype')
 
 
@@ -214,7 +217,7 @@ def _not_a_spec(
     facts = {'expected': expected}
     if isinstance(spec, Mesh | AbstractMesh | jax.Device):
         facts['instead'] = "pass it as mesh=: einshard(x, 'b d -> b* d', mesh=mesh)"
-    elif _is_array(spec):
+    elif _has_shape_and_dtype(spec):
         text = array_text(spec)
         if swapped is not None:
             facts = {'got': f'{text}{where}, instead of a spec', 'try': swapped.call}
@@ -250,7 +253,7 @@ def check_registered_pytree(leaf: Any) -> None:
 
 
 def not_an_array(path: str, leaf: Any) -> EinshardError:
-    """Returns the error for a leaf with a spec of its own that is not an array."""
+    """Returns the error for a leaf that has its own spec but is not an array."""
     return EinshardError(
         f'{reprlib.repr(leaf)} ({type(leaf).__name__}) is not an array',
         facts={
@@ -277,9 +280,9 @@ _MAX_READ = 2**24  # elements
 
 
 def _conversion(x: Any) -> str | None:
-    """Returns the call that converts an array of another library; None if none works.
+    """Returns the call that converts an array of another library, or None if none works.
 
-    It does not try to convert large arrays without `__dlpack__`, which may be files.
+    Returns None for large arrays without `__dlpack__`, because they may be files.
     """
     shape = getattr(x, 'shape', None)
     n_elements = math.prod(shape) if isinstance(shape, tuple) else 0
@@ -315,7 +318,7 @@ def _subtrees(prefix_def: Any, spec: Spec, tree: Any) -> list[Any]:
     try:
         return prefix_def.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError) as error:
-        # JAX's text ends in the value, with all its numbers
+        # remove the value at the end of JAX's message: it may contain whole arrays
         difference = str(error).partition('; value: ')[0]
         raise _mismatch(spec, tree, ()) or EinshardError(
             f'the specs do not match the tree: {difference}'
@@ -369,7 +372,7 @@ def _keys_text(node: Any, keys: Sequence[str]) -> str:
 
 
 def _children(node: Any) -> list[tuple[Any, Any]]:
-    """Returns (key path, child) pairs; for a leaf, the leaf itself with an empty key path."""
+    """Returns (key path, child) pairs. The only child of a leaf is itself, with path ()."""
     children, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda other: other is not node)
     return children
 

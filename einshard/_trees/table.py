@@ -32,8 +32,8 @@ class Row:
     path: str
     shape: tuple[int, ...]
     dtype: str
-    rule: str  # the pattern of the rule; 'default', 'scalar', 'small', 'as w' (a moment of w)
-    expression: str | None  # None: no spec
+    rule: str  # a pattern, 'default', 'scalar' or 'small'; 'as w' for a moment of parameter w
+    expression: str | None  # None without a spec
     shard_shape: tuple[int, ...]  # without a spec, the full shape
     bytes: int  # per device
     total_bytes: int
@@ -159,8 +159,8 @@ def make_table(
 ) -> Table:
     """Builds the table of a pytree.
 
-    `rules_and_specs` has a pair for each leaf: the index of its pattern in `patterns`, or a word
-    such as 'default'; and its spec.
+    `rules_and_specs` has a (rule, spec) pair for each leaf. A rule is an index into `patterns`, or
+    a word such as 'default'.
     """
     paths = leaf_paths(tree)
     rows: list[Row] = []
@@ -182,14 +182,14 @@ def make_table(
     if errors:
         raise combine_errors(errors) from None
     rules = [rule for rule, _ in rules_and_specs]
-    unused, shadowed, unneeded = _rules_without_use(patterns, paths, rules)
+    unused, shadowed, unneeded = _find_unused_rules(patterns, paths, rules)
     return Table(tuple(rows), context.lowering_mesh.size, unused, shadowed, unneeded)
 
 
-def _rules_without_use(
+def _find_unused_rules(
     patterns: Sequence[re.Pattern[str]], paths: Sequence[str], rules: Sequence[int | str | None]
 ) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """Returns `unused`, `shadowed` and `unneeded` of a Table; `rules` has the rule of each path."""
+    """Returns `unused`, `shadowed` and `unneeded` of a Table. `rules` has one rule per path."""
     unused: list[str] = []
     shadowed: list[tuple[str, str]] = []
     unneeded: list[str] = []
@@ -207,7 +207,10 @@ def _rules_without_use(
 
 
 def _aval(leaf: Any, path: str, spec: AnySpec | None) -> Any:
-    """Returns the JAX type of a leaf; None if its dtype is unsupported and it has no spec."""
+    """Returns the JAX type of a leaf.
+
+    Returns None if its dtype is unsupported and it has no spec.
+    """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     try:
