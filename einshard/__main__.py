@@ -89,12 +89,12 @@ def _print(text: str) -> None:
     try:
         print(_encodable(text, sys.stdout.encoding), end='', flush=True)
     except BrokenPipeError:
-        # Python flushes stdout once more at exit
+        # redirect stdout, because Python flushes it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def script() -> int:
-    """Runs the installed command, with the current folder on `sys.path`, as in `python -m`."""
+    """Runs the installed command, with the current folder on `sys.path`, as `python -m` does."""
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())
     return main()

@@ -32,7 +32,7 @@ _DTYPES = {'bf': 'bfloat', 'f': 'float', 'i': 'int', 'u': 'uint', 'c': 'complex'
 
 
 def read_arguments(texts: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
-    """Reads arguments such as 'f32[8]' or 'rate=0.1'; returns positional and keyword arguments."""
+    """Reads arguments such as 'f32[8]' and 'rate=0.1' into positional and keyword arguments."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for text in texts:
@@ -74,7 +74,7 @@ def _dtype(name: str, text: str) -> Any:
 
 
 def result_shapes(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Returns a function's result as ShapeDtypeStructs; traces only ShapeDtypeStruct arguments."""
+    """Like `jax.eval_shape`, but traces only the arguments that are ShapeDtypeStructs."""
     check_arguments(function, name_of(function), args, kwargs)
     leaves, treedef = jtu.tree_flatten((args, kwargs))
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)}
@@ -125,7 +125,7 @@ def _import(name: str) -> ModuleType:
 
 
 def _names_in(owner: Any, module_name: str) -> list[str]:
-    """Lists the public names that a module or class defines; if none, those that it imports."""
+    """Lists the public names that a module or class defines, or if none, those it imports."""
 
     def is_imported(value: Any) -> bool:
         if inspect.isroutine(value) or inspect.isclass(value) or hasattr(value, '__wrapped__'):
@@ -146,18 +146,18 @@ def abstract_mesh(axes: Sequence[tuple[str, int]]) -> AbstractMesh:
 
 
 def mesh_of(
-    n_devices: int | None, axes: Sequence[tuple[str, int]] | None, slice_name: str | None
+    n_devices: int | None, axes: Sequence[tuple[str, int]] | None, topology_name: str | None
 ) -> AnyMesh | None:
-    """Builds the mesh for --devices, --mesh and --topology; None without these options.
+    """Builds the mesh for --devices, --mesh and --topology.
 
-    Without --topology, starts simulated devices for the mesh.
+    Returns None without these options. Without --topology, starts simulated devices for the mesh.
     """
     requested = None if axes is None else abstract_mesh(axes)
     n_devices = n_devices if requested is None else requested.size
-    if slice_name is not None:
+    if topology_name is not None:
         if requested is None and n_devices is not None:
             raise EinshardError('--topology and --devices cannot be combined')
-        mesh = topology(slice_name)
+        mesh = topology(topology_name)
     elif n_devices is not None:
         mesh = device_mesh(_simulate_devices(n_devices))
     else:
@@ -166,7 +166,7 @@ def mesh_of(
         return mesh
     if requested.size != mesh.size:
         raise EinshardError(
-            f'--mesh has {requested.size} devices, but {slice_name} has {mesh.size}'
+            f'--mesh has {requested.size} devices, but {topology_name} has {mesh.size}'
         )
     grid = mesh.devices.reshape(requested.axis_sizes)
     return Mesh(grid, requested.axis_names, axis_types=requested.axis_types)

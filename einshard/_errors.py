@@ -101,7 +101,7 @@ class EinshardError(ValueError):
 def combine_errors(errors: Sequence[EinshardError]) -> EinshardError:
     """Returns the first error, with a fact 'also' that lists the arrays of the other errors.
 
-    After an array comes the sentence of its error, unless the first error has the same sentence.
+    The sentence of an error follows its array if it differs from the first error's sentence.
     """
     first, *others = errors
     if not others:
@@ -122,7 +122,7 @@ EinshardError.__module__ = 'einshard'  # tracebacks print the public name
 
 
 def hide_inner_frames(error: BaseException) -> None:
-    """Removes this package's frames from a traceback, except the first frame of the traceback."""
+    """Removes this package's frames from a traceback, but keeps its first frame."""
     frame = error.__traceback__
     while frame is not None:
         while frame.tb_next and frame.tb_next.tb_frame.f_code.co_filename.startswith(_FOLDER):

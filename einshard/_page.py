@@ -23,7 +23,7 @@ _MIN_COLUMNS = 4  # this many stay side by side on a narrow page; the others go 
 class Column:
     head: str
     right: bool = False  # align right, for numbers
-    # 'middle' or 'start': the part of a cell that narrow text omits; HTML breaks it after '/'
+    # the part of a cell to omit in narrow text: 'middle' or 'start'. HTML breaks the cell after '/'
     elastic: str = ''
     below: bool = False  # write the cell on a line below its row; such columns come last
 
@@ -35,7 +35,7 @@ class Section:
     Attributes:
         lines: the text below the table.
         has_rule: whether to draw a line between headings and rows.
-        max_rows: the limit on rows in text, where '.. and 3 more' is one of them; HTML shows all.
+        max_rows: the maximum number of rows in text, counting '.. and 3 more'. HTML shows all.
         omitted: text about the omitted rows, after '.. and 3 more', such as ': 3 MiB'.
         code: lines of source code above the table; they are not wrapped.
     """
@@ -116,14 +116,14 @@ def _section_lines(section: Section, width: int | None) -> Iterator[list[Segment
     if section.columns:
         room = None if width is None else width - len(indent)
         n, widths = _columns_that_fit(section, room)
-        beside, below = section.columns[:n], section.columns[n:]
-        heads = [column.head for column in beside]
-        yield [(indent, ''), (_line(heads, beside, widths), 'dim')]
+        in_row, below = section.columns[:n], section.columns[n:]
+        heads = [column.head for column in in_row]
+        yield [(indent, ''), (_line(heads, in_row, widths), 'dim')]
         if section.has_rule:
             yield [(indent, ''), ('  '.join('-' * width for width in widths), 'dim')]
         for row in section.rows:
-            cells = list(map(_fit_cell, row, beside, widths))
-            yield [(indent, ''), (_line(cells, beside, widths), '')]
+            cells = list(map(_fit_cell, row, in_row, widths))
+            yield [(indent, ''), (_line(cells, in_row, widths), '')]
             for i, line in enumerate(_wrap_below(below_text(row[n:], below), width)):
                 yield [(' ' * (10 if i else 8), ''), (line, 'dim')]
     for text in section.lines:
@@ -187,6 +187,6 @@ def _fit_cell(cell: str, column: Column, width: int) -> str:
     cell = unicodedata.normalize('NFC', cell)
     ends = list(itertools.accumulate(map(display_width, cell)))  # where each character ends
     head = cell[: bisect.bisect(ends, (width - 2) // 2)] if column.elastic == 'middle' else ''
-    # a tail that fits starts after this character, and after its combining marks
+    # the tail starts after this character and its combining marks
     last = bisect.bisect_left(ends, ends[-1] - (width - 2 - display_width(head)))
     return f'{head}..{cell[bisect.bisect(ends, ends[last]) :]}'

@@ -111,19 +111,19 @@ def _head(columns: Sequence[Column]) -> str:
 
 
 def _row(row: Sequence[str], columns: Sequence[Column]) -> str:
-    beside = [
+    in_row = [
         f'<td data-head="{html.escape(column.head)}" '
         f'style="{_CELL}; {_align(column)}; {_MONO}">{_cell(cell, column)}</td>'
         for cell, column in zip(row, columns, strict=True)
         if not column.below
     ]
-    below = below_text(row[len(beside) :], columns[len(beside) :])
+    below = below_text(row[len(in_row) :], columns[len(in_row) :])
     line = ''
     if below:
         below = _breakable(below, '/,')
-        cell = f'<td colspan="{len(beside)}" style="{_BELOW}">{below}</td>'
+        cell = f'<td colspan="{len(in_row)}" style="{_BELOW}">{below}</td>'
         line = f'<tr class="below" style="background: transparent">{cell}</tr>'
-    return f'<tr style="background: transparent">{"".join(beside)}</tr>{line}'
+    return f'<tr style="background: transparent">{"".join(in_row)}</tr>{line}'
 
 
 def _cell(text: str, column: Column) -> str:
@@ -131,7 +131,7 @@ def _cell(text: str, column: Column) -> str:
 
 
 def _breakable(text: str, separators: str) -> str:
-    """Escapes text whose lines may break after the separators."""
+    """Escapes text, and allows line breaks after the separators."""
     text = html.escape(text)
     for separator in separators:
         text = text.replace(separator, f'{separator}<wbr>')

@@ -1,8 +1,8 @@
 """The pytest plugin: `assert_collectives`, `einshard_golden` and the option `--einshard-update`.
 
-In the wheel it is a module next to the package (see pyproject.toml). Inside the package it would
-import einshard and JAX whenever pytest starts. That takes seconds, and happens before a conftest.py
-can set the environment variables that JAX reads on import.
+The wheel installs it as a module next to the package (see pyproject.toml). Inside the package, it
+would import einshard and JAX whenever pytest starts. That takes seconds, and happens before a
+conftest.py can set the environment variables that JAX reads on import.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def assert_collectives() -> Callable[..., None]:
 def einshard_golden(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
     """Compares a report with its golden file: `einshard_golden(explain(step, x))`.
 
-    The file is golden/<test file>/<test>.txt next to the test file. A second report of the same
-    test is in <test>+2.txt, and a report with `name='forward'` in <test>+forward.txt. If the file
+    The file is golden/<test file>/<test>.txt next to the test file. The second report of a test
+    is in <test>+2.txt, and a report with `name='forward'` in <test>+forward.txt. If the file
     is missing, the test fails; `pytest --einshard-update` writes it.
     """
     from einshard._inspect.golden_files import Goldens

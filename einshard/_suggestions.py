@@ -23,23 +23,23 @@ def keep_working_suggestions(
             removed.
     """
 
-    def is_true(fact: str) -> bool:
+    def works_as_stated(fact: str) -> bool:
         if not isinstance(fact, DeviceCounts):
             return True
         if on_devices is None:
             return False
         return all(works(functools.partial(on_devices, n)) for n in fact.counts)
 
-    facts = {label: fact for label, fact in error.facts.items() if is_true(fact)}
+    facts = {label: fact for label, fact in error.facts.items() if works_as_stated(fact)}
     return with_working_fix(EinshardError(**error.parts(facts=facts)), with_fix)
 
 
 def with_working_fix(error: EinshardError, with_fix: Callable[[str], object]) -> EinshardError:
     """Returns a copy of an error with a fix that works, or without a fix.
 
-    `with_fix` repeats the failed call with another expression. If that raises an error with a fix
-    of its own, as when several expressions are wrong, the new fix is tested next. The fact 'also
-    wrong' has the sentences of these later errors.
+    `with_fix` repeats the failed call with another expression. If that fails too, for example
+    because several expressions are wrong, the fix of the new error is tested next. The fact 'also
+    wrong' lists the sentences of the new errors.
     """
     fix, others = error.fix, [*filter(None, [error.facts.get('also wrong')])]
     for _ in range(_MAX_FIXES):
@@ -48,9 +48,9 @@ def with_working_fix(error: EinshardError, with_fix: Callable[[str], object]) ->
         try:
             with_fix(fix.expression)
         except EinshardError as other:
-            # a fix with the same terms in another order corrects the last fix, not the user
-            is_moved = _terms(other.fix) == _terms(fix)
-            if other.sentence not in (error.sentence, *others) and not is_moved:
+            # if its fix only reorders the last one, the error is not about the user's expression
+            is_reordered = _terms(other.fix) == _terms(fix)
+            if other.sentence not in (error.sentence, *others) and not is_reordered:
                 others.append(other.sentence)
             fix = other.fix
             continue

@@ -16,7 +16,7 @@ MONOSPACED = 'ui-monospace, Menlo, Consolas, monospace'  # CSS fonts, for aligne
 def format_bytes(n_bytes: int) -> str:
     """Formats a number of bytes: '1.5 KiB' for 1536."""
     size, units = float(n_bytes), ['B', 'KiB', 'MiB', 'GiB', 'TiB']
-    while abs(size) >= 1023.95 and len(units) > 1:  # which rounds to 1024.0
+    while abs(size) >= 1023.95 and len(units) > 1:  # rounds to 1024.0
         size /= 1024
         units.pop(0)
     return f'{n_bytes} B' if units[0] == 'B' else f'{size:.1f} {units[0]}'
@@ -25,7 +25,7 @@ def format_bytes(n_bytes: int) -> str:
 def format_flops(n: float) -> str:
     """Formats a number of floating-point operations: '1.5 Gflop' for 1.5e9."""
     units = ['', 'k', 'M', 'G', 'T', 'P']
-    while n >= 999.5 and len(units) > 1:  # which rounds to 1000
+    while n >= 999.5 and len(units) > 1:  # rounds to 1000
         n /= 1000
         units.pop(0)
     return f'{n:.3g} {units[0]}flop'
@@ -60,7 +60,7 @@ def first_of(texts: Sequence[str], n: int) -> str:
 
 
 def short_source(source: str | None) -> str:
-    """Shortens a path with a line number to 'model.py:12'; 'cell:3' in a notebook; '' for None."""
+    """Shortens a path with a line number to 'model.py:12', or 'cell:3' in a notebook."""
     # IPython writes each cell to its own file, named by a hash
     source = re.sub(r'.*ipykernel_\d+[\\/]\d+\.py', 'cell', source or '')
     return re.split(r'[\\/]', source)[-1]
@@ -68,7 +68,7 @@ def short_source(source: str | None) -> str:
 
 def display_width(text: str) -> int:
     """Width in terminal columns: 2 for wide East Asian characters, 0 for combining marks."""
-    text = unicodedata.normalize('NFC', text)  # file systems may have decomposed Hangul
+    text = unicodedata.normalize('NFC', text)  # file names may contain decomposed Hangul
     visible = [c for c in text if unicodedata.category(c) not in ('Mn', 'Me', 'Cf')]
     return len(visible) + sum(unicodedata.east_asian_width(c) in 'WF' for c in visible)
 
@@ -90,7 +90,7 @@ def name_of(function: Any) -> str:
 
 
 def deferred_kind(function: Any) -> str | None:
-    """Describes an async or generator function, for errors; returns None for other functions."""
+    """Names the kind of an async or generator function. Returns None for other functions."""
     for is_of_kind, kind in (
         (inspect.isgeneratorfunction, 'a generator function'),
         (inspect.iscoroutinefunction, 'an async function'),
