@@ -62,7 +62,7 @@ def find_conflicts(operands: Sequence[ShardedArray]) -> Iterable[str]:
             yield f"'{name}' is sharded differently in operand 0 and operand 1"
             continue
         sharded, unsharded = (0, 1) if left_axes else (1, 0)
-        # if these mesh axes shard another axis of that operand, the loop above reports them
+        # the loop above reports mesh axes that shard another axis of the unsharded operand
         if not any(map(operands[unsharded].array_axis, left_axes or right_axes)):
             yield f"'{name}' is sharded in operand {sharded} but not in operand {unsharded}"
 
@@ -94,16 +94,14 @@ def find_targets(operands: Sequence[ShardedArray], result: ShardedArray) -> Iter
 def _array_axis_options(
     operands: Sequence[ShardedArray], in_operands: Sequence[str | None], in_result: str | None
 ) -> list[str | None]:
-    """Lists the array axes that a mesh axis may shard in the contraction.
-
-    The list contains None if the mesh axis may replicate.
+    """Lists the array axes that a mesh axis may shard in the contraction. None replicates.
 
     Args:
         in_operands: the array axis that the mesh axis shards in each operand.
         in_result: the array axis that it shards in the result.
     """
     options: list[str | None] = list(dict.fromkeys(name for name in in_operands if name))
-    # only one operand shards the array axis, and the other has it too: it can be all-gathered
+    # if the other operand has the array axis, but does not shard it, this one can be all-gathered
     can_gather = len(options) == 1 and any(
         options[0] in operand.names and name is None
         for operand, name in zip(operands, in_operands, strict=True)
@@ -165,7 +163,7 @@ def choices_for(
 def _sum_steps(
     product: ShardedArray, partial: Sequence[str], final: ShardedArray
 ) -> Iterable[Communication]:
-    """Yields the collectives that sum `product` over the mesh axes `partial` and return `final`."""
+    """Yields the collectives that sum `product` over `partial`, and reshard it to `final`."""
     scattered = {axis: final.array_axis(axis) for axis in partial if final.array_axis(axis)}
     added = [axis for axis in partial if axis not in scattered]
     if scattered:
