@@ -1,1 +1,1 @@
-"""Reads the HLO text of compiled programs; peak rates of chips. Imports no JAX."""
+"""Reads the HLO text of compiled programs, and lists peak rates of chips. Does not import JAX."""

@@ -1,8 +1,8 @@
-"""Finds the all-gathers of an HLO program, and the slices that devices keep. Imports no JAX.
+"""Finds the all-gathers of an HLO program, and which slice of the result each device keeps.
 
-If the SPMD partitioner finds no better way to reshard an array, it all-gathers the full array, and
-every device keeps a slice: "involuntary full rematerialization". XLA reports this only on standard
-error. In the program, only slices use the array, at offsets computed from the device number.
+If the SPMD partitioner finds no better way to reshard an array, it all-gathers the array, and each
+device keeps one slice: "involuntary full rematerialization". XLA reports this only on standard
+error. This module recognizes it by slices whose offsets depend on the device number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from .arithmetic import ARITHMETIC
 from .module import ArrayType, Computation, Instruction, Module, Value
 
-# blocks[dimension][device]: the index of a device's block along a dimension
+# blocks[dimension][device]: the index of the device's block along this dimension
 Blocks: TypeAlias = tuple[tuple[int, ...], ...]
 
 
@@ -30,8 +30,8 @@ class AllGather:
         dimension: the dimension along which shards are concatenated.
         origin: (computation name, instruction name) of the operand, traced back through copies and
             reshapes.
-        parameter: the number of the program parameter, if `origin` is one; else None.
-        is_invariant: whether it gathers the same array in every iteration of a loop.
+        parameter: the parameter number if `origin` is a parameter of the program; else None.
+        is_invariant: whether every iteration of a loop gathers the same array.
         kept: the block of the result that each device uses. None if a device uses several blocks
             or an unknown part, or if all devices use the same block.
     """
@@ -88,9 +88,9 @@ class _Finder:
             )
 
     def origin(self, comp: Computation, name: str) -> tuple[Computation, Instruction, bool]:
-        """Traces `name` in `comp` back through copies: (computation, instruction, is_invariant).
+        """Traces `name` back through copies. Returns (computation, instruction, is_invariant).
 
-        `is_invariant` means that `comp` is in a loop, and the instruction outside of it.
+        `is_invariant` is true if the trace leaves a loop, whose iterations all use the same value.
         """
         op = comp[name]
         while self.only_moves(op):
@@ -103,7 +103,7 @@ class _Finder:
         return origin_comp, origin, is_invariant or op.opcode == 'get-tuple-element'
 
     def only_moves(self, op: Instruction) -> bool:
-        """Also true for fusions that only copy or reshape, which XLA writes on CPU."""
+        """Whether `op`, which may be a fusion, only copies, reshapes or converts its operand."""
         if len(op.operands) != 1:
             return False
         if op.opcode in _MOVES:
@@ -117,9 +117,9 @@ class _Finder:
         return inner.opcode == 'parameter'
 
     def passed_value(self, comp: Computation, op: Instruction) -> tuple[Computation, str] | None:
-        """Returns (computation, name) of the value that is passed for `op` from outside.
+        """Finds the value passed to a fusion parameter, or the initial value of a loop invariant.
 
-        None unless `op` is a parameter of a fusion or reads a loop invariant.
+        Returns (computation, name), or None if `op` is neither.
         """
         if op.opcode == 'parameter' and not comp.is_entry:
             for _, caller, call in self.module.call_sites(comp):
@@ -142,7 +142,7 @@ class _Finder:
         return blocks if blocks and any(len(set(indices)) > 1 for indices in blocks) else None
 
     def used_blocks(self, value: Value, array: ArrayType) -> Iterator[Blocks | None]:
-        """Yields the blocks that each use of `value` slices; None for a use that is not a slice."""
+        """Yields the blocks of each slice of `value`, and None for other uses or unknown blocks."""
         comp = value.comp
         if value.name == comp.root.name:
             yield None
@@ -179,7 +179,7 @@ class _Finder:
         return tuple(blocks)
 
     def evaluate(self, value: Value, device: int) -> Any:
-        """Computes the integer array `value` on one device; raises `_Unknown` if it cannot."""
+        """Computes the integer array `value` on one device, or raises `_Unknown`."""
         op = value.op
         if op.opcode in ('partition-id', 'replica-id'):
             return np.array(device)
@@ -213,11 +213,10 @@ class _Finder:
         raise _Unknown
 
 
-def _source_axes(op: Instruction, before: Instruction, array: ArrayType) -> Sequence[int] | None:
-    """Maps the axes of the result of a transpose or copy to the axes of its operand.
+def _source_axes(op: Instruction, operand: Instruction, array: ArrayType) -> Sequence[int] | None:
+    """Returns the operand axis of each result axis, or None if `op` is not a transpose or copy.
 
-    None for other instructions, such as a reshape. On GPU, a bitcast to another layout may be a
-    transpose. `before` computes the operand, which has the type `array`.
+    On GPU, a bitcast to another layout may be a transpose. `array` is the type of `operand`.
     """
     if op.opcode not in _MOVES:
         return None
@@ -226,7 +225,7 @@ def _source_axes(op: Instruction, before: Instruction, array: ArrayType) -> Sequ
         (dimensions,) = re.findall(r'dimensions=\{([\d,]*)\}', op.attributes)
         return [int(axis) for axis in dimensions.split(',') if axis]
     if op.opcode == 'bitcast' and len(shape) == len(axes):
-        axis_of = dict(zip(_minor_to_major(op), _minor_to_major(before), strict=True))
+        axis_of = dict(zip(_minor_to_major(op), _minor_to_major(operand), strict=True))
         axes = [axis_of[axis] for axis in axes]
     has_same_shape = len(shape) == len(axes) and all(
         shape[i] == array.shape[axis] for i, axis in enumerate(axes)
@@ -241,9 +240,9 @@ def _minor_to_major(op: Instruction) -> Sequence[int]:
 
 
 def _invariant_element(comp: Computation, op: Instruction) -> int | None:
-    """Returns the index of the element that `op` reads from the state of the loop with body `comp`.
+    """Returns the index of the loop-invariant element that `op` reads in the loop body `comp`.
 
-    None if the loop changes the element.
+    Returns None if the loop changes the element, or if `op` does not read the loop state.
     """
     root = comp.root
     if op.opcode != 'get-tuple-element' or root.opcode != 'tuple':

@@ -1,4 +1,4 @@
-"""Maps the opcodes of integer operations in HLO to numpy functions. Imports no JAX."""
+"""Maps the opcodes of integer operations in HLO to numpy functions."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ ARITHMETIC: Mapping[str, Any] = {
     'maximum': np.maximum,
     'and': np.bitwise_and,
     'shift-left': np.left_shift,
-    'shift-right-logical': np.right_shift,  # arithmetic, but indices are not negative
+    'shift-right-logical': np.right_shift,  # the same for indices, which are never negative
 }

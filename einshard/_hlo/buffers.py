@@ -1,4 +1,4 @@
-"""Finds the largest temporary arrays of an HLO program. Imports no JAX."""
+"""Finds the largest temporary arrays of an HLO program."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Temporary:
     op_name: str
 
 
-_ALLOCATE_NOTHING = frozenset(
+_NOT_ALLOCATING = frozenset(
     (
         'parameter',
         'constant',
@@ -67,7 +67,7 @@ def _temporaries(module: Module) -> Iterator[tuple[ArrayType, Instruction]]:
         # the results of the program, of loop bodies and of branches are not temporaries
         outputs = {root.name, *(root.operands if root.opcode == 'tuple' else ())}
         for op in comp.instructions():
-            if op.opcode in _ALLOCATE_NOTHING or op.opcode.endswith(('-start', '-update')):
+            if op.opcode in _NOT_ALLOCATING or op.opcode.endswith(('-start', '-update')):
                 continue
             if op.name in outputs or not op.is_in_hbm or _updates_in_place(module, op):
                 continue

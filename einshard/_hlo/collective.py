@@ -1,4 +1,4 @@
-"""Collective: a collective of a compiled program, and the bytes that it sends. Imports no JAX."""
+"""The collectives of compiled programs, and the bytes that they send."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class Collective:
         operands: the inputs of each device; for a ragged all-to-all, only the array that is sent.
         results: the outputs of each device.
         groups: the devices that communicate with each other, as positions in the device list of the
-            program; for a permute, the connected devices. Empty if the HLO text has no groups: for
-            custom calls, and for JAX 0.8 with a newer libtpu.
-        pairs: (source, target) of a permute.
-        executions: how often it runs in one run of the program: the product of loop trip counts,
-            as if all branches of conditionals ran. None if a trip count is unknown.
+            program. For a permute, the connected devices. Empty if the HLO text has no groups, as
+            for custom calls, and with JAX 0.8 on a newer libtpu.
+        pairs: the (source, target) pairs of a permute; empty for other kinds.
+        executions: how often one run of the program executes it, if all branches of conditionals
+            run. None if a trip count is unknown.
         is_async: whether it can overlap with computation.
         source: the source line, such as '/home/me/model.py:12', or None. If the compiler inserted
             the collective, the line of an operation that uses its result.
         op_name: the JAX operation it comes from, such as 'jit(step)/jvp()/dot_general'.
         n_devices: the number of devices of the program.
         widened: whether the compiled program runs it in f32 although the user's arrays are bf16 or
-            f16, as on CPU. `operands`, `results` and bytes are in the user's dtype.
+            f16, as on CPU. `operands` and `results` have the user's dtype.
         called_at: if `source` is in a helper function, the nearest calling line outside helpers
             (see `Sources.caller`); else None.
         sent: for a collective matmul (see windowed.py), the bytes that a device sends in one
@@ -77,15 +77,15 @@ class Collective:
 
     @property
     def group_size(self) -> int:
-        """The size of the largest group; all devices if the text lists no groups."""
+        """The size of the largest group, or the number of devices if the text lists no groups."""
         return max(map(len, self.groups), default=self.n_devices)
 
     @property
     def n_groups(self) -> int:
-        """The number of groups; 0 if the text lists none.
+        """The number of groups, or 0 if the text lists none.
 
-        In a permute, a device that sends only to itself is a group; such groups count only if there
-        are no larger ones.
+        Ignores groups of one device, unless all are. In a permute, a device that sends only to
+        itself is such a group.
         """
         return sum(len(group) > 1 for group in self.groups) or len(self.groups)
 
@@ -98,9 +98,9 @@ class Collective:
     def network_bytes(self) -> int | None:
         """Bytes that a device sends in one execution, rounded up; None for a custom call.
 
-        In a permute, a device sends its operand unless the target is itself. In a broadcast, every
-        device but the last sends the array. The sizes of a ragged all-to-all are known only at run
-        time: this assumes equal pieces. For others see `ring_bytes`.
+        In a permute, a device sends its operand, unless all devices send to themselves. In a
+        broadcast, every device but the last sends the array. The sizes of a ragged all-to-all are
+        known only at run time, so this assumes equal pieces. For other kinds, see `ring_bytes`.
         """
         n = self.group_size
         if self.sent is not None:

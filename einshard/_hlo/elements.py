@@ -1,4 +1,4 @@
-"""Adds the get-tuple-element instructions that JAX 0.12 omits in HLO text. Imports no JAX."""
+"""Adds the get-tuple-element instructions that JAX 0.12 omits from HLO text."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _DEFINITION = re.compile(r'\n  (?:ROOT )?%([^\s=]+) = \((.*?)\) [a-z][^\n]*')
 _TYPE = re.compile(r'(?:/\*index=\d+\*/)?([^\s,{}]+(?:\{[^}]*\})?)')
 
 
-def spell_out_elements(text: str) -> str:
-    """Adds a get-tuple-element instruction for each tuple element used, such as %all-reduce#1.
+def add_tuple_elements(text: str) -> str:
+    """Adds a get-tuple-element instruction for each tuple element written like `%pair#0`.
 
-    >>> from einshard._hlo.elements import spell_out_elements
+    >>> from einshard._hlo.elements import add_tuple_elements
     >>> text = '''
     ...   %pair = (f32[8]{0}, s32[]) parameter(0)
     ...   ROOT %x = f32[8]{0} negate(%pair#0)
     ... '''
-    >>> print(spell_out_elements(text).strip())
+    >>> print(add_tuple_elements(text).strip())
     %pair = (f32[8]{0}, s32[]) parameter(0)
       %pair#0 = f32[8]{0} get-tuple-element(%pair), index=0
       ROOT %x = f32[8]{0} negate(%pair#0)

@@ -1,4 +1,4 @@
-"""The collectives of an optimized HLO program. Imports no JAX.
+"""Finds the collectives of an optimized HLO program.
 
 XLA writes a collective in many forms: as one instruction; as a pair of -start and -done; inside a
 fusion, a call or an async-start; as a send and a recv; as a loop of dots and permutes; and on
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from .collective import KINDS, PERMUTE, Collective
 from .groups import Groups, Slices, connected, count_slices, read_groups
 from .loops import Executions
-from .module import Computation, Instruction, Module, Place
+from .module import Computation, Instruction, Module, Site
 from .origins import user_with_source
 from .sources import number_of
 from .widened import narrowed, widened_dtypes
@@ -49,12 +49,12 @@ def read_collectives(text: str, device_ids: Sequence[int] = ()) -> tuple[Collect
 def find_collectives(module: Module, device_ids: Sequence[int] = ()) -> tuple[Collective, ...]:
     """Finds the collectives of a program, in execution order.
 
-    Collectives in groups of one device are omitted: compilers leave them in, but they send nothing.
+    Omits collectives in groups of one device, which send nothing.
 
     Args:
         module: the compiled program.
         device_ids: the ids of the program's devices in order. Needed only for multi-slice TPU
-            programs, whose text contains ids. Default: slice by slice, chips ordered by id.
+            programs, whose text contains ids. Default: sorted by id.
     """
     return _Finder(module, device_ids).find()
 
@@ -77,8 +77,8 @@ _CHAIN_ID = re.compile(r'chain_id="(\d+)"')
 
 
 class _Record(NamedTuple):
-    order: tuple[int, ...]  # sorts by execution: the offsets of the call sites, then of `place`
-    place: Place
+    order: tuple[int, ...]  # in execution order: the text offsets of the call sites, then of `site`
+    site: Site
     collective: Collective
 
 
@@ -86,7 +86,7 @@ class _Finder:
     def __init__(self, module: Module, device_ids: Sequence[int]):
         self.module = module
         self.slices = Slices(module.n_partitions, count_slices(module.text), device_ids)
-        # {name of a computation: 'Start' or 'Done' if it calls AsyncCollectiveStart or -Done}
+        # 'Start' or 'Done' by computation name, from its call of AsyncCollectiveStart or ..Done
         self.phases: dict[str, str] = {}
         for _, comp, op in module.find('"AsyncCollective'):
             phase = _PHASE.search(op.attributes)
@@ -95,65 +95,66 @@ class _Finder:
     def find(self) -> tuple[Collective, ...]:
         executions = Executions(self.module)
         candidates = [
-            (place, fields, path)
-            for place, fields in self.instructions()
-            if (path := self.module.path(place.comp)) is not None
+            (site, fields, path)
+            for site, fields in self.instructions()
+            if (path := self.module.path(site.comp)) is not None
         ]
-        repeated = self.repeated([place for place, _, _ in candidates], executions)
+        repeated = self.repeated([site for site, _, _ in candidates], executions)
         records: list[_Record] = []
-        for place, fields, path in candidates:
+        for site, fields, path in candidates:
             collective = Collective(
                 **fields,
-                name=place.op.name,
-                executions=executions.of(place.comp),
+                name=site.op.name,
+                executions=executions.of(site.comp),
                 n_devices=self.slices.n_devices,
-                in_branch=self.module.is_in_branch(place.comp),
-                **self.origin(path, place),
+                in_branch=self.module.is_in_branch(site.comp),
+                **self.origin(path, site),
             )
-            if collective.group_size > 1 and place.start not in repeated:
-                order = (*(site.start for site in path), place.start)
-                records.append(_Record(order, place, self.with_callers(path, place, collective)))
+            if collective.group_size > 1 and site.start not in repeated:
+                order = (*(call.start for call in path), site.start)
+                records.append(_Record(order, site, self.with_callers(path, site, collective)))
         return self.merged(records, executions)
 
     def merged(self, records: list[_Record], executions: Executions) -> tuple[Collective, ...]:
         """Merges the permutes of collective matmuls; returns the collectives in execution order."""
-        permutes = {place: c.group_size for _, place, c in records if c.kind == PERMUTE}
-        by_place = {record.place: record for record in records}
-        for kind, comp, places in collective_matmuls(self.module, permutes):
-            pieces = [by_place.pop(place) for place in places]
-            by_place[places[0]] = _merge_permutes(pieces, kind, executions.of(comp))
-        ordered = sorted(by_place.values(), key=lambda record: record.order)
+        permutes = {site: c.group_size for _, site, c in records if c.kind == PERMUTE}
+        by_site = {record.site: record for record in records}
+        for kind, comp, sites in collective_matmuls(self.module, permutes):
+            pieces = [by_site.pop(site) for site in sites]
+            by_site[sites[0]] = _merge_permutes(pieces, kind, executions.of(comp))
+        ordered = sorted(by_site.values(), key=lambda record: record.order)
         return tuple(record.collective for record in ordered)
 
-    def instructions(self) -> Iterator[tuple[Place, dict[str, Any]]]:
-        """Yields the instructions that communicate, each with fields of `Collective`."""
-        transfers: dict[tuple[str, str], list[Place]] = {}
-        for place in self.module.find(*MARKS):
-            fields = self.read(place)
+    def instructions(self) -> Iterator[tuple[Site, dict[str, Any]]]:
+        """Yields the sites that communicate, each with some fields of its `Collective`."""
+        transfers: dict[tuple[str, str], list[Site]] = {}
+        for site in self.module.find(*MARKS):
+            fields = self.read(site)
             if fields is not None:
-                yield place, fields
-            elif rendezvous := _RENDEZVOUS.search(place.op.attributes):
-                transfers.setdefault((place.comp.name, rendezvous[1]), []).append(place)
-        for places in transfers.values():
+                yield site, fields
+            elif rendezvous := _RENDEZVOUS.search(site.op.attributes):
+                transfers.setdefault((site.comp.name, rendezvous[1]), []).append(site)
+        for sites in transfers.values():
             # the send first, then the receive
-            places.sort(key=lambda place: place.op.opcode != 'send')
-            yield places[0], self.read_transfer(places[0].op, places[-1].op)
+            sites.sort(key=lambda site: site.op.opcode != 'send')
+            yield sites[0], self.read_transfer(sites[0].op, sites[-1].op)
 
-    def read(self, place: Place) -> dict[str, Any] | None:
-        """Reads fields of `Collective` from the instruction at `place`.
+    def read(self, site: Site) -> dict[str, Any] | None:
+        """Reads fields of `Collective` from the instruction at `site`.
 
-        None for half of a transfer between slices, or if only a name chosen by the user matches.
+        Returns None for a send or recv between slices (see `read_transfer`), and for an instruction
+        in which only a user-chosen name contains one of `MARKS`.
         """
-        op = place.op
+        op = site.op
         kind = op.opcode.removesuffix('-start')
         # from jax.lax.psend; GPU programs may also split a permute into send and recv
         is_send = kind == 'send' and 'source_target_pairs=' in op.attributes
         is_kernel = kind == 'custom-call' and _COMMUNICATES in op.attributes + op.metadata
         if not (is_send or is_kernel or kind in KINDS[:-1]):  # the last is custom-call
             return None
-        operands = tuple(array for name in op.operands for array in place.comp[name].results)
+        operands = tuple(array for name in op.operands for array in site.comp[name].results)
         results = op.results
-        dtypes = widened_dtypes(self.module, place.comp, op)
+        dtypes = widened_dtypes(self.module, site.comp, op)
         if kind != op.opcode and len(results) > len(operands):  # a -start lists operands first
             results = results[len(operands) : 2 * len(operands)]
         if is_send or kind == 'ragged-all-to-all':
@@ -195,59 +196,59 @@ class _Finder:
         }
 
     def phase(self, comp: Computation) -> str:
-        """Returns the phase of `comp`, or else of the computation it is fused into; '' if none."""
+        """Returns the phase of `comp`, or of the computation it is fused into, or ''."""
         fusions = [site for site in self.module.call_sites(comp) if site.op.opcode == 'fusion']
         return self.phases.get(comp.name) or (self.phase(fusions[0].comp) if fusions else '')
 
-    def repeated(self, places: Sequence[Place], executions: Executions) -> set[int]:
-        """Returns the offsets of those `places` that repeat the collective of another one.
+    def repeated(self, sites: Sequence[Site], executions: Executions) -> set[int]:
+        """Returns the text offsets of the sites that repeat another site's collective.
 
         A TPU program may spread an asynchronous collective over several fusions, and repeat its
-        instruction in each. The first one has the phase 'Start'; if none has, it is the one that
-        runs least often.
+        instruction in each. Only the site in phase 'Start' counts, or else the one that runs least
+        often.
         """
-        by_id: dict[tuple[int, str], list[Place]] = {}
+        by_id: dict[tuple[int, str], list[Site]] = {}
         repeated: set[int] = set()
-        for place in places:
-            phase, (channel_id, chain_id) = self.phase(place.comp), _async_id(place.op)
+        for site in sites:
+            phase, (channel_id, chain_id) = self.phase(site.comp), _async_id(site.op)
             if phase == 'Done':
-                repeated.add(place.start)
-            elif phase or (chain_id and self.is_fused(place.comp)):
-                by_id.setdefault((channel_id, chain_id), []).append(place)
+                repeated.add(site.start)
+            elif phase or (chain_id and self.is_fused(site.comp)):
+                by_id.setdefault((channel_id, chain_id), []).append(site)
         for same in by_id.values():
-            first = [place.start for place in same if self.phase(place.comp) == 'Start']
+            first = [site.start for site in same if self.phase(site.comp) == 'Start']
             if not first:
-                runs = {place.start: executions.of(place.comp) for place in same}
+                runs = {site.start: executions.of(site.comp) for site in same}
                 first = [min(runs, key=lambda at: (runs[at] is None, runs[at] or 0))]
-            repeated.update(place.start for place in same if place.start not in first)
+            repeated.update(site.start for site in same if site.start not in first)
         return repeated
 
     def is_fused(self, comp: Computation) -> bool:
         return any(site.op.opcode == 'fusion' for site in self.module.call_sites(comp))
 
-    def origin(self, path: Sequence[Place], place: Place) -> dict[str, Any]:
-        """Finds the `source`, `called_at` and `op_name` of a collective.
+    def origin(self, path: Sequence[Site], site: Site) -> dict[str, Any]:
+        """Returns the `source`, `called_at` and `op_name` of a collective.
 
-        Falls back to those of its call sites, then to those of its consumers.
+        Falls back to its call sites, then to its consumers.
         """
-        named = place.op
+        named = site.op
         for _, _, op in reversed(path):
             if op.opcode not in ('while', 'conditional') and not named.op_name:
                 named = op
         sourced, module = named, self.module
         if module.source(named) is None and (not named.op_name or module.sources.has_stacks):
-            # The compiler inserted the collective: use the line of a consumer. But if HLO without
-            # stack frames (JAX 0.8) has an op_name and no line, JAX did not know the line.
-            sourced = user_with_source(module, place.comp, place.op.name) or named
+            # The compiler inserted the collective: use the line of a consumer. But without stack
+            # frames (JAX 0.8), an op_name and no line means that JAX did not know the line.
+            sourced = user_with_source(module, site.comp, site.op.name) or named
         return {
             'source': module.source(sourced),
             'called_at': module.sources.caller(sourced.metadata),
             'op_name': named.op_name or sourced.op_name,
         }
 
-    def with_callers(self, path: Sequence[Place], place: Place, found: Collective) -> Collective:
+    def with_callers(self, path: Sequence[Site], site: Site, found: Collective) -> Collective:
         """Corrects `is_async`, `kind` and `results` of `found` from the call sites in `path`."""
-        if self.phase(place.comp) == 'Start' or any(_is_async(site.op) for site in path):
+        if self.phase(site.comp) == 'Start' or any(_is_async(call.op) for call in path):
             found = replace(found, is_async=True)
         for _, _, op in reversed(path):
             called = self.module.called(op) if op.opcode == 'fusion' else None

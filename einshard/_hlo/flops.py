@@ -1,4 +1,4 @@
-"""The floating-point operations of an optimized HLO program. Imports no JAX.
+"""Counts the floating-point operations of an optimized HLO program.
 
 XLA's cost analysis counts a loop body once. This module counts the matrix products and convolutions
 of every iteration, including matrix-vector products that XLA writes as multiply and reduce. It
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 
 from .loops import Executions
-from .module import Instruction, Module, Place
+from .module import Instruction, Module, Site
 from .origins import user_with_source
 
 
@@ -59,61 +59,61 @@ def find_products(module: Module) -> Iterator[Product]:
     [128]
     """
     executions = Executions(module)
-    for place in module.find(' dot(', ' convolution(', ' custom-call(', ' reduce('):
-        flops = _flops(place)
-        if not flops or module.path(place.comp) is None:
+    for site in module.find(' dot(', ' convolution(', ' custom-call(', ' reduce('):
+        flops = _flops(site)
+        if not flops or module.path(site.comp) is None:
             continue
-        op = _with_source(module, place)
-        operands = [array for name in place.op.operands for array in place.comp[name].results]
+        op = _with_source(module, site)
+        operands = [array for name in site.op.operands for array in site.comp[name].results]
         yield Product(
             flops=flops,
-            executions=executions.of(place.comp),
+            executions=executions.of(site.comp),
             dtype=operands[0].dtype if operands else '',
             source=module.source(op),
             op_name=op.op_name,
-            in_branch=module.is_in_branch(place.comp),
+            in_branch=module.is_in_branch(site.comp),
         )
 
 
-def _with_source(module: Module, place: Place) -> Instruction:
-    """Returns the first instruction with a source line: at `place`, its fusion, or a consumer."""
-    if module.source(place.op) is not None:
-        return place.op
-    fusions = [site for site in module.call_sites(place.comp) if site.op.opcode == 'fusion']
-    site = fusions[0] if fusions else place
+def _with_source(module: Module, site: Site) -> Instruction:
+    """Returns the instruction at `site`, its fusion or a consumer: the first with a source line."""
     if module.source(site.op) is not None:
         return site.op
-    return user_with_source(module, site.comp, site.op.name) or site.op
+    fusions = [call for call in module.call_sites(site.comp) if call.op.opcode == 'fusion']
+    outer = fusions[0] if fusions else site
+    if module.source(outer.op) is not None:
+        return outer.op
+    return user_with_source(module, outer.comp, outer.op.name) or outer.op
 
 
-def _flops(place: Place) -> int:
-    op = place.op
+def _flops(site: Site) -> int:
+    op = site.op
     if op.opcode == 'dot':
         contracted = re.search(r'lhs_contracting_dims=\{([\d,]*)\}', op.attributes)
-        return _dot_flops(place, contracted[1] if contracted else '')
+        return _dot_flops(site, contracted[1] if contracted else '')
     if op.opcode == 'convolution':
-        return _convolution_flops(place)
+        return _convolution_flops(site)
     if op.opcode == 'reduce':
-        return _reduce_flops(place)
-    return _custom_call_flops(place) if op.opcode == 'custom-call' else 0
+        return _reduce_flops(site)
+    return _custom_call_flops(site) if op.opcode == 'custom-call' else 0
 
 
-def _dot_flops(place: Place, contracted: str) -> int:
+def _dot_flops(site: Site, contracted: str) -> int:
     """`contracted` lists the contracted axes of the left operand, such as '0,2'."""
-    left = place.comp[place.op.operands[0]].results[0]
+    left = site.comp[site.op.operands[0]].results[0]
     sizes = [left.shape[int(axis)] for axis in re.findall(r'\d+', contracted)]
     # a complex multiply-add takes 4 real multiplications and 4 real additions
     per_term = 8 if left.dtype in ('c64', 'c128') else 2
-    return per_term * prod(place.op.results[0].shape) * prod(sizes)
+    return per_term * prod(site.op.results[0].shape) * prod(sizes)
 
 
-def _reduce_flops(place: Place) -> int:
+def _reduce_flops(site: Site) -> int:
     """Counts the flops of a matrix-vector product that XLA wrote as a multiply and a reduce."""
-    if not place.op.op_name.endswith('/dot_general'):
+    if not site.op.op_name.endswith('/dot_general'):
         return 0
-    op = place.comp[place.op.operands[0]]
+    op = site.comp[site.op.operands[0]]
     while op.opcode in ('bitcast', 'convert', 'copy', 'transpose'):
-        op = place.comp[op.operands[0]]
+        op = site.comp[op.operands[0]]
     return 2 * prod(op.results[0].shape) if op.opcode == 'multiply' else 0
 
 
@@ -121,12 +121,12 @@ _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')  # cuBLAS
 _ESTIMATE = re.compile(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')  # Pallas kernels
 
 
-def _custom_call_flops(place: Place) -> int:
-    config = place.op.attributes + place.op.metadata
+def _custom_call_flops(site: Site) -> int:
+    config = site.op.attributes + site.op.metadata
     if contracted := _CONTRACTED.search(config):
-        return _dot_flops(place, contracted[1])
+        return _dot_flops(site, contracted[1])
     if 'custom_call_target="__cudnn$conv' in config:
-        return _convolution_flops(place)
+        return _convolution_flops(site)
     estimate = _ESTIMATE.search(config)
     return int(estimate[1]) if estimate else 0
 
@@ -136,18 +136,18 @@ def _custom_call_flops(place: Place) -> int:
 _LABELS = re.compile(r'dim_labels=(\w+)_(\w+)->(\w+)')
 
 
-def _convolution_flops(place: Place) -> int:
-    """Counts 2 flops for each product of a kernel element and an input that is not padding.
+def _convolution_flops(site: Site) -> int:
+    """Counts 2 flops for each product of a kernel element and an input element, except padding.
 
-    On TPU, XLA writes matrix products as convolutions too, with batch axes as padded spatial axes.
+    On TPU, XLA writes matrix products as convolutions, too. Batch axes become padded spatial axes.
     """
-    op = place.op
+    op = site.op
     labels = _LABELS.search(op.attributes)
     if labels is None:
         return 0
     inputs, kernel, output = (
         dict(zip(names, shape, strict=False))
-        for names, shape in zip(labels.groups(), _shapes(place), strict=True)
+        for names, shape in zip(labels.groups(), _shapes(site), strict=True)
     )
     window = re.search(r'window=\{([^}]*)\}', op.attributes)
     fields = dict(field.split('=') for field in window[1].split()) if window else {}
@@ -166,17 +166,16 @@ def _convolution_flops(place: Place) -> int:
     return 2 * batch * kernel['i'] * kernel['o'] * prod(counts)
 
 
-def _shapes(place: Place) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of a convolution's input, kernel and output, as in `dim_labels`.
+def _shapes(site: Site) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of a convolution in the order of `dim_labels`: input, kernel, output.
 
-    cuDNN labels the convolution of a gradient like the forward one, so the result may be labeled as
-    input or kernel.
+    cuDNN labels gradients like the forward convolution, with the result as the input or kernel.
     """
-    operands = [place.comp[name].results[0].shape for name in place.op.operands[:2]]
-    result = place.op.results[0].shape
-    if '$convBackwardInput' in place.op.attributes:
+    operands = [site.comp[name].results[0].shape for name in site.op.operands[:2]]
+    result = site.op.results[0].shape
+    if '$convBackwardInput' in site.op.attributes:
         return result, operands[1], operands[0]
-    if '$convBackwardFilter' in place.op.attributes:
+    if '$convBackwardFilter' in site.op.attributes:
         return operands[0], result, operands[1]
     return operands[0], operands[1], result
 
@@ -200,7 +199,7 @@ def _count_pairs(
     input_dilation: int,
     kernel_dilation: int,
 ) -> int:
-    """Counts the (output, kernel) positions along an axis that read an input, not padding."""
+    """Counts the (output, kernel) index pairs on one axis that read an input element."""
     count = 0
     for i in range(kernel):
         for j in range(output):

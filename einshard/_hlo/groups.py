@@ -1,4 +1,4 @@
-"""Replica groups, in all forms that XLA writes, and TPU slices. Imports no JAX."""
+"""Parses replica groups, in all forms that XLA writes, and the devices of TPU slices."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _groups_of_mesh(
         mesh: the mesh axes, such as "'a'=2,'b'=8".
         dims, order: '8,2' and '1,0' if device_ids is the transposed iota [8,2]T(1,0).
         listed: device_ids, if it is a list such as '0,2,1,3'.
-        axes: the axes to group along, such as "'a','b':(2)4": a, and the sub-axis of b that has
+        axes: the axes to group along. "'a','b':(2)4" means axis a, and the sub-axis of b that has
             size 4 and follows a sub-axis of size 2.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
@@ -154,7 +154,8 @@ class Slices:
         """Parses the devices of a transfer between slices; returns their positions.
 
         '{1,2}x{0:15}' has 16 groups: device i of slice 1 and device i of slice 2, for i from 0 to
-        15. '{{100000,200000},...}' lists groups of device ids; '{100000->200000,...}' is one group.
+        15. '{{100000,200000},...}' lists groups of device ids. A permute lists pairs of device ids:
+        '{{100000->200000},...}'.
         """
         if ranges := re.fullmatch(r'\{([\d,]+)\}x\{(\d+):(\d+)\}', target):
             slices, first, last = ranges.groups()
@@ -170,7 +171,7 @@ _IDS_PER_SLICE = 100_000
 
 
 def count_slices(text: str) -> int:
-    """Returns the highest slice number in `text`, which is the count: numbers start at 1."""
+    """Returns the highest slice number in `text`, or 1. It is the count, as numbers start at 1."""
     found = 1
     for target in set(re.findall(r'_xla_megascale_target=("[^"]*"|\{[\d,>{}-]*\})', text)):
         if listed := re.match(r'"\{([\d,]+)\}x', target):

@@ -1,4 +1,4 @@
-"""Published peak rates of TPUs and GPUs. Imports no JAX.
+"""Published peak rates of TPUs and GPUs.
 
 Sources:
 - Google: the pages of each TPU at docs.cloud.google.com/tpu/docs (v4, v5e, v5p, v6e, tpu7x).
@@ -34,17 +34,17 @@ class Chip:
     Attributes:
         name: the name shown in reports.
         flops: {dtype: dense flops per second}, with 'bf16' (also used for float16), 'tf32' (for
-            float32; default: as 'bf16'), 'fp8', 'int8', 'fp4'. Missing ones have the highest rate.
+            float32; default: as 'bf16'), 'fp8', 'int8', 'fp4'. Other dtypes use the highest rate.
         memory: bytes of HBM that programs can use.
         memory_bandwidth: HBM bytes per second.
-        link: bytes per second that a chip can send to its neighbors: over one link of a torus in
-            one direction, or without a torus over all its links to the switches of its node.
+        link: bytes per second that a chip can send. In a torus: over one link, in one direction.
+            Without a torus: over all its links to the switches of its node.
         torus: the number of torus dimensions; 0 for devices that a switch connects.
-        wraps_at: the dimensions of a slice that are multiples of this number are rings, the others
-            lines; with three dimensions, either all are rings or none.
+        wraps_at: a slice dimension is a ring if its size is a multiple of this number, and a line
+            otherwise. With three dimensions, either all are rings or none.
         node: without a torus, the number of devices in a node.
         network: bytes per second that a chip can send to other slices or nodes.
-        cores: the number of TensorCores, if each may be a JAX device.
+        cores: the number of TensorCores, if each can be a JAX device.
     """
 
     name: str
@@ -59,14 +59,14 @@ class Chip:
     cores: int = 1
 
     def share(self, device: Any) -> float:
-        """Returns the fraction of a chip that a JAX device is: 1/2 for one of two TensorCores."""
+        """Returns which fraction of a chip `device` has, such as 1/2 for one of two TensorCores."""
         return getattr(device, 'num_cores', self.cores) / self.cores
 
     def rate(self, dtype: str) -> float:
         """Returns the peak flops per second for an HLO dtype."""
         if dtype == 'f32' and 'tf32' not in self.flops:
             dtype = 'bf16'  # on TPU, matmuls round float32 operands to bf16 by default
-        if dtype in ('c64', 'c128'):  # flops.py counts 4 real multiplications, but 3 are enough
+        if dtype in ('c64', 'c128'):  # flops.py counts 4 real products for a complex one; 3 suffice
             return max(self.flops.values()) * 4 / 3
         names = {'f32': 'tf32', 'f16': 'bf16', 's8': 'int8', 'u8': 'int8'}
         name = names.get(dtype) or re.sub(r'^f([48])e.*', r'fp\1', dtype)
@@ -77,9 +77,9 @@ GIB = 2**30
 
 # `memory` is what libtpu 0.0.52 lets a program use, according to its RESOURCE_EXHAUSTED errors:
 # 15.75 of 16 GiB on v5e, 31.24 of 32 on v6e, 2 x 15.25 of 32 on v4, 2 x 94.74 of 192 on TPU7x.
-# On v5p it is 95.73 GiB, where Google has 95 GiB and the book 96 GB.
-# DCN: Google has 50 Gbit/s per chip for v5p, 100 for v6e and TPU7x; for v5e, two NICs of 100 Gbit/s
-# for 8 chips. For v4 this is the book's 25 GB/s per host, of 4 chips.
+# On v5p it is 95.73 GiB. Google says 95 GiB, and the book 96 GB.
+# `network` (DCN): Google says 50 Gbit/s per chip for v5p, 100 for v6e and TPU7x, and for v5e two
+# NICs of 100 Gbit/s for 8 chips. For v4, the book says 25 GB/s for a host of 4 chips.
 # Small slices do not wrap around. On v5e and v6e, only dimensions of size 16 are rings. On others,
 # all dimensions of a slice that consists of full 4x4x4 cubes are rings (book, chapter 2).
 _chip_3d = functools.partial(Chip, torus=3, wraps_at=4, cores=2)
@@ -99,9 +99,9 @@ _TPUS = (
         r'TPU v5 lite|TPU v5e',
         Chip(
             'TPU v5e',
-            {'bf16': 197e12, 'int8': 394e12},  # Google has 393e12 for int8, the book 394e12
+            {'bf16': 197e12, 'int8': 394e12},  # Google says 393e12 for int8, the book 394e12
             memory=15.75 * GIB,
-            memory_bandwidth=819e9,  # one version of Google's page has 800 GiB/s, likely a typo
+            memory_bandwidth=819e9,  # one version of Google's page says 800 GiB/s, likely a typo
             link=50e9,
             torus=2,
             wraps_at=16,
@@ -115,7 +115,7 @@ _TPUS = (
             # int8 from the book, fp8 from Google
             {'bf16': 459e12, 'fp8': 459e12, 'int8': 918e12},
             memory=95.73 * GIB,
-            memory_bandwidth=2.8e12,  # the book; Google has 2.765e12
+            memory_bandwidth=2.8e12,  # the book; Google says 2.765e12
             link=100e9,
             network=6.25e9,
         ),
@@ -124,7 +124,7 @@ _TPUS = (
         r'TPU v6 lite|TPU v6e',
         Chip(
             'TPU v6e',
-            # the book has 920e12 for bf16, 1840e12 for int8
+            # the book says 920e12 for bf16, 1840e12 for int8
             {'bf16': 920e12, 'fp8': 920e12, 'int8': 1840e12},
             memory=31.24 * GIB,
             memory_bandwidth=1.638e12,
@@ -147,9 +147,9 @@ _TPUS = (
     ),
 )
 
-# NVLink: NVIDIA quotes both directions, 600 GB/s for A100. The network has one NIC per GPU in DGX
-# nodes: 200 Gbit/s for A100, 400 Gbit/s for H100, H200 and B200. The memory of B200 is that in
-# DGX B200, 1440 GB for 8 GPUs; the book has 192 GB for each.
+# NVLink: NVIDIA quotes both directions, 600 GB/s for A100. `network`: DGX nodes have one NIC per
+# GPU, of 200 Gbit/s for A100, and of 400 Gbit/s for H100, H200 and B200. `memory` of B200: DGX B200
+# has 1440 GB for 8 GPUs; the book says 192 GB per GPU.
 _A100 = {'bf16': 312e12, 'tf32': 156e12, 'int8': 624e12}
 _H100 = {'bf16': 989.5e12, 'tf32': 494.7e12, 'fp8': 1979e12, 'int8': 1979e12}
 _B200 = {'bf16': 2.3e15, 'tf32': 1.15e15, 'fp8': 4.5e15, 'int8': 4.5e15, 'fp4': 9e15}
@@ -163,7 +163,7 @@ _GPUS = (
 
 
 def find_chip(device_kind: str) -> Chip | None:
-    """Finds the chip of a JAX device; None if it is not in the table, as for a CPU.
+    """Finds the chip of a JAX device, or returns None if it is unknown, as for a CPU.
 
     >>> from einshard._hlo.hardware import find_chip
     >>> find_chip('TPU v5 lite').name, find_chip('NVIDIA H100 80GB HBM3').name, find_chip('cpu')

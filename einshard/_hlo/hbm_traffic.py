@@ -1,4 +1,4 @@
-"""A lower bound on the bytes that a program reads from and writes to HBM. Imports no JAX."""
+"""Computes a lower bound on the bytes that a program reads from and writes to HBM."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def min_hbm_bytes(module: Module) -> int:
 
 
 def _is_written(module: Module, value: Value) -> bool:
-    """False for a returned argument, an update in place, or an unknown case."""
+    """Whether `value` is a new array. False if it is an argument, updated in place, or unknown."""
     # in the entry (no `arguments`), a convert or copy writes an array; elsewhere it may be fused
     moves = _MOVES if value.arguments else ('bitcast',)
     while value.op.opcode in moves:
@@ -75,7 +75,7 @@ class _Region(NamedTuple):
         return self.elements == prod(self.shape)
 
     def is_disjoint(self, other: _Region) -> bool:
-        """False if unknown."""
+        """Whether the boxes do not overlap. False if one is unknown."""
         ends = zip(self.box, other.box, strict=False)
         return self.shape == other.shape and any(a[1] <= b[0] or b[1] <= a[0] for a, b in ends)
 
@@ -101,8 +101,8 @@ _LIBRARY = 'custom_call_target="__'  # calls of cuBLAS and cuDNN, which read all
 class _Reads:
     """Finds the regions of values that a program reads.
 
-    A fusion or call (where a `Value` has `arguments`) computes its root in full, and of other
-    values only what their uses need.
+    A fusion or call (where a `Value` has `arguments`) computes its root in full. It computes only
+    those parts of other values that their uses need.
     """
 
     def __init__(self, module: Module):
@@ -110,7 +110,7 @@ class _Reads:
         self._cache: dict[tuple[str, str, int], list[_Region]] = {}
 
     def of(self, value: Value, element: int = -1, loop: Value | None = None) -> list[_Region]:
-        """Returns the regions that are read of an array, or of an element of a tuple.
+        """Returns the regions of an array, or of an element of a tuple, that the program reads.
 
         `loop` is the loop whose body contains `value`, if any.
         """
@@ -139,7 +139,7 @@ class _Reads:
             case 'get-tuple-element':
                 return self.of(result, -1, loop) if user.element == element else []
             case 'while' | 'fusion' | 'call' if self._is_shared(user):
-                return []  # the cache is for one call
+                return []  # the cache does not tell several calls apart
             case 'while':
                 body = self._module.computation(user.body)
                 start = Value(body, body.parameter(0))
@@ -147,7 +147,7 @@ class _Reads:
             case 'fusion' | 'call' if called := self._module.called(user):
                 inside = result.in_callee(called, called.parameter(at))
                 # on TPU, some fusions contain only a bitcast
-                only_moves = _before_moves(result.in_callee(called)) == inside.name
+                only_moves = _name_before_moves(result.in_callee(called)) == inside.name
                 return self.of(result if only_moves else inside, element, loop)
             case 'bitcast' | 'opt-barrier':
                 return self._read_for(result, value, loop)
@@ -161,8 +161,8 @@ class _Reads:
                 return []
             case 'conditional' | 'async':
                 return []
-            case 'pad' if re.search(r'padding=\S*-', user.attributes):  # drops elements
-                return []
+            case 'pad' if re.search(r'padding=\S*-', user.attributes):
+                return []  # negative padding drops elements
             case 'custom-call' if _LIBRARY not in user.attributes:
                 return []
             case _:
@@ -171,12 +171,12 @@ class _Reads:
                 return [_all_of(array) for array in value.op.results[:1]]
 
     def _is_shared(self, op: Instruction) -> bool:
-        """Whether other instructions run the same computation as a fusion, call or loop."""
+        """Whether another instruction runs the computation of this fusion, call or loop."""
         names = [name for name in (op.callee, op.body) if name]
         return any(self._module.is_shared(self._module.computation(name)) for name in names)
 
     def _read_for(self, result: Value, value: Value, loop: Value | None) -> list[_Region]:
-        """Returns the regions of `value` that are read to compute what is read of `result`."""
+        """Returns the regions of `value` that the needed regions of `result` depend on."""
         array, needed = value.op.results[0], self.of(result, -1, loop)
         if any(region.is_full for region in needed):
             return [_all_of(array)]
@@ -184,7 +184,7 @@ class _Reads:
         return [_Region(array.shape, (), max(n))] if n else []
 
     def _dynamic_slice(self, value: Value, result: Value, loop: Value | None) -> _Region:
-        """Returns what the dynamic slice `result` of `value` reads, in all iterations of `loop`."""
+        """Returns the region that the dynamic-slice `result` reads in all iterations of `loop`."""
         array, sizes = value.op.results[0], _SIZES.search(result.op.attributes)
         slice_shape = [int(n) for n in sizes[1].split(',') if n] if sizes else []
         counter = find_counter(self._module, loop) if loop else None
@@ -221,8 +221,7 @@ def _sliced_region(op: Instruction, slice_: Instruction) -> _Region:
     return _Region(op.results[0].shape, box, n)
 
 
-def _before_moves(value: Value) -> str:
-    """Traces a value back through `_MOVES`; returns its name."""
+def _name_before_moves(value: Value) -> str:
     while value.op.opcode in _MOVES:
         value = value.sibling(value.op.operands[0])
     return value.op.name

@@ -1,7 +1,7 @@
-"""Counts the executions of the computations of an HLO program. Imports no JAX.
+"""Counts how often an HLO program executes each of its computations.
 
-On CPU and GPU, XLA writes the trip count next to a loop. For TPU, this module computes it from the
-start of the counter, the step in the body, and the limit in the condition.
+On CPU and GPU, XLA annotates loops with their trip counts. For TPU, this module computes the trip
+count from the start of the counter, the step in the body, and the limit in the condition.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arithmetic import ARITHMETIC
-from .module import Computation, Module, Place, Value
+from .module import Computation, Module, Site, Value
 
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _MOVES = frozenset(('copy', 'copy-start', 'copy-done', 'bitcast', 'opt-barrier'))
@@ -25,9 +25,9 @@ class Executions:
         self._cache: dict[str, int | None] = {}
 
     def of(self, computation: Computation) -> int | None:
-        """Counts executions in one run of the program, as if all branches of conditionals ran.
+        """Counts executions in one run of the program, if all branches of conditionals run.
 
-        None if a trip count is unknown.
+        Returns None if a trip count is unknown.
         """
         if computation.is_entry:
             return 1
@@ -44,7 +44,7 @@ class Executions:
             self._cache[computation.name] = total
         return self._cache[computation.name]
 
-    def _runs(self, site: Place, name: str) -> int | None:
+    def _runs(self, site: Site, name: str) -> int | None:
         """Counts how often one execution of `site` runs the computation `name`."""
         if site.op.opcode != 'while':
             return 1
@@ -54,7 +54,7 @@ class Executions:
         return trips + 1 if is_condition and trips is not None else trips
 
 
-def trip_count(module: Module, loop: Place) -> int | None:
+def trip_count(module: Module, loop: Site) -> int | None:
     op = loop.op
     if match := _TRIP_COUNT.search(op.attributes + op.metadata):
         return int(match[1])
@@ -80,9 +80,9 @@ class Counter:
     trips: int
 
     def values(self, value: Value) -> Any:
-        """Returns `value`, an integer in the loop body, in all iterations: shape (trips,).
+        """Returns the integer `value` of the loop body in each iteration, with shape (trips,).
 
-        Shape () if `value` never changes; None if it cannot be computed.
+        The shape is () if `value` never changes. Returns None if `value` is unknown.
         """
         value, element = self.loop.find_source(value)
         op = value.op
@@ -119,7 +119,7 @@ class _Loop:
     def counter(self) -> Counter | None:
         """Finds the element that the condition compares with a constant.
 
-        None unless it starts at a constant, and the body adds a constant to it.
+        Returns None unless it starts at a constant and the body adds a constant to it.
         """
         compared, _ = self.find_source(self.condition)
         comparison = compared.op
@@ -144,7 +144,7 @@ class _Loop:
         return None if trips is None else Counter(self, element, start.constant, step, trips)
 
     def resolve_constant(self, sum_: _Sum) -> _Sum:
-        """Replaces the element in a sum by its value, if that is a loop-invariant constant."""
+        """Replaces the element in a sum by its value if that is a loop-invariant constant."""
         element, constant = sum_
         if element is not None and self.sum(self.body, element) == _Sum(element, 0):
             initial = self.sum(self.initial_state, element)
@@ -153,7 +153,7 @@ class _Loop:
         return sum_
 
     def sum(self, value: Value, element: int | None = None) -> _Sum | None:
-        """Writes a value, or an element of a tuple, as a `_Sum`; None if it has another form."""
+        """Returns a value, or an element of a tuple, as a `_Sum`, or None if it is not one."""
         value, element = self.find_source(value, element)
         op = value.op
         if op.integer_constant is not None:
@@ -172,8 +172,8 @@ class _Loop:
     def find_source(self, value: Value, element: int | None = None) -> tuple[Value, int | None]:
         """Traces a value, or an element of a tuple, back through copies, tuples and calls.
 
-        The second result is the index of the element if the trace ends at a tuple, such as the
-        parameter of a body; else None.
+        If the trace ends at a tuple, such as the parameter of a loop body, the second result is
+        the index of the element. Otherwise it is None.
         """
         while True:
             op = value.op
@@ -197,7 +197,7 @@ _MIRRORED = {'LT': 'GT', 'LE': 'GE', 'GT': 'LT', 'GE': 'LE'}
 def _count_terms(start: int, step: int, direction: str, limit: int) -> int | None:
     """Counts the terms of `start`, `start + step`, ... before the comparison with `limit` fails.
 
-    None if it may never fail.
+    Returns None if the count is unknown.
 
     >>> from einshard._hlo.loops import _count_terms
     >>> _count_terms(0, 1, 'LT', 12), _count_terms(12, -2, 'GE', 1), _count_terms(5, 1, 'LT', 3)

@@ -1,4 +1,4 @@
-"""The memory that a compiled program needs. Imports no JAX."""
+"""The memory that a compiled program needs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Reads optimized HLO text lazily: it is tens of megabytes long. Imports no JAX.
+"""Reads optimized HLO text, which may be tens of megabytes long.
 
 `Module` finds the headers of computations, and parses a line only when a caller needs it.
-In this folder, `op` is an instruction, and `comp` the computation that contains it.
+In this package, `op` is an instruction, and `comp` is the computation that contains it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from .elements import spell_out_elements
+from .elements import add_tuple_elements
 from .sources import Sources, number_of, op_name
 
 
@@ -65,7 +65,7 @@ def array_types(text: str) -> tuple[ArrayType, ...]:
 
 _INSTRUCTION = re.compile(r'\s+(?:ROOT )?%?([^\s=]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*)')
 _OPERAND = re.compile(r'%([^\s,()]+)')
-_ATTRIBUTES = re.compile(r'\), (?=\w+=)')  # where they begin; types also contain '), '
+_ATTRIBUTES = re.compile(r'\), (?=\w+=)')  # their start; types also contain '), '
 _CALLEE = re.compile(r'\b(?:calls|to_apply)=%?([^\s,]+)')
 _BODY = re.compile(r'\bbody=%?([^\s,]+)')
 _OTHER_MEMORY = re.compile(r'\{[^}]*S\([1-9]')
@@ -79,8 +79,8 @@ class Instruction(NamedTuple):
     """One line of a computation.
 
     `operand_text` is the text in parentheses after the opcode: the operands, the value of a
-    constant, or the number of a parameter. `metadata` is the rest of the line after 'metadata={';
-    it contains backend_config if XLA wrote that last, otherwise `attributes` does.
+    constant, or the number of a parameter. `metadata` is the rest of the line after 'metadata={'.
+    XLA writes backend_config before or after the metadata, so either field may contain it.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Instruction(NamedTuple):
 
     @property
     def callees(self) -> list[str]:
-        # names that users gave, in backend_config, may look like references
+        # user-chosen names in backend_config may look like references
         attributes = self.attributes.partition(', backend_config=')[0]
         lists = (several or single for several, single in _CALLEES.findall(attributes))
         return [name for names in lists for name in names.replace('%', '').split(', ')]
@@ -248,8 +248,8 @@ class Value(NamedTuple):
 # --- the program --------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
-    """An instruction; `start` is the offset of its line in the text."""
+class Site(NamedTuple):
+    """An instruction and where it is: its computation, and the offset of its line in the text."""
 
     start: int
     comp: Computation
@@ -258,7 +258,7 @@ class Place(NamedTuple):
 
 _HEADER = re.compile(r'\n(ENTRY )?%?(\S+) [^\n]*\{(?=\n)')
 _PALLAS_METADATA = re.compile(r'kernel_metadata=\{\n(?:".*\n)*\}')
-# references to computations; `call_sites` drops matches inside names that users gave
+# references to computations; `call_sites` drops matches in user-chosen names
 _REFERENCE = re.compile(r'=(?:\{(%[^}]*)\}|(%[^\s,]+))')
 
 
@@ -273,7 +273,7 @@ class Module:
     def __init__(self, text: str):
         if 'kernel_metadata={\n' in text:
             text = _PALLAS_METADATA.sub(lambda match: match[0].replace('\n', ' '), text)
-        text = spell_out_elements(text)
+        text = add_tuple_elements(text)
         self.text = text
         headers = list(_HEADER.finditer(text))
         self._names = [header[2] for header in headers]
@@ -281,7 +281,7 @@ class Module:
         self._numbers = {name: i for i, name in enumerate(self._names)}
         self._entry = next((i for i, header in enumerate(headers) if header[1]), -1)
         self._computations: dict[int, Computation] = {}
-        self._call_sites: dict[str, list[Place]] = {}
+        self._call_sites: dict[str, list[Site]] = {}
         self.head = text[: headers[0].start() + 1 if headers else len(text)]
         self.sources = Sources(self.head.splitlines())
 
@@ -308,7 +308,7 @@ class Module:
         """Returns the user's source line, such as 'model.py:12'."""
         return self.sources.line(op.metadata) if op.metadata else None
 
-    def find(self, *marks: str) -> Iterator[Place]:
+    def find(self, *marks: str) -> Iterator[Site]:
         """Finds the instructions whose line contains one of `marks`, in text order."""
         starts: set[int] = set()
         for mark in marks:
@@ -318,7 +318,7 @@ class Module:
                 at = self.text.find(mark, at + 1)
         for start in sorted(starts):
             if self.text.startswith('  ', start):  # not a header
-                yield self._place(start)
+                yield self._site(start)
 
     def called(self, op: Instruction) -> Computation | None:
         number = self._numbers.get(op.callee)
@@ -327,24 +327,24 @@ class Module:
     def computation(self, name: str) -> Computation:
         return self._computation(self._numbers[name])
 
-    def call_sites(self, computation: Computation) -> list[Place]:
+    def call_sites(self, computation: Computation) -> list[Site]:
         """Finds the instructions that run `computation`, except -update and -done instructions."""
         name = computation.name
         sites = self._call_sites.get(name)
         if sites is None:
             sites = self._call_sites[name] = [
                 site
-                for site in map(self._place, self._references.get(name, ()))
+                for site in map(self._site, self._references.get(name, ()))
                 if name in site.op.callees and not site.op.opcode.endswith(('-update', '-done'))
             ]
         return sites
 
     def is_shared(self, computation: Computation) -> bool:
-        """Whether several instructions run `computation`; XLA shares only reducers and the like."""
+        """Whether several instructions run `computation`, as is common for reducers."""
         return len(self.call_sites(computation)) > 1
 
-    def path(self, computation: Computation) -> list[Place] | None:
-        """Finds one chain of call sites from the entry to `computation`; None if there is none."""
+    def path(self, computation: Computation) -> list[Site] | None:
+        """Returns one chain of call sites from the entry to `computation`, or None if unused."""
         if computation.is_entry:
             return []
         for site in self.call_sites(computation):
@@ -359,7 +359,7 @@ class Module:
 
     @functools.cached_property
     def _references(self) -> dict[str, list[int]]:
-        """{name of a computation: offsets of the lines that refer to it}."""
+        """{computation name: offsets of the lines that refer to it}."""
         lines: dict[str, list[int]] = {}
         for match in _REFERENCE.finditer(self.text, len(self.head)):
             for name in (match[1] or match[2]).replace('%', '').split(', '):
@@ -375,7 +375,7 @@ class Module:
             self._computations[i] = comp
         return comp
 
-    def _place(self, start: int) -> Place:
+    def _site(self, start: int) -> Site:
         comp = self._computation(bisect.bisect(self._starts, start) - 1)
         line = self.text[start : self.text.index('\n', start)]
-        return Place(start, comp, read_instruction(line))
+        return Site(start, comp, read_instruction(line))

@@ -1,8 +1,8 @@
-"""Traces values of a program to its parameters, and to source lines. Imports no JAX."""
+"""Traces values of a program to its parameters, and to source lines."""
 
 from __future__ import annotations
 
-from .module import Computation, Instruction, Module, Place, Value
+from .module import Computation, Instruction, Module, Site, Value
 
 # operations that gather, permute, slice, copy, reshape or convert their first operand
 _MOVES = frozenset(
@@ -18,24 +18,24 @@ _MAX_STEPS = 200  # keeps traces short in long programs
 class Origins:
     """Traces values back to program parameters.
 
-    Follows the operations in `_MOVES`, also in fusions. Leaves loops that do not change the value,
-    such as a scan over microbatches, which does not change the weights.
+    Follows the operations in `_MOVES`, also in fusions. Follows loops that do not change the value:
+    a scan over microbatches does not change the weights.
     """
 
     def __init__(self, module: Module):
         self._module = module
         self._cache: dict[tuple[str, str, int], int | None] = {}
 
-    def of(self, place: Place) -> int | None:
-        """Returns the number of the program parameter that operand 0 of `place.op` comes from."""
-        operands = place.op.operands
-        return self._trace(Value(place.comp, operands[0]), -1, _MAX_STEPS) if operands else None
+    def of(self, site: Site) -> int | None:
+        """Returns the number of the program parameter that operand 0 of `site.op` comes from."""
+        operands = site.op.operands
+        return self._trace(Value(site.comp, operands[0]), -1, _MAX_STEPS) if operands else None
 
     def _trace(self, value: Value, element: int, steps: int) -> int | None:
         """Traces an array (`element` -1), or an element of a tuple, in at most `steps` steps."""
         key = (value.comp.name, value.name, element)
         if key not in self._cache:
-            # breaks the cycle if a call of a computation uses the result of another call of it
+            # breaks the cycle if one call of a computation uses the result of another
             self._cache[key] = None
             self._cache[key] = self._trace_uncached(value, element, steps - 1) if steps else None
         return self._cache[key]
@@ -74,7 +74,7 @@ class Origins:
         return None
 
     def _is_invariant(self, loop: Instruction, element: int) -> bool:
-        """Whether iterations only pass on or move (see `_MOVES`) this element of the loop state."""
+        """Whether the loop body returns this element of the state unchanged, except by `_MOVES`."""
         body = self._module.computation(loop.body)
         root = body.root
         if element < 0 or root.opcode != 'tuple' or element >= len(root.operands):
@@ -106,7 +106,7 @@ def user_with_source(
 ) -> Instruction | None:
     """Finds a direct or indirect user of the array `name` that has a source line.
 
-    `distance` is the number of steps to follow beyond the direct users, also into fusions.
+    `distance` limits the steps beyond the direct users. Entering a fusion is a step, too.
     """
     for user in comp.users(name):
         called = module.called(user)

@@ -1,4 +1,4 @@
-"""Maps collectives to the program outputs computed from their results. Imports no JAX."""
+"""Maps collectives to the program outputs computed from their results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .collective import KINDS
 from .find_collectives import MARKS
 from .module import Computation, Instruction, Module
 
-# not followed, except a custom-call that joins slices; most other operations are elementwise
+# operations that are not followed, except a custom-call that joins slices
 _STOPS = {
     'broadcast',
     'conditional',
@@ -26,10 +26,10 @@ _STOPS = {
 
 
 def output_uses(module: Module, names: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Returns, for the collectives `names`, the indices of the outputs computed from their results.
+    """Returns {collective: indices of the program outputs computed from its result}.
 
-    Follows the all-reduce of a gradient to the updated weights, also in loops, but not through
-    dots, reductions and the other `_STOPS`.
+    For example, follows an all-reduced gradient to the updated weights. Follows loops, but not
+    dots, reductions or other operations in `_STOPS`.
 
         >>> from einshard._hlo.module import Module
         >>> from einshard._hlo.output_uses import output_uses
@@ -47,10 +47,10 @@ def output_uses(module: Module, names: Collection[str]) -> dict[str, tuple[int, 
         >>> output_uses(Module(text), ['sum'])
         {'sum': (1,)}
     """
-    places = {place.op.name: place for place in module.find(*MARKS)} if names else {}
+    sites = {site.op.name: site for site in module.find(*MARKS)} if names else {}
     uses = _Uses(module)
     return {
-        name: tuple(sorted(uses.outputs(places[name].comp, [name]))) if name in places else ()
+        name: tuple(sorted(uses.outputs(sites[name].comp, [name]))) if name in sites else ()
         for name in names
     }
 
@@ -61,7 +61,7 @@ class _Uses:
         self._cache: dict[tuple[str, str], set[int]] = {}
 
     def outputs(self, comp: Computation, names: Iterable[str]) -> set[int]:
-        """Returns the numbers of the program outputs that depend on `names` in `comp`."""
+        """Returns the indices of the program outputs that depend on `names` in `comp`."""
         elements = self.result_elements(comp, names)
         if comp.is_entry or not elements:
             return elements
@@ -76,7 +76,7 @@ class _Uses:
         return outputs
 
     def result_elements(self, comp: Computation, names: Iterable[str]) -> set[int]:
-        """Returns the numbers of the elements of the result of `comp` that depend on `names`."""
+        """Returns the indices of the elements in the result of `comp` that depend on `names`."""
         return set[int]().union(*(self.elements_from(comp, name) for name in names))
 
     def elements_from(self, comp: Computation, name: str) -> set[int]:
@@ -107,7 +107,7 @@ class _Uses:
                 seen.update(values)
 
     def _loop_outputs(self, comp: Computation, state: Instruction, i: int) -> Iterator[str]:
-        """Yields the outputs of loops computed from element `i` of their initial state `state`."""
+        """Yields the loop outputs that depend on element `i` of the initial state `state`."""
         for loop in comp.users(state.name):
             body = loop.body if loop.opcode == 'while' else ''
             if body:

@@ -1,7 +1,7 @@
-"""Finds all-reduces of whose result each device keeps only a slice. Imports no JAX.
+"""Finds all-reduces after which each device keeps only a slice of the result.
 
 A reduce-scatter would send half as much. XLA replaces an all-reduce and a slice by a
-reduce-scatter, but not if other operations are in between, and never on CPU.
+reduce-scatter, but not if other operations come between them, and never on CPU.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .module import Module, Place, Value
+from .module import Module, Site, Value
 
 _ELEMENTWISE = frozenset(
     (
@@ -25,19 +25,19 @@ _MAX_STEPS = 30  # from the offset of a slice back to the device number
 
 
 class SlicedSum(NamedTuple):
-    """An all-reduce of whose result each device keeps only a slice."""
+    """An all-reduce after which each device keeps only a slice of the result."""
 
-    parts: tuple[tuple[int, int], ...]  # (dimension, number of slices) where it is sliced
+    parts: tuple[tuple[int, int], ...]  # (dimension, number of slices) for each sliced dimension
     is_direct: bool  # whether only copies are between the all-reduce and the slice
 
 
-def find_sliced_sum(module: Module, place: Place) -> SlicedSum | None:
-    """Finds what devices keep of the all-reduce at `place`; None if not all its uses are slices."""
-    op = place.op
+def find_sliced_sum(module: Module, site: Site) -> SlicedSum | None:
+    """Returns None unless each device uses one slice of the all-reduce at `site`, and no more."""
+    op = site.op
     if len(op.operands) != 1 or op.type.startswith('('):
         return None
     shape = op.results[0].shape
-    value = Value(place.comp, op.name)
+    value = Value(site.comp, op.name)
     uses = list(_Finder(module, shape).uses(value, (), range(len(shape)), True))
     slices = [use for use in uses if use is not None]
     if not slices or len(slices) < len(uses) or len({use.parts for use in slices}) > 1:
@@ -54,7 +54,7 @@ class _Finder:
     def uses(
         self, value: Value, outside: tuple[Value, ...], axes: Sequence[int], is_direct: bool
     ) -> Iterator[SlicedSum | None]:
-        """Yields the slices of `value` and of values computed from it; None for each other use.
+        """Yields each slice of `value` or of a value computed from it, and None for other uses.
 
         Args:
             value: the all-reduce, or a value computed from it.

@@ -1,4 +1,4 @@
-"""Finds the source lines of the instructions of an HLO program. Imports no JAX."""
+"""Finds the source lines of the instructions of an HLO program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 _PACKAGE = str(Path(__file__).parent.parent)
 _JAX_FILE = re.compile(r'[\\/](?:site|dist)-packages[\\/]jax(?:lib)?[\\/]|[\\/]jax[\\/]_src[\\/]')
-# libraries such as Flax: the line of the user's model that calls a layer is more useful
+# In a library such as Flax, the line of the user's model that calls a layer is more useful.
 _LIBRARY_FILE = re.compile(
     r'[\\/](?:(?:site|dist)-packages|lib[\\/]python3\.\d+)[\\/]|^<frozen ', re.IGNORECASE
 )
@@ -44,8 +44,8 @@ class Sources:
             number: (number_of('file_location_id', row), number_of('parent_frame_id', row))
             for number, row in tables.get('StackFrames', {}).items()
         }
-        # XLA's parent ids are one too high: the first frame seems to be its own parent. Once XLA
-        # fixes that, the first frame has parent 0.
+        # XLA's parent ids are one too high, so the first frame is its own parent. If XLA fixes
+        # this, the first frame has parent 0.
         self._parent_offset = 1 if self._frames.get(1, (0, 0))[1] == 1 else 0
 
     @property
@@ -60,7 +60,7 @@ class Sources:
         return innermost_user_line(self._file_line(location) for _, location in stack)
 
     def caller(self, metadata: str) -> str | None:
-        """Returns the nearest calling line outside helpers; None if `line` is not in a helper.
+        """If `line` is in a helper, returns the nearest calling line outside helpers, else None.
 
         A helper is a function with only one line in the stack frames, or one that another function
         calls from several lines. If all callers are helpers, returns the outermost line.
@@ -143,7 +143,7 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
 def op_name(metadata: str) -> str:
-    """Returns the JAX operation of an instruction, unescaped; '' if it has none."""
+    """Returns the JAX operation of an instruction, unescaped, or ''."""
     match = _OP_NAME.search(metadata)
     escaped = match[1].encode() if match else b''
     return re.sub(rb'\\([0-7]{3}|.)', _unescaped, escaped).decode(errors='replace')
@@ -154,6 +154,6 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
 
 
 def number_of(name: str, text: str) -> int:
-    """Reads the integer after `name` and '=' in `text`; 0 if there is none."""
+    """Reads the integer after `name` and '=' in `text`, or returns 0."""
     match = re.search(rf'\b{name}=(\d+)', text)
     return int(match[1]) if match else 0

@@ -1,4 +1,4 @@
-"""Finds the collectives that a TPU would run, in a program compiled for CPU. Imports no JAX.
+"""Predicts the collectives of a program on TPU from the same program compiled for CPU.
 
 XLA for CPU inserts no reduce-scatter: it all-reduces, and each device slices the result. It
 combines all-reduces even if only some of the results are sliced. It all-reduces each term of a sum,
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from .collective import Collective
 from .find_collectives import MARKS
 from .groups import Groups, connected
-from .module import ArrayType, Computation, Instruction, Module, Place
+from .module import ArrayType, Computation, Instruction, Module, Site
 
 _MOVES = ('bitcast', 'convert', 'copy', 'reshape', 'transpose')
 _CHANNEL = re.compile(r'channel_id=\d+')
@@ -44,23 +44,23 @@ def target_collectives(module: Module, collectives: Sequence[Collective]) -> lis
         >>> [c.kind for c in target_collectives(module, find_collectives(module))]
         ['reduce-scatter']
     """
-    places = {place.op.name: place for place in module.find(*MARKS)} if collectives else {}
+    sites = {site.op.name: site for site in module.find(*MARKS)} if collectives else {}
     seen: set[tuple[str, ...]] = set()
     kept: list[Collective] = []
     for collective in collectives:
-        _, comp, op = places[collective.name]
+        _, comp, op = sites[collective.name]
         key = comp.name, op.operand_text, _CHANNEL.sub('', op.attributes)
         if not (collective.kind == 'all-gather' and key in seen):
             kept.append(collective)
         seen.add(key)
-    return list(_Reductions(module, places, kept).on_target(kept))
+    return list(_Reductions(module, sites, kept).on_target(kept))
 
 
 class _Use(NamedTuple):
     """An instruction that uses the result of an all-reduce, or a sum of such results."""
 
     user: Instruction
-    operand_index: int  # of the result in `user.operands`; -1 if it is the root of its computation
+    operand_index: int  # of the result in `user.operands`; -1 if `user` is the root and returns it
     terms: frozenset[_Key]  # the all-reduces whose results are summed before this use
 
 
@@ -78,14 +78,14 @@ _Key = tuple[str, int]  # the name of an all-reduce, and the index of the array 
 
 class _Reductions:
     def __init__(
-        self, module: Module, places: Mapping[str, Place], collectives: Sequence[Collective]
+        self, module: Module, sites: Mapping[str, Site], collectives: Sequence[Collective]
     ):
         self._module = module
-        self._places = places
+        self._sites = sites
         self._by_key: dict[_Key, _Reduction] = {
             (c.name, i): _Reduction(array, c.groups)
             for c in collectives
-            if c.kind == 'all-reduce' and len(places[c.name].op.operands) == len(c.operands)
+            if c.kind == 'all-reduce' and len(sites[c.name].op.operands) == len(c.operands)
             for i, array in enumerate(c.operands)
         }
         for key, reduction in self._by_key.items():
@@ -107,8 +107,8 @@ class _Reductions:
 
     def _classify(self, key: _Key, reduction: _Reduction) -> None:
         """Sets the kind of a reduction; may join it with an all-reduce that is its only use."""
-        place = self._places[key[0]]
-        uses = list(self._array_uses(place, key))
+        site = self._sites[key[0]]
+        uses = list(self._array_uses(site, key))
         terms = {use.terms for use in uses}
         # the terms of a sum need only one all-reduce: the one with the smallest key
         if len(terms) == 1 and min(next(iter(terms))) != key:
@@ -126,8 +126,8 @@ class _Reductions:
             if sizes == {prod(reduction.array.shape)}:
                 reduction.kind = 'reduce-scatter'
 
-    def _array_uses(self, place: Place, key: _Key) -> Iterator[_Use]:
-        op, comp = place.op, place.comp
+    def _array_uses(self, site: Site, key: _Key) -> Iterator[_Use]:
+        op, comp = site.op, site.comp
         names = [op.name]
         if op.type.startswith('('):
             names = [user.name for user in comp.users(op.name) if user.element == key[1]]
@@ -161,7 +161,7 @@ class _Reductions:
                 yield _Use(root, -1, terms)
 
     def _terms(self, comp: Computation, name: str) -> frozenset[_Key] | None:
-        """Returns the all-reduces whose sum the value `name` is; None for other values."""
+        """If the value `name` is a sum of all-reduces, returns their keys, else None."""
         op = comp[name]
         if op.opcode in _MOVES:
             return self._terms(comp, op.operands[0])
@@ -169,21 +169,22 @@ class _Reductions:
             parts = [self._terms(comp, operand) for operand in op.operands]
             return frozenset[_Key]().union(*filter(None, parts)) if all(parts) else None
         if op.opcode == 'parameter':
-            sites = _callers(self._module, comp)
-            if len(sites) == 1:
-                return self._terms(sites[0].comp, sites[0].op.operands[op.parameter_number])
+            callers = _callers(self._module, comp)
+            if len(callers) == 1:
+                _, caller, call = callers[0]
+                return self._terms(caller, call.operands[op.parameter_number])
         is_element = op.opcode == 'get-tuple-element'
         key = (op.operands[0], op.element) if is_element else (name, 0)
         return frozenset([key]) if key in self._by_key else None
 
 
-def _callers(module: Module, comp: Computation) -> list[Place]:
+def _callers(module: Module, comp: Computation) -> list[Site]:
     sites = [] if comp.is_entry else module.call_sites(comp)
     return [site for site in sites if site.op.opcode in ('fusion', 'call')]
 
 
 def _joined_groups(first: Groups, second: Groups) -> Groups | None:
-    """Returns the groups of one all-reduce that can replace two successive ones."""
+    """Returns the groups of one all-reduce that can replace two successive ones, or None."""
     pairs = [(group[0], other) for group in (*first, *second) for other in group]
     joined = connected(pairs)
     size = len(first[0]) * len(second[0]) if first and second else 0

@@ -1,4 +1,4 @@
-"""Finds bf16 and f16 collectives that XLA runs in f32, as on CPU. Imports no JAX."""
+"""Finds bf16 and f16 collectives that XLA runs in f32, as on CPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _PROMOTED = re.compile(r'to_apply=%?\S+_promoted\b')  # suffix from XLA's all-re
 
 
 def widened_dtypes(module: Module, comp: Computation, op: Instruction) -> tuple[str, ...]:
-    """Returns the original dtype of each operand that XLA widened to f32; '' for the others.
+    """Returns the original dtype of each operand that XLA widened to f32, and '' for others.
 
-    XLA's converts have no op_name; those of the user's program have one.
+    A convert that XLA added has no op_name. One from the user's program has an op_name.
     """
     if 'f32[' not in op.type:
         return ('',) * len(op.operands)
@@ -26,7 +26,7 @@ def widened_dtypes(module: Module, comp: Computation, op: Instruction) -> tuple[
 
 
 def _original_dtype(module: Module, comp: Computation, name: str) -> str:
-    """Returns bf16 or f16 if XLA converted the value `name` from it; else ''."""
+    """Returns 'bf16' or 'f16' if XLA converted the value `name` from that dtype, else ''."""
     while True:
         op = comp[name]
         called = module.called(op) if op.opcode == 'fusion' else None
@@ -44,7 +44,7 @@ _NARROW = ('bf16', 'f16')
 
 
 def narrowed(arrays: tuple[ArrayType, ...], dtypes: tuple[str, ...]) -> tuple[ArrayType, ...]:
-    """Replaces the dtypes of `arrays` by `dtypes`; '' keeps the dtype of an array."""
+    """Replaces the dtypes of `arrays` by `dtypes`, where '' keeps the dtype."""
     if len(arrays) != len(dtypes):
         return arrays
     return tuple(

@@ -1,4 +1,4 @@
-"""Collective matmuls: dots and permutes that replace a collective. Imports no JAX.
+"""Finds collective matmuls: dots and permutes that replace a collective.
 
 XLA may split an all-gather or reduce-scatter and the dot next to it, to send one piece while it
 multiplies another. This package reports the permutes, in a loop or unrolled, as the one collective
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from .module import Computation, Module, Place
+from .module import Computation, Module, Site
 from .sources import number_of
 
 _BODY = re.compile(r'windowed_dot_general_body_(ag|rs)')  # a name from the SPMD partitioner
@@ -26,8 +26,8 @@ _MOVES = frozenset(
 
 
 def collective_matmuls(
-    module: Module, permutes: Mapping[Place, int]
-) -> Iterator[tuple[str, Computation, list[Place]]]:
+    module: Module, permutes: Mapping[Site, int]
+) -> Iterator[tuple[str, Computation, list[Site]]]:
     """Yields (kind, computation that contains the matmul, its permutes) of each collective matmul.
 
     The kind is that of the replaced collective: 'all-gather' or 'reduce-scatter'. `permutes` maps
@@ -38,45 +38,45 @@ def collective_matmuls(
         for loop in (module.find(' while(') if permutes else ())
         if (body := _BODY.search(loop.op.attributes))
     }
-    looped: dict[int, list[Place]] = {}
-    others: list[Place] = []
-    for place in permutes:
-        start = _loop_of(module, place, [loop for loop, _ in loops.values()])
-        (others if start is None else looped.setdefault(start, [])).append(place)
-    for start, places in looped.items():
+    looped: dict[int, list[Site]] = {}
+    others: list[Site] = []
+    for site in permutes:
+        start = _loop_of(module, site, [loop for loop, _ in loops.values()])
+        (others if start is None else looped.setdefault(start, [])).append(site)
+    for start, sites in looped.items():
         loop, kind = loops[start]
-        yield kind, loop.comp, places
-    for kind, places in _unrolled(others):
-        n = permutes[places[0]]
-        if max(2, n - 1) <= len(places) <= n + 1:  # as many as one matmul in groups of n has
-            yield kind, places[0].comp, places
+        yield kind, loop.comp, sites
+    for kind, sites in _unrolled(others):
+        n = permutes[sites[0]]
+        if max(2, n - 1) <= len(sites) <= n + 1:  # as for one matmul
+            yield kind, sites[0].comp, sites
 
 
 # --- loops --------------------------------------------------------------------------------------
 
 
-def _loop_of(module: Module, place: Place, loops: Sequence[Place]) -> int | None:
-    path = {site.start for site in module.path(place.comp) or ()}
+def _loop_of(module: Module, site: Site, loops: Sequence[Site]) -> int | None:
+    path = {call.start for call in module.path(site.comp) or ()}
     for loop in loops:
         # the first or the last step may be outside of the loop
-        is_next_to = loop.comp is place.comp and (
-            _feeds_loop(place, loop) or _sends_output(place, loop)
+        is_next_to = loop.comp is site.comp and (
+            _feeds_loop(site, loop) or _sends_output(site, loop)
         )
         if loop.start in path or is_next_to:
             return loop.start
     return None
 
 
-def _feeds_loop(place: Place, loop: Place) -> bool:
+def _feeds_loop(site: Site, loop: Site) -> bool:
     state = loop.comp[loop.op.operands[0]]
-    return any(_origin(loop.comp, operand) == place.op.name for operand in state.operands)
+    return any(_origin(loop.comp, operand) == site.op.name for operand in state.operands)
 
 
-def _sends_output(place: Place, loop: Place) -> bool:
+def _sends_output(site: Site, loop: Site) -> bool:
     """Whether a permute sends an output of the loop, possibly after a fusion of the same dot."""
-    comp = place.comp
-    op = comp[_origin(comp, place.op.operands[0])]
-    is_same_dot = place.op.op_name == loop.op.op_name != ''
+    comp = site.comp
+    op = comp[_origin(comp, site.op.operands[0])]
+    is_same_dot = site.op.op_name == loop.op.op_name != ''
     sources = op.operands if op.opcode == 'fusion' and is_same_dot else [op.name]
     return loop.op.name in [_origin(comp, source) for source in sources]
 
@@ -91,18 +91,18 @@ def _origin(comp: Computation, name: str) -> str:
 # --- unrolled -----------------------------------------------------------------------------------
 
 
-def _unrolled(permutes: Sequence[Place]) -> Iterator[tuple[str, list[Place]]]:
-    """Groups permutes by dot and kind: 'all-gather' of an operand, or 'reduce-scatter'."""
-    by_dot: dict[tuple[str, str, tuple[int, ...]], list[Place]] = {}
-    for place in permutes:
-        op = place.op
+def _unrolled(permutes: Sequence[Site]) -> Iterator[tuple[str, list[Site]]]:
+    """Groups permutes by dot and by the kind of the collective that they replace."""
+    by_dot: dict[tuple[str, str, tuple[int, ...]], list[Site]] = {}
+    for site in permutes:
+        op = site.op
         if op.op_name.endswith('/dot_general'):  # not the user's own ppermute
             line = (number_of(field, op.metadata) for field in ('stack_frame_id', 'source_line'))
-            key = place.comp.name, op.op_name, tuple(line)
-            by_dot.setdefault(key, []).append(place)
-    for places in by_dot.values():
-        by_kind: dict[str, list[Place]] = {}
-        for chain, kind in _chains(places):
+            key = site.comp.name, op.op_name, tuple(line)
+            by_dot.setdefault(key, []).append(site)
+    for sites in by_dot.values():
+        by_kind: dict[str, list[Site]] = {}
+        for chain, kind in _chains(sites):
             by_kind.setdefault(kind, []).extend(chain)
         yield from by_kind.items()
 
@@ -112,30 +112,30 @@ class _Chain:
     """Permutes, in order, that pass an array from device to device in one direction."""
 
     start: str  # the name of the value that the first permute sends
-    permutes: list[Place]
+    permutes: list[Site]
     is_sum: bool  # whether each device adds to the array before it sends it
 
 
-def _chains(permutes: Sequence[Place]) -> Iterator[tuple[list[Place], str]]:
+def _chains(permutes: Sequence[Site]) -> Iterator[tuple[list[Site], str]]:
     """Groups the permutes of a windowed dot into chains.
 
     Yields each chain with the kind of collective that it replaces.
     """
     comp = permutes[0].comp
-    by_name = {place.op.name: place for place in permutes}
+    by_name = {site.op.name: site for site in permutes}
     chains: list[_Chain] = []
-    for place in sorted(permutes, key=lambda place: place.start):
-        sent = _origin(comp, place.op.operands[0])
+    for site in sorted(permutes, key=lambda site: site.start):
+        sent = _origin(comp, site.op.operands[0])
         op = comp[sent]
         operands = map(functools.partial(_origin, comp), op.operands)
         added = next((name for name in operands if name in by_name), None)
-        # this permute passes on the result of the one before, or a fusion adds to it in between
+        # this permute sends the result of the permute before it, or a fusion that adds to that
         before = by_name.get(sent) or (by_name[added] if added and op.opcode == 'fusion' else None)
         chain = next((chain for chain in chains if before in chain.permutes), None)
         if chain is None:
-            chains.append(_Chain(sent, [place], op.opcode in ('broadcast', 'constant')))
+            chains.append(_Chain(sent, [site], op.opcode in ('broadcast', 'constant')))
         else:
-            chain.permutes.append(place)
+            chain.permutes.append(site)
             chain.is_sum |= sent not in by_name
     starts = {chain.start for chain in chains}
     gathered = {chain.start for chain in chains if len(chain.permutes) > 1 and not chain.is_sum}
@@ -143,6 +143,6 @@ def _chains(permutes: Sequence[Place]) -> Iterator[tuple[list[Place], str]]:
     if not gathered and not has_sums and len(starts) == len(chains):
         return  # permutes of different arrays
     for chain in chains:
-        # a single permute does not show its kind: it belongs to sums in the other direction
+        # a single permute may have either kind: next to sums, it is a sum in the other direction
         is_alone = len(chain.permutes) == 1 and chain.start not in gathered and has_sums
         yield chain.permutes, 'reduce-scatter' if chain.is_sum or is_alone else 'all-gather'

@@ -15,7 +15,7 @@ from ..._hlo.find_collectives import MARKS
 from ..._hlo.groups import Groups
 from ..._hlo.hardware import Chip
 from ..._hlo.memory import Memory
-from ..._hlo.module import Module, Place
+from ..._hlo.module import Module, Site
 from ..._sharding.collective_axes import mesh_axes_between, mesh_axes_of, pairs_of_groups
 from ..._sharding.mesh import AnyMesh, Device
 from ..arrays import ProgramArray
@@ -149,7 +149,7 @@ class Facts:
         return self.values[argument].axes
 
     @functools.cached_property
-    def places(self) -> Sequence[Place | None]:
+    def places(self) -> Sequence[Site | None]:
         """The HLO instruction of each collective; None if it is not found."""
         by_name = {place.op.name: place for place in self.module.find(*MARKS)}
         return [by_name.get(collective.name) for collective in self.collectives]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jax.sharding import AxisType, NamedSharding
 
 from ..._hlo.loops import trip_count
-from ..._hlo.module import Place
+from ..._hlo.module import Site
 from ..._hlo.sliced_sums import SlicedSum, find_sliced_sum
 from ..._notation.expression import Term
 from ..._text import format_bytes, short_source
@@ -124,7 +124,7 @@ def _reduce_after_loop(facts: Facts, line: str, along: str) -> str:
     )
 
 
-def _loop_around(facts: Facts, place: Place | None, loops: dict[str, Loop]) -> Loop | None:
+def _loop_around(facts: Facts, place: Site | None, loops: dict[str, Loop]) -> Loop | None:
     """Finds the loop around the instruction at `place`; `loops` is {line: loop}."""
     if not loops or place is None:
         return None
@@ -152,7 +152,7 @@ _SUMS = ('all-reduce', 'reduce-scatter')
 
 class _Sum(NamedTuple):
     row: CollectiveRow
-    place: Place | None
+    place: Site | None
 
 
 def recomputed_collectives(facts: Facts) -> Iterator[Finding]:
