@@ -32,7 +32,7 @@ class SlicedSum(NamedTuple):
 
 
 def find_sliced_sum(module: Module, site: Site) -> SlicedSum | None:
-    """Returns None unless each device uses one slice of the all-reduce at `site`, and no more."""
+    """Returns None unless each device uses only one slice of the all-reduce at `site`."""
     op = site.op
     if len(op.operands) != 1 or op.type.startswith('('):
         return None

@@ -1,1 +1,1 @@
-"""Parses expressions, lays them out on devices, and writes them. Imports neither numpy nor JAX."""
+"""Parses expressions, lays them out on devices, and writes them. Does not import numpy or JAX."""

@@ -1,4 +1,4 @@
-"""Finds the positions of named axes in an array. Imports no JAX."""
+"""Finds the positions of named axes in an array."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def axis_positions(
 ) -> dict[str, int]:
     """Returns the position of each named axis in an array of `ndim` dimensions.
 
-    If `ndim` is None, '...' counts as no axes, and a sharded axis after it is an error. `rank_text`
-    is how errors state the rank, such as 'ndim=3'. Default: 'the array has 3 dimensions'.
+    If `ndim` is None, '...' counts as no axes, and a sharded axis after it is an error. Errors
+    quote `rank_text`, such as 'ndim=3'. Default: 'the array has 3 dimensions'.
     """
     names = expression.names
     rank_text = rank_text or f'the array has {plural(ndim or 0, "dimension")}'
@@ -45,7 +45,7 @@ def axis_positions(
 
 
 def terms_of_axis(expression: Expression, axis: int, ndim: int) -> tuple[str, list[Term]]:
-    """Returns the name of an array axis, and its terms on the right side."""
+    """Returns the name of an array axis and its terms on the right side."""
     positions = axis_positions(expression, ndim)
     name = next(name for name, position in positions.items() if position == axis)
     return name, [term for term in expression.right if term.name == name]

@@ -1,4 +1,4 @@
-"""Replaces stars with counts, for a given device count. Imports no JAX."""
+"""Replaces stars with counts, for a given device count."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Devices:
         mesh_axis_terms: the terms with mesh axes, such as 'b@data'. They take devices first.
         taken: the product of the sizes of the mesh axes in `mesh_axis_terms`.
         hints: facts to add to errors, by label.
-        on_users_mesh: whether the user chose the mesh. Errors then do not suggest to add '*',
-            which may not fit its axes.
+        on_users_mesh: whether the user chose the mesh. If so, errors do not suggest adding '*',
+            because its count may not fit the mesh axes.
     """
 
     total: int
@@ -77,7 +77,7 @@ def solve_counts(
 
 
 def _root(n: int, k: int) -> int | None:
-    """Returns the integer r with r ** k == n; None if there is none."""
+    """Returns the integer r with r ** k == n, or None."""
     if k == 1:
         return n
     root = 1
@@ -99,8 +99,8 @@ def _wrong_product(
     expression: Expression, terms: Sequence[Term], product: int, n: int, devices: Devices
 ) -> EinshardError:
     counted = [term for term in terms if term.factor > 1]
-    guilty = counted or [term for term in terms if term.name != ELLIPSIS]
-    guilty = guilty or list(expression.right)
+    marked = counted or [term for term in terms if term.name != ELLIPSIS]
+    marked = marked or list(expression.right)
     fact = devices.fact()
     if product > n or n % product:
         verb = 'is' if n == 1 else 'are'
@@ -110,7 +110,7 @@ def _wrong_product(
             f'the counts need {_product_text(counted)} devices, but {limit}'
             if product > n
             else _indivisible(n, counted, devices),
-            guilty,
+            marked,
             fix=_counts_that_fit(expression, terms, n, devices),
             **devices.hints,
             devices=fact,
@@ -120,7 +120,7 @@ def _wrong_product(
                 [needed],
             ),
         )
-    if not counted:  # nor mesh axes: with them, `lay_out` requires no counts
+    if not counted:  # no mesh axes either: `lay_out` accepts those without counts
         sentence = f"nothing is sharded; add '*' to replicate over all {n} devices"
     else:
         use = 'uses' if len(counted) == 1 else 'use'
@@ -132,7 +132,7 @@ def _wrong_product(
             else "add '*' to replicate over the rest"
         )
     return expression.error(
-        sentence, guilty, fix=_with_star_first(expression), **devices.hints, devices=fact
+        sentence, marked, fix=_with_star_first(expression), **devices.hints, devices=fact
     )
 
 
@@ -171,7 +171,7 @@ def _with_star_first(expression: Expression) -> Suggestion:
 def _counts_that_fit(
     expression: Expression, terms: Sequence[Term], n: int, devices: Devices
 ) -> Suggestion | None:
-    """Suggests smaller counts if the counts need more than n devices; None if it finds none."""
+    """Suggests smaller counts if the counts need more than n devices, or returns None."""
     counted = [term for term in terms if term.factor > 1]
     # no fix on one device: it would only remove all counts
     if math.prod(term.factor for term in counted) <= n or devices.total == 1:

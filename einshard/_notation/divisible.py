@@ -1,4 +1,4 @@
-"""Checks that the sizes of axes are divisible by their numbers of shards. Imports no JAX."""
+"""Checks that the sizes of axes are divisible by their numbers of shards."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def check_divisible(
     for axis, n_shards in layout.n_shards.items():
         size = shape[axis]
         if size % n_shards:
-            name, guilty = terms_of_axis(expression, axis, len(shape))
+            name, marked = terms_of_axis(expression, axis, len(shape))
             if not isinstance(size, int):  # a symbolic dimension of jax.export
                 raise expression.error(
                     f"axis '{name}' (size {size}) may not be divisible by {n_shards}",
-                    guilty,
+                    marked,
                     expected=f"a multiple of {n_shards}, such as symbolic_shape('{n_shards}*n')",
                 )
             facts = _shard_counts(size, n_devices)
             if _mesh_axes_of(layout, axis):
-                facts = _padding(expression, layout, shape, axis)
+                facts = _padding_facts(expression, layout, shape, axis)
             raise expression.error(
                 _indivisible_text(expression, layout, shape, axis),
-                guilty,
+                marked,
                 devices=n_devices,
                 **facts,
             )
@@ -47,16 +47,16 @@ def _indivisible_text(
 
 
 def _mesh_axes_of(layout: Layout, axis: int) -> list[str]:
-    """Returns the mesh axes that shard an array axis; [] if counts shard it too."""
+    """Returns the mesh axes that shard an array axis, or [] if a count also shards it."""
     splits = [split for split in layout.splits if split.axis == axis]
     by_name = all(split.mesh_axes for split in splits)
     return [name for split in splits for name in split.mesh_axes] if by_name else []
 
 
-def _padding(
+def _padding_facts(
     expression: Expression, layout: Layout, shape: Sequence[int], axis: int
 ) -> dict[str, str]:
-    """Returns facts that tell how to pad an array so that all axes are divisible."""
+    """Returns facts on how to pad an array so that all axes are divisible."""
     n_shards = layout.n_shards
     padding = [
         -size % n_shards.get(i, 1) if isinstance(size, int) else 0 for i, size in enumerate(shape)
@@ -72,7 +72,7 @@ def _padding(
 
 
 def _shard_counts(size: int, n_devices: int) -> dict[str, str]:
-    """Lists, for an error, the numbers of shards that divide the size and the number of devices."""
+    """Returns a fact: the numbers of shards that divide both the size and the device count."""
     common = math.gcd(size, n_devices)
     *most, last = [str(n) for n in range(1, common + 1) if common % n == 0]
     if not most:

@@ -1,7 +1,7 @@
-"""Parses text into an Expression. Imports no JAX.
+"""Parses text into an Expression.
 
 expression  =  left '->' right            an array's axes, then their placement
-            |  right                      short form: the axes once, in array order
+            |  right                      short form: each axis once, in array order
 left        =  (name | '...')*
 right       =  (placed axis | replica | partial | '...')*
 placed axis =  name [count] ['*']  |  name '@' axis  |  name '@(' axis {',' axis} ')'
@@ -52,7 +52,7 @@ class Term:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the term is spread over devices; also true for replicas, such as '2' and '*'."""
+        """Whether the term uses mesh axes, a star or a count above 1, for shards or replicas."""
         return self.takes_devices or bool(self.mesh_axes)
 
     def __str__(self) -> str:
@@ -112,7 +112,7 @@ class Expression:
 def parse(text: str, where: str = '') -> Expression:
     """Parses an expression; raises EinshardError if it is invalid.
 
-    `where` is text for errors about repeated terms, such as ' in operand 0' for an einsum.
+    `where` names the operand in errors about repeated terms, such as ' in operand 0'.
     """
     try:
         return _parse(text, where)
@@ -254,7 +254,7 @@ def _check_same_axes(expression: Expression) -> None:
 
 
 def _with_missing(expression: Expression) -> str:
-    """Adds the axes that the right side lacks, in the order of the left side."""
+    """Returns the text with the axes that the right side lacks, in the order of the left side."""
     names = [term.name for term in expression.left]
     right = [(term.name, str(term)) for term in expression.right]
     for i, name in reversed(list(enumerate(names))):
@@ -316,7 +316,7 @@ def _check_ellipsis(expression: Expression, terms: Sequence[Term], where: str) -
 
 
 def _repeated(terms: Sequence[Term]) -> list[Term]:
-    """Returns all terms with the first name that appears more than once; [] if none does."""
+    """Returns all terms with the first name that appears more than once, or []."""
     for name, times in Counter(term.name for term in terms if term.name is not None).items():
         if times > 1:
             return [term for term in terms if term.name == name]

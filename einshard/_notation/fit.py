@@ -1,4 +1,4 @@
-"""Fits layouts to the axes of a mesh. Imports no JAX."""
+"""Fits layouts to the axes of a mesh."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .layout import Layout
 
 
 def fit(layout: Layout, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...] | None:
-    """Returns the mesh axes of each split; None if the counts do not match the mesh axes.
+    """Returns the mesh axes of each split, or None if the counts do not match the mesh axes.
 
     A split by count takes consecutive mesh axes that the expression does not name, until the
     product of their sizes is its count.
@@ -48,7 +48,7 @@ def misfit(expression: Expression, layout: Layout, mesh: str) -> EinshardError:
 
 
 def with_star_after(expression: Expression) -> Suggestion | None:
-    """Suggests 'b4 * d' for '* b4 d'; None unless a '*' comes before all counts."""
+    """Suggests 'b4 * d' for '* b4 d', or returns None if no '*' comes before all counts."""
     counted = [term for term in expression.right if term.takes_devices]
     if len(counted) < 2:
         return None

@@ -1,4 +1,4 @@
-"""Warns about valid expressions that are probably typos. Imports no JAX."""
+"""Warns about valid expressions that are probably typos."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .write import write, write_short
 def spacing_hint(expression: Expression, attempt: Callable[[str], object]) -> str | None:
     """Returns a warning about a count or star after an unsharded name, a likely typo: 'a 8 b'.
 
-    None if any name is sharded, or if no count or star follows a name, as in '8 a b'.
+    Returns None if any name is sharded, or if no count or star follows a name, as in '8 a b'.
 
     Args:
         attempt: resolves an expression; called to test what the warning suggests.
@@ -40,7 +40,7 @@ def mesh_axes_hint(
 ) -> str | None:
     """Returns a warning if array axes are named like mesh axes but not sharded: 'data model'.
 
-    None if the expression with '@' added, 'data@data model@model', does not work.
+    Returns None if the expression with '@' added, 'data@data model@model', does not work.
 
     Args:
         expression: an expression in the short form without placements.
@@ -62,7 +62,7 @@ def mesh_axes_hint(
 
 
 def _separate_counts(expression: Expression) -> list[tuple[Term, Term]]:
-    """Returns pairs of a name and the count or star after it; [] if any name is sharded."""
+    """Returns pairs of a name and the count or star after it, or [] if any name is sharded."""
     if any(term.name and term.is_sharded for term in expression.right):
         return []
     return [
@@ -77,5 +77,5 @@ def _is_replica(term: Term) -> bool:
 
 
 def _is_bare_name(term: Term) -> bool:
-    # 'a1 8 b' is not a typo: code such as f'a{n} {m} b' writes it if n is 1
+    # not 'a1 8 b', which code such as f'a{n} {m} b' produces for n = 1
     return term.name not in (None, ELLIPSIS) and term == Term(term.name)

@@ -1,4 +1,4 @@
-"""Lays out an expression on devices. Imports no JAX."""
+"""Lays out an expression on devices."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def lay_out(
     replicate_indivisible: bool | Collection[str] = False,
     hints: Mapping[str, str] = MappingProxyType({}),
 ) -> Layout:
-    """Returns the layout of an expression on `n_devices` devices; raises if it does not fit.
+    """Returns the layout of an expression on `n_devices` devices, or raises if it does not fit.
 
     Args:
-        shape: the shape of the array, or its rank if the caller passed `ndim=`. None is allowed if
+        shape: the shape of the array, or its ndim if the user passed only that. None is allowed if
             no sharded axis comes after '...'.
         n_devices: the number of devices.
         axis_sizes: the mesh axes and their sizes, if the devices form a mesh with named axes.
-        replicates_by_default: whether an expression without mesh axes, stars and counts above 1 is
-            replicated over all devices, rather than an error; true on a user's mesh.
+        replicates_by_default: whether an unsharded expression, such as 'a b', replicates over all
+            devices instead of raising. True on a user's mesh.
         replicate_indivisible: whether to replicate axes whose size is not divisible, instead of
             raising: True for all axes, or the names of the axes that may be replicated.
         hints: facts to add to errors about the number of devices.
@@ -83,7 +83,7 @@ def _lay_out(
         if term.name != ELLIPSIS and count > 1:
             axis = None if term.name is None else positions[term.name]
             written.append(Split(count, axis, sign=term.sign))
-    # the splits of an axis that is sharded by mesh axes and by count stay in the order written
+    # if mesh axes and counts shard an axis, its splits stay in the order written
     counted_axes = {split.axis for split in written if not split.mesh_axes} - {None}
     first = [split for split in by_name if split.axis not in counted_axes]
     rest = [split for split in written if not split.mesh_axes or split.axis in counted_axes]
@@ -120,7 +120,7 @@ def _axis_size(expression: Expression, term: Term, axis: str, sizes: Mapping[str
         return sizes[axis]
     used = {name for other in expression.right for name in other.mesh_axes}
     count = _as_count(term)
-    meant = count or _other_axes(term, axis, sizes.keys() - used)
+    meant = count or _similar_axes(term, axis, sizes.keys() - used)
     instead = ''
     if count:
         instead = "; a count is written without '@'"
@@ -135,14 +135,14 @@ def _axis_size(expression: Expression, term: Term, axis: str, sizes: Mapping[str
 
 
 def _as_count(term: Term) -> Term | None:
-    """Converts 'a@8' to 'a8'; None if the mesh axis is not a number."""
+    """Converts 'a@8' to 'a8', or returns None if the mesh axis is not a number."""
     (axis, *others) = term.mesh_axes
     is_count = not others and re.fullmatch('[1-9][0-9]*', axis)
     return replace(term, count=int(axis), mesh_axes=()) if is_count else None
 
 
-def _other_axes(term: Term, axis: str, free: Collection[str]) -> Term | None:
-    """Corrects a misspelled mesh axis: 'a@(data,tp)' for 'a@data+tp'; None if none is similar."""
+def _similar_axes(term: Term, axis: str, free: Collection[str]) -> Term | None:
+    """Corrects a misspelled mesh axis, as in 'a@data+tp', or returns None if none is similar."""
     meant = re.findall(r'\w+', axis)
     if len(meant) == 1 or not {*meant} <= {*free}:
         meant = difflib.get_close_matches(axis, free, n=1)

@@ -1,4 +1,4 @@
-"""Layout: the device grid of an expression. Imports no JAX."""
+"""The device grid of an expression."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Split:
     count: int
     axis: int | None  # the position of the array axis; None for replicas
     mesh_axes: tuple[str, ...] = ()  # () for a split by count
-    sign: str = ''  # if `axis` is None: '' for replicas; '+' and '=' as in expressions
+    sign: str = ''  # '+' or '=' as in expressions; '' for array axes and plain replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class Layout:
     """The device grid of an expression.
 
     Splits by mesh axes come first, then splits by count, each in the order written. Splits by count
-    divide the remaining devices, slowest-varying first. Exception: if an array axis has splits
-    of both kinds, all its splits keep the order written.
+    divide the remaining devices, slowest-varying first. Exception: if an array axis has splits of
+    both kinds, its splits by mesh axes stay among the splits by count, in the order written.
 
     Every split by count has a count above 1, and neighbors are merged if they shard the same axis
     or hold replicas with the same sign. So equal placements without mesh axes have equal layouts.
@@ -49,7 +49,7 @@ def replicate_axes(layout: Layout, axes: Collection[int]) -> Layout:
 
 
 def merge_neighbors(splits: Sequence[Split]) -> list[Split]:
-    """Merges neighboring splits with the same axis and sign, if they are counts, not mesh axes."""
+    """Merges neighboring splits by count that have the same axis and sign."""
     merged: list[Split] = []
     for split in splits:
         last = merged[-1] if merged else None

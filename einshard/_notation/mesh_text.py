@@ -1,4 +1,4 @@
-"""Mesh axes as text, for errors. Imports no JAX."""
+"""Formats mesh axes for errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the parts of a term from its text, and explains invalid terms. Imports no JAX."""
+"""Reads the parts of a term from its text, and explains invalid terms."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _in_name(character: str, first: bool) -> bool:
 
 
 def read_sign(text: str, start: int, end: int) -> str:
-    """Returns the sign at `start`; '' if there is none. Raises if nothing follows the sign."""
+    """Returns the sign at `start`, or ''. Raises if nothing follows the sign."""
     if text[start] not in SIGNS or text.startswith('=>', start):  # '=>' is a wrong arrow
         return ''
     sign = text[start]

@@ -1,4 +1,4 @@
-"""Writes expressions from terms. Imports no JAX."""
+"""Writes expressions from terms."""
 
 from __future__ import annotations
 
