@@ -30,7 +30,7 @@ class AllGather:
         dimension: the dimension along which shards are concatenated.
         origin: (computation name, instruction name) of the operand, traced back through copies and
             reshapes.
-        parameter: the parameter number if `origin` is a parameter of the program; else None.
+        parameter: the parameter number if `origin` is a parameter of the program, or None.
         is_invariant: whether every iteration of a loop gathers the same array.
         kept: the block of the result that each device uses. None if a device uses several blocks
             or an unknown part, or if all devices use the same block.

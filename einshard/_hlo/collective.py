@@ -43,7 +43,7 @@ class Collective:
         widened: whether the compiled program runs it in f32 although the user's arrays are bf16 or
             f16, as on CPU. `operands` and `results` have the user's dtype.
         called_at: if `source` is in a helper function (see `Sources.caller`), the nearest calling
-            line outside helpers; else None.
+            line outside helpers, or None.
         sent: for a collective matmul (see windowed.py), the bytes that a device sends in one
             execution; None for other collectives.
         in_branch: whether it is in a branch of a conditional, which may not be taken.
@@ -96,7 +96,7 @@ class Collective:
 
     @property
     def network_bytes(self) -> int | None:
-        """Bytes that a device sends in one execution, rounded up; None for a custom call.
+        """Bytes that a device sends in one execution, rounded up, or None for a custom call.
 
         In a permute, a device sends its operand, unless all devices send to themselves. In a
         broadcast, every device but the last sends the array. The sizes of a ragged all-to-all are

@@ -137,7 +137,7 @@ class Instruction(NamedTuple):
 
     @property
     def element(self) -> int:
-        """The index that a get-tuple-element reads; -1 for other instructions."""
+        """The index that a get-tuple-element reads, or -1 for other instructions."""
         match = re.match(r'index=(\d+)', self.attributes)
         return int(match[1]) if match else -1
 
@@ -225,9 +225,9 @@ class Computation:
 
 
 class Value(NamedTuple):
-    """The value that the instruction `name` of `comp` computes; '' is the root.
+    """The value that the instruction `name` of `comp` computes. The name '' means the root.
 
-    `arguments` are the values passed for the parameters of `comp`; () if unknown.
+    `arguments` are the values passed for the parameters of `comp`, or () if unknown.
     """
 
     comp: Computation
