@@ -43,9 +43,9 @@ def find_arguments(
     shardings: Sequence[Sharding | None],
     module: Module,
 ) -> list[ProgramArray]:
-    """Returns all argument leaves, also those that the program does not use.
+    """Returns all argument leaves, including those that the program does not use.
 
-    `shardings` has one sharding for each leaf, None for unused ones.
+    `shardings` has one entry for each leaf: its sharding, or None if the program does not use it.
     """
     leaves = jtu.tree_leaves_with_path(compiled.args_info)
     specs = stages.argument_specs() or [None] * len(leaves)
@@ -56,28 +56,33 @@ def find_arguments(
         if any(name.startswith('Arg_') for name in names.values()):
             names = _names_in_signature(stages.parameters, len(compiled.args_info[0]))
     return [
-        _array(argument_path(path, names), leaf, sharding, spec)
+        _make_array(argument_path(path, names), leaf, sharding, spec)
         for (path, leaf), sharding, spec in zip(leaves, shardings, specs, strict=True)
     ]
 
 
 def find_results(stages: Stages, results: Any) -> list[ProgramArray]:
-    """`results` is the pytree `out_info` of a `Compiled`."""
+    """Returns the result leaves. `results` is the `out_info` of a `Compiled`."""
     leaves = jtu.tree_leaves_with_path(results)
     specs = stages.result_specs(results) or [None] * len(leaves)
     return [
-        _array(result_path(path), leaf, leaf.sharding, spec)
+        _make_array(result_path(path), leaf, leaf.sharding, spec)
         for (path, leaf), spec in zip(leaves, specs, strict=True)
     ]
 
 
-def _array(path: str, leaf: Any, sharding: Sharding | None, spec: AnySpec | None) -> ProgramArray:
+def _make_array(
+    path: str, leaf: Any, sharding: Sharding | None, spec: AnySpec | None
+) -> ProgramArray:
     shape = tuple(leaf.shape)
     return ProgramArray(path, shape, leaf.dtype, sharding, _axis_names(spec, len(shape)))
 
 
 def argument_path(path: Sequence[Any], names: Mapping[int, str]) -> str:
-    """Formats a key path in (args, kwargs): 'params/w', or 'args[0]/w' if `names` lacks 0."""
+    """Formats a key path into (args, kwargs): 'params/w', or 'args[0]/w' for an unnamed argument.
+
+    `names` has the names of positional arguments, by position.
+    """
     container, key, *rest = path
     by_keyword = container.idx == 1
     name = str(key.key) if by_keyword else names.get(key.idx, f'args[{key.idx}]')
@@ -92,26 +97,29 @@ def result_path(path: Sequence[Any]) -> str:
 def _names_in_program(
     paths: Sequence[Sequence[Any]], shardings: Sequence[Sharding | None], module: Module
 ) -> dict[int, str]:
-    """Returns parameter names by position; the program has none for unused arguments.
+    """Returns the names of the positional arguments that the program uses, by position.
 
-    `paths` and `shardings` are those of all argument leaves.
+    `paths` and `shardings` have one entry for each argument leaf, used or not.
     """
     parameters = module.entry.parameters()
     in_program = {op.parameter_number: re.split(r'[\[.]', op.op_name)[0] for op in parameters}
     used = [path for path, s in zip(paths, shardings, strict=True) if s is not None]
     names = {path[1].idx: in_program.get(i, '') for i, path in enumerate(used) if path[0].idx == 0}
-    # all values of *args have the name 'args'
+    # JAX gives all values of *args the same name, 'args': leave them without a name
     counts = Counter(names.values())
     return {i: name for i, name in names.items() if name and counts[name] == 1}
 
 
 def _names_in_signature(parameters: Sequence[str], n_arguments: int) -> Mapping[int, str]:
-    """Returns parameter names by position; {} if static parameters shift the positions."""
+    """Returns parameter names by position, or {} if static parameters shift the positions."""
     return dict(enumerate(parameters)) if len(parameters) == n_arguments else {}
 
 
 def _axis_names(spec: AnySpec | None, ndim: int) -> tuple[str, ...] | None:
-    """The axes that '...' stands for get unused letters. None if '...' is the only axis."""
+    """Returns the axis names in `spec`. The axes of '...' get unused letters.
+
+    Returns None if the spec is missing or names no axis but '...'.
+    """
     if spec is None:
         return None
     names = as_leaf_spec(spec).expression.names
@@ -150,9 +158,9 @@ def _placement(array: ProgramArray) -> str:
 def results_in_place(
     arguments: Sequence[ArrayRow], results: Sequence[ArrayRow], module: Module
 ) -> tuple[tuple[str, str], ...]:
-    """Returns (result path, argument path) for each result that replaces a donated argument.
+    """Returns (result path, argument path) for each result that reuses a donated argument's memory.
 
-    Omits arguments whose memory is reused by a result of another shape, dtype or placement.
+    Includes only pairs with the same shape, dtype and placement.
     """
     inputs = [row for row in arguments if row.placement != _NOT_USED]
     pairs = [

@@ -28,16 +28,16 @@ def assert_collectives(
     Each collective of the optimized program counts once, even in a loop.
 
     Args:
-        fn: a `sharded` or jitted function, or any other function, which is jitted.
-        args, kwargs: arguments of the call: arrays, or `jax.ShapeDtypeStruct` in place of arrays.
-        allowed: `()` for none; a kind such as 'all-reduce'; a collection of kinds; or a limit for
-            each kind, such as `{'all-reduce': 2}`.
+        fn: a `sharded` or jitted function. Any other function is jitted first.
+        args, kwargs: arguments of the call. A `jax.ShapeDtypeStruct` can replace an array.
+        allowed: `()` for none, a kind such as 'all-reduce', a collection of kinds, or a mapping
+            from kinds to limits, such as `{'all-reduce': 2}`.
         mesh: the mesh to compile for, as for `explain`.
 
     Raises:
-        UnexpectedCollectives: the program has a collective that is not allowed, or too many.
-        EinshardError: `allowed` has an unknown kind; the arguments do not fit the function; or the
-            function does not compile.
+        UnexpectedCollectives: the program has more collectives of some kind than `allowed` permits.
+        EinshardError: `allowed` has an unknown kind, the arguments do not match the function, or
+            the function does not compile.
     """
     promise = read_promise(allowed, 'allowed=')
     stages = trace_call(fn, args, kwargs, mesh)

@@ -22,11 +22,11 @@ class Bound:
 
     Attributes:
         resource: 'compute', 'HBM' or 'network'.
-        along: for the network, the mesh axes, as in `CollectiveRow.along`; '' if they are unknown.
-            '' for other resources.
+        along: the mesh axes of a network bound, as in `CollectiveRow.along`. Empty if they are
+            unknown, and for compute and HBM.
         seconds: the minimum time that a device needs.
-        exposed: for the network, the part of `seconds` for synchronous collectives, which cannot
-            overlap with other work. None for other resources, and for CPUs, where it is unknown.
+        exposed: the part of `seconds` spent in synchronous collectives, which cannot overlap with
+            computation. None for compute and HBM, and on CPUs, where it is unknown.
     """
 
     resource: str
@@ -53,7 +53,7 @@ class Bounds(tuple[Bound, ...]):
 
     @property
     def largest(self) -> Bound | None:
-        """The largest bound; None if there are none."""
+        """The largest bound, or None if there are no bounds."""
         return max(self, key=lambda bound: bound.seconds, default=None)
 
 
@@ -68,22 +68,25 @@ def find_bounds(
     collectives: Sequence[tuple[Collective, str]],
     is_cpu: bool = False,
 ) -> Bounds:
-    """Branches of conditionals do not count. Unknown trip counts count as 1.
+    """Returns the lower bounds on the time of one run of `module`.
+
+    Ignores branches of conditionals. Assumes that a loop with an unknown trip count runs once.
 
     Args:
-        chip, devices: the devices are in the order of the program.
-        module, products: the program, and its flops.
-        collectives: each with its `CollectiveRow.along`.
+        devices: the devices of the program, in its own order.
+        products: the matmuls and convolutions of the program.
+        collectives: the collectives of the program, each with its `CollectiveRow.along`.
         is_cpu: whether the program is compiled for CPUs that simulate the devices.
     """
     share = chip.share(devices[0])
-    network, is_cpu = Network(devices, chip), is_cpu or devices[0].platform == 'cpu'
+    network = Network(devices, chip)
+    is_cpu = is_cpu or devices[0].platform == 'cpu'
     by_axes: dict[str, list[Collective]] = {}
     for collective, axes in collectives:
         if not collective.in_branch:
             by_axes.setdefault(axes, []).append(collective)
     unconditional = [row for row in products if not row.in_branch]
-    # the CPU backend runs bf16 and fp8 dots in f32 or f16: take the chip's rate for bf16 or fp8
+    # the CPU backend widens bf16 and fp8 matmuls to f32 or f16; the chip does not
     narrow = 'f8e4m3fn' if ' f8e' in module.text else 'bf16'
     dtypes = {'f32': narrow, 'f16': narrow} if is_cpu else {}
     compute = sum(

@@ -36,13 +36,16 @@ from .tolerance import Rounding, largest_rounding, rounding_unit
 
 
 class DifferentResults(EinshardError):
-    """A function has different results on several devices and on one; the message lists them."""
+    """The results of a function on several devices differ from those on one device.
+
+    The message lists the results that differ.
+    """
 
 
 DifferentResults.__module__ = 'einshard'
 
 _MAX_ROWS = 8
-_SAMPLES = 2  # runs on one device with perturbed arguments
+_N_PERTURBED = 2  # runs on one device with perturbed arguments
 
 
 def check_same(
@@ -65,17 +68,18 @@ def check_same(
         >>> [row.path for row in comparison.rows]
         ['result', 'gradient of x', 'gradient of w']
 
-    On one device, all mesh axes have size 1, and all counts and stars are 1. So the function must
-    not depend on the number of devices, and must not use a `NamedSharding` on several devices.
+    For the run on one device, all mesh axes have size 1, and all counts and stars in expressions
+    are 1. The function must therefore not depend on the number of devices, and must not contain a
+    `NamedSharding` over several devices.
 
     The gradients are those of a weighted sum of all elements of the results, with fixed random
     weights. A difference larger than the tolerance is an error. The tolerance is the larger of two
-    numbers: the rounding error to expect for the dtype and the longest sum; and 4 times the change
-    of the results when each argument changes by about one rounding error. Replicas of a result must
-    also be equal within the tolerance.
+    numbers: the expected rounding error, given the dtype and the longest sum; and 4 times the
+    change in the results when each argument changes by about one rounding error. The replicas of a
+    result must also agree within the tolerance.
 
     Args:
-        fn: a `sharded` or jitted function, or any other function, which is jitted.
+        fn: a `sharded` or jitted function. Any other function is jitted first.
         args, kwargs: arguments of the call. They are not donated.
         gradients: whether to also compare the gradients of all floating-point arguments.
         reference: the function to run on one device. Default: `fn`.
@@ -85,7 +89,8 @@ def check_same(
 
     Raises:
         DifferentResults: a result or a gradient differs by more than its tolerance.
-        EinshardError: the function does not fit or run on one device, or cannot be differentiated.
+        EinshardError: the function cannot be differentiated, or cannot run on one device, for
+            example because it needs too much memory.
     """
     name = name_of(fn)
     _check_supported(fn, name, args, kwargs)
@@ -152,13 +157,21 @@ def _compare(
 
 @dataclass(frozen=True)
 class _Check:
-    """Compares the results and gradients of a call with those of the same call on one device."""
+    """Compares the results and gradients of `call` with those of `single`.
+
+    Attributes:
+        call: the call on several devices.
+        single: the same call on one device, or a call of the user's `reference`.
+        mesh: the mesh of `single`.
+        n_devices: the number of devices of `call`.
+        has_reference: whether `single` calls `reference`.
+    """
 
     call: Call
-    single: Call  # on one device
-    mesh: Mesh  # of the one device
-    n_devices: int  # of `call`
-    has_reference: bool  # whether `single` calls the user's `reference`
+    single: Call
+    mesh: Mesh
+    n_devices: int
+    has_reference: bool
 
     @property
     def device(self) -> Any:
@@ -170,7 +183,7 @@ class _Check:
 
         run = OneDeviceProgram(self.call.name, self.mesh, leaves, self.single.arrays)
         rounding = largest_rounding(run.jaxpr, self.n_devices, self.device.platform)
-        samples = self._samples(rounding)
+        samples = self._arguments(rounding)
         expected, *perturbed = [run(arrays) for arrays in samples]
         self._check_shapes(results, expected)
         inputs = [gather(arrays) for arrays in samples]
@@ -183,8 +196,9 @@ class _Check:
         return rows
 
     def _check_shapes(self, found: Sequence[Any], expected: Sequence[Any]) -> None:
-        ours, theirs = ([x.shape for x in leaves] for leaves in (map(key_data, found), expected))
-        if ours == theirs:
+        found_shapes = [key_data(x).shape for x in found]
+        expected_shapes = [x.shape for x in expected]
+        if found_shapes == expected_shapes:
             return
         if self.has_reference:
             sentence = f'{self.call.name} and its reference return arrays of different shapes'
@@ -192,7 +206,8 @@ class _Check:
         else:
             sentence = f'{self.call.name} returns arrays of different shapes on one device'
             labels = 'on all devices', 'on one device'
-        raise EinshardError(sentence, facts={labels[0]: str(ours), labels[1]: str(theirs)})
+        facts = {labels[0]: str(found_shapes), labels[1]: str(expected_shapes)}
+        raise EinshardError(sentence, facts=facts)
 
     def gradients(self, results: Arrays) -> list[ComparedRow]:
         """Compares the gradients of a weighted sum of `results` with those on one device."""
@@ -221,7 +236,7 @@ class _Check:
         name, single = self.call.name, self.single
         run = OneDeviceProgram(name, self.mesh, single.gradients, single.arrays, weights_on_one)
         rounding = largest_rounding(run.jaxpr, self.n_devices, self.device.platform)
-        expected, *perturbed = [run(arrays, weights_on_one) for arrays in self._samples(rounding)]
+        expected, *perturbed = [run(arrays, weights_on_one) for arrays in self._arguments(rounding)]
         return [
             compare(
                 f'gradient of {self.call.paths[i]}',
@@ -232,16 +247,16 @@ class _Check:
             for i in self.call.inputs
         ]
 
-    def _samples(self, rounding: Rounding) -> list[Arrays]:
+    def _arguments(self, rounding: Rounding) -> list[Arrays]:
         """Returns the arguments on one device, followed by perturbed copies of them."""
         arrays = self.single.arrays
-        return [arrays, *(_perturb(arrays, rounding.unit, seed) for seed in range(_SAMPLES))]
+        return [arrays, *(_perturb(arrays, rounding.unit, seed) for seed in range(_N_PERTURBED))]
 
     def _updated_argument(self, path: str, result: jax.Array) -> int | None:
-        """Returns the index of the argument that a result may update, such as weights, or None.
+        """Returns the index of the argument that `result` may update, such as weights, or None.
 
-        Differences are then relative to the update (result minus argument): relative to the
-        weights, an error in a small update could pass.
+        `compare` divides the differences of an update by the largest change of an element. Dividing
+        by the weights would hide a large error in a small update.
         """
         leaves = self.call.leaves
         types = {i: (leaves[i].shape, leaves[i].dtype) for i in self.call.inputs}
@@ -250,22 +265,26 @@ class _Check:
 
 
 def _put_cotangent(array: Any, sharding: jax.sharding.Sharding) -> Any:
-    """Shards a cotangent for a result with this `NamedSharding`; ignores other shardings."""
+    """Shards a cotangent for a result with this sharding, if it is a `NamedSharding`."""
     if not isinstance(sharding, NamedSharding):
         return array
-    spec = sharding.spec  # JAX: the cotangent of an unreduced value is reduced, and vice versa
+    # in JAX, the cotangent of an unreduced value is reduced, and vice versa
+    spec = sharding.spec
     cotangent = partition_spec(spec_axes(spec), unreduced=spec.reduced, reduced=spec.unreduced)
     return put_array(array, NamedSharding(sharding.mesh, cotangent))
 
 
 def _perturb(arrays: Arrays, unit: float, seed: int) -> Arrays:
-    """Multiplies each float by 1 +- max(2 * `unit`, eps of its dtype), with random signs."""
+    """Multiplies each float by 1 plus or minus twice its rounding unit, with random signs.
+
+    The rounding unit is that of the dtype, but at least `unit`.
+    """
     random = np.random.default_rng(seed)
     changed: dict[int, Any] = dict(arrays)
     for i, x in arrays.items():
         if is_inexact(x):
-            eps = 2 * max(unit, rounding_unit(x.dtype))
-            factors = 1 + eps * random.choice([-1.0, 1.0], size=x.shape)
+            step = 2 * max(unit, rounding_unit(x.dtype))
+            factors = 1 + step * random.choice([-1.0, 1.0], size=x.shape)
             changed[i] = jax.device_put((np.asarray(x) * factors).astype(x.dtype), x.sharding)
     return changed
 

@@ -12,24 +12,24 @@ from .fold_layers import fold_paths
 from .report_rows import CollectiveRow
 
 _MAX_ROWS = 40  # of the table in text
-_LARGE_FRACTION = 0.01  # of all bytes sent; rows with more show their role
+_LARGE_FRACTION = 0.01  # rows that send more than this fraction of all bytes show their role
 
 
 class Collectives(Display, tuple[CollectiveRow, ...]):
-    """The collectives of a program in execution order. Those in loops appear once."""
+    """The collectives of a program in execution order. A collective in a loop appears once."""
 
     __slots__ = ()
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of collectives by kind; one in a loop counts once."""
+        """The number of collectives by kind. A collective in a loop counts once."""
         return dict(Counter(row.kind for row in self))
 
     @property
     def network_bytes(self) -> dict[str, int]:
-        """Bytes that a device sends in one run of the program, by kind, including loops.
+        """Bytes that a device sends in one run of the program, by kind.
 
-        Custom calls are not included.
+        All iterations of a loop count. Custom calls do not.
         """
         return self.bytes_by('kind')
 
@@ -37,7 +37,7 @@ class Collectives(Display, tuple[CollectiveRow, ...]):
         """Bytes that a device sends in one run, for each value of a field, most bytes first.
 
         `field` names a field of the rows, such as 'kind', 'along', 'role' or 'source'. Custom calls
-        are not included.
+        do not count.
         """
         total: Counter[str] = Counter()
         for row in self:
@@ -63,15 +63,15 @@ _COLUMNS = (
 
 
 def collective_section(collectives: Collectives) -> Section:
-    """Lists collectives, most bytes first. Those that look the same share a row."""
+    """Lists collectives, most bytes first. Collectives that look the same share a row."""
     alike: dict[object, list[CollectiveRow]] = {}
     for row in collectives:
-        key = (row.kind, row.arrays, row.group_size, row.groups, row.along, row.executions)
-        key = (*key, row.source, row.called_at, row.role, row.axes, row.is_async, row.widened)
-        alike.setdefault(key, []).append(row)
+        shape = (row.kind, row.arrays, row.group_size, row.groups, row.along, row.executions)
+        origin = (row.source, row.called_at, row.role, row.axes)
+        alike.setdefault((shape, origin, row.is_async, row.widened), []).append(row)
     in_order = sorted(alike.values(), key=lambda rows: -_total_bytes(rows))
-    least = _LARGE_FRACTION * sum(collectives.network_bytes.values())
-    shown = [_collective_cells(rows, _total_bytes(rows) > least) for rows in in_order]
+    threshold = _LARGE_FRACTION * sum(collectives.network_bytes.values())
+    shown = [_collective_cells(rows, _total_bytes(rows) > threshold) for rows in in_order]
     if not shown:
         return Section('collectives', lines=('none',))
     # 'of' and 'called at' are omitted if empty
@@ -79,7 +79,7 @@ def collective_section(collectives: Collectives) -> Section:
     kept = [i for i in range(n) if i < n - 2 or any(cells[i] for cells in shown)]
     columns = tuple(_COLUMNS[i] for i in kept)
     rows = tuple(tuple(cells[i] for i in kept) for cells in shown)
-    # the last of _MAX_ROWS lines sums up the rows that are left out
+    # the last of _MAX_ROWS lines shows the bytes of all remaining rows
     rest = f': {format_bytes(sum(map(_total_bytes, in_order[_MAX_ROWS - 1 :])))}'
     return Section('collectives', columns, rows, max_rows=_MAX_ROWS, omitted=rest)
 
@@ -103,9 +103,9 @@ def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[st
 def _payload_text(rows: Sequence[CollectiveRow], is_large: bool) -> str:
     """Formats what the collectives of a row send: 'params/0-3/{q,k}', or 'activations b s d'.
 
-    '' if paths and axes are unknown, except in large rows, which show their role.
+    If neither paths nor axes are known, a large row shows only its role, and a small row nothing.
     """
-    # 'result', the path of a function's only result, would say nothing
+    # 'result', the path of a function's only result, is not worth showing
     folded = ', '.join(fold_paths(path for row in rows for path in row.of if path != 'result'))
     row = rows[0]
     if folded:
@@ -114,8 +114,9 @@ def _payload_text(rows: Sequence[CollectiveRow], is_large: bool) -> str:
         return ''
     axes = f' {row.axes}' if row.axes else ''
     n, n_backward = len(rows), sum(row.is_backward for row in rows)
-    some = f' ({n_backward} of {n} backward)' if n_backward else ''
-    return f'{row.role}{axes}{" (backward)" if n_backward == n else some}'
+    if n_backward == n:
+        return f'{row.role}{axes} (backward)'
+    return f'{row.role}{axes}{f" ({n_backward} of {n} backward)" if n_backward else ""}'
 
 
 def _total_bytes(rows: Sequence[CollectiveRow]) -> int:

@@ -29,13 +29,16 @@ class ComparedRow:
     Attributes:
         path: 'result/loss', or 'gradient of params/w'.
         array: 'float32[8,16]'.
-        difference: the largest difference from the array on one device, or between replicas,
-            divided by what `relative_to` names. For integers: the fraction of elements that differ.
-        relative_to: 'largest element', the array's largest absolute value; 'largest change' of an
-            element, if the array updates an argument; 'elements' for integers.
+        difference: the largest absolute difference from the array on one device, or between
+            replicas, divided as `relative_to` says. For integers, the fraction of elements that
+            differ.
+        relative_to: the number by which `difference` is divided. 'largest element' is the largest
+            absolute value in the array. 'largest change' replaces it if the array updates an
+            argument. 'elements' is the number of elements of an integer array.
         tolerance: the largest difference that rounding can explain.
-        because: the reason for the tolerance: 'float32, longest sum: 512 terms'; 'integers', whose
-            tolerance is 0; or 'rounding of arguments', if that can explain a larger difference.
+        because: the reason for the tolerance: a dtype and a sum, as in 'float32, longest sum: 512
+            terms'; 'integers'; or 'rounding of arguments', if the tolerance comes from runs with
+            perturbed arguments.
         replicas_differ: whether replicas of a shard differ by more than the tolerance.
     """
 
@@ -53,7 +56,7 @@ class ComparedRow:
 
     @property
     def is_noise(self) -> bool:
-        """Whether the array may consist of rounding errors, as a sum of terms that cancel does."""
+        """Whether rounding can explain any difference, as in a sum whose terms cancel."""
         return self.tolerance >= 1
 
 
@@ -66,9 +69,9 @@ class Comparison(Display):
     Attributes:
         name: the name of the function.
         n_devices: the number of devices of the first result.
-        rows: one row for each array of the result; and, if gradients were compared, for the
-            gradient of each floating-point argument.
-        notes: why no gradients were compared; empty if they were.
+        rows: one row for each array of the result, followed by one for the gradient of each
+            floating-point argument, if gradients were compared.
+        notes: the reason why gradients were not compared. Empty if they were.
     """
 
     name: str
@@ -80,8 +83,8 @@ class Comparison(Display):
     def same(self) -> bool:
         """Whether all differences are within their tolerance.
 
-        For some arrays, such as a sum whose terms cancel, rounding can explain any difference. The
-        tolerance is then 1 or more, and the text below the table lists them as not compared.
+        For some arrays, such as a sum whose terms cancel, rounding can explain any difference.
+        Their tolerance is 1 or more, and a note below the table lists them as not compared.
         """
         return all(row.same for row in self.rows)
 
@@ -126,8 +129,8 @@ class Reference:
     Attributes:
         value: the array.
         perturbed: the array, computed from each perturbed copy of the arguments.
-        before: the argument that the array is an update of; the number 0 if there is none.
-        perturbed_before: `before` in each perturbed copy.
+        before: the argument that the array updates, or the number 0 if it updates none.
+        perturbed_before: `before` in each perturbed copy of the arguments.
     """
 
     value: Any
@@ -153,10 +156,10 @@ def compare(path: str, found: jax.Array, reference: Reference, rounding: Roundin
         scale = change or _largest(expected)
         is_update = not isinstance(reference.before, int)
         relative_to = 'largest change' if is_update and change else 'largest element'
-        rounding_error = rounding_unit(found.dtype) * _largest(expected)  # of one element
         difference = _distance(value, expected, scale)
-        # both arrays are rounded to their dtype
-        tolerance = rounding.tolerance + _relative(2 * rounding_error, scale)
+        # each of the two arrays is rounded to its dtype
+        rounding_error = 2 * rounding_unit(found.dtype) * _largest(expected)
+        tolerance = rounding.tolerance + _relative(rounding_error, scale)
         because = str(rounding)
         rounding_changes = [
             _distance(_as_wide_numpy(after) - before, expected - reference.before, scale)
@@ -178,7 +181,7 @@ def compare(path: str, found: jax.Array, reference: Reference, rounding: Roundin
 
 
 def _copies(array: jax.Array) -> Iterator[Any]:
-    """Yields one full array for each replica, made of its shards; for a partial sum, the sum."""
+    """Yields each replica as a full array. Yields an unreduced array once, as its sum."""
     array = key_data(array)
     if isinstance(array.sharding, NamedSharding) and array.sharding.spec.unreduced:
         yield _as_wide_numpy(gather(array))
@@ -211,7 +214,7 @@ def _largest(array: Any) -> float:
 
 
 def _distance(a: Any, b: Any, scale: float) -> float:
-    """Returns the largest difference relative to `scale`; infinity if NaNs or infinities differ."""
+    """Returns the largest difference relative to `scale`. Different NaNs or infinities give inf."""
     with np.errstate(invalid='ignore'):
         differences = np.abs(a - b)
     same = (a == b) | (np.isnan(a) & np.isnan(b))

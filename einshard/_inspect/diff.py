@@ -20,14 +20,14 @@ class Diff:
 
     Attributes:
         arrays: (path, before, after) of changed arguments and results. Before and after are texts
-            such as "float32[8,4] 'a b -> a8 b'"; None if a report lacks the array.
-        collectives: (text, executions before, executions after) of collectives that run more or
-            less often, the largest change in bytes first. Executions are 0 if a report lacks the
-            collective, and None if a loop has an unknown trip count.
+            such as "float32[8,4] 'a b -> a8 b'", or None if the report does not have the array.
+        collectives: (text, executions before, executions after) of collectives whose number of
+            executions changed, the largest change in bytes first. Executions are 0 if the report
+            does not have the collective, and None if a loop has an unknown trip count.
         numbers: (name, before, after) of bytes and flops whose printed values differ.
-        details: (increase in the bytes that a device sends in one run, source lines) for each of
-            `collectives`. The lines are those of the later report, or of the earlier one if the
-            collective no longer runs. A change of source lines alone is not a difference.
+        details: (increase in bytes, source lines) of each entry of `collectives`. The bytes are
+            those that a device sends in one run. The lines come from the later report, or from the
+            earlier one if the collective no longer runs.
     """
 
     arrays: tuple[tuple[str, str | None, str | None], ...]
@@ -76,19 +76,21 @@ class Diff:
 
 
 @dataclass(frozen=True)
-class Compared:
+class DiffInput:
+    """The parts of a report that `make_diff` compares."""
+
     arrays: Sequence[ArrayRow]
     collectives: Sequence[CollectiveRow]
     numbers: Mapping[str, int]  # bytes by name, and 'flops'
 
 
-def make_diff(before: Compared, after: Compared) -> Diff:
+def make_diff(before: DiffInput, after: DiffInput) -> Diff:
     old, new = _placements(before.arrays), _placements(after.arrays)
     paths = list(dict.fromkeys([*old, *new]))
-    old_sums, new_sums = _sums_by_text(before.collectives), _sums_by_text(after.collectives)
-    texts = dict.fromkeys([*old_sums, *new_sums])
-    sums = [(text, old_sums.get(text, _ZERO), new_sums.get(text, _ZERO)) for text in texts]
-    changed = [(text, a, b) for text, a, b in sums if a.executions != b.executions]
+    old_totals, new_totals = _totals(before.collectives), _totals(after.collectives)
+    texts = dict.fromkeys([*old_totals, *new_totals])
+    totals = [(text, old_totals.get(text, _ZERO), new_totals.get(text, _ZERO)) for text in texts]
+    changed = [(text, a, b) for text, a, b in totals if a.executions != b.executions]
     changed.sort(key=lambda change: -abs(change[2].sent - change[1].sent))
     return Diff(
         arrays=tuple((p, old.get(p), new.get(p)) for p in paths if old.get(p) != new.get(p)),
@@ -114,30 +116,30 @@ def _placements(rows: Sequence[ArrayRow]) -> Mapping[str, str]:
     return {row.path: f"{row.array} '{row.placement}'" for row in rows}
 
 
-class _Sum(NamedTuple):
-    """Totals of collectives with the same text in `Diff.collectives`."""
+class _Totals(NamedTuple):
+    """Totals of all collectives with the same text in `Diff.collectives`."""
 
     executions: int | None  # None if a loop has an unknown trip count
     sent: int  # bytes that a device sends in one run
     lines: tuple[str | None, ...]
 
 
-_ZERO = _Sum(0, 0, ())
+_ZERO = _Totals(0, 0, ())
 
 
-def _sums_by_text(rows: Sequence[CollectiveRow]) -> dict[str, _Sum]:
-    """Adds up collectives with the same text, such as 'all-reduce f32[8,4], 2 of 4 along tp'."""
-    sums: dict[str, _Sum] = {}
+def _totals(rows: Sequence[CollectiveRow]) -> dict[str, _Totals]:
+    """Returns totals by text, such as 'all-reduce f32[8,4], 2 of 4 along tp'."""
+    totals: dict[str, _Totals] = {}
     for row in rows:
         along = f' along {row.along}' if row.along else ''
         text = (
             f'{row.kind} {short_arrays(row.arrays)}, {row.groups or "?"} of {row.group_size}{along}'
         )
-        so_far = sums.get(text, _ZERO)
+        so_far = totals.get(text, _ZERO)
         unknown = so_far.executions is None or row.executions is None
-        sums[text] = _Sum(
+        totals[text] = _Totals(
             None if unknown else (so_far.executions or 0) + (row.executions or 0),
             so_far.sent + row.total_bytes,
             (*so_far.lines, row.source),
         )
-    return sums
+    return totals

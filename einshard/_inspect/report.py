@@ -18,7 +18,7 @@ from .._text import format_bytes, short_source
 from .._trees.paths import common_end
 from .bounds import NO_BOUNDS, Bounds, bounds_section
 from .collectives import Collectives, collective_section
-from .diff import Compared, Diff, make_diff
+from .diff import Diff, DiffInput, make_diff
 from .fold_layers import fold
 from .report_rows import ArrayRow, Finding, ProductRow
 from .temporaries import temporaries_section
@@ -96,7 +96,7 @@ class Report(Display):
         """Compares this report with a later one: `before.diff(after)`."""
         return make_diff(self._compared(), after._compared())
 
-    def _compared(self) -> Compared:
+    def _compared(self) -> DiffInput:
         memory = self.memory
         numbers = {
             'sent in one run': self.network_bytes,
@@ -104,7 +104,7 @@ class Report(Display):
             'temporaries': memory.temporaries if memory else 0,
             'flops': int(self.flops or 0),
         }
-        return Compared((*self.arguments, *self.results), self.collectives, numbers)
+        return DiffInput((*self.arguments, *self.results), self.collectives, numbers)
 
     def to_dict(self) -> dict[str, Any]:
         """Converts the report to dictionaries, lists, strings and numbers, for JSON."""
