@@ -59,31 +59,32 @@ def explain(
         >>> [(row.path, row.array) for row in report.arguments[1:]]
         [('w', 'float32[32,8]')]
 
-    Later calls of the function reuse the compiled program. Only the first call of a `sharded`
-    function with `collectives=` or `memory=` compiles again.
+    Later calls of the function reuse the compiled program. The exception is the first call of a
+    `sharded` function with `collectives=` or `memory=`, which compiles again.
 
     Args:
-        fn: a `sharded` or jitted function; any other function, which is jitted; or the result of
-            `f.trace(...)`, `f.lower(...)` or `f.lower(...).compile()`.
-        args, kwargs: arguments of the call: arrays, or `jax.ShapeDtypeStruct` in place of arrays.
-            Omit them for a traced, lowered or compiled program. Pass arguments by position if their
-            names clash with those below.
-        mesh: the mesh to compile for; an error if `fn` is already jitted or has its own mesh.
-            `topology` makes a mesh of devices you don't have. With `mesh=`, the shardings of arrays
-            are ignored, but not those of ShapeDtypeStructs.
-        replicated_above: list replicated arguments and results larger than this, in bytes, in
-            `Report.notes`.
-        intermediates: whether to list the placements of intermediate values; this compiles again.
+        fn: a `sharded` or jitted function, or the result of `f.trace(...)`, `f.lower(...)` or
+            `f.lower(...).compile()`. Any other function is jitted first.
+        args, kwargs: arguments of the call. A `jax.ShapeDtypeStruct` can replace an array. Omit
+            them for a traced, lowered or compiled program. Pass arguments by position if their
+            names are names of options, such as `mesh`.
+        mesh: the mesh to compile for. `topology` makes a mesh of devices you don't have. With
+            `mesh=`, `explain` ignores the shardings of arrays, but not those of ShapeDtypeStructs.
+        replicated_above: a size in bytes. `Report.notes` lists larger replicated arguments and
+            results.
+        intermediates: whether to list the placements of intermediate values, which needs a second
+            compilation.
         chip: the chip for the lower bounds on time: a `Chip`, or a name such as 'H100'. Default:
-            the chip of the devices. CPUs have none, so they get no bounds.
+            the chip of the devices, and no bounds for CPUs.
 
     Returns:
         A `Report`, which renders in the REPL, notebooks, rich and print. A program that does not
         fit into the memory of a TPU also gets a report.
 
     Raises:
-        EinshardError: the arguments do not fit the function; the function does not compile; or the
-            backend does not return the HLO of the compiled program.
+        EinshardError: the arguments do not match the function; the function does not compile; the
+            backend does not return the HLO of the compiled program; or `mesh` is given for a
+            function that is already jitted or has its own mesh.
     """
     chip = None if chip is None else as_chip(chip)
     stages = trace_call(fn, args, kwargs, mesh)
@@ -98,7 +99,7 @@ def explain_stages(
     replicated_above: int = 2**20,
     intermediates: bool = False,
 ) -> Report:
-    """Compiles a program, and reports on it like `explain`; `mesh` is None if unknown."""
+    """Compiles a program and reports on it, as `explain` does."""
     facts = _read_program(stages, compile_stages(stages, mesh), chip, replicated_above)
     return _make_report(facts, intermediates)
 
@@ -116,7 +117,7 @@ def _read_program(
     chip = chip or find_chip(devices[0].device_kind)
     inputs = [(a.path, str(a.dtype)) for a in arguments if a.sharding is not None]
     outputs = _output_paths([array.path for array in results], inputs, module)
-    collectives, all_gathers = _communication(module, [d.id for d in devices], len(inputs))
+    collectives, all_gathers = _read_collectives(module, [d.id for d in devices], len(inputs))
     weights = find_weights(module, inputs, outputs)
     payloads = find_payloads(module, collectives, weights, inputs, outputs)
     sharded_by = find_sharded_by(
@@ -193,10 +194,10 @@ def _memory_capacity(
     return int(chip.memory * chip.share(device)) if chip else None
 
 
-def _communication(
+def _read_collectives(
     module: Module, device_ids: Sequence[int], n_inputs: int
 ) -> tuple[Sequence[Collective], dict[str, AllGather]]:
-    """Returns the collectives, and the all-gathers by instruction name.
+    """Returns all collectives, and an `AllGather` for each all-gather, by instruction name.
 
     Parameters numbered `n_inputs` and up are Refs that the function closes over. They have no
     path, so their all-gathers get `parameter=None`.
@@ -223,7 +224,10 @@ def _devices(shardings: Sequence[Sharding | None]) -> list[Device]:
 def _output_paths(
     results: Sequence[str], inputs: Sequence[tuple[str, str]], module: Module
 ) -> Mapping[int, str]:
-    """Returns the path of each output, by number: of a result, or of a `jax.Ref` argument."""
+    """Returns the path of each output, by number.
+
+    Outputs after the results are the final values of `jax.Ref` arguments, and have their paths.
+    """
     paths = dict(enumerate(results))
     for output, parameter in module.aliases.items():
         if output not in paths and parameter < len(inputs):

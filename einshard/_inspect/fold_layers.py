@@ -11,7 +11,7 @@ _Parts: TypeAlias = tuple[tuple[str, ...], ...]  # (('0', '1'), ('w',)) for '0-1
 def fold(
     paths: Sequence[str], values: Sequence[Hashable], few: int = 12
 ) -> list[tuple[str, list[int]]]:
-    """Folds paths with equal values into patterns; returns each with the indices of its paths.
+    """Folds paths with equal values. Returns (pattern, indices of its paths) pairs.
 
     Folds nothing if there are at most `few` paths.
 
@@ -23,8 +23,8 @@ def fold(
         (tuple((part,) for part in path.split('/')), value, [i])
         for i, (path, value) in enumerate(zip(paths, values, strict=True))
     ]
-    deepest = max((len(parts) for parts, _, _ in folded), default=0)
-    for depth in range(deepest if len(folded) > few else 0):
+    max_depth = max((len(parts) for parts, _, _ in folded), default=0)
+    for depth in range(max_depth if len(folded) > few else 0):
         merged: dict[Hashable, tuple[_Parts, Hashable, list[int]]] = {}
         for parts, value, indices in folded:
             key = parts[:depth], parts[depth + 1 :], len(parts), value
@@ -40,7 +40,7 @@ def fold(
 
 
 def fold_paths(paths: Iterable[str]) -> list[str]:
-    """'layers/gate', 'layers/up' -> 'layers/{gate,up}'."""
+    """Folds 'layers/gate' and 'layers/up' into 'layers/{gate,up}'."""
     distinct = list(dict.fromkeys(paths))
     return [pattern for pattern, _ in fold(distinct, [None] * len(distinct), few=1)]
 

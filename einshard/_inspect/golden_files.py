@@ -17,7 +17,7 @@ from .fold_layers import fold
 from .report import Report, meshes_text
 from .report_rows import ArrayRow, CollectiveRow
 
-_MAX_LENGTH = 120  # characters of a test name in a file name; systems allow 255 bytes
+_MAX_LENGTH = 120  # characters of a test name in a file name; file systems allow 255 bytes
 
 
 def golden_text(report: Report) -> str:
@@ -53,7 +53,7 @@ def _array_lines(rows: Sequence[ArrayRow]) -> list[str]:
 
 
 def _without_device_names(placement: str) -> str:
-    """Device names differ between platforms."""
+    """Removes device names, which differ between platforms."""
     return placement.portable if isinstance(placement, Description) else placement
 
 
@@ -83,9 +83,9 @@ class Goldens:
     _used: set[Path] = field(default_factory=set[Path], init=False)
 
     def find_difference(self, report: Report, name: str | None = None) -> str | None:
-        """Returns None if a report equals the golden file, else a message.
+        """Returns a message if a report differs from its golden file, or None if they are equal.
 
-        If `self.update`, writes the file instead. `name` is added to the file name.
+        If `self.update`, writes the file and returns None. `name` is added to the file name.
         """
         if not isinstance(report, Report):
             raise EinshardError(
@@ -112,7 +112,7 @@ class Goldens:
         )
 
     def _path(self, name: str | None) -> Path:
-        """Returns the golden file for `name`; without a name, the next numbered one.
+        """Returns the golden file for `name`, or the next numbered file if `name` is None.
 
         Raises if the test has already used the name.
         """
@@ -148,7 +148,10 @@ def _difference(report: Report, golden: str, text: str, shown_path: str) -> str:
 
 
 def file_name(name: str) -> str:
-    """Makes a portable file name, with a hash unless it only replaces pytest's brackets.
+    """Makes a portable file name.
+
+    Adds a hash if the name is too long, or contains special characters other than the brackets
+    that pytest adds.
 
     >>> from einshard._inspect.golden_files import file_name
     >>> file_name('test_step[8-float32]')

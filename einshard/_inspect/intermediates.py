@@ -30,7 +30,7 @@ from .._sharding.mesh import AnyMesh, partition_spec, spec_axes
 from .report_rows import ArrayRow
 
 _SHARDING = re.compile(r'\bsharding=\{(?!\{)((?:[^{}]|\{[^{}]*\})*)\}')  # not of a tuple
-# an element of the sharding of a tuple
+# one element of a tuple's sharding
 _ELEMENT = re.compile(r'\{((?:[^{}]|\{[^{}]*\})*)\}')
 _OUTERMOST = re.compile(r'jit\([^)]*\)/')
 _TILES = re.compile(r'devices=\[([\d,]+)\](<=\S+|[\d,]+)')
@@ -40,7 +40,10 @@ _NO_VALUES = {'parameter', 'constant', 'tuple', 'get-tuple-element', 'broadcast'
 
 
 def find_intermediates(lowered: Lowered, meshes: Sequence[AnyMesh]) -> list[ArrayRow]:
-    """Finds the intermediate arrays with a source line; [] without a mesh, or on one device."""
+    """Finds the intermediate arrays with a source line.
+
+    Finds none without a mesh or on one device, because nothing is then partitioned.
+    """
     if not meshes or meshes[0].size == 1:
         return []
     text = _before_partitioning(lowered)
@@ -73,7 +76,7 @@ def compile_with_dumps(lowered: Lowered, folder: str) -> None:
 
 
 def newest_dump(folder: str, ending: str) -> str:
-    """Reads the newest file '*{ending}.txt'; `ending` is a glob pattern. '' if there is none."""
+    """Reads the newest file that matches the glob '*{ending}.txt'. Returns '' if none does."""
     # XLA numbers modules and passes: module_0012.jit_step.0034.<pass>.before_<pass>.txt
     files = Path(folder).glob(f'*{ending}.txt')
     newest = max(files, key=lambda f: [*map(int, re.findall(r'\d+', f.name))], default=None)
@@ -85,9 +88,9 @@ _cache_lock = threading.Lock()
 
 @contextlib.contextmanager
 def _no_persistent_cache() -> Generator[None, None, None]:
-    """Disables JAX's persistent compilation cache, also for other threads.
+    """Disables JAX's persistent compilation cache in all threads.
 
-    Also resets the cache, because JAX checks only once whether it is enabled.
+    Resets the cache, because JAX checks only once whether it is enabled.
     """
     from jax.experimental.compilation_cache import compilation_cache
 
@@ -131,19 +134,22 @@ def _read_values(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
 
 
 def read_shardings(
-    op: Instruction, ranks: Sequence[int], mesh: AnyMesh
+    op: Instruction, ndims: Sequence[int], mesh: AnyMesh
 ) -> list[NamedSharding | None]:
-    """Reads the sharding of each result of an instruction; None if it does not fit the mesh.
+    """Reads the sharding of each result of an instruction.
 
-    `ranks` has the rank of each result.
+    Returns None for a result whose sharding cannot be written on the mesh.
+
+    Args:
+        ndims: the ndim of each result.
     """
     if mesh.size == 1:
-        return [NamedSharding(mesh, PartitionSpec()) for _ in ranks]
+        return [NamedSharding(mesh, PartitionSpec()) for _ in ndims]
     _, _, text = op.attributes.partition('sharding=')
     # the sharding of a tuple has another pair of braces around it
-    elements = [*_ELEMENT.findall(text[text.startswith('{{') :]), *[''] * len(ranks)]
+    elements = [*_ELEMENT.findall(text[text.startswith('{{') :]), *[''] * len(ndims)]
     shardings: list[NamedSharding | None] = []
-    for element, ndim in zip(elements, ranks, strict=False):
+    for element, ndim in zip(elements, ndims, strict=False):
         blocks = _block_indices(element, ndim, mesh.size)
         shardings.append(None if blocks is None else sharding_of_blocks(blocks, mesh))
     return shardings
@@ -152,7 +158,7 @@ def read_shardings(
 def _placement(text: str, ndim: int, meshes: Sequence[AnyMesh]) -> tuple[str, tuple[int, ...]]:
     """Returns the expression for a sharding in HLO text, and the number of shards along each axis.
 
-    If no expression fits, returns `text` instead.
+    If no expression describes the sharding, returns `text` in place of one.
     """
     blocks = _block_indices(text, ndim, meshes[0].size)
     if blocks is None:
@@ -160,21 +166,24 @@ def _placement(text: str, ndim: int, meshes: Sequence[AnyMesh]) -> tuple[str, tu
     shard_counts = tuple(max(indices) + 1 for indices in blocks)
     terms = _term_indices(text, ndim, meshes[0].size)
     for mesh in meshes:
-        # for `sharding_of_blocks`, the terms of a partial sum are the blocks of one more axis
+        # pass the terms of a partial sum as the blocks of one more axis
         sharding = sharding_of_blocks([*blocks, terms], mesh)
         if sharding is None:
             continue
         entries = spec_axes(sharding.spec)
-        axes = entries[ndim] if len(entries) > ndim else ()
+        unreduced = entries[ndim] if len(entries) > ndim else ()
         # JAX has partial sums only on Explicit axes; on other axes, the HLO text is returned
-        if not axes or AxisType.Explicit in mesh.axis_types:
-            sharding = NamedSharding(mesh, partition_spec(entries[:ndim], axes))
+        if not unreduced or AxisType.Explicit in mesh.axis_types:
+            sharding = NamedSharding(mesh, partition_spec(entries[:ndim], unreduced))
             return describe_named(sharding, ndim), shard_counts
     return text, shard_counts
 
 
 def _term_indices(text: str, ndim: int, n_devices: int) -> list[int]:
-    """Returns which term of a partial sum each device has; all 0 if the sharding has none."""
+    """Returns the index of the term of a partial sum that each device holds.
+
+    All indices are 0 if the array is not a partial sum.
+    """
     terms = [0] * n_devices
     kinds = re.search(r'last_tile_dims=\{(.*unreduced.*?)\}', text)
     if kinds and (tiles := _TILES.match(text)):
@@ -197,7 +206,10 @@ def _tile_devices(tiles: re.Match[str]) -> np.ndarray[Any, Any]:
 
 
 def _block_indices(text: str, ndim: int, n_devices: int) -> list[list[int]] | None:
-    """Returns `blocks[axis][device]`, block indices, for a sharding in HLO; None if unknown."""
+    """Returns `blocks[axis][device]`, the index of the block that a device holds along an axis.
+
+    Returns None if the sharding in HLO text is of an unknown kind.
+    """
     blocks = [[0] * n_devices for _ in range(ndim)]
     if text.startswith('replicated') or text.endswith(' replicated'):
         return blocks

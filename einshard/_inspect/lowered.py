@@ -38,15 +38,15 @@ class Stages:
     """A traced, lowered or compiled program.
 
     Attributes:
-        name: the name of the function; '' if unknown.
-        compiled, lowered, traced: the stage that the user passed, or the traced function; the
-            other two are None.
-        argument_names: for a `sharded` function, the names of its arguments by position, without
-            static ones; else None.
-        parameters: for other functions, the names of the parameters that the call passes by
-            position, static ones too.
-        program: the program of a `sharded` function; None for other functions.
-        values: the values of `program.arguments` in the call, static ones too.
+        name: the name of the function, or '' if unknown.
+        compiled, lowered, traced: the stage that the user passed, or the traced function. Only one
+            of the three is set.
+        argument_names: the names of the dynamic arguments of a `sharded` function, by position.
+            None for other functions.
+        parameters: the parameters of a function that is not `sharded`, as far as the call passes
+            them by position. Includes static parameters.
+        program: the program of a `sharded` function. None for other functions.
+        values: the values of `program.arguments` in the call. Includes static arguments.
         limits: the limits of a `sharded` function on collectives and memory, or None.
     """
 
@@ -71,7 +71,7 @@ class Stages:
         return self.traced.lower()
 
     def compile(self) -> Compiled:
-        """JAX caches the executable, so later calls do not compile again."""
+        """Compiles the program. Later calls return the executable that JAX has cached."""
         if self.compiled is not None:
             return self.compiled
         try:
@@ -106,11 +106,11 @@ class Stages:
 
 
 def compiled_shardings(compiled: Compiled) -> tuple[list[Sharding | None], Any]:
-    """Returns the sharding of each argument leaf (None if unused), and `out_info`.
+    """Returns the sharding of each argument leaf, and `out_info`. Unused leaves have None.
 
-    With a `jax.Ref`, whose final value is an output that `out_tree` lacks, `out_info` raises, and
-    `input_shardings` may raise or be wrong. Then both are read from private fields of JAX:
-    tests/test_jax_facts.py fails if they change.
+    JAX adds the final value of a `jax.Ref` to the outputs, but not to `out_tree`. In such programs,
+    `out_info` raises, and `input_shardings` may raise or be wrong. This function then reads private
+    fields of JAX, which tests/test_jax_facts.py checks.
     """
     leaves, treedef = jtu.tree_flatten(compiled.args_info)
     try:
@@ -128,7 +128,7 @@ def compiled_shardings(compiled: Compiled) -> tuple[list[Sharding | None], Any]:
 def trace_call(
     fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: MeshLike | None
 ) -> Stages:
-    """`fn` is a function, `Traced`, `Lowered` or `Compiled`."""
+    """Traces a function, or wraps a `Traced`, `Lowered` or `Compiled` that the user passed."""
     if isinstance(fn, Compiled | Lowered | Traced):
         return _wrap_stage(fn, args, kwargs, mesh)
     if not callable(fn):
@@ -221,7 +221,7 @@ def _trace(
             'JAX says': str(error).partition('\n')[0],
             'arguments': _format_call(args, kwargs),
         }
-        if not _is_hashable(unbound):  # such as a module with arrays
+        if not _is_hashable(unbound):  # a module with arrays, for example
             facts['instead'] = f'pass {name} as an argument: lambda f, *args: f(*args)'
         raise EinshardError(f'tracing {name} with these arguments failed', facts=facts) from error
 
@@ -250,7 +250,7 @@ def _trace_program(program: Program) -> Callable[..., Any]:
 def _check_no_refs(
     name: str, mesh: AnyMesh, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """`trace_call` replaces arrays by ShapeDtypeStructs, which JAX does not accept for Refs."""
+    """Rejects Refs, because JAX does not accept a ShapeDtypeStruct in place of one."""
     if any(isinstance(leaf, jax.Ref) for leaf in jtu.tree_leaves((tuple(args), dict(kwargs)))):
         raise EinshardError(
             f'{name} takes a jax.Ref, so mesh= cannot be given',
@@ -281,6 +281,7 @@ def _check_devices(name: str, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[s
 
 
 def concrete(mesh: AnyMesh, use: str) -> Mesh:
+    """Returns the mesh. Raises if it is abstract: an abstract mesh has no devices."""
     if isinstance(mesh, AbstractMesh):
         raise EinshardError(
             f'an abstract mesh has no devices to {use}',

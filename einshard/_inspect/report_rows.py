@@ -12,15 +12,15 @@ class ArrayRow:
     """An argument, result or intermediate, with its placement.
 
     Attributes:
-        path: 'params/w' for an argument, 'result/0' for a result; for an intermediate, its name in
-            the program.
+        path: 'params/w' for an argument, or 'result/0' for a result. For an intermediate, its name
+            in the program.
         shape: the global shape.
         dtype: such as 'float32'.
-        placement: an expression, with the axis names of the spec if there is one; or a description
-            such as 'not used'.
-        bytes: bytes per device; 0 if the program does not use the array.
-        sharded: whether each device holds only a shard, or a term of a partial sum.
-        source: 'model.py:12' for an intermediate; None for others.
+        placement: an expression, or a description such as 'not used'. The expression has the axis
+            names of the spec, if there is one.
+        bytes: bytes per device, or 0 if the program does not use the array.
+        sharded: whether each device holds only a shard, or only one term of a partial sum.
+        source: the source line of an intermediate, such as 'model.py:12'. None for others.
     """
 
     path: str
@@ -48,35 +48,38 @@ class CollectiveRow:
         arrays: the results of an all-gather, the operands of other kinds, as in HLO: 'f32[8,16]'.
         bytes: bytes of `arrays`, per device.
         group_size: the number of devices in each group.
-        groups: the number of groups; 0 if the program does not list them: for a custom call, and
-            for JAX 0.8 with a newer libtpu, where `network_bytes` assumes one group of all devices.
-        along: the mesh axes that it runs along; for a permute, those along which senders and
-            receivers differ. On the canonical mesh of expressions with counts, the array axes that
-            these mesh axes shard: 'b,x' for the mesh axes of both b and x, 'h|k' for mesh axes that
-            shard h in one array and k in another. '' if unknown.
-        executions: how often it runs in one run of the program; None if a loop has an unknown trip
-            count.
-        network_bytes: bytes that a device sends per execution; None for a custom call.
+        groups: the number of groups. 0 if the program does not list them, as for custom calls. JAX
+            0.8 with a newer libtpu lists none either, and `network_bytes` then assumes one group of
+            all devices.
+        along: the mesh axes that it runs along. A permute runs along those in which senders and
+            receivers differ. Expressions with counts do not name mesh axes, so `along` then lists
+            the array axes that the mesh axes shard: 'b,x' for the mesh axes of b and of x, and
+            'h|k' for mesh axes that shard h in one array and k in another. Empty if unknown.
+        executions: how often it runs in one run of the program, or None if it is in a loop with an
+            unknown trip count.
+        network_bytes: bytes that a device sends per execution, or None for a custom call.
         is_async: whether it can overlap with computation.
-        source: 'model.py:12', or None.
-        of: the path of the argument that it sends; or the paths of the results that are computed
-            from what it sends, such as new weights from a gradient. Empty if there are none.
+        source: the source line, such as 'model.py:12', or None.
+        of: the path of the argument that it sends. If it sends no argument, the paths of the
+            results computed from what it sends, such as new weights from a gradient.
         op_name: the JAX operation that it comes from.
-        role: what it sends: 'weights', 'gradients' or 'activations'. In a train step, weights are
-            the arguments that the step updates, or all arguments if it updates none; in inference,
-            those that are not updated, batches included. Only floating-point arguments count.
+        role: 'weights', 'gradients' or 'activations', depending on what it sends. In a train step,
+            weights are the arguments that the step updates, or all arguments if it updates none. In
+            inference, weights are the arguments that are not updated, including batches. Only
+            floating-point arguments count.
         is_backward: whether it sends gradients or belongs to the backward pass, including what
             `jax.checkpoint` computes again.
-        axes: for activations, their axis names, 'b s d', from the einsum or the constraint on the
-            source line. If several arrays of the einsum fit, the einsum itself: 'bsd,df->bsf'. ''
-            if unknown.
+        axes: the axis names of activations, such as 'b s d', from the einsum or the constraint on
+            the source line. If several arrays of the einsum match, the einsum itself, such as
+            'bsd,df->bsf'. Empty if unknown.
         widened: whether the compiled program runs it in float32 although the arrays are bfloat16,
-            as XLA does on CPU. `arrays` and bytes are for bfloat16.
-        called_at: if `source` is in a helper function, the nearest calling line outside helpers;
-            else None.
-        in_branch: whether it is in a branch of a conditional; totals include all branches.
-        cause: 'requested' by a constraint or by a collective in a `shard_map`; 'inserted' by the
-            compiler; or 'unknown', because XLA may have dropped the name of a constraint.
+            as XLA does on CPU. `arrays` and all bytes are for bfloat16.
+        called_at: the nearest calling line outside helper functions, if `source` is in a helper
+            function. None if it is not.
+        in_branch: whether it is in a branch of a conditional. Totals include all branches.
+        cause: 'requested' if it comes from a constraint, or from a collective in a `shard_map`;
+            'inserted' if the compiler added it; and 'unknown' in other cases, because XLA may have
+            dropped the name of a constraint.
     """
 
     kind: str
@@ -116,13 +119,13 @@ class ProductRow:
     """The flops of one source line in one dtype, in the forward or the backward pass.
 
     Attributes:
-        flops: floating-point operations of a device in one run, including loop iterations: of
-            dots, convolutions, and kernels that declare their flops.
+        flops: floating-point operations of a device in one run, in matmuls, convolutions, and
+            kernels that declare their flops. All loop iterations count.
         dtype: the dtype of the first operand, as in HLO: 'bf16'.
         is_backward: whether these operations belong to the backward pass.
-        source: 'model.py:12', or None.
+        source: the source line, such as 'model.py:12', or None.
         at_least: whether they are in a loop with an unknown trip count, which counts as 1.
-        in_branch: whether they are in a branch of a conditional; totals include all branches.
+        in_branch: whether they are in a branch of a conditional. Totals include all branches.
     """
 
     flops: int
@@ -140,10 +143,11 @@ class Finding:
     Attributes:
         kind: such as 'missing constraint'; docs/explain.md lists the kinds in `Report.findings`.
         text: a sentence that names the arrays as in the user's code.
-        source: 'model.py:12', or None.
-        bytes: bytes per device: those sent in one run, those of the arrays, or those that the
-            program needs; 0 if it is not about bytes.
-        suggestion: the change to make, as a sentence with the expression to write; or ''.
+        source: the source line, such as 'model.py:12', or None.
+        bytes: the bytes per device that the finding is about: sent in one run, in the arrays, or
+            needed by the program. 0 if it is not about bytes.
+        suggestion: the change to make, as a sentence with the expression to write. Empty if none is
+            known.
     """
 
     kind: str
