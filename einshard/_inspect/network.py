@@ -1,19 +1,19 @@
 """Lower bounds on the time of collectives, from the positions of their devices in the network.
 
-For a set of devices, the bytes that must enter it, divided by the bandwidth of the links into it,
-are a lower bound; so are the bytes that must leave it. The sets are: each chip; each slice or GPU
-node; and each range of positions along a torus dimension, with all positions along the others. All
-bytes over all links give one more bound. This module takes the largest. On a ring of n devices, it
-gives the formulas of the scaling book (chapter 3), but with (n-1)/n where the book rounds to 1.
+Each set of devices gives a lower bound: the bytes that must enter it, divided by the bandwidth of
+the links into it. The bytes that must leave it give another. The sets are each chip, each slice or
+GPU node, and each range of positions along one torus dimension. All bytes divided by the bandwidth
+of all links give one more bound. This module returns the largest. On a ring of n devices, it gives
+the formulas of the scaling book (chapter 3), but with (n-1)/n where the book rounds to 1.
 
 If collectives run at the same time, their bytes into a set add up, but their times do not. On a
-line of 4 chips, the last chip receives 3/4 of the array in an all-gather and sends 1/4; in a
-reduce-scatter, it receives 1/4 and sends 3/4. One after the other, the two take as long as
-sending 1.5 arrays over a link; at the same time, as long as sending 1.0.
+line of 4 chips, the last chip receives 3/4 of the array in an all-gather and sends 1/4. In a
+reduce-scatter, it receives 1/4 and sends 3/4. One after the other, the two take as long as sending
+3/4 + 3/4 of the array over a link. At the same time, they take as long as sending 3/4 + 1/4.
 
-Only links on a shortest path between devices of one group count: a group of 4 neighbors in a ring
-of 16 is a line, and the chip at its end receives over one link. Twisted tori count as ordinary
-tori: device coordinates do not show the twist.
+Only links on a shortest path between devices of one group count. For example, a group of 4
+neighbors in a ring of 16 is a line, and the chip at its end receives over one link. Twisted tori
+count as ordinary tori, because device coordinates do not show the twist.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ class Network:
     """The devices of a program, as chips at positions in slices (or GPUs in nodes).
 
     Attributes:
-        slices, chips: the index of each device's slice (or node), and of its chip, which may have
-            several devices.
-        positions: [device, torus dimension] -> coordinate.
-        sizes, wraps: for each torus dimension, its size, and whether it is a ring.
-        has_coords: whether the devices have coordinates. If not, as for CPUs, there are no torus
+        slices: the index of the slice (or node) of each device.
+        chips: the index of the chip of each device. A chip can have several devices.
+        positions: an array [device, torus dimension] of coordinates.
+        sizes: the size of each torus dimension.
+        wraps: whether each torus dimension is a ring.
+        has_coords: whether the devices have coordinates. Without coordinates, there are no torus
             dimensions, and links may connect any two devices.
     """
 
@@ -50,7 +51,7 @@ class Network:
         self.has_coords = bool(chip.torus) and all(c is not None for c in coords)
         if chip.torus:
             slices: list[Any] = [getattr(device, 'slice_index', None) or 0 for device in devices]
-        else:  # ids number the GPUs node by node
+        else:  # the GPUs of a node have consecutive ids
             ranks = np.argsort(np.argsort([device.id for device in devices]))
             slices = list(ranks // chip.node)
         self.slices: Any = np.unique(slices, return_inverse=True)[1]
@@ -60,10 +61,10 @@ class Network:
             coords = np.array([list(c)[: chip.torus] for c in coords])  # type: ignore[reportArgumentType]
             self.positions = coords - coords.min(0)
             self.sizes = tuple(int(size) + 1 for size in self.positions.max(0))
-        places = np.arange(n)
+        chip_keys = np.arange(n)
         if self.has_coords:
-            places = np.concatenate([self.slices[:, None], self.positions], 1)
-        self.chips: Any = np.unique(places, axis=0, return_inverse=True)[1].reshape(-1)
+            chip_keys = np.concatenate([self.slices[:, None], self.positions], 1)
+        self.chips: Any = np.unique(chip_keys, axis=0, return_inverse=True)[1].reshape(-1)
         wraps = [size % chip.wraps_at == 0 for size in self.sizes]
         self.wraps = wraps if chip.torus < 3 else [all(wraps)] * len(wraps)
         self._crossings: dict[Any, Any] = {}
@@ -94,11 +95,11 @@ class Network:
     def seconds_in_turn(self, *collectives: Collective) -> float:
         """Returns the minimum time if every chip runs the collectives one after another."""
         n_slices, n_chips = int(self.slices.max()) + 1, int(self.chips.max()) + 1
-        first = 2 * (n_slices + n_chips)  # index of the first chip, for bytes within a slice
+        start = 2 * (n_slices + n_chips)  # of the entries for bytes within a slice
         busy = np.zeros(n_chips)
         for pattern, n_bytes in self._all_crossings(collectives):
-            seconds = _seconds(n_bytes, self.bandwidths((pattern,)))[first : first + 2 * n_chips]
-            busy += seconds.reshape(2, n_chips).max(0)  # receives and sends
+            seconds = _seconds(n_bytes, self.bandwidths((pattern,)))[start : start + 2 * n_chips]
+            busy += seconds.reshape(2, n_chips).max(0)  # a chip receives and sends at the same time
         return max(float(busy.max()), self.seconds(*collectives))
 
     def _all_crossings(self, collectives: Sequence[Collective]) -> Iterator[tuple[_Pattern, Any]]:
@@ -112,12 +113,12 @@ class Network:
             yield pattern, runs * collective.bytes * self.crossings(collective.kind, pattern)
 
     # `crossings` and `bandwidths` return arrays with these entries, in this order:
-    # bytes between slices: into each slice, out of each slice, into each chip, out of each chip
-    # bytes within a slice: into each chip, out of each chip, and for each range: into it, out of it
-    # all links together: one entry
+    # - bytes between slices: into each slice, out of each slice, into each chip, out of each chip
+    # - bytes within a slice: into each chip, out of each chip, into and out of each range
+    # - bytes within all slices, over all links: one entry
 
     def crossings(self, kind: str, pattern: _Pattern) -> Any:
-        """Returns the bytes that cross the boundaries listed above, per byte of the array."""
+        """Returns the bytes of each entry listed above, per byte of the array."""
         key = kind, pattern
         if key not in self._crossings:
             within, across = self.split_by_slice(pattern)
@@ -128,15 +129,14 @@ class Network:
             ]
             for axis in range(len(self.sizes)):
                 parts += self._range_crossings(kind, within, axis)
-            # in a group of n chips, all links together send n - 1 arrays; all-reduce: 2 (n - 1)
-            rounds = {'all-gather': 1, 'reduce-scatter': 1, 'all-reduce': 2}.get(kind, 0)
-            chips = self.chips
-            sends = sum(rounds * (len(set(chips[list(group)].tolist())) - 1) for group in within)
-            self._crossings[key] = np.concatenate([*parts, [sends]])
+            # an all-gather over n chips sends n - 1 copies of the array, over all links
+            n_gathers = {'all-gather': 1, 'reduce-scatter': 1, 'all-reduce': 2}.get(kind, 0)
+            copies = sum(len(set(self.chips[list(group)].tolist())) - 1 for group in within)
+            self._crossings[key] = np.concatenate([*parts, [n_gathers * copies]])
         return self._crossings[key]
 
     def bandwidths(self, patterns: Sequence[_Pattern]) -> Any:
-        """Returns the bytes per second for each entry of `crossings`."""
+        """Returns the bytes per second of each entry of `crossings`."""
         key = frozenset(patterns)
         if key not in self._bandwidths:
             chip, n_slices = self.chip, int(self.slices.max()) + 1
@@ -163,7 +163,7 @@ class Network:
         return self._bandwidths[key]
 
     def split_by_slice(self, pattern: _Pattern) -> tuple[list[Ints], list[Ints]]:
-        """Splits groups or pairs into (within a slice, across slices); omits single devices."""
+        """Returns the groups within a slice and those across slices. Omits groups of one device."""
         within, across = list[Ints](), list[Ints]()
         for group in pattern.groups:
             if len(set(group)) > 1:
@@ -174,9 +174,9 @@ class Network:
     def _ranges(self, axis: int) -> Iterator[tuple[int, int]]:
         """Yields (start, length) of the ranges of positions along a torus dimension.
 
-        On a ring, these have up to half its size: the links into a longer range are those out of
-        the rest of the ring. On a line, these begin at its start: no other range gives a larger
-        bound.
+        On a ring, a range has at most half of the positions, because bytes into a longer range are
+        bytes out of the other positions. On a line, all ranges start at position 0, because other
+        ranges do not give larger bounds.
         """
         size, wraps = self.sizes[axis], self.wraps[axis]
         for start in range(size if wraps else 1):
@@ -184,19 +184,19 @@ class Network:
                 yield start, length
 
     def _range_crossings(self, kind: str, groups: Sequence[Ints], axis: int) -> Iterator[Any]:
-        """Yields, for each range of positions, the bytes that enter it and that leave it."""
-        size, at = self.sizes[axis], self.positions[:, axis]
-        counts = np.zeros((len(groups), size), int)
+        """Yields the bytes into and out of each range of positions."""
+        size, coords = self.sizes[axis], self.positions[:, axis]
+        counts = np.zeros((len(groups), size), int)  # devices of each group at each coordinate
         for i, group in enumerate(groups):
-            np.add.at(counts[i], at[list(group)], 1)
+            np.add.at(counts[i], coords[list(group)], 1)
         n = counts.sum(1)
-        some_group_extends = bool((np.count_nonzero(counts, axis=1) > 1).any())
+        crosses_axis = bool((np.count_nonzero(counts, axis=1) > 1).any())
         for start, length in self._ranges(axis):
             positions = np.arange(start, start + length) % size
-            if not some_group_extends:
+            if not crosses_axis:
                 yield np.zeros(2)
             elif kind == 'collective-permute':
-                inside = np.isin(at[np.array(groups)], positions)  # of each pair: source, target
+                inside = np.isin(coords[np.array(groups)], positions)  # columns: source, target
                 enters, leaves = inside[:, 1] & ~inside[:, 0], inside[:, 0] & ~inside[:, 1]
                 yield np.array([enters.sum(), leaves.sum()], float)
             else:
@@ -213,7 +213,10 @@ class _Pattern(NamedTuple):
 
 
 def _owner_crossings(kind: str, groups: Sequence[Ints], owners: Any) -> tuple[Any, Any]:
-    """Returns the bytes into and out of each slice or chip; `owners` has that of each device."""
+    """Returns the bytes into and out of each slice or chip, per byte of the array.
+
+    `owners` has the index of the slice or chip of each device.
+    """
     enters, leaves = (np.zeros(int(owners.max()) + 1) for _ in range(2))
     for group in groups:
         if kind == 'collective-permute':
@@ -228,22 +231,24 @@ def _owner_crossings(kind: str, groups: Sequence[Ints], owners: Any) -> tuple[An
     return enters, leaves
 
 
-# as many bytes leave a set of devices in one of these kinds as enter it in the other
+# a reduce-scatter is an all-gather backwards: bytes that enter in one leave in the other
 _REVERSED = {'all-gather': 'reduce-scatter', 'reduce-scatter': 'all-gather'}
 
 
 def _entering(kind: str, inside: Any, n: Any) -> Any:
     """Returns the fraction of the array that must enter a set of devices.
 
-    The set contains `inside` of the n devices of a group; both may be arrays over groups.
+    Args:
+        inside: how many devices of the group are in the set, or an array of one number per group.
+        n: the number of devices of the group, or an array of one number per group.
     """
-    split = (inside > 0) & (inside < n)
-    share = {
-        'all-gather': (n - inside) / n,  # the shards outside
-        'reduce-scatter': inside / n,  # a partial sum of each result element inside
-        'all-to-all': inside * (n - inside) / n,  # 1/n from each device outside to each one inside
-    }.get(kind, 1.0)  # all-reduce: a partial sum of each element
-    return split * share
+    is_split = (inside > 0) & (inside < n)
+    fraction = {
+        'all-gather': (n - inside) / n,  # the shards of the devices outside
+        'reduce-scatter': inside / n,  # a partial sum of each result shard inside
+        'all-to-all': inside * (n - inside) / n,  # 1/n from each device outside to each inside
+    }.get(kind, 1.0)  # an all-reduce needs a partial sum of the array
+    return is_split * fraction
 
 
 def _max_seconds(n_bytes: Any, bandwidths: Any) -> float:
@@ -251,15 +256,16 @@ def _max_seconds(n_bytes: Any, bandwidths: Any) -> float:
 
 
 def _seconds(n_bytes: Any, bandwidths: Any) -> Any:
-    """A bandwidth of 0 is unknown, and gives 0 seconds."""
+    """Divides bytes by bandwidths. Returns 0 where the bandwidth is 0, which means unknown."""
     return np.divide(n_bytes, bandwidths, out=np.zeros(len(n_bytes)), where=bandwidths > 0)
 
 
 class _Links:
     """The links on shortest paths between the devices of each group.
 
-    `plus[axis]` is a boolean array over slices and positions: whether the link from a position to
-    the next one along the axis is used. `minus[axis]` is the same for the link back.
+    `plus[axis]` and `minus[axis]` are boolean arrays over slices and positions. `plus[axis]` says
+    whether the link from a position to the next one along the axis is on a path. `minus[axis]` says
+    the same of the link from the next position back.
     """
 
     def __init__(self, network: Network, patterns: Sequence[_Pattern]):
@@ -272,18 +278,17 @@ class _Links:
                 self._add(group, pattern.is_directed)
 
     def _add(self, group: Ints, is_directed: bool) -> None:
-        network, at = self.network, self.network.positions[list(group)]
-        paths = [
-            _shortest_paths(
-                tuple(at[:, i] if is_directed else np.unique(at[:, i])), size, wraps, is_directed
-            )
-            for i, (size, wraps) in enumerate(zip(network.sizes, network.wraps, strict=True))
-        ]
+        network = self.network
+        paths: list[tuple[Any, ...]] = []
+        for axis, coords in enumerate(network.positions[list(group)].T):
+            size, wraps = network.sizes[axis], network.wraps[axis]
+            ends = coords if is_directed else np.unique(coords)
+            paths.append(_shortest_paths(tuple(ends), size, wraps, is_directed))
         covered = [np.flatnonzero(positions) for _, _, positions in paths]
         for axis in range(len(network.sizes)):
             for links, used in zip((self.plus, self.minus), paths[axis][:2], strict=True):
-                where = [*covered[:axis], np.flatnonzero(used), *covered[axis + 1 :]]
-                links[axis][np.ix_([network.slices[group[0]]], *where)] = True
+                positions = [*covered[:axis], np.flatnonzero(used), *covered[axis + 1 :]]
+                links[axis][np.ix_([network.slices[group[0]]], *positions)] = True
 
     @property
     def total(self) -> int:
@@ -297,14 +302,14 @@ class _Links:
         for axis, (plus, minus) in enumerate(zip(self.plus, self.minus, strict=True), 1):
             into += np.roll(plus, 1, axis) + minus.astype(int)
             out += plus + np.roll(minus, 1, axis).astype(int)
-        places = (network.slices, *network.positions.T)
+        positions = (network.slices, *network.positions.T)
         counts = [np.zeros(int(network.chips.max()) + 1, int) for _ in range(2)]
-        for chip_counts, place_counts in zip(counts, (into, out), strict=True):
-            chip_counts[network.chips] = place_counts[places]
+        for chip_counts, position_counts in zip(counts, (into, out), strict=True):
+            chip_counts[network.chips] = position_counts[positions]
         return counts[0], counts[1]
 
     def across(self, axis: int, start: int, end: int, wraps: bool) -> tuple[int, int]:
-        """Returns the number of links into, and out of, the positions from start to end - 1."""
+        """Returns the number of links into and out of the positions from start to end - 1."""
         plus, minus = self._counts[axis]
         before, last = start - 1, (end - 1) % len(plus)
         has_before = wraps or start > 0
@@ -314,7 +319,7 @@ class _Links:
 
     @functools.cached_property
     def _counts(self) -> list[tuple[list[int], list[int]]]:
-        """For each axis, the numbers of links from each position to the next one, and back."""
+        """For each axis, the number of links from each position to the next one, and back."""
 
         def count(links: Any, axis: int) -> list[int]:
             others = tuple(i for i in range(links.ndim) if i != axis + 1)
@@ -330,9 +335,9 @@ def _shortest_paths(
 ) -> tuple[Any, ...]:
     """Finds the shortest paths between positions along one dimension of the torus.
 
-    Returns boolean arrays over the dimension: whether the link from each position to the next one,
-    the link back, and the position itself are on a path. If `is_directed`, only paths from the
-    first of `positions` to the second count.
+    Returns three boolean arrays over all positions. They say whether these are on a path: the link
+    to the next position, the link from the next position back, and the position itself. If
+    `is_directed`, only paths from the first of `positions` to the second count.
     """
     plus, minus, covered = (np.zeros(size, bool) for _ in range(3))
     covered[list(positions)] = True

@@ -29,7 +29,7 @@ from .._text import format_bytes
 from .arrays import argument_path
 from .lowered import positional_parameters
 
-Arrays = Mapping[int, Any]  # by index of the leaf in the arguments, or in the result
+Arrays = Mapping[int, Any]  # arrays by leaf index, in the arguments or in the result
 
 _JITTED: Any = type(jax.jit(lambda: None))
 
@@ -41,7 +41,7 @@ class Call:
     Attributes:
         name: the name of the user's function, for errors.
         leaves, treedef: the flattened (args, kwargs).
-        paths: by index, the path of each leaf that is an array.
+        paths: the path of each leaf that is an array, by leaf index.
     """
 
     function: Callable[..., Any]
@@ -88,12 +88,12 @@ class Call:
 
 
 def make_call(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Places the arguments of a `sharded` function, as an ordinary call does."""
+    """Makes a `Call`. Places the arguments of a `sharded` function, as an ordinary call does."""
     fn = sharded_call(fn)
     if isinstance(fn, BoundMethod):
         fn, args = fn.func, (*fn.args, *args)
     if isinstance(fn, ShardedFunction):
-        args, kwargs = fn._call(args, kwargs, _place)  # type: ignore[reportPrivateUsage]
+        args, kwargs = fn._call(args, kwargs, _make_placer)  # type: ignore[reportPrivateUsage]
     names = dict(enumerate(positional_parameters(fn)))
     with_paths, treedef = jtu.tree_flatten_with_path((tuple(args), dict(kwargs)))
     paths = {
@@ -104,7 +104,7 @@ def make_call(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     return Call(fn, name, [leaf for _, leaf in with_paths], treedef, paths)
 
 
-def _place(program: Program) -> Callable[..., Any]:
+def _make_placer(program: Program) -> Callable[..., Any]:
     """Returns a function that places the arguments of a call, and returns (args, kwargs)."""
 
     def place(*values: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -124,13 +124,13 @@ def is_inexact(array: Any) -> bool:
 def on_one_device(call: Call, function: Callable[..., Any], mesh: Mesh) -> Call:
     """Returns a call of `function` with the arrays of `call` on one device.
 
-    Arrays keep their mesh axes, with size 1. Those without a mesh get `mesh`, because Explicit axes
-    need one mesh for all arrays.
+    Arrays keep their mesh axes, with size 1. Arrays without a mesh are put on `mesh`, because
+    Explicit axes require all arrays to be on the same mesh.
     """
     if isinstance(function, BoundMethod):
         function = function.func
     if isinstance(function, ShardedFunction):
-        # a copy: calls with a second mesh would turn off the fast path of `function`
+        # make a copy, because a call with a second mesh disables the fast path of a function
         function = ShardedFunction(function._setup)  # type: ignore[reportPrivateUsage]
     elif isinstance(function, _JITTED):
         function = function.__wrapped__  # type: ignore[reportFunctionMemberAccess]
@@ -141,7 +141,7 @@ def on_one_device(call: Call, function: Callable[..., Any], mesh: Mesh) -> Call:
 
 
 def _put_on_one_device(array: Any, mesh: Mesh) -> Any:
-    """Moves an array to the device of `mesh`. It keeps the axes of its own mesh, with size 1."""
+    """Moves an array to the device of `mesh`. Keeps the axes of the array's mesh, with size 1."""
     sharding = getattr(array, 'sharding', None)
     if not isinstance(sharding, NamedSharding):
         sharding = NamedSharding(mesh, PartitionSpec())
@@ -153,7 +153,7 @@ def _put_on_one_device(array: Any, mesh: Mesh) -> Any:
 def sharding_on(sharding: Any, device: Device) -> NamedSharding:
     """Returns a sharding on one device, over the same mesh axes with size 1.
 
-    It has no unreduced or reduced axes: on one device, expressions have no '+' and '=', either.
+    Drops unreduced and reduced axes, because expressions on one device ignore '+' and '='.
     """
     single_mesh = device_mesh([device])
     if not isinstance(sharding, NamedSharding):
@@ -180,14 +180,15 @@ class OneDeviceProgram:
     Args:
         name: the name of the user's function, for errors.
         mesh: a mesh of one device, for expressions without named mesh axes.
-        function, arguments: what to compile; later calls need the same types and shardings.
+        function: the function to compile.
+        arguments: the arguments to compile for. Calls need the same types and shardings.
     """
 
     def __init__(self, name: str, mesh: Mesh, function: Callable[..., Any], *arguments: Any):
         self._name = name
         self._mesh = mesh
         with self._on_one_device():
-            # called instead of `compiled`, which in JAX 0.8.1 to 0.10 rejects int4 arrays
+            # `__call__` does not use `compiled`, which rejects int4 arrays in JAX 0.8.1 to 0.10
             self._jitted = jax.jit(function)
             traced = self._jitted.trace(*arguments)
             self.jaxpr = traced.jaxpr.jaxpr
@@ -203,7 +204,7 @@ class OneDeviceProgram:
 
     @contextmanager
     def _on_one_device(self) -> Generator[None, None, None]:
-        """Sets the mesh, and says in errors that they come from the run on one device."""
+        """Sets the mesh. Adds to errors that they come from the run on one device."""
         try:
             with _use_mesh(self._mesh):
                 yield
@@ -239,7 +240,7 @@ def _too_large(name: str, facts: Mapping[str, str]) -> EinshardError:
 
 
 def _capacity(device: Device) -> int | None:
-    """Returns the bytes of memory of a device; of a CPU, those of the machine."""
+    """Returns the memory of a device in bytes, or None if unknown. CPUs use all of the machine."""
     chip = find_chip(device.device_kind)
     if chip is not None:
         return int(chip.memory * chip.share(device))

@@ -53,7 +53,10 @@ class Oversized:
 
 
 def find_compile_mesh(stages: Stages, args: Any, mesh: MeshLike | None) -> AnyMesh | None:
-    """Finds the mesh that a program will be compiled for; `mesh` is the user's `mesh=`."""
+    """Finds the mesh that a program will be compiled for, or None if it is unknown.
+
+    `mesh` is the user's `mesh=`.
+    """
     if stages.program is not None:
         return stages.program.mesh
     if mesh is not None:
@@ -67,9 +70,9 @@ def find_compile_mesh(stages: Stages, args: Any, mesh: MeshLike | None) -> AnyMe
 
 
 def compile_stages(stages: Stages, mesh: AnyMesh | None) -> Compiled | Oversized:
-    """Compiles a program; if it does not fit into memory, reads it from the compiler's dumps.
+    """Compiles a program. If it does not fit into memory, reads the compiler's dumps instead.
 
-    Raises the compiler's error if it cannot read the dumps, for example because there is no mesh.
+    Raises the compiler's error if the dumps cannot be read, for example because there is no mesh.
     """
     try:
         return stages.compile()
@@ -85,7 +88,7 @@ def compile_stages(stages: Stages, mesh: AnyMesh | None) -> Compiled | Oversized
 
 
 def _read_oversized(stages: Stages, mesh: AnyMesh, available: int) -> Oversized | None:
-    """Compiles again; returns None if the dumps cannot be read."""
+    """Compiles again and reads the compiler's dumps. Returns None if they cannot be read."""
     lowered = stages.lower()
     with tempfile.TemporaryDirectory() as folder:
         compile_with_dumps(lowered, folder)
@@ -107,8 +110,8 @@ def _read_oversized(stages: Stages, mesh: AnyMesh, available: int) -> Oversized 
         for i, op in zip(used, parameters, strict=True)
     }
     results, out_tree = jtu.tree_flatten(lowered.out_info)
-    ranks = [len(result.shape) for result in results]
-    result_shardings = read_shardings(module.entry.root, ranks, mesh)
+    ndims = [len(result.shape) for result in results]
+    result_shardings = read_shardings(module.entry.root, ndims, mesh)
     if None in argument_shardings.values() or None in result_shardings:
         return None
     shardings = treedef.unflatten([argument_shardings.get(i) for i in range(len(leaves))])
@@ -121,7 +124,7 @@ def _read_oversized(stages: Stages, mesh: AnyMesh, available: int) -> Oversized 
 
 
 def _used_arguments(stages: Stages, n_leaves: int) -> Sequence[int]:
-    """Returns the indices of the argument leaves that JAX keeps; for a `Lowered`, of all leaves."""
+    """Returns the indices of the argument leaves that JAX keeps, or of all leaves if unknown."""
     if stages.traced is None:
         return range(n_leaves)
     jaxpr = stages.traced.jaxpr.jaxpr

@@ -39,17 +39,17 @@ def find_payloads(
     """Yields the payload of each collective.
 
     Args:
-        module, collectives: the compiled program.
+        module, collectives: the compiled program and its collectives.
         weights: the result of `find_weights`.
         inputs: (path, dtype) of each parameter of the program.
         outputs: the paths of the program's outputs, by number.
     """
-    places = {place.op.name: place for place in module.find(*MARKS)} if collectives else {}
+    by_name = {place.op.name: place for place in module.find(*MARKS)} if collectives else {}
     origins = Origins(module)
     uses = output_uses(module, [collective.name for collective in collectives])
     updated = _updated_inputs(module, inputs, outputs)
     for collective in collectives:
-        parameter = origins.of(places[collective.name]) if collective.kind in _MOVES else None
+        parameter = origins.of(by_name[collective.name]) if collective.kind in _MOVES else None
         # parameters after `inputs` are Refs that the function closes over
         if parameter is not None and parameter >= len(inputs):
             parameter = None
@@ -73,8 +73,8 @@ def find_weights(
 ) -> dict[int, bool]:
     """Returns {parameter number: whether it is a weight or optimizer state}.
 
-    In a train step, these are the updated arguments; if none is updated, all arguments. In
-    inference, updated arguments are caches, and the weights are all other arguments. Only
+    In a train step, weights are the updated arguments, or all arguments if none is updated. In
+    inference, updated arguments are caches, and all other arguments are weights. Only
     floating-point arrays count.
     """
     floating = [bool(re.match(r'b?float', dtype)) for _, dtype in inputs]
@@ -87,7 +87,7 @@ def find_weights(
 
 
 def _is_train_step(module: Module) -> bool:
-    """Whether a program has a backward pass, or no dots, like an optimizer update."""
+    """Whether a program has a backward pass or, like an optimizer update, no matmuls."""
     return '/transpose(' in module.text or next(find_products(module), None) is None
 
 
@@ -96,8 +96,9 @@ def _updated_inputs(
 ) -> Mapping[int, Sequence[int]]:
     """Returns {output number: the parameters that the output replaces}.
 
-    These are donated to it, or have the same path ('state/w' -> 'result/state/w', 'result/w' or
-    'result/0/w') and, in inference, also the same shape and dtype.
+    An output replaces a parameter that is donated to it. It also replaces parameters with the same
+    path, such as 'state/w' for 'result/state/w', 'result/w' or 'result/0/w'. In inference, these
+    must have its shape and dtype.
     """
     by_path: dict[str, list[int]] = {}
     for i, (path, _) in enumerate(inputs):
@@ -119,7 +120,7 @@ def _updated_inputs(
     return updated
 
 
-# arrays of elementwise operations have the axes of a constraint on the same source line
+# the axis names of a constraint also hold for elementwise operations on its source line
 _ELEMENTWISE = frozenset(
     (
         *('add', 'convert_element_type', 'cos', 'div', 'exp', 'logistic', 'max', 'min', 'mul'),
@@ -139,7 +140,7 @@ def _axes(collective: Collective) -> str:
             candidates = operands if is_forward else [*operands, result]
         else:  # the result, or the gradient of an operand
             candidates = [result] if is_forward else operands
-        # a single candidate always fits, because the compiler may have merged axes
+        # the compiler may have merged axes, so accept a single candidate of any ndim
         fitting = [c for c in candidates if len(c) == ndim or len(candidates) == 1]
         lines = collective.called_at, collective.source
         names = next((names_by_letter_at[line] for line in lines if line in names_by_letter_at), {})

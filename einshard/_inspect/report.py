@@ -29,34 +29,36 @@ _MAX_ROWS = 40  # of a table in text
 
 @dataclass(frozen=True, repr=False)
 class Report(Display):
-    """A report on a compiled function, made by `explain`. Prints as text; notebooks show HTML.
+    """A report on a compiled function, made by `explain`.
 
-    Text shows the first rows of long tables, HTML all of them: `report.save('report.html')`.
+    It prints as text, and notebooks show it as HTML. Text shows only the first rows of long tables.
+    HTML shows all rows, also in files: `report.save('report.html')`.
 
     Attributes:
         name: the name of the function.
         n_devices: the number of devices that run the program.
         device_kind: such as 'cpu' or 'TPU v5 lite'.
-        mesh: (axis, size) pairs of the first of `meshes`; empty if there is none.
+        mesh: (axis, size) pairs of the first of `meshes`, or empty if there are no meshes.
         arguments, results: one row per array, in order.
-        collectives: one row per collective; `collectives.counts` and `collectives.network_bytes`
+        collectives: one row per collective. `collectives.counts` and `collectives.network_bytes`
             have totals by kind.
-        memory: bytes per device; None if the compiler does not report it.
-        flops: flops of the dots and convolutions that a device runs in one run, including loop
-            iterations (one if the trip count is unknown); None if there are none. Custom kernels
-            count if they declare their flops.
-        findings: likely mistakes and what to write instead: first those that keep the program from
-            running, then the others, most bytes first.
-        intermediates: one row per intermediate value with a source line; None if not requested.
+        memory: bytes per device, or None if the compiler does not report them.
+        flops: flops of a device in one run, in matmuls, convolutions, and custom kernels that
+            declare their flops. All loop iterations count, or one if the trip count is unknown.
+            None if the program has no flops.
+        findings: likely mistakes and what to write instead. Mistakes that keep the program from
+            running come first. The others are sorted by bytes, most first.
+        intermediates: one row per intermediate value with a source line. None unless requested by
+            `intermediates=True`.
         temporaries: the largest intermediate arrays in the memory of a device.
-        chip: the name of the chip that `bounds` are for; None if it is unknown, as for CPUs.
-        bounds: lower bounds on the time of one run: compute, HBM, and the network along each mesh
-            axis; `bounds.largest` is the largest. Empty without a chip.
+        chip: the name of the chip that `bounds` are for, or None if it is unknown, as for CPUs.
+        bounds: lower bounds on the time of one run, for compute, HBM, and the network along each
+            mesh axis. `bounds.largest` is the largest. Empty without a chip.
         products: where the flops come from, by source line.
         in_place: (result path, argument path) for each result that reuses the memory of a donated
             argument and has its shape, dtype and sharding.
         notes: facts that are worth knowing but often intended, such as large replicated arrays.
-        meshes: (axis, size) pairs of the user's meshes; omits the mesh of expressions with counts.
+        meshes: (axis, size) pairs of the user's meshes. Omits the mesh of expressions with counts.
     """
 
     name: str
@@ -94,9 +96,9 @@ class Report(Display):
 
     def diff(self, after: Report) -> Diff:
         """Compares this report with a later one: `before.diff(after)`."""
-        return make_diff(self._compared(), after._compared())
+        return make_diff(self._diff_input(), after._diff_input())
 
-    def _compared(self) -> DiffInput:
+    def _diff_input(self) -> DiffInput:
         memory = self.memory
         numbers = {
             'sent in one run': self.network_bytes,
@@ -182,10 +184,10 @@ def _array_section(title: str, rows: Sequence[ArrayRow]) -> Section:
 
 
 def _result_section(report: Report) -> Section:
-    """Lists the results, but only counts those that replace donated arguments."""
+    """Lists the results. Does not list those that replace donated arguments, but counts them."""
     in_place = dict(report.in_place)
     section = _array_section('results', [r for r in report.results if r.path not in in_place])
-    counts = Counter(_without_common_end(*pair) for pair in report.in_place)
+    counts = Counter(_strip_common_suffix(*pair) for pair in report.in_place)
     lines = [
         f'{result}: {plural(n, "array")} in place of {argument}, sharded as before'
         for (result, argument), n in counts.items()
@@ -194,8 +196,8 @@ def _result_section(report: Report) -> Section:
     return replace(section, columns=columns, lines=(*section.lines, *lines))
 
 
-def _without_common_end(a: str, b: str) -> tuple[str, str]:
-    """'result/0/w', 'state/w' -> 'result/0', 'state'."""
+def _strip_common_suffix(a: str, b: str) -> tuple[str, str]:
+    """Turns 'result/0/w', 'state/w' into 'result/0', 'state'."""
     a_keys, b_keys = a.split('/'), b.split('/')
     n = min(common_end(a, b), len(a_keys) - 1, len(b_keys) - 1)
     return '/'.join(a_keys[: len(a_keys) - n]), '/'.join(b_keys[: len(b_keys) - n])

@@ -78,21 +78,21 @@ def show(
     in mesh order.
 
     Args:
-        x_or_expression: an expression; an array, `ShapeDtypeStruct` or sharding; a pytree of them;
-            or a report of `explain`.
+        x_or_expression: an expression, an array, a `ShapeDtypeStruct`, a sharding, a pytree of
+            arrays or shardings, or a report of `explain`.
         shape: the shape of the array, for an expression or a sharding. If omitted, labels
             are block numbers instead of ranges of indices, and '...' stands for no axes.
-        devices: for an expression: a number of devices, a sequence of devices, or a mesh, whose
-            axes the expression may name. Default: the mesh of `jax.set_mesh`, or else as many
-            devices as the counts use.
+        devices: the devices to draw an expression on: their number, a sequence of devices, or a
+            mesh, whose axes the expression can name. Default: the mesh of `jax.set_mesh`. If none
+            is set, as many devices as the counts use.
 
     Returns:
-        A picture, which renders in the REPL, notebooks, rich and print; `picture.save('x.svg')`
-        writes a file. For a pytree, one picture per distinct shape and placement.
+        A picture, which renders in the REPL, notebooks, rich and print. `picture.save('x.svg')`
+        writes a file. For a pytree or a report, one picture per distinct shape and placement.
 
     Raises:
-        EinshardError: as for `make_sharding`; the shape is not divisible; or there is nothing to
-            draw, as for a numpy array.
+        EinshardError: the expression is not valid, as for `make_sharding`; the shape is not
+            divisible; or `x_or_expression` has no sharding, like a numpy array.
     """
     if shape is not None:
         shape = checked_shape(shape)
@@ -143,7 +143,7 @@ def _draw_report(report: Report) -> Gallery:
         terms = parse(split_memory(row.placement)[0]).right
         axes = {axis for term in terms for axis in term.mesh_axes}
         mesh = next((mesh for mesh in meshes if axes <= {*mesh.axis_names}), None)
-        # counts do not refer to a user's mesh: draw over all devices of the program
+        # an expression with counts uses all devices of the program, not the user's mesh
         has_counts = not axes and any(term.takes_devices for term in terms)
         devices = report.n_devices if mesh is None or has_counts else mesh
         return f': {row.array}, {row.placement}', _draw_text(row.placement, row.shape, devices)
@@ -154,9 +154,9 @@ def _draw_report(report: Report) -> Gallery:
 def _gallery(
     distinct: Collection[tuple[_T, list[str]]], draw_item: Callable[[_T], tuple[str, Picture]]
 ) -> Gallery:
-    """Draws the first of `distinct`, which are (item, paths) pairs.
+    """Draws the first `_MAX_PICTURES` of the (item, paths) pairs in `distinct`.
 
-    `draw_item` returns a picture, and its caption after the paths.
+    `draw_item` returns the text that follows the paths in a caption, and the picture.
     """
     pictures: list[tuple[str, Picture]] = []
     for item, paths in itertools.islice(distinct, _MAX_PICTURES):

@@ -13,10 +13,10 @@ _TEMPORARIES = (Column('array'), Column('on a device', right=True), Column('line
 
 
 def temporaries_section(rows: Sequence[Temporary], memory: Memory | None) -> Section:
-    least = max(2**20, memory.total // 100 if memory else 0)
+    min_bytes = max(2**20, memory.total // 100 if memory else 0)
     shown = tuple(
         (row.array, format_bytes(row.bytes), short_source(row.source), row.op_name.split('/')[-1])
         for row in rows
-        if row.bytes >= least
+        if row.bytes >= min_bytes
     )
     return Section('largest temporaries', _TEMPORARIES if shown else (), shown)

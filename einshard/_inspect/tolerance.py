@@ -1,8 +1,8 @@
 """Computes how much results may differ because of rounding.
 
 If two programs add the same n numbers in different orders, their results differ by about sqrt(n)
-rounding errors. In dtypes narrower than float32, each device accumulates sums in float32, so only
-results are rounded: once per operation, and in an all-reduce once per device.
+rounding errors. In dtypes narrower than float32, a device accumulates a sum in float32 and rounds
+only the result. So n counts one rounding per operation, and one per device in an all-reduce.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from .findings.trace import inner_jaxprs
 
 _SAFETY = 4  # the largest of many differences exceeds the typical one
-# {platform: (dtype to which float32 dots round their operands by default, its `rounding_unit`)}
+# by platform: the dtype to which matmuls round float32 operands by default, and its rounding unit
 _DOT_DTYPES = {'tpu': ('bfloat16', 2.0**-8), 'gpu': ('tfloat32', 2.0**-11)}
 
 
@@ -28,8 +28,8 @@ class Rounding:
     Attributes:
         dtype: the dtype to which numbers are rounded, such as 'bfloat16'.
         unit: the largest relative error of one rounding.
-        terms: how many rounding errors add up: the terms of the sum, times loop trip counts. If
-            `is_narrow`: the loop iterations plus the devices.
+        terms: how many rounding errors add up: the number of terms of the sum times the number of
+            loop iterations. In a narrow dtype, the number of loop iterations plus that of devices.
         is_narrow: whether the dtype is narrower than float32.
     """
 
@@ -70,14 +70,17 @@ def largest_rounding(jaxpr: Any, n_devices: int, platform: str) -> Rounding:
 
 
 def rounding_unit(dtype: Any) -> float:
-    """Returns the largest relative error of rounding a number to a dtype; 0 for integers."""
+    """Returns the largest relative error of rounding a number to a dtype, or 0 for integers."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return 0.0
     return float(jnp.finfo(dtype).eps) / 2
 
 
 def _equations(jaxpr: Any, runs: int) -> Iterator[tuple[Any, int]]:
-    """Yields each equation, nested ones too, with how often it runs in `runs` runs of the jaxpr."""
+    """Yields all equations, including nested ones, and how often each runs.
+
+    `runs` is how often the jaxpr runs.
+    """
     for eqn in jaxpr.eqns:
         yield eqn, runs
         # the trip count of a while loop is unknown, and counts as 1

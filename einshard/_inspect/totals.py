@@ -14,7 +14,7 @@ from .report_rows import ProductRow
 
 
 def product_rows(module: Module) -> tuple[ProductRow, ...]:
-    """Sums the flops of products that have all other fields of `ProductRow` in common."""
+    """Returns the flops of a program, in one row for each combination of the other fields."""
     flops: Counter[tuple[str, bool, str | None, bool, bool]] = Counter()
     for product in find_products(module):
         is_backward, at_least = 'transpose(' in product.op_name, product.executions is None
@@ -27,17 +27,17 @@ _ALL_BRANCHES = ' (all branches counted)'  # of conditionals
 
 
 def network_lines(rows: Collectives) -> Iterator[str]:
-    """Yields lines about the bytes sent: per kind, mesh axis, role, and forward or backward."""
+    """Yields lines about the bytes sent, by kind, by mesh axis, by role and by pass."""
     if not rows.network_bytes:
         return
     total = sum(rows.network_bytes.values())
-    shares = _shares(rows.network_bytes, total)
+    by_kind = _shares(rows.network_bytes, total)
     is_lower_bound = any(None in (row.executions, row.network_bytes) for row in rows)
     # a collective with unknown groups counts as one group of all devices
     is_upper_bound = any(not row.groups and row.network_bytes for row in rows)
     bound = 'at least ' if is_lower_bound else 'at most ' * is_upper_bound
     branches = _ALL_BRANCHES * any(row.in_branch for row in rows)
-    yield f'sent in one run: {bound}{format_bytes(total)}{branches}{": " * bool(shares)}{shares}'
+    yield f'sent in one run: {bound}{format_bytes(total)}{branches}{": " * bool(by_kind)}{by_kind}'
     axes, passes = rows.bytes_by('along'), rows.bytes_by('is_backward')
     for preposition, parts in (
         ('along', {key or 'unknown axes': n for key, n in axes.items()}),
@@ -51,7 +51,7 @@ def network_lines(rows: Collectives) -> Iterator[str]:
 
 
 def _shares(parts: Mapping[str, int], total: int) -> str:
-    """Formats 'all-gather 1.5 GiB (60%), all-reduce 1.0 GiB (40%)'; '' for a single part."""
+    """Formats 'all-gather 1.5 GiB (60%), all-reduce 1.0 GiB (40%)'. Returns '' for one part."""
     if len(parts) < 2 or not total:
         return ''
     return ', '.join(f'{key} {format_bytes(n)} ({_percent(n, total)})' for key, n in parts.items())
@@ -66,7 +66,7 @@ _MAX_LINES = 3  # source lines in `compute_line`
 
 
 def compute_line(flops: float, products: Sequence[ProductRow]) -> str:
-    """'compute: 1.5 Gflop in one run: backward 67%, forward 33%; f.py:12 80%, f.py:15 20%'."""
+    """Formats 'compute: 1.5 Gflop in one run: backward 67%, forward 33%; f.py:12 80%, ..'."""
     at_least = 'at least ' * any(row.at_least for row in products)
     lines, passes = Counter[str](), Counter[str]()
     for row in products:
