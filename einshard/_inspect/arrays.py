@@ -34,7 +34,7 @@ class ProgramArray:
     shape: tuple[int, ...]
     dtype: Any
     sharding: Sharding | None  # None if the program does not use the array
-    names: tuple[str, ...] | None  # axis names; None if unknown
+    names: tuple[str, ...] | None  # the axis names, or None if unknown
 
 
 def find_arguments(

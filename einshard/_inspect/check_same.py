@@ -265,7 +265,7 @@ class _Check:
 
 
 def _put_cotangent(array: Any, sharding: jax.sharding.Sharding) -> Any:
-    """Shards a cotangent for a result with this sharding, if it is a `NamedSharding`."""
+    """Shards the cotangent of a result with sharding `sharding`, if that is a `NamedSharding`."""
     if not isinstance(sharding, NamedSharding):
         return array
     # in JAX, the cotangent of an unreduced value is reduced, and vice versa

@@ -11,7 +11,7 @@ from .._text import format_bytes, short_arrays, short_source
 from .fold_layers import fold_paths
 from .report_rows import CollectiveRow
 
-_MAX_ROWS = 40  # of the table in text
+_MAX_ROWS = 40  # of a table in text
 _LARGE_FRACTION = 0.01  # rows that send more than this fraction of all bytes show their role
 
 
@@ -29,15 +29,15 @@ class Collectives(Display, tuple[CollectiveRow, ...]):
     def network_bytes(self) -> dict[str, int]:
         """Bytes that a device sends in one run of the program, by kind.
 
-        All iterations of a loop count. Custom calls do not.
+        Counts all iterations of loops. Does not count custom calls.
         """
         return self.bytes_by('kind')
 
     def bytes_by(self, field: str) -> dict[str, int]:
         """Bytes that a device sends in one run, for each value of a field, most bytes first.
 
-        `field` names a field of the rows, such as 'kind', 'along', 'role' or 'source'. Custom calls
-        do not count.
+        `field` names a field of the rows, such as 'kind', 'along', 'role' or 'source'. Does not
+        count custom calls.
         """
         total: Counter[str] = Counter()
         for row in self:

@@ -27,8 +27,8 @@ class ComparedRow:
     """A result or the gradient of an argument, compared with the same array on one device.
 
     Attributes:
-        path: 'result/loss', or 'gradient of params/w'.
-        array: 'float32[8,16]'.
+        path: such as 'result/loss' or 'gradient of params/w'.
+        array: the dtype and shape, such as 'float32[8,16]'.
         difference: the largest absolute difference from the array on one device, or between
             replicas, divided as `relative_to` says. For integers, the fraction of elements that
             differ.
@@ -214,7 +214,7 @@ def _largest(array: Any) -> float:
 
 
 def _distance(a: Any, b: Any, scale: float) -> float:
-    """Returns the largest difference relative to `scale`. Different NaNs or infinities give inf."""
+    """Returns the largest difference relative to `scale`, or inf if NaNs or infinities differ."""
     with np.errstate(invalid='ignore'):
         differences = np.abs(a - b)
     same = (a == b) | (np.isnan(a) & np.isnan(b))

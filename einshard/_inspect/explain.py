@@ -67,7 +67,7 @@ def explain(
             `f.lower(...).compile()`. Any other function is jitted first.
         args, kwargs: arguments of the call. A `jax.ShapeDtypeStruct` can replace an array. Omit
             them for a traced, lowered or compiled program. Pass arguments by position if their
-            names are names of options, such as `mesh`.
+            names clash with options such as `mesh`.
         mesh: the mesh to compile for. `topology` makes a mesh of devices you don't have. With
             `mesh=`, `explain` ignores the shardings of arrays, but not those of ShapeDtypeStructs.
         replicated_above: a size in bytes. `Report.notes` lists larger replicated arguments and
@@ -75,7 +75,7 @@ def explain(
         intermediates: whether to list the placements of intermediate values, which needs a second
             compilation.
         chip: the chip for the lower bounds on time: a `Chip`, or a name such as 'H100'. Default:
-            the chip of the devices, and no bounds for CPUs.
+            the chip of the devices. Without a chip, as on CPUs, there are no bounds.
 
     Returns:
         A `Report`, which renders in the REPL, notebooks, rich and print. A program that does not

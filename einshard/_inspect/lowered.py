@@ -43,10 +43,10 @@ class Stages:
             of the three is set.
         argument_names: the names of the dynamic arguments of a `sharded` function, by position.
             None for other functions.
-        parameters: the parameters of a function that is not `sharded`, as far as the call passes
-            them by position. Includes static parameters.
+        parameters: the names of the parameters that the call passes by position, including static
+            ones. Empty for a `sharded` function.
         program: the program of a `sharded` function. None for other functions.
-        values: the values of `program.arguments` in the call. Includes static arguments.
+        values: the values of `program.arguments` in the call, including static ones.
         limits: the limits of a `sharded` function on collectives and memory, or None.
     """
 

@@ -95,7 +95,7 @@ class Network:
     def seconds_in_turn(self, *collectives: Collective) -> float:
         """Returns the minimum time if every chip runs the collectives one after another."""
         n_slices, n_chips = int(self.slices.max()) + 1, int(self.chips.max()) + 1
-        start = 2 * (n_slices + n_chips)  # of the entries for bytes within a slice
+        start = 2 * (n_slices + n_chips)  # index of the first entry for bytes within a slice
         busy = np.zeros(n_chips)
         for pattern, n_bytes in self._all_crossings(collectives):
             seconds = _seconds(n_bytes, self.bandwidths((pattern,)))[start : start + 2 * n_chips]
@@ -231,7 +231,7 @@ def _owner_crossings(kind: str, groups: Sequence[Ints], owners: Any) -> tuple[An
     return enters, leaves
 
 
-# a reduce-scatter is an all-gather backwards: bytes that enter in one leave in the other
+# a reduce-scatter is an all-gather in reverse: the bytes that enter in one leave in the other
 _REVERSED = {'all-gather': 'reduce-scatter', 'reduce-scatter': 'all-gather'}
 
 
@@ -247,7 +247,7 @@ def _entering(kind: str, inside: Any, n: Any) -> Any:
         'all-gather': (n - inside) / n,  # the shards of the devices outside
         'reduce-scatter': inside / n,  # a partial sum of each result shard inside
         'all-to-all': inside * (n - inside) / n,  # 1/n from each device outside to each inside
-    }.get(kind, 1.0)  # an all-reduce needs a partial sum of the array
+    }.get(kind, 1.0)  # an all-reduce needs a partial sum of each element
     return is_split * fraction
 
 
@@ -264,8 +264,8 @@ class _Links:
     """The links on shortest paths between the devices of each group.
 
     `plus[axis]` and `minus[axis]` are boolean arrays over slices and positions. `plus[axis]` says
-    whether the link from a position to the next one along the axis is on a path. `minus[axis]` says
-    the same of the link from the next position back.
+    whether a path uses the link from a position to the next one along the axis. `minus[axis]` says
+    the same about the link from the next position back.
     """
 
     def __init__(self, network: Network, patterns: Sequence[_Pattern]):
@@ -335,9 +335,9 @@ def _shortest_paths(
 ) -> tuple[Any, ...]:
     """Finds the shortest paths between positions along one dimension of the torus.
 
-    Returns three boolean arrays over all positions. They say whether these are on a path: the link
-    to the next position, the link from the next position back, and the position itself. If
-    `is_directed`, only paths from the first of `positions` to the second count.
+    Returns three boolean arrays over all positions: whether a path uses the link to the next
+    position, whether one uses the link from the next position back, and whether one visits the
+    position. If `is_directed`, only paths from the first of `positions` to the second count.
     """
     plus, minus, covered = (np.zeros(size, bool) for _ in range(3))
     covered[list(positions)] = True

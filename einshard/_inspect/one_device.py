@@ -130,7 +130,7 @@ def on_one_device(call: Call, function: Callable[..., Any], mesh: Mesh) -> Call:
     if isinstance(function, BoundMethod):
         function = function.func
     if isinstance(function, ShardedFunction):
-        # make a copy, because a call with a second mesh disables the fast path of a function
+        # copy the function, because a call with a second mesh would disable its fast path
         function = ShardedFunction(function._setup)  # type: ignore[reportPrivateUsage]
     elif isinstance(function, _JITTED):
         function = function.__wrapped__  # type: ignore[reportFunctionMemberAccess]
@@ -145,7 +145,7 @@ def _put_on_one_device(array: Any, mesh: Mesh) -> Any:
     sharding = getattr(array, 'sharding', None)
     if not isinstance(sharding, NamedSharding):
         sharding = NamedSharding(mesh, PartitionSpec())
-    if is_partial(sharding):  # device_put rejects it
+    if is_partial(sharding):  # device_put rejects partial sums
         array = gather(array)
     return jax.device_put(array, sharding_on(sharding, mesh.devices.flat[0]))
 
@@ -204,7 +204,7 @@ class OneDeviceProgram:
 
     @contextmanager
     def _on_one_device(self) -> Generator[None, None, None]:
-        """Sets the mesh. Adds to errors that they come from the run on one device."""
+        """Sets the mesh, and marks errors as coming from the run on one device."""
         try:
             with _use_mesh(self._mesh):
                 yield
@@ -240,7 +240,7 @@ def _too_large(name: str, facts: Mapping[str, str]) -> EinshardError:
 
 
 def _capacity(device: Device) -> int | None:
-    """Returns the memory of a device in bytes, or None if unknown. CPUs use all of the machine."""
+    """Returns the bytes of memory of a device (for a CPU, of the machine), or None if unknown."""
     chip = find_chip(device.device_kind)
     if chip is not None:
         return int(chip.memory * chip.share(device))

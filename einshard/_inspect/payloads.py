@@ -97,8 +97,8 @@ def _updated_inputs(
     """Returns {output number: the parameters that the output replaces}.
 
     An output replaces a parameter that is donated to it. It also replaces parameters with the same
-    path, such as 'state/w' for 'result/state/w', 'result/w' or 'result/0/w'. In inference, these
-    must have its shape and dtype.
+    path, such as 'state/w' for 'result/state/w', 'result/w' or 'result/0/w'. In inference, the
+    shape and dtype must also be the same.
     """
     by_path: dict[str, list[int]] = {}
     for i, (path, _) in enumerate(inputs):

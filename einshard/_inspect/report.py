@@ -184,7 +184,7 @@ def _array_section(title: str, rows: Sequence[ArrayRow]) -> Section:
 
 
 def _result_section(report: Report) -> Section:
-    """Lists the results. Does not list those that replace donated arguments, but counts them."""
+    """Lists the results. Results that replace donated arguments are only counted."""
     in_place = dict(report.in_place)
     section = _array_section('results', [r for r in report.results if r.path not in in_place])
     counts = Counter(_strip_common_suffix(*pair) for pair in report.in_place)

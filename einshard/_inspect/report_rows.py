@@ -48,13 +48,13 @@ class CollectiveRow:
         arrays: the results of an all-gather, the operands of other kinds, as in HLO: 'f32[8,16]'.
         bytes: bytes of `arrays`, per device.
         group_size: the number of devices in each group.
-        groups: the number of groups. 0 if the program does not list them, as for custom calls. JAX
-            0.8 with a newer libtpu lists none either, and `network_bytes` then assumes one group of
-            all devices.
-        along: the mesh axes that it runs along. A permute runs along those in which senders and
-            receivers differ. Expressions with counts do not name mesh axes, so `along` then lists
-            the array axes that the mesh axes shard: 'b,x' for the mesh axes of b and of x, and
-            'h|k' for mesh axes that shard h in one array and k in another. Empty if unknown.
+        groups: the number of groups, or 0 if the program does not list them. Custom calls have no
+            groups. Programs of JAX 0.8 with a newer libtpu do not list them either; `network_bytes`
+            assumes one group of all devices.
+        along: the mesh axes that it runs along. For a permute, the mesh axes along which senders
+            and receivers differ. For expressions with counts, which do not name mesh axes, the
+            array axes that these shard: 'b,x' for the mesh axes of b and x, and 'h|k' for mesh axes
+            that shard h in one array and k in another. Empty if unknown.
         executions: how often it runs in one run of the program, or None if it is in a loop with an
             unknown trip count.
         network_bytes: bytes that a device sends per execution, or None for a custom call.
@@ -73,9 +73,9 @@ class CollectiveRow:
             the source line. If several arrays of the einsum match, the einsum itself, such as
             'bsd,df->bsf'. Empty if unknown.
         widened: whether the compiled program runs it in float32 although the arrays are bfloat16,
-            as XLA does on CPU. `arrays` and all bytes are for bfloat16.
-        called_at: the nearest calling line outside helper functions, if `source` is in a helper
-            function. None if it is not.
+            as XLA does on CPU. `arrays`, `bytes` and `network_bytes` are for bfloat16.
+        called_at: the nearest calling line outside helper functions, if `source` is in one.
+            Otherwise None.
         in_branch: whether it is in a branch of a conditional. Totals include all branches.
         cause: 'requested' if it comes from a constraint, or from a collective in a `shard_map`;
             'inserted' if the compiler added it; and 'unknown' in other cases, because XLA may have
@@ -124,7 +124,8 @@ class ProductRow:
         dtype: the dtype of the first operand, as in HLO: 'bf16'.
         is_backward: whether these operations belong to the backward pass.
         source: the source line, such as 'model.py:12', or None.
-        at_least: whether they are in a loop with an unknown trip count, which counts as 1.
+        at_least: whether they are in a loop with an unknown trip count, which counts as one
+            iteration.
         in_branch: whether they are in a branch of a conditional. Totals include all branches.
     """
 

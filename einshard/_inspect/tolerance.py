@@ -29,7 +29,8 @@ class Rounding:
         dtype: the dtype to which numbers are rounded, such as 'bfloat16'.
         unit: the largest relative error of one rounding.
         terms: how many rounding errors add up: the number of terms of the sum times the number of
-            loop iterations. In a narrow dtype, the number of loop iterations plus that of devices.
+            loop iterations. In a narrow dtype, the number of loop iterations plus the number of
+            devices.
         is_narrow: whether the dtype is narrower than float32.
     """
 

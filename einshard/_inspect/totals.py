@@ -14,7 +14,7 @@ from .report_rows import ProductRow
 
 
 def product_rows(module: Module) -> tuple[ProductRow, ...]:
-    """Returns the flops of a program, in one row for each combination of the other fields."""
+    """Adds up the flops of products that agree in all other fields of `ProductRow`."""
     flops: Counter[tuple[str, bool, str | None, bool, bool]] = Counter()
     for product in find_products(module):
         is_backward, at_least = 'transpose(' in product.op_name, product.executions is None
