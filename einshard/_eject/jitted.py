@@ -1,4 +1,4 @@
-"""Writes the `jax.jit` call of a `sharded` function, and the constraints inside a function."""
+"""Writes the `jax.jit` call of a `sharded` function, and lists constraints inside functions."""
 
 from __future__ import annotations
 
@@ -34,20 +34,23 @@ _CONSTRAINTS = {
     'reshard': 'jax.sharding.reshard',
 }
 _MAX_LITERAL = 8  # pytrees with more shardings than this are written as path rules
-# names that the written module may define or import, which its parameters must not have
-_TAKEN = re.compile(
+# names that the written module may define or import; function parameters get other names
+_RESERVED = re.compile(
     'function|by_position|shardings|hardware_order|jax|np|re|P|AxisType|Mesh|NamedSharding'
     r'|(mesh|devices)(_\d+)?'
 )
 
 
 def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
-    """Writes `def jit_step(function)` for a `sharded` function `step`; [] for other functions."""
+    """Writes `def jit_step(function)` for a `sharded` function `step`.
+
+    Returns [] for other functions. Raises an error for `per_device` functions.
+    """
     program, traced = stages.program, stages.traced
     if program is None or traced is None:
         return []
     setup, static = program.setup, program.static
-    # for a per_device function, `sharded` wraps a function defined in the module of per_device
+    # per_device returns a wrapper that is defined in its own module
     if getattr(setup.function, '__globals__', {}).get('__name__') == per_device.__module__:
         raise EinshardError(
             f"to_jax cannot convert '{setup.name}', a per_device function",
@@ -92,24 +95,24 @@ def _by_position(program: TracedFunction) -> list[str]:
     call omits.
     """
     n, keywords = program.call.n_positional, program.call.keywords
-    values = list[str]()
+    parameters = list[str]()
     for name in program.names:
-        values.append(_unused(name, values))
-    pairs = list(zip(keywords, values[n:], strict=True))
-    by_keyword: list[Code] = [f'{name}={value}' for name, value in pairs]
+        parameters.append(_unused(name, parameters))
+    pairs = list(zip(keywords, parameters[n:], strict=True))
+    by_keyword: list[Code] = [f'{name}={parameter}' for name, parameter in pairs]
     if not all(name.isidentifier() and not keyword.iskeyword(name) for name in keywords):
-        items = tuple(f'{name!r}: {value}' for name, value in pairs)
+        items = tuple(f'{name!r}: {parameter}' for name, parameter in pairs)
         by_keyword = [Brackets('**{', items, '}')]
     return [
         '',
-        *lines(Brackets('def by_position(', tuple(values), '):'), indent=4),
-        *lines(Brackets('return function(', (*values[:n], *by_keyword)), indent=8),
+        *lines(Brackets('def by_position(', tuple(parameters), '):'), indent=4),
+        *lines(Brackets('return function(', (*parameters[:n], *by_keyword)), indent=8),
         '',
     ]
 
 
 def _argument_options(prefix: str, positions: Sequence[int], call: CallSignature) -> dict[str, Any]:
-    """Returns jit options for some arguments: {'donate_argnums': (0,)} if `prefix` is 'donate'."""
+    """Returns the jit options for the arguments at `positions`: {'donate_argnums': (0,)}."""
     n = call.n_positional
     numbers = tuple(i for i in positions if i < n)
     names = tuple(call.keywords[i - n] for i in positions if i >= n)
@@ -121,7 +124,8 @@ class _Trees:
     """Writes pytrees of shardings.
 
     Attributes:
-        parameters: the pytrees that the written function takes, to find their shardings by path.
+        parameters: the parameters of the written function after `function`: pytrees whose shardings
+            it finds by path.
     """
 
     def __init__(self, writer: Writer, tables: Tables):
@@ -130,11 +134,12 @@ class _Trees:
         self._tables = tables
 
     def code(self, shardings: Any, name: str, value: Any) -> Code:
-        """Writes shardings: one for all leaves, a literal pytree, or a call that uses path rules.
+        """Writes one sharding for all leaves, a literal pytree, or a call that uses path rules.
 
         Args:
-            shardings: a sharding or None for each leaf of `value`, or a pytree prefix.
-            name: the parameter to add if path rules are used.
+            shardings: shardings or None for the leaves of `value`, as a pytree of the same
+                structure or a prefix of it.
+            name: the name of the parameter that is added if path rules are used.
         """
         leaves = jtu.tree_leaves(shardings, is_leaf=is_none)
         if leaves and all(leaf == leaves[0] for leaf in leaves):
@@ -145,7 +150,6 @@ class _Trees:
                 return literal
         parameter = _unused(name, self.parameters)
         self.parameters.append(parameter)
-        # the shardings may be a pytree prefix of the value
         subtrees = jtu.tree_structure(shardings, is_leaf=is_none).flatten_up_to(value)
         by_leaf = [
             s for s, subtree in zip(leaves, subtrees, strict=True) for _ in jtu.tree_leaves(subtree)
@@ -182,27 +186,27 @@ def _identifier(name: str) -> str:
 
 
 def _unused(name: str, used: Collection[str]) -> str:
-    """Returns an identifier like `name` that is neither in `used` nor taken by the module."""
+    """Makes `name` an identifier, and appends '_' until it is neither used nor reserved."""
     identifier = _identifier(name)
-    while identifier in used or keyword.iskeyword(identifier) or _TAKEN.fullmatch(identifier):
+    while identifier in used or keyword.iskeyword(identifier) or _RESERVED.fullmatch(identifier):
         identifier += '_'
     return identifier
 
 
 def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
-    """Writes the constraints inside a function, with source lines, as a comment; [] if none."""
-    assert stages.traced is not None, 'a function was traced'
-    # Reshards by which `sharded` places arguments over Explicit axes are not listed. They have no
-    # source line, or in JAX 0.8 the line that calls to_jax.
+    """Writes a comment that lists the constraints inside a function. Returns [] without any."""
+    assert stages.traced is not None
+    # Omit the reshards of arguments, which `sharded` adds on Explicit axes. They have no source line
+    # or, in JAX 0.8, the line that calls to_jax.
     user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
-    unlisted_lines = '', f'{user.f_code.co_filename}:{user.f_lineno}'
+    omitted_lines = '', f'{user.f_code.co_filename}:{user.f_lineno}'
     found: dict[tuple[str, str], str] = {}
     for eqn in _constraints(stages.traced.jaxpr.jaxpr):
         sharding = eqn.params.get('sharding', eqn.params.get('dst_sharding'))
-        # without unreduced axes, this is 'sum'; einshard does not make unreduced max or min
+        # specs without unreduced axes also have the kind 'sum'; einshard makes no other kind
         if isinstance(sharding, NamedSharding) and unreduced_kind(sharding.spec) == 'sum':
             line, aval = line_of(eqn), eqn.outvars[0].aval
-            if eqn.primitive.name == 'reshard' and line in unlisted_lines:
+            if eqn.primitive.name == 'reshard' and line in omitted_lines:
                 continue
             names = names_at.get(line, ())
             axes = f' {" ".join(names)!r}' if len(names) == len(aval.shape) > 0 else ''
@@ -217,12 +221,12 @@ def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
 
 
 def _constraints(jaxpr: Any) -> Iterator[Any]:
-    """Yields the constraints of the forward pass, also those in nested jaxprs."""
+    """Yields the constraints of the forward pass, including those in nested jaxprs."""
     for eqn in jaxpr.eqns:
         is_backward = 'transpose(' in str(eqn.source_info.name_stack)
         if eqn.primitive.name in _CONSTRAINTS and not is_backward:
             specs = [v.aval.sharding.spec for v in (eqn.invars[0], eqn.outvars[0])]
-            # JAX adds reshards that do not change the sharding, for gradients
+            # to compute gradients, JAX adds reshards that do not change the sharding
             if eqn.primitive.name != 'reshard' or specs[0] != specs[1]:
                 yield eqn
         for inner in inner_jaxprs(eqn.params.values()):

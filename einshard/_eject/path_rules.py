@@ -41,15 +41,17 @@ def find_path_rules(
     """Finds rules that give the leaves of a pytree their shardings.
 
     A pattern in `patterns` is kept if all leaves that it matched have the same sharding. Other
-    leaves share a rule if their paths differ only in numbers ('h/0/w', 'h/1/w') and all have the
-    same sharding; the rest have one rule each. If these rules give any leaf a wrong sharding, each
+    leaves share a rule if their paths differ only in numbers ('h/0/w', 'h/1/w') and they have the
+    same sharding. The rest have one rule each. If these rules give any leaf a wrong sharding, each
     path gets its own rule instead.
 
     Args:
-        leaves: it is an error if leaves with different shardings have the same path.
         matched: for each leaf, the index in `patterns` of the pattern that matched it.
+
+    Raises:
+        EinshardError: leaves with different shardings have the same path.
     """
-    groups = _grouped(leaves, matched or [-1] * len(leaves))  # -1: no pattern
+    groups = _grouped(leaves, matched or [-1] * len(leaves))  # -1: matched by no pattern
     rest = groups.pop(-1, [])
     kept: list[PathRule] = []
     for i, group in sorted(groups.items()):
@@ -57,8 +59,8 @@ def find_path_rules(
             kept.append((patterns[i], group[0][1]))
         else:
             rest += group
-    one_each = [(_exact_pattern(path), sharding) for path, sharding in leaves]
-    for rules in ([*_merged_rules(rest), *kept], one_each):
+    exact_rules = [(_exact_pattern(path), sharding) for path, sharding in leaves]
+    for rules in ([*_merged_rules(rest), *kept], exact_rules):
         if all(_find_sharding(rules, path) == sharding for path, sharding in leaves):
             return rules
     counts = Counter(path for path, _ in leaves)
@@ -69,7 +71,10 @@ def find_path_rules(
 
 
 def _merged_rules(leaves: Sequence[Leaf]) -> Iterator[PathRule]:
-    """Yields one rule for paths that differ only in numbers, or one each if shardings differ."""
+    """Yields one rule for paths that differ only in numbers if their leaves have the same sharding.
+
+    Other leaves have one rule each.
+    """
     rules = [(_exact_pattern(path), sharding) for path, sharding in leaves]
     patterns = [re.sub(r'\d+', r'\\d+', pattern) for pattern, _ in rules]
     for pattern, group in _grouped(rules, patterns).items():
@@ -106,7 +111,10 @@ class Tables:
         self._tables: dict[str, Sequence[PathRule]] = {}
 
     def add(self, name: str, rules: Sequence[PathRule]) -> str:
-        """Adds a list; returns its variable: that of an equal list, or `name`, changed if taken."""
+        """Returns the variable of a list: `name` or, if it is taken, `name` with '_' appended.
+
+        Equal lists share a variable.
+        """
         for existing, others in self._tables.items():
             if others == rules:
                 return existing
@@ -119,12 +127,13 @@ class Tables:
         """Writes the lists of rules, and the function `shardings` that applies a list to a pytree.
 
         Args:
-            conditions: first lines of the inner function `find`, for leaves without a rule.
+            conditions: the first lines of the inner function `find`, which return the shardings of
+                leaves without a path rule, such as scalars.
         """
         if not self._tables:
             return []
         shardings = [sharding for rules in self._tables.values() for _, sharding in rules]
-        # if all shardings have one mesh and default memory, the lists have PartitionSpecs instead
+        # the lists have PartitionSpecs if all shardings have the same mesh and default memory
         meshes = {s.mesh if s and has_default_memory(s) else None for s in shardings}
         (mesh,) = meshes if len(meshes) == 1 else [None]
         write, value, result = self._writer.sharding, 'sharding', 'sharding'
@@ -140,5 +149,5 @@ class Tables:
 
 
 def _spec_of(sharding: NamedSharding | None) -> Code:
-    assert sharding is not None, 'all leaves have shardings'
+    assert sharding is not None
     return spec_code(sharding.spec)

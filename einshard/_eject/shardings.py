@@ -36,8 +36,8 @@ class Writer:
     """Writes shardings and their meshes.
 
     Args:
-        mesh: the mesh in context. Shardings of traced values are on its abstract mesh, for
-            which the mesh in context is written.
+        mesh: the mesh in context. It is also written for its abstract mesh, which the shardings of
+            traced values have.
     """
 
     def __init__(self, mesh: AnyMesh) -> None:
@@ -70,7 +70,7 @@ class Writer:
         return Brackets('NamedSharding(', tuple(items))
 
     def definitions(self) -> list[str]:
-        """Writes the assignments of the mesh variables, and the function and lists they use."""
+        """Writes the assignments of the mesh variables, and the sorted devices that they use."""
         meshes = [self._definition(mesh, name) for mesh, name in self._meshes.items()]
         if not self._devices:
             return meshes
@@ -121,7 +121,7 @@ def _numbered(name: str, n_before: int) -> str:
 
 
 def _uses_make_mesh(mesh: AnyMesh) -> bool:
-    """Whether to write `jax.make_mesh`: for a named mesh with the device order that it gives."""
+    """Whether the written code can call `jax.make_mesh`, which may order the devices differently."""
     if is_device_mesh(mesh):
         return False  # the written code sorts the devices in hardware order
     if isinstance(mesh, AbstractMesh):
@@ -129,8 +129,8 @@ def _uses_make_mesh(mesh: AnyMesh) -> bool:
     call, available = find_devices_call(list(mesh.devices.flat))
     if call != 'jax.devices()':
         return False
-    is_here = available[0] in jax.devices()  # not of a topology
-    devices = None if is_here else sorted(available, key=position)
+    is_topology = available[0] not in jax.devices()
+    devices = sorted(available, key=position) if is_topology else None
     # make_mesh raises NotImplementedError for shapes that do not fit the torus of a TPU slice
     with suppress(ValueError, NotImplementedError):
         axes = mesh.axis_sizes, mesh.axis_names

@@ -24,8 +24,8 @@ _IMPORTS = {
 class Brackets:
     """Code in brackets; `start` ends with the opening bracket, as in 'P(' or "'w': [".
 
-    If the code does not fit on one line, each item has its own line; in a call, all items share one
-    line if they fit there.
+    Code that does not fit on one line has one item per line. The items of a call share a line if
+    they fit.
     """
 
     start: str
@@ -53,7 +53,7 @@ def labeled(label: str, code: Code) -> Code:
 
 
 def lines(code: Code, after: str = '', indent: int = 0) -> list[str]:
-    """Returns the lines of an expression or a statement; `after`, such as ',', ends the last."""
+    """Returns the lines of an expression or a statement, with `after`, such as ',', at the end."""
     pad = ' ' * indent
     line = f'{pad}{code}{after}'
     if isinstance(code, str) or not code.items or len(line) <= _WIDTH:
@@ -69,8 +69,8 @@ def statement(code: Code) -> str:
 
 
 def module(header: str, parts: Sequence[str]) -> str:
-    """Returns the text of a module: a comment with `header`, the imports needed, and the parts."""
-    # constraints are comments to paste elsewhere, but need imports too
+    """Returns the text of a module: `header` as a comment, its imports, and the parts."""
+    # the constraints in comments are code to paste elsewhere, which also needs the imports
     code = re.sub(r'^#     (?=x = )', '', '\n'.join(parts), flags=re.MULTILINE)
     used = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
     found = ((text, [n for n in names.split() if n in used]) for names, text in _IMPORTS.items())
@@ -79,7 +79,7 @@ def module(header: str, parts: Sequence[str]) -> str:
 
 
 def _spaced(parts: Iterable[str]) -> str:
-    """Joins parts: one empty line between them, but two around functions."""
+    """Joins parts with one empty line between them, or two before and after functions."""
     kept = list(filter(None, parts))
     gaps = [
         '\n\n\n' if any(line.startswith('def ') for line in f'{a}\n{b}'.split('\n')) else '\n\n'

@@ -62,16 +62,16 @@ def to_jax(
 
     * An expression, `PartitionSpec` or `NamedSharding`: `sharding`.
     * `Rules`: `RULES`, a list of patterns with their PartitionSpecs, and `shardings(RULES,
-      tree)`, the pytree of shardings for `jax.device_put` or `jax.jit`. In `to_jax(rules)`, without
-      a pytree of arrays, no spec may depend on them: no functions, no `indivisible='replicate'`,
-      and no axis sharded after '...', as in `'... d*'`.
+      tree)`, the pytree of shardings for `jax.device_put` or `jax.jit`. `to_jax(rules)`
+      raises an error if the shardings depend on the arrays. They do if a spec is a function or
+      shards an axis after '...', as in `'... d*'`, and with `indivisible='replicate'`.
     * A pytree of specs, or `for_optimizer(...)`, with a pytree of arrays: the same, with patterns
       that match the paths of the arrays.
     * A `sharded` function `step` with the arguments of a call: `jit_step(function)`, which calls
-      `jax.jit` with the shardings of `step`. If it finds the shardings of an argument by path, as
-      with `Rules`, pass it this argument too: `jit_step(function, state)`. A comment lists the
-      sharding constraints inside the function, with source lines. For functions that are not
-      `sharded`, the text is this comment.
+      `jax.jit` with the shardings of `step`. If `jit_step` has more parameters, as in
+      `jit_step(function, state)`, it finds the shardings of these arguments by path. A comment
+      lists the sharding constraints inside the function, with source lines. For functions that are
+      not `sharded`, the text has only this comment.
     * A `Plan`: the same for its function, with the shardings of the best plan.
 
     The shardings equal those of einshard: the same PartitionSpecs, and meshes of the same devices
@@ -81,7 +81,8 @@ def to_jax(
     Args:
         what: a spec, a pytree of specs, a function or a `Plan`.
         args, kwargs: for a spec, a pytree of arrays or ShapeDtypeStructs; for a function, the
-            arguments of a call, as in `explain`. Arguments named `mesh` or `shape` go by position.
+            arguments of a call, as in `explain`. Pass arguments named `mesh` or `shape` by
+            position.
         mesh: a mesh or devices, as for `make_sharding`; an `AbstractMesh` needs no devices.
         shape: the shape of the array, for a single spec.
 
@@ -89,11 +90,11 @@ def to_jax(
         The source text, formatted as by `ruff format`.
 
     Raises:
-        EinshardError: a spec does not fit the mesh or the arrays; specs depend on arrays that are
-            not given; or the function is a `per_device` function.
+        EinshardError: a spec does not fit the mesh or the arrays, a sharding depends on arrays that
+            are not given, or the function is a `per_device` function.
     """
     if isinstance(what, Plan):
-        _check_plan_alone(args, kwargs, mesh, shape)
+        _reject_arguments_of_plan(args, kwargs, mesh, shape)
         title = f'plan for {what.name}: {what.best.candidate}'
         return _write_function(what.trace(), what.mesh, title)
     if _is_spec(what):
@@ -125,7 +126,7 @@ def _is_spec(what: Any) -> bool:
     return not (is_function(what) or isinstance(what, Lowered | Compiled | Traced))
 
 
-def _check_plan_alone(
+def _reject_arguments_of_plan(
     args: Sequence[Any], kwargs: Mapping[str, Any], mesh: object, shape: object
 ) -> None:
     given = ['arguments'] if args or kwargs else []
@@ -247,11 +248,11 @@ def _write_function(stages: Stages, mesh: AnyMesh, title: str) -> str:
             expected = 'a sharded function (not its trace), or constraints in the function'
         raise EinshardError(sentence, facts={'expected': expected})
     parts = [*tables.parts(), *call, *constraints]
-    return module(_on(title, mesh), [*writer.definitions(), *parts])
+    return module(_with_device_count(title, mesh), [*writer.definitions(), *parts])
 
 
 def _struct(leaf: Any) -> Any:
-    """Replaces an array with a `ShapeDtypeStruct`, so that `einshard` does not transfer it."""
+    """Replaces an array by its shape and dtype, so that `einshard` does not transfer it."""
     is_array = hasattr(leaf, 'shape') and hasattr(leaf, 'dtype')
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array else leaf
 
@@ -260,8 +261,8 @@ def _title(spec: Any, mesh: AnyMesh) -> str:
     text = name_of(spec)
     if isinstance(spec, LEAF_SPECS):
         text = f"'{printable(str(as_leaf_spec(spec)))}'"
-    return _on(text, mesh)
+    return _with_device_count(text, mesh)
 
 
-def _on(text: str, mesh: AnyMesh) -> str:
-    return f'{text} on {plural(mesh.size, "device")}'
+def _with_device_count(title: str, mesh: AnyMesh) -> str:
+    return f'{title} on {plural(mesh.size, "device")}'
