@@ -15,7 +15,7 @@ from einshard._notation.fit import fit, fitting_sizes, misfit, signed_axes, spec
 from einshard._notation.hints import mesh_axes_hint, spacing_hint
 from einshard._notation.lay_out import lay_out
 from einshard._notation.mesh_text import mesh_text
-from einshard._pictures.draw import axis_names, draw, rank_drawn
+from einshard._pictures.draw import axis_names, draw, drawn_ndim
 from einshard._pictures.picture import Picture
 from einshard._suggestions import keep_working_suggestions
 
@@ -86,7 +86,7 @@ def find(
     named = not isinstance(mesh, int)
     sizes = mesh if named else _canonical(prime_factors(mesh))
     n_devices = math.prod(sizes.values())
-    ndim = rank_drawn(expression, shape)
+    ndim = drawn_ndim(expression, shape)
     try:
         layout = lay_out(
             expression,

@@ -196,7 +196,7 @@ def _unused(name: str, used: Collection[str]) -> str:
 def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
     """Writes a comment that lists the constraints inside a function. Returns [] without any."""
     assert stages.traced is not None
-    # Omit the reshards of arguments, which `sharded` adds on Explicit axes. They have no source line
+    # Omit the reshards of arguments that `sharded` adds on Explicit axes. They have no source line
     # or, in JAX 0.8, the line that calls to_jax.
     user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
     omitted_lines = '', f'{user.f_code.co_filename}:{user.f_lineno}'

@@ -62,9 +62,9 @@ def to_jax(
 
     * An expression, `PartitionSpec` or `NamedSharding`: `sharding`.
     * `Rules`: `RULES`, a list of patterns with their PartitionSpecs, and `shardings(RULES,
-      tree)`, the pytree of shardings for `jax.device_put` or `jax.jit`. `to_jax(rules)`
-      raises an error if the shardings depend on the arrays. They do if a spec is a function or
-      shards an axis after '...', as in `'... d*'`, and with `indivisible='replicate'`.
+      tree)`, the pytree of shardings for `jax.device_put` or `jax.jit`. Without a pytree of arrays,
+      `to_jax(rules)` raises an error if the shardings depend on the arrays. They do if a spec is a
+      function or shards an axis after '...', as in `'... d*'`, and with `indivisible='replicate'`.
     * A pytree of specs, or `for_optimizer(...)`, with a pytree of arrays: the same, with patterns
       that match the paths of the arrays.
     * A `sharded` function `step` with the arguments of a call: `jit_step(function)`, which calls

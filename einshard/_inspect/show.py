@@ -23,7 +23,7 @@ from .._errors import EinshardError, plural, printable
 from .._notation.expression import Expression, axis_letters, parse
 from .._pictures.blocks import Blocks
 from .._pictures.caption import describe_shards
-from .._pictures.draw import axis_names, check_drawable, draw, draw_expression, rank_drawn
+from .._pictures.draw import axis_names, check_drawable, draw, draw_expression, drawn_ndim
 from .._pictures.picture import Gallery, Picture
 from .._sharding.context import ambient_mesh, current_context
 from .._sharding.describe import Description, describe, describe_named, sharding_of, signs_of
@@ -180,7 +180,7 @@ def _draw_expression(
         devices = ambient_mesh()
     if not isinstance(devices, Mesh | AbstractMesh) and not _is_device_sequence(devices):
         return draw_expression(expression, shape, devices)
-    ndim = rank_drawn(expression, shape)
+    ndim = drawn_ndim(expression, shape)
     placement = resolve(expression.text, ndim if shape is None else shape, current_context(devices))
     return _draw_named_sharding(placement.sharding, axis_names(expression, ndim), shape)
 

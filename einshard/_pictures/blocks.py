@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Blocks with a higher first device number are darker, so that they differ in gray print and for
-# color-blind readers. Black text has a contrast ratio of at least 4.5 on each color.
+# Colors of blocks in the order of their first devices. They go from light to dark, to differ in
+# grayscale and for color-blind readers. Black text has a contrast ratio of at least 4.5 on each.
 _COLORS = ((255, 244, 184), (172, 224, 178), (105, 192, 190), (94, 151, 205), (128, 104, 190))
 
 
@@ -22,7 +22,7 @@ class Blocks:
         devices: the numbers of the devices that hold the blocks, block by block in row-major order.
         parts: the number of shards of each array axis.
         sizes: the sizes of the array axes; None if the shape is unknown.
-        terms: the number of partial sums that add up to a block (JAX: unreduced), else 1; the
+        terms: the number of partial sums that add up to a block (unreduced in JAX), or 1. The
             devices of a block are grouped by partial sum.
     """
 
@@ -55,7 +55,7 @@ class Blocks:
         return min(max(high / wide, 0.5), 2.0)
 
     def holders(self, block: int) -> Sequence[int]:
-        # not stored: a list per block would take 2 s for a million blocks
+        # a precomputed list for each block would take 2 s for a million blocks
         return self.devices[block * self.n_holders : (block + 1) * self.n_holders]
 
     def devices_label(self, holders: Sequence[int], limit: int = 4) -> str:
@@ -80,9 +80,9 @@ class Blocks:
         return {first: i for i, first in enumerate(sorted(self.devices[:: self.n_holders]))}
 
     def part_label(self, axis: int, part: int) -> str:
-        """Labels a shard of an axis: '0:2'.
+        """Labels a shard of an axis with its range, such as '0:2'.
 
-        If sizes are unknown: 'part 0' for a sharded axis, '' for an unsharded one.
+        If the sizes are unknown, returns 'part 0' for a sharded axis and '' for an unsharded one.
         """
         if self.sizes is None:
             return f'part {part}' if self.parts[axis] > 1 else ''
@@ -108,8 +108,8 @@ def blocks_on_mesh(
         entries: for each array axis, the mesh axes that shard it, major to minor.
         names: the names of the array axes.
         sizes: the sizes of the array axes; None if unknown.
-        signs: for mesh axes that shard no array axis, '+' if devices hold partial sums (JAX:
-            unreduced), '=' if the gradient of the array is a partial sum (JAX: reduced).
+        signs: the signs of mesh axes: '+' if devices along the axis hold partial sums (unreduced in
+            JAX), '=' if they hold partial sums of the gradient (reduced in JAX).
     """
     offsets: dict[Any, range] = {}  # of device numbers, by mesh axis
     stride = math.prod(mesh.values())
@@ -130,8 +130,10 @@ class Slices:
     """The blocks of an array, arranged as matrices ("slices") over two array axes.
 
     There is one slice for each combination of shards of the other axes. If an array has more than
-    two axes, unsharded axes are omitted. The title of a slice lists the shards of the other axes:
-    'a 0:2, b 4:8', or '' if there are none.
+    two axes, unsharded axes are omitted.
+
+    Attributes:
+        titles: for each slice, the shards of the other axes: 'a 0:2, b 4:8', or '' without any.
     """
 
     blocks: Blocks
@@ -160,7 +162,7 @@ class Slices:
 
 
 def slices_of(blocks: Blocks) -> Slices:
-    """The axes of the matrices are the last two (if ndim > 2, the last two sharded ones)."""
+    """Arranges blocks over the last two array axes or, if ndim > 2, the last two sharded ones."""
     axes = list(range(len(blocks.parts)))
     if len(axes) > 2:
         axes = [axis for axis in axes if blocks.parts[axis] > 1]

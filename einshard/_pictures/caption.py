@@ -13,7 +13,7 @@ from .blocks import Blocks
 def describe_shards(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...]]) -> str:
     """Describes the shards: 'x is in 4 parts; each shard is on one device; a device holds ..'.
 
-    `entries` are the mesh axes that shard each array axis; [] to name no mesh axes.
+    `entries` has the mesh axes that shard each array axis. If it is [], no mesh axes are named.
     """
     n_shards = blocks.n_blocks
     sharded = [axis for axis, count in enumerate(blocks.parts) if count > 1]
@@ -49,7 +49,7 @@ def _holders_text(blocks: Blocks) -> str:
 
 
 def legend(blocks: Blocks) -> str:
-    """Returns the line below a drawing, about partial sums and replicas; '' without them."""
+    """Returns 'a sum of 2 terms, hatched: 4 replicas', or '' without partial sums and replicas."""
     words = [f'a sum of {blocks.terms} terms'] * (blocks.terms > 1)
     words += [f'hatched: {blocks.replicas} replicas'] * (blocks.replicas > 1)
     return ', '.join(words)
@@ -64,7 +64,7 @@ def describe_device_order(
 ) -> list[str]:
     """Lists the dimensions of the device grid, such as '2 replicas x 4 parts of a'.
 
-    Returns a list of one line; [] if there are no signs, and nothing is sharded or the grid has
+    Returns one line in a list. Without signs, returns [] if nothing is sharded or if the grid has
     fewer than two dimensions. For the arguments, see `draw`.
     """
     array_axis = {axis: names[i] for i, entry in enumerate(entries) for axis in entry}

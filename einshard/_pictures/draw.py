@@ -20,7 +20,7 @@ from .picture import Picture
 
 _MAX_DEVICES = 1_000_000
 _NO_SIGNS: Mapping[Any, str] = MappingProxyType({})
-_MAX_FACTORED = 4096  # devices; factoring 720,720 would take 2 s
+_MAX_FACTORED = 4096  # the largest number of devices to factor; 720,720 would take 2 s
 _MAX_DIMS = 63
 
 
@@ -53,13 +53,13 @@ def draw_expression(
 
     Args:
         shape: the shape of the array; if None, '...' stands for no axes.
-        n_devices: the number of devices. Default: the number that the counts use.
+        n_devices: the number of devices. Default: the product of the counts.
     """
     if any(term.mesh_axes for term in expression.right):
         given = None if n_devices is None else _device_count(expression, n_devices)
         raise _no_mesh_error(expression, shape, given)
     n_devices = _device_count(expression, n_devices)
-    ndim = rank_drawn(expression, shape)
+    ndim = drawn_ndim(expression, shape)
     layout = lay_out(expression, ndim if shape is None else shape, n_devices)
     mesh = {f'd{i}': split.count for i, split in enumerate(layout.splits)}
     signs = {f'd{i}': split.sign for i, split in enumerate(layout.splits) if split.sign}
@@ -68,13 +68,13 @@ def draw_expression(
     return draw(mesh, entries, axis_names(expression, ndim), shape, named=False, signs=signs)
 
 
-def rank_drawn(expression: Expression, shape: Sequence[int] | None) -> int:
+def drawn_ndim(expression: Expression, shape: Sequence[int] | None) -> int:
     names = expression.names
     return len(names) - (ELLIPSIS in names) if shape is None else len(shape)
 
 
 def axis_names(expression: Expression, ndim: int) -> tuple[str, ...]:
-    """Returns the name of each axis; '...' for unnamed axes."""
+    """Returns the name of each axis, or '...' for axes without a name."""
     positions = axis_positions(expression, ndim)
     names = {position: name for name, position in positions.items()}
     return tuple(names.get(i, ELLIPSIS) for i in range(ndim))
@@ -108,7 +108,7 @@ def _device_count(expression: Expression, devices: Any) -> int:
 def _no_mesh_error(
     expression: Expression, shape: tuple[int, ...] | None, n_devices: int | None
 ) -> EinshardError:
-    """Suggests a mesh for an expression that names mesh axes, if one fits."""
+    """Returns an error that suggests a mesh whose axes have the names in the expression."""
     terms = [term for term in expression.right if term.mesh_axes]
     sentence = no_mesh_text(terms)
     mesh = _find_mesh(expression, shape, n_devices)
@@ -128,8 +128,8 @@ def _find_mesh(
 ) -> Mapping[str, int] | None:
     """Finds sizes for the mesh axes of an expression: {'data': 4, 'tensor': 2} for 8 devices.
 
-    Sizes are as equal as possible, larger ones first. None if the expression also has counts, stars
-    or signs.
+    Sizes are as equal as possible, larger ones first. Returns None if no sizes fit, or if the
+    expression also has counts, stars or signs.
     """
     names = list(dict.fromkeys(axis for term in expression.right for axis in term.mesh_axes))
     if any(term.sign or (term.takes_devices and not term.mesh_axes) for term in expression.right):
@@ -141,7 +141,7 @@ def _find_mesh(
     for sizes in by_spread:
         mesh = dict(zip(names, sizes, strict=True))
         try:
-            lay_out(expression, shape or rank_drawn(expression, shape), n, mesh)
+            lay_out(expression, shape or drawn_ndim(expression, shape), n, mesh)
             return mesh
         except EinshardError:
             continue

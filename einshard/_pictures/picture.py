@@ -43,10 +43,9 @@ class ColorRepr:
 class Picture(ColorRepr):
     """A picture of a placement, made by `show`.
 
-    `str` is plain text; `repr` adds color on a terminal if rich is installed; notebooks show an
-    SVG. Each block has the color of its first device, and is labeled with its devices; replicated
-    blocks are hatched in the SVG. Arrays of the same shape have about the same size in all
-    pictures.
+    `str` returns plain text. If rich is installed, `repr` adds color on a terminal. Notebooks show
+    an SVG. Each block has the color of its first device, and is labeled with its devices. The SVG
+    hatches replicated blocks. Arrays of the same shape have about the same size in all pictures.
 
     Attributes:
         blocks: the blocks of the array and their devices.
@@ -97,7 +96,7 @@ class Gallery(ColorRepr):
     """Pictures of the leaves of a pytree, one per distinct shape and placement.
 
     Attributes:
-        pictures: (caption with the paths of the leaves, picture) pairs.
+        pictures: (caption, picture) pairs; a caption lists the paths of the leaves.
         rest: the number of placements without a picture.
     """
 
@@ -132,7 +131,7 @@ class Gallery(ColorRepr):
 
 
 def _standalone(svg: str) -> str:
-    """Adds light and dark colors, which an SVG in a page takes from the page."""
+    """Adds colors for light and dark mode; an SVG in a web page uses those of the page."""
     style = 'svg { color-scheme: light dark; color: CanvasText; background: Canvas }'
     start = svg.index('>') + 1
     return f'{svg[:start]}<style>{style}</style>{svg[start:]}\n'

@@ -12,19 +12,21 @@ from .._text import MONOSPACED, display_width
 from .blocks import Blocks, Slices, slices_of
 from .caption import legend
 
-_SIDE = 290  # pixels, of a square array; all matrices have the same area
-_SCALAR, _LOWEST = 100, 40  # the width of a scalar; the minimum height of a drawing
-_MIN_SLICE = 60  # the height of a slice is at least this, or 12 pixels a row if that is less
+# sizes in pixels
+_SIDE = 290  # of a square array; all matrices have about the same area
+_SCALAR_WIDTH = 100
+_MIN_HEIGHT = 40  # of an array
+_MIN_SLICE_HEIGHT = 60  # slices of fewer than 5 rows need only _FONT pixels for each row
 _FONT, _MIN_FONT = 12, 9
 _CHARACTER = 0.62  # the width of a monospaced character, in font sizes
-_GAP = 18  # pixels between slices
+_GAP = 18  # between slices
 _LINE = '#444'  # the color of lines between blocks
-_HATCH = 8  # pixels between the lines of the hatching
+_HATCH = 8  # distance between the lines of the hatching
 _MAX_BOXES = 20_000
 
 
 @dataclass(frozen=True)
-class _Labels:
+class _LabelStyle:
     max_devices: int  # the most devices, or ranges of them, that a label lists
     font_size: float
     row_step: int = 1  # every k-th row is labeled
@@ -33,16 +35,16 @@ class _Labels:
 
 @dataclass(frozen=True)
 class _Sheet:
-    """Sizes of a drawing in pixels, and its labels; the same for all slices."""
+    """The sizes in a drawing, in pixels, and the style of its labels."""
 
     slices: Slices
     slices_per_row: int
-    width: float  # of the blocks of a slice
+    width: float  # of a slice, without its labels
     height: float
     margin: float  # on the left, for row labels
     top: float  # for the title and column labels
     content_width: float  # of the picture, without the margin
-    labels: _Labels
+    label_style: _LabelStyle
 
     @property
     def box_width(self) -> float:
@@ -56,13 +58,13 @@ class _Sheet:
 def svg_text(blocks: Blocks) -> str:
     """Draws blocks in the colors of their first devices; replicated blocks are hatched.
 
-    An array with more than two sharded axes is drawn as several matrices (slices). After about
-    `_MAX_BOXES` blocks, slices are only counted.
+    An array with more than two sharded axes is drawn as several matrices (slices). If it has more
+    than `_MAX_BOXES` blocks, only the first slices are drawn.
     """
     slices = slices_of(blocks)
     sheet = _sheet(slices)
-    most = max(1, _MAX_BOXES // (slices.n_rows * slices.n_columns))
-    n_slices = min(len(slices.titles), most)
+    max_slices = max(1, _MAX_BOXES // (slices.n_rows * slices.n_columns))
+    n_slices = min(len(slices.titles), max_slices)
     n_more = len(slices.titles) - n_slices
     parts: list[str] = []
     bottom = 0.0
@@ -87,17 +89,17 @@ def svg_text(blocks: Blocks) -> str:
 
 
 def _sheet(slices: Slices) -> _Sheet:
-    """Makes all slices of an array together about as large as a 2-D array."""
+    """Computes sizes with which all slices together are about as large as a 2-D array."""
     blocks, n_slices = slices.blocks, len(slices.titles)
-    full_width = _SIDE / math.sqrt(max(blocks.aspect, 0.5)) if blocks.parts else _SCALAR
-    full_height = max(full_width * blocks.aspect, _LOWEST)
+    full_width = _SIDE / math.sqrt(max(blocks.aspect, 0.5)) if blocks.parts else _SCALAR_WIDTH
+    full_height = max(full_width * blocks.aspect, _MIN_HEIGHT)
     title_width = max(map(_text_width, slices.titles))
-    # at most twice as many columns as rows of slices
-    most_per_row = max(1, int((full_width + _GAP) / (title_width + _GAP)))
-    slice_rows = math.ceil(n_slices / min(most_per_row, math.ceil(math.sqrt(2 * n_slices))))
+    max_per_row = max(1, int((full_width + _GAP) / (title_width + _GAP)))
+    # sqrt(2 n) slices per row: about twice as many as there are rows of slices
+    slice_rows = math.ceil(n_slices / min(max_per_row, math.ceil(math.sqrt(2 * n_slices))))
     slices_per_row = math.ceil(n_slices / slice_rows)
     width = (full_width + _GAP) / slices_per_row - _GAP
-    height = max(full_height / slice_rows, min(_FONT * slices.n_rows, _MIN_SLICE))
+    height = max(full_height / slice_rows, min(_FONT * slices.n_rows, _MIN_SLICE_HEIGHT))
     margin = max(_text_width(slices.row_label(row)) for row in range(slices.n_rows))
     margin += 6 * bool(margin)
     content_width = max(title_width, _text_width(legend(blocks)), full_width)
@@ -107,8 +109,8 @@ def _sheet(slices: Slices) -> _Sheet:
         margin = max(margin, half - center)
         content_width = max(content_width, full_width - width + center + half)
     top = (bool(title_width) + (slices.column_axis is not None)) * 1.5 * _FONT
-    labels = _fit_labels(blocks, width / slices.n_columns, height / slices.n_rows)
-    return _Sheet(slices, slices_per_row, width, height, margin, top, content_width, labels)
+    style = _fit_labels(blocks, width / slices.n_columns, height / slices.n_rows)
+    return _Sheet(slices, slices_per_row, width, height, margin, top, content_width, style)
 
 
 def _slice(sheet: _Sheet, n: int) -> Iterator[str]:
@@ -148,9 +150,9 @@ def _hatching(width: float, height: float) -> str:
 
 
 def _labels(sheet: _Sheet, n: int) -> Iterator[str]:
-    """Writes the devices of each block; if they do not fit, of every k-th row and column."""
-    slices, blocks, labels = sheet.slices, sheet.slices.blocks, sheet.labels
-    size, row_step, column_step = labels.font_size, labels.row_step, labels.column_step
+    """Labels the blocks with their devices, or only every k-th row and column if space is short."""
+    slices, blocks, style = sheet.slices, sheet.slices.blocks, sheet.label_style
+    size, row_step, column_step = style.font_size, style.row_step, style.column_step
     anchor = 'middle' if column_step == 1 else 'start'
     yield (
         f'<g font-size="{_px(size)}" fill="#000" text-anchor="{anchor}" stroke-width="4" '
@@ -159,7 +161,7 @@ def _labels(sheet: _Sheet, n: int) -> Iterator[str]:
     for row in range(0, slices.n_rows, row_step):
         for column in range(0, slices.n_columns, column_step):
             holders = slices.holders(n, row, column)
-            text = blocks.devices_label(holders, labels.max_devices)
+            text = blocks.devices_label(holders, style.max_devices)
             x = column * sheet.box_width + (2 if column_step > 1 else sheet.box_width / 2)
             y = row * sheet.box_height + max(size, sheet.box_height) / 2
             if column_step > 1 and x + len(text) * _CHARACTER * size > sheet.width:
@@ -173,7 +175,7 @@ def _labels(sheet: _Sheet, n: int) -> Iterator[str]:
     yield '</g>'
 
 
-def _fit_labels(blocks: Blocks, width: float, height: float) -> _Labels:
+def _fit_labels(blocks: Blocks, width: float, height: float) -> _LabelStyle:
     """Chooses the most detailed labels that fit into boxes of this size."""
     all_holders = [blocks.holders(i) for i in range(min(blocks.n_blocks, _MAX_BOXES))]
     widths = {  # {max_devices: the width of the widest label, in font sizes}
@@ -183,11 +185,11 @@ def _fit_labels(blocks: Blocks, width: float, height: float) -> _Labels:
     for max_devices, label_width in widths.items():
         size = min(_FONT, 0.95 * height, (width - 1) / label_width)
         if size >= _MIN_FONT:
-            return _Labels(max_devices, size)
+            return _LabelStyle(max_devices, size)
     min_width = widths[2] * _MIN_FONT
     row_step = 1 if 0.95 * height >= _MIN_FONT else math.ceil(2 * _MIN_FONT / height)
     column_step = 1 if width - 1 >= min_width else math.ceil(2 * min_width / width)
-    return _Labels(2, _MIN_FONT, row_step, column_step)
+    return _LabelStyle(2, _MIN_FONT, row_step, column_step)
 
 
 def _column_labels(slices: Slices, box_width: float) -> Iterator[tuple[str, float]]:
@@ -199,7 +201,7 @@ def _column_labels(slices: Slices, box_width: float) -> Iterator[tuple[str, floa
 
 
 def _every_kth(needed: float, box: float, n: int) -> range:
-    """Returns the indices of every k-th of n boxes; k boxes have the `needed` space for a label."""
+    """Chooses every k-th of n boxes for a label, where k boxes have the `needed` space."""
     return range(0, n, max(1, math.ceil(needed / box)))
 
 

@@ -15,9 +15,9 @@ Line: TypeAlias = list[Segment]
 
 _MAX_SLICES = 8
 _MAX_ROWS = 64
-_FIRST_ROWS, _LAST_ROWS = 24, 8  # the rows that longer pictures show
-_MAX_RULED_ROWS = 16  # longer pictures have no lines between rows
-_COLUMNS, _LINES = 32, 8  # the size of a single matrix, if its labels fit
+_FIRST_ROWS, _LAST_ROWS = 24, 8  # the rows that pictures of more than _MAX_ROWS rows show
+_MAX_RULED_ROWS = 16  # pictures of more rows have no lines between rows
+_WIDTH, _HEIGHT = 32, 8  # of a single matrix, if its labels fit
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,15 @@ class _Boxes:
 
 
 def text_lines(blocks: Blocks, width: int) -> list[Line]:
-    """Draws boxes if there are few slices and they fit in `width` columns; otherwise a table."""
+    """Draws boxes if they fit in `width` columns and there are few slices; otherwise a table."""
     slices = slices_of(blocks)
     boxes = _fit_boxes(slices, width) if len(slices.titles) <= _MAX_SLICES else None
     if boxes is None:
         return list(_table_lines(blocks, width))
-    n_beside = max(1, (width + 2) // (boxes.width + 2))
+    n_per_row = max(1, (width + 2) // (boxes.width + 2))
     lines: list[Line] = []
-    for start in range(0, len(slices.titles), n_beside):
-        indices = range(start, min(start + n_beside, len(slices.titles)))
+    for start in range(0, len(slices.titles), n_per_row):
+        indices = range(start, min(start + n_per_row, len(slices.titles)))
         if lines:
             lines.append([])
         drawn = [_slice_lines(boxes, n) for n in indices]
@@ -68,7 +68,7 @@ def text_lines(blocks: Blocks, width: int) -> list[Line]:
     return lines
 
 
-# Styles of column labels, from clearest to shortest:
+# Styles of column labels, from clearest to shortest. Each is a tuple of
 #   whether each label includes the axis name; if not, the name is in the corner
 #   the number of spaces on each side of the widest label or cell
 #   whether only every k-th column has a label, like the ticks of a ruler
@@ -82,7 +82,7 @@ _LABEL_STYLES = (
 
 
 def _fit_boxes(slices: Slices, width: int) -> _Boxes | None:
-    """Chooses the clearest labels with which the boxes fit in `width`; returns None if none fit."""
+    """Chooses the clearest labels with which the boxes fit in `width`, or returns None."""
     if 2 * slices.n_columns > width:  # a box has a line on its left and at least one character
         return None
     rows = _shown_rows(slices.n_rows)
@@ -134,7 +134,7 @@ def _column_labels(slices: Slices, has_names: bool) -> tuple[list[str], str]:
 
 
 def _every_kth(labels: Sequence[str], box_width: int) -> list[str]:
-    """Keeps every k-th label, where the widest label needs the width of k boxes."""
+    """Blanks all but every k-th label, where the widest label needs the width of k boxes."""
     step = max(map(display_width, labels)) // (box_width + 1) + 1
     last = len(labels) - step
     return [label if i % step == 0 and i <= last else '' for i, label in enumerate(labels)]
@@ -149,8 +149,8 @@ def _enlarged(boxes: _Boxes, width: int) -> _Boxes:
     if not slices.blocks.parts or not boxes.has_row_lines or len(slices.titles) > 1:
         return boxes
     room = (width - 1 - boxes.margin) // slices.n_columns - 1
-    box_width = max(boxes.box_width, min(_COLUMNS // slices.n_columns - 1, room))
-    height = _LINES // slices.n_rows - 1 if len(slices.blocks.parts) > 1 else 1
+    box_width = max(boxes.box_width, min(_WIDTH // slices.n_columns - 1, room))
+    height = _HEIGHT // slices.n_rows - 1 if len(slices.blocks.parts) > 1 else 1
     height -= height % 2 == 0  # odd, so that labels are centered
     return replace(boxes, box_width=box_width, box_height=max(height, 1))
 
@@ -166,8 +166,8 @@ def _slice_lines(boxes: _Boxes, n: int) -> list[Line]:
     for i, (label, row) in enumerate(zip(boxes.row_labels, boxes.cells[n], strict=True)):
         if i and boxes.has_row_lines:
             lines.append([(margin + _rule('├┼┤', boxes), None)])
-        for i_line in range(boxes.box_height):
-            is_middle = i_line == boxes.box_height // 2
+        for line_index in range(boxes.box_height):
+            is_middle = line_index == boxes.box_height // 2
             line: Line = [(_in_margin(label if is_middle else '', boxes), None)]
             for text, device in row:
                 line += [('│', None), (_center(text if is_middle else '', boxes.box_width), device)]
