@@ -35,9 +35,10 @@ class _ProductCollective(NamedTuple):
 
 
 def _find_product_collectives(facts: Facts) -> Iterator[_ProductCollective]:
-    """Pairs each collective that sends no gradients with each matmul of a weight in its line.
+    """Pairs collectives with the matmuls of weights in the same source line.
 
-    Yields none on a mesh with Explicit axes, where types determine the shardings.
+    Omits collectives of gradients. Yields nothing on a mesh with Explicit axes, because types
+    determine the shardings there.
     """
     if facts.trace is None or facts.is_explicit:
         return
@@ -55,7 +56,7 @@ def _find_product_collectives(facts: Facts) -> Iterator[_ProductCollective]:
 
 
 def weight_and_data(product: Product) -> tuple[Value, Value] | None:
-    """Returns (weight operand, other operand); None if neither is a weight."""
+    """Returns (weight, other operand), or None if neither operand is a weight."""
     for weight, data in ((product.right, product.left), (product.left, product.right)):
         if weight.argument is not None and not weight.is_data:
             return weight, data
@@ -69,11 +70,11 @@ def missing_constraint(facts: Facts) -> Iterator[Finding]:
     """Reports activations sent along the batch's mesh axes, if gathering weights would send less.
 
     In fully sharded data parallelism (FSDP) without constraints on the activations, the compiler
-    may shard the features of the activations like those of the weights, and not the batch.
+    may shard the features of the activations like those of the weights, instead of the batch.
     """
     flagged: dict[frozenset[str], list[_ProductCollective]] = {}
     for item in _find_product_collectives(facts):
-        # `of` may be the path of an argument that is gathered, such as a frozen weight
+        # `of` has a path if an argument is gathered, such as a frozen weight
         is_activation = item.row.role == 'activations' and not item.row.of
         if is_activation and _is_cheaper_to_gather_weight(facts, item):
             flagged.setdefault(item.along, []).append(item)
@@ -133,11 +134,11 @@ def _gathered_bytes(facts: Facts, item: _ProductCollective) -> int:
 def _value_to_constrain(
     facts: Facts, along: frozenset[str], items: Sequence[_ProductCollective]
 ) -> tuple[str, Sequence[Axis], str] | None:
-    """Returns the line, axes and description of the value to constrain.
+    """Returns the line, axes and description of the value to constrain, or None.
 
     First choice: the result of an embedding lookup whose indices are sharded over mesh axes in
-    `along`: the compiler may shard it like the table. Second choice: the data of the first matmul
-    whose batch is sharded like an input. None if the user's code already constrains them.
+    `along`, unless the user's code constrains it. The compiler may shard it like the table. Second
+    choice: the data of the first matmul whose batch has the sharding of an input.
     """
     assert facts.trace is not None
     constrained = {constraint.before for constraint in facts.trace.constraints}
@@ -158,7 +159,7 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
     """Reports contracted axes that are sharded in the data, but not in the weight.
 
     If the activations inherit the sharding of a lookup table, suggests constraining the result of
-    the lookup; else, sharding the axis of the weight.
+    the lookup. Otherwise, suggests sharding the axis of the weight.
     """
     if facts.trace is None:
         return
@@ -166,12 +167,11 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
     inherited: dict[tuple[int, frozenset[str]], list[_ProductCollective]] = {}
     # keyed by (source line, name of the contracted axis, suggested expression of the weight)
     reshardable: dict[tuple[str, str, str], list[_ProductCollective]] = {}
-    # arguments that a suggestion reshards. Data that inherits its sharding from one of them comes
-    # later in program order, and needs no suggestion.
+    # arguments that a suggestion reshards; data whose sharding comes from one needs no suggestion
     resharded: set[int] = set()
     order = {id(product): i for i, product in enumerate(facts.trace.products)}
     for item in sorted(_find_product_collectives(facts), key=lambda item: order[id(item.product)]):
-        for axis, weight_axis in _mismatched(facts, item):
+        for axis, weight_axis in _mismatched_axes(facts, item):
             if isinstance(axis.origin, int) and axis.origin in facts.lookup_tables:
                 inherited.setdefault((axis.origin, item.along), []).append(item)
             elif item.row.kind != 'all-reduce' and axis.origin not in resharded:
@@ -198,8 +198,8 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _mismatched(facts: Facts, item: _ProductCollective) -> Iterator[tuple[Axis, Axis]]:
-    """Yields (axis of data, axis of weight) for contracted axes sharded only in the data.
+def _mismatched_axes(facts: Facts, item: _ProductCollective) -> Iterator[tuple[Axis, Axis]]:
+    """Yields (axis of data, axis of weight) for each contracted axis sharded only in the data.
 
     Omits a contracted batch, and matmuls of the backward pass.
     """
@@ -218,9 +218,10 @@ def _mismatched(facts: Facts, item: _ProductCollective) -> Iterator[tuple[Axis, 
 def _weight_sharded_like_data(
     facts: Facts, item: _ProductCollective, data_axis: Axis, weight_axis: Axis
 ) -> str | None:
-    """Returns the weight's expression with its contracted axis sharded like that of the data.
+    """Returns the expression of a weight whose contracted axis is sharded like that of the data.
 
-    None if `weight_axis` is sharded already, not divisible, or not an axis of the argument itself.
+    Returns None if `weight_axis` is already sharded, is not divisible, or is not an axis of the
+    argument itself.
     """
     assert item.weight.argument is not None
     assert facts.mesh is not None
@@ -240,13 +241,13 @@ def _weight_sharded_like_data(
 def _inherited_sharding(
     facts: Facts, table: int, along: frozenset[str], items: Sequence[_ProductCollective]
 ) -> Iterator[Finding]:
-    """Reports activations that inherit the sharding of argument `table`, if that sends more."""
+    """Reports activations that inherit the sharding of argument `table`, unless that is free."""
     assert facts.trace is not None
     assert facts.mesh is not None
     distinct = {item.collective.name: item for item in items}.values()
     n_bytes = sum(item.row.total_bytes for item in distinct)
-    # the sharding costs nothing if it splits an all-reduce into a reduce-scatter and an all-gather,
-    # which together send as much
+    # the sharding is free if it splits an all-reduce into a reduce-scatter and an all-gather, which
+    # together send as much
     scattered = sum(
         row.total_bytes
         for row, axes in zip(facts.rows, facts.along, strict=True)

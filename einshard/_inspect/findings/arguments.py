@@ -46,7 +46,7 @@ def _paired(
 ) -> Iterator[tuple[ArrayRow, ArrayRow]]:
     """Pairs each row with one of `others` that has the same shape, dtype and last key of the path.
 
-    Of several, chooses the one whose path has the longest suffix in common; omits ties.
+    If several match, chooses the one whose path has the longest common suffix. Omits ties.
     """
     by_last_key: dict[object, list[ArrayRow]] = {}
     for other in others:

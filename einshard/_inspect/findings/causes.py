@@ -42,7 +42,7 @@ def _cause(collective: Collective, row: CollectiveRow, constrained: _Constrained
         return 'unknown'
     if collective.kind in ('all-reduce', 'reduce-scatter'):
         return 'inserted' if operation in _REDUCING else 'unknown'
-    # XLA may give the op_name of a matmul to the collective for a constraint on the matmul's result
+    # a collective for a constraint may have the op_name of the matmul whose result is constrained
     if operation not in PRODUCTS:
         return 'unknown'
     if row.role == 'weights':
@@ -54,10 +54,10 @@ class _Constrained:
     """The matmuls and arguments that the user's code constrains.
 
     Attributes:
-        has_trace: whether there is a traced function; if not, `lines` and `paths` are empty.
-        lines: the source lines of matmuls whose result is constrained; or returned, because the
-            caller may constrain it.
-        paths: the paths of the arguments that are constrained.
+        has_trace: whether the function was traced. If not, `lines` and `paths` are empty.
+        lines: the source lines of matmuls whose result is constrained, or is returned to a caller
+            that may constrain it.
+        paths: the paths of the constrained arguments.
     """
 
     def __init__(self, facts: Facts):
@@ -70,24 +70,24 @@ class _Constrained:
         for constraint in facts.trace.constraints:
             if constraint.before.argument is not None:
                 self.paths.add(facts.arguments[constraint.before.argument].path)
-        for eqn in _products_before_constraints(jaxpr):
+        for eqn in _last_products(jaxpr):
             self.lines.add(line_of(eqn, facts.has_only_innermost_lines))
 
 
-def _products_before_constraints(jaxpr: Any) -> Iterator[Any]:
-    """Yields the nearest matmuls before constraints and results, also in nested jaxprs."""
+def _last_products(jaxpr: Any) -> Iterator[Any]:
+    """Yields the last matmul on each path to a constraint or a result, also in nested jaxprs."""
     producers = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     constrained = [id(v) for v in jaxpr.outvars]
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in _CONSTRAINTS:
             constrained.append(id(eqn.invars[0]))
         for inner in inner_jaxprs(eqn.params.values()):
-            yield from _products_before_constraints(inner)
-    yield from _nearest_products(constrained, producers)
+            yield from _last_products(inner)
+    yield from _last_products_before(constrained, producers)
 
 
-def _nearest_products(variable_ids: Sequence[int], producers: dict[int, Any]) -> Iterator[Any]:
-    """Yields the nearest matmuls on the way back from variables; `producers` is {id: equation}."""
+def _last_products_before(variable_ids: Sequence[int], producers: dict[int, Any]) -> Iterator[Any]:
+    """Yields the last matmul on each path to the variables; `producers` is {id: equation}."""
     stack, seen = list(variable_ids), set(variable_ids)
     while stack:
         eqn = producers.get(stack.pop())

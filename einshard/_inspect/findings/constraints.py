@@ -26,9 +26,9 @@ _DEVICE_PUT = (
 )
 
 
-def idle_constraints(facts: Facts) -> Iterator[Finding]:
+def unused_constraints(facts: Facts) -> Iterator[Finding]:
     """Reports constraints whose result is unused, and `jax.device_put` to Auto mesh axes."""
-    return (finding for finding, is_repeated in _idle(facts) if not is_repeated)
+    return (finding for finding, is_repeated in _no_effect(facts) if not is_repeated)
 
 
 def repeated_constraints(facts: Facts) -> Iterator[Finding]:
@@ -36,13 +36,13 @@ def repeated_constraints(facts: Facts) -> Iterator[Finding]:
 
     Constraints that match the compiler's own choice are not detected.
     """
-    return (finding for finding, is_repeated in _idle(facts) if is_repeated)
+    return (finding for finding, is_repeated in _no_effect(facts) if is_repeated)
 
 
-def _idle(facts: Facts) -> Iterator[tuple[Finding, bool]]:
-    """Yields one finding for each line whose constraints all have no effect.
+def _no_effect(facts: Facts) -> Iterator[tuple[Finding, bool]]:
+    """Yields (finding, is_repeated) for each line whose constraints all have no effect.
 
-    The bool is whether they repeat a sharding that the value already has.
+    `is_repeated` says that the value already has the sharding.
     """
     if facts.stages.traced is None:
         return
@@ -63,10 +63,10 @@ def _idle(facts: Facts) -> Iterator[tuple[Finding, bool]]:
 
 
 def _constraints(jaxpr: Any, shardings: dict[Any, Any]) -> Iterator[tuple[str, str | None]]:
-    """Yields (line, why it has no effect) for each constraint; (line, None) if it has an effect.
+    """Yields (line, why it has no effect) for each constraint, or (line, None) if it has one.
 
-    Also yields `jax.device_put`s without effect. Searches `jaxpr` and its nested jaxprs.
-    `shardings` has the shardings of the inputs; those of the results of constraints are added.
+    Also yields each `jax.device_put` without effect, and searches nested jaxprs. `shardings` has
+    the shardings of the inputs; this function adds those of constrained values.
     """
     read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
     read |= {id(v) for v in jaxpr.outvars}
@@ -135,7 +135,7 @@ def names_without_rule(facts: Facts) -> Iterator[Finding]:
 
 
 def _rule(mesh_axes: tuple[str, ...], mesh: AnyMesh) -> str:
-    """Formats '@data', '@(data,fsdp)', or '4' on einshard's own mesh."""
+    """Formats '@data' or '@(data,fsdp)', or '4' on the canonical mesh."""
     if is_device_mesh(mesh):
         return str(prod(mesh.shape[name] for name in mesh_axes))
     return f'@{mesh_axes[0]}' if len(mesh_axes) == 1 else f'@({",".join(mesh_axes)})'

@@ -15,7 +15,7 @@ from .values import Axis, drop_repeats
 
 
 def expression_of(axes: Sequence[Axis], mesh: AnyMesh) -> str:
-    """Axes without a name get unused letters.
+    """Writes the sharding of a value as an expression. Axes without a name get unused letters.
 
     If several axes have the same name, such as the two sequence axes of attention scores, only the
     first keeps it.
@@ -34,7 +34,7 @@ def _axis_names(axes: Sequence[Axis]) -> list[str]:
 
 
 def shard_text(placements: Mapping[str, str]) -> str:
-    """{'w': 'x y*'} -> "shard w with 'x y*'"."""
+    """Formats {'w': 'x y*'} as "shard w with 'x y*'"."""
     by_placement: dict[str, list[str]] = {}
     for path, placement in placements.items():
         by_placement.setdefault(placement, []).append(path)

@@ -25,7 +25,7 @@ from ..report_rows import ArrayRow, CollectiveRow, ProductRow
 from .trace import Trace, argument_values, read_trace
 from .values import Axis, Value
 
-_LARGE = 0.02  # smallest fraction of all bytes that is reported; gradients of norm scales are less
+_MIN_FRACTION = 0.02  # of the bytes of all collectives; gradients of norm scales are less
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,15 @@ class Facts:
     Attributes:
         memory: None if unknown.
         chip: None if unknown, as for CPUs.
-        devices: in the order of the program.
-        meshes: of the arguments and results.
+        devices: the devices of the program, in its order.
+        meshes: the meshes of the arguments and results.
         arguments, results: the arrays, including unused ones.
         argument_rows, result_rows: the same arrays, as rows of the report.
-        collectives, rows: the collectives, as in the HLO and as rows of the report.
-        all_gathers: those with a single operand, by instruction name.
+        collectives: the collectives in the HLO.
+        rows: the same collectives, as rows of the report.
+        all_gathers: {instruction name: all-gather with a single operand}.
         weights: {parameter number: whether it is a weight or optimizer state}.
-        replicated_above: replicated arrays of more bytes than this are noted.
+        replicated_above: the number of bytes above which a replicated array is noted.
     """
 
     stages: Stages
@@ -93,7 +94,7 @@ class Facts:
 
     @functools.cached_property
     def updated(self) -> Sequence[int]:
-        """The indices of the arguments that are weights or optimizer state; [] in inference."""
+        """The indices of the arguments that are weights or optimizer state. Empty in inference."""
         numbers = enumerate(self.used_arguments)
         return [i for n, i in numbers if self.is_training and self.weights.get(n)]
 
@@ -101,13 +102,13 @@ class Facts:
     def mesh(self) -> AnyMesh | None:
         """The mesh of all arguments and results.
 
-        None if they have no mesh or several, or if it has only one device.
+        None if they have no mesh or several meshes, or if the mesh has only one device.
         """
         return self.meshes[0] if len(self.meshes) == 1 and self.meshes[0].size > 1 else None
 
     @functools.cached_property
     def trace(self) -> Trace | None:
-        """None for a `Lowered` or `Compiled`, which have no jaxpr, and if `mesh` is None."""
+        """None if `mesh` is None, or if there is no jaxpr, as for a `Lowered` or `Compiled`."""
         if self.stages.traced is None or self.mesh is None:
             return None
         jaxpr = self.stages.traced.jaxpr.jaxpr
@@ -156,7 +157,7 @@ class Facts:
 
     @functools.cached_property
     def along(self) -> Sequence[frozenset[str]]:
-        """For each collective, the mesh axes that its groups span in full; empty if none fit."""
+        """For each collective, the mesh axes that its groups span in full. Empty if unknown."""
         return self._by_groups(lambda groups, mesh: mesh_axes_of(groups, mesh) or ())
 
     @functools.cached_property
@@ -179,4 +180,4 @@ class Facts:
     @functools.cached_property
     def least_bytes(self) -> float:
         """Collectives that send fewer bytes than this in one run are not worth a finding."""
-        return _LARGE * sum(row.total_bytes for row in self.rows)
+        return _MIN_FRACTION * sum(row.total_bytes for row in self.rows)

@@ -7,7 +7,7 @@ import itertools
 from ..report_rows import Finding
 from .activations import contracted_axes, missing_constraint
 from .arguments import replicated_results, unsharded_states
-from .constraints import idle_constraints, names_without_rule, repeated_constraints
+from .constraints import names_without_rule, repeated_constraints, unused_constraints
 from .facts import Facts
 from .gathers import fully_rematerialized, gathered_again, weights_gathered_again
 from .large_arrays import replicated
@@ -18,7 +18,7 @@ from .sharded_loops import sharded_loop_axis
 from .sliced_axes import sliced_axis
 from .slow_network import slow_network
 
-_URGENT = ('does not fit', 'promise broken')  # the program does not run
+_URGENT = ('does not fit', 'promise broken')  # findings about programs that do not run
 _DIAGNOSES = (
     does_not_fit,
     promise_broken,
@@ -35,7 +35,7 @@ _DIAGNOSES = (
     gathered_again,
     names_without_rule,
     slow_network,
-    idle_constraints,
+    unused_constraints,
 )
 _NOTES = (
     not_checked,

@@ -59,7 +59,7 @@ def _before_and_after(
 ) -> tuple[str, str] | None:
     """Returns the expressions of an array before it is all-gathered, and after it is sliced again.
 
-    None if no mesh has both shardings.
+    Returns None if no mesh has both shardings.
     """
     ndim = len(gather.array.shape)
     assert gather.kept is not None
@@ -79,8 +79,9 @@ class _RepeatedGather(NamedTuple):
 
     Attributes:
         gather: its first all-gather.
-        how_often: such as 'gathered 2 times'.
-        lines, bytes: the source lines of all its all-gathers, and what a device sends in them.
+        how_often: a text such as 'gathered 2 times'.
+        lines: the source lines of all its all-gathers.
+        bytes: the bytes that a device sends in all its all-gathers.
         is_weight: whether the array is a weight in training.
         along: the mesh axes that `gather` runs along.
     """
@@ -99,7 +100,7 @@ def gathered_again(facts: Facts) -> Iterator[Finding]:
     Weights are not reported in training: they are gathered again in the backward pass, and for each
     microbatch, because keeping them would take the memory that sharding saves.
     """
-    # activations may be gathered twice because of a wrong sharding, which these report
+    # these report wrong shardings, which may be the reason that activations are gathered twice
     causes = (missing_constraint, contracted_axes, sharded_loop_axis)
     has_cause = any(any(diagnose(facts)) for diagnose in causes)
     for repeated in _repeated_gathers(facts):
@@ -117,7 +118,7 @@ def gathered_again(facts: Facts) -> Iterator[Finding]:
 
 
 def weights_gathered_again(facts: Facts) -> Iterator[Finding]:
-    """Notes weights that are gathered again: one note for those gathered equally often."""
+    """Notes weights that are gathered again, with one note for each value of `how_often`."""
     groups: dict[str, list[tuple[str, _RepeatedGather]]] = {}
     for repeated in _repeated_gathers(facts):
         if repeated.is_weight:
@@ -133,7 +134,7 @@ def weights_gathered_again(facts: Facts) -> Iterator[Finding]:
 
 
 def _gather_before_loop(facts: Facts, repeated: _RepeatedGather) -> str:
-    """Suggests gathering an argument before the loop; '' if that is not sure to help."""
+    """Suggests gathering an argument before the loop, or returns '' if that may not help."""
     gather, parameter = repeated.gather, repeated.gather.parameter
     if not gather.is_invariant or parameter is None or facts.mesh is None or not repeated.along:
         return ''
@@ -145,10 +146,7 @@ def _gather_before_loop(facts: Facts, repeated: _RepeatedGather) -> str:
 
 
 def _repeated_gathers(facts: Facts) -> Iterator[_RepeatedGather]:
-    """Yields arrays that are gathered several times, or in a loop that does not change them.
-
-    For weights, all-gathers in the forward and in the backward pass count together.
-    """
+    """For weights, counts the all-gathers of the forward and the backward pass together."""
     gathers: dict[object, list[tuple[AllGather, CollectiveRow, frozenset[str]]]] = {}
     weight_keys: set[object] = set()
     for collective, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
@@ -163,7 +161,7 @@ def _repeated_gathers(facts: Facts) -> Iterator[_RepeatedGather]:
     for key, repeats in gathers.items():
         gather, first, along = repeats[0]
         lines = list(dict.fromkeys(row.source for _, row, _ in repeats if row.source))
-        # XLA gathers activations of one line again to save memory, which is not reported
+        # not reported: XLA gathers activations again in the same line, to save memory
         if len(repeats) > 1 and (len(lines) > 1 or key in weight_keys):
             how_often = f'gathered {len(repeats)} times'
         elif gather.is_invariant:

@@ -16,10 +16,10 @@ _FRAME = re.compile(r'(.*?):(\d+)\b')
 
 
 def line_of(eqn: Any, innermost: bool = False) -> str:
-    """Returns the source line of an equation, as in its HLO: 'model.py:12'; '' if unknown.
+    """Returns the source line of an equation, as in its HLO: 'model.py:12'. Returns '' if unknown.
 
-    `innermost` is for HLO of JAX 0.8: it has only the innermost line of the call stack, which may
-    be in a library such as Flax, not the user's line.
+    HLO of JAX 0.8 has only the innermost line of the call stack, even if it is in a library such as
+    Flax. If `innermost`, returns this line instead of the user's.
     """
     # imported here because it loads modules that nothing else needs
     from jax.extend.source_info_util import summarize

@@ -11,7 +11,7 @@ from .values import Axis, Product, Value, drop_repeats, merged, merged_axis, wit
 
 
 def elementwise(v: Any, values: Sequence[Value]) -> Value:
-    """Returns the result `v` of an operation that is elementwise, or not in `RULES`."""
+    """Returns the value of `v`, a result of an operation that is treated as elementwise."""
     return merged(values, getattr(v.aval, 'ndim', 0))
 
 
@@ -63,7 +63,7 @@ def _concatenate(eqn: Any, values: Sequence[Value]) -> Value:
 
 PRODUCTS = ('dot_general', 'conv_general_dilated')
 _REDUCTIONS = ('reduce_sum', 'reduce_max', 'reduce_min', 'reduce_prod', 'reduce_and', 'reduce_or')
-# {primitive: function of an equation and the values of its operands that returns its result}
+# {primitive: function of (equation, values of the operands) that returns the result}
 RULES: Mapping[str, Callable[[Any, Sequence[Value]], Value]] = {
     'transpose': _transpose,
     'broadcast_in_dim': _broadcast,
@@ -78,7 +78,7 @@ RULES: Mapping[str, Callable[[Any, Sequence[Value]], Value]] = {
 
 
 def flops_of(eqn: Any) -> int:
-    """Returns the flops of a matmul or convolution, as if unsharded; 0 for other operations."""
+    """Returns the flops of an unsharded matmul or convolution, or 0 for other operations."""
     name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     if name == 'dot_general':
         (contracted, _), _ = eqn.params['dimension_numbers']
@@ -92,7 +92,7 @@ def flops_of(eqn: Any) -> int:
 
 
 def product_of(eqn: Any, values: Sequence[Value]) -> Product | None:
-    """Returns None for a gather that is not a lookup.
+    """Reads a matmul, convolution or lookup. Returns None for gathers that are not lookups.
 
     The caller sets `line`, `flops`, `is_backward` and `in_shard_map`.
     """
@@ -119,7 +119,7 @@ def product_of(eqn: Any, values: Sequence[Value]) -> Product | None:
 def _result(left: Value, right: Value, batch_axes: Sequence[Axis], free: list[list[Axis]]) -> Value:
     """Returns the result of a matmul; `free` has the free axes of the left and right operand."""
     used = {name for axis in batch_axes for name in axis.mesh_axes}
-    # if both operands are sharded over a mesh axis, the data keeps it, and the weight is gathered
+    # if both operands are sharded over a mesh axis, the data stays sharded, the weight is gathered
     order = (0, 1) if left.is_data or not right.is_data else (1, 0)
     for i in order:
         free[i] = [axis.without_mesh_axes(used) for axis in free[i]]

@@ -20,13 +20,13 @@ from .expressions import expression_of
 from .facts import Facts
 from .trace import Loop, mesh_entries
 
-_SMALL = 1024  # bytes; smaller sums are not worth a change
+_MIN_BYTES = 1024  # smaller sums are not worth a change
 
 
 def sliced_sums(facts: Facts) -> Iterator[Finding]:
     """Reports all-reduces after matmuls if each device keeps only a slice of the result."""
     for row, along, place in zip(facts.rows, facts.along, facts.places, strict=True):
-        if row.kind != 'all-reduce' or place is None or row.is_backward or row.bytes < _SMALL:
+        if row.kind != 'all-reduce' or place is None or row.is_backward or row.bytes < _MIN_BYTES:
             continue
         found = find_sliced_sum(facts.module, place)
         # XLA replaces an all-reduce and a slice of it by a reduce-scatter, but not on CPU
@@ -49,7 +49,7 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
 def _constraint(facts: Facts, line: str, along: frozenset[str], found: SlicedSum) -> str:
     """Suggests a constraint that makes XLA reduce-scatter the result of the matmul in `line`.
 
-    '' if none is sure to help, for example because the line has no matmul, or several.
+    Returns '' if none is sure to help, for example because the line has several matmuls.
     """
     products = facts.trace.products if facts.trace else ()
     results = {p.result for p in products if p.line == line and not p.is_backward}
@@ -193,7 +193,8 @@ def _saved_bytes(facts: Facts, forward: _Sum, again: _Sum) -> int | None:
     """Returns the bytes per device that saving the result for the backward pass would take.
 
     A loop around only the forward pass keeps the results of all its iterations. A loop around both
-    passes, such as one over microbatches, keeps one result at a time. None if unknown.
+    passes, such as one over microbatches, keeps one result at a time. Returns None if the loops or
+    their trip counts are unknown.
     """
     if forward.place is None or again.place is None:
         return None

@@ -17,8 +17,9 @@ from .facts import Facts
 from .sharded_loops import sharded_loop_axis, suggestion_for_batch
 from .values import Axis, Product, Value
 
-_REPEATED = 1.5  # smallest reported ratio of the flops of all devices to those before partitioning
-_LARGE = 0.05  # smallest reported fraction of all flops; the router of a MoE layer has less
+# the smallest ratios that are reported
+_MIN_RATIO = 1.5  # flops of all devices / flops before partitioning
+_MIN_WASTED = 0.05  # wasted flops / all flops of a device; the router of a MoE layer wastes less
 
 
 class _RepeatedLine(NamedTuple):
@@ -27,14 +28,14 @@ class _RepeatedLine(NamedTuple):
     line: str
     n_repeats: int  # the number of devices that compute the same
     wasted: int  # flops of a device beyond its share of the flops before partitioning
-    products: Sequence[Product]  # matmuls, of the forward pass if it has any; the largest first
+    products: Sequence[Product]  # of the forward pass, or else the backward pass; largest first
 
 
 def replicated_compute(facts: Facts) -> Iterator[Finding]:
     """Reports lines whose matmuls take more flops on all devices together than before partitioning.
 
-    Rematerialization counts in the flops before partitioning, too. Omits lines in loops of unknown
-    trip count and in conditionals.
+    Both counts include rematerialization. Omits lines in loops of unknown trip count and in
+    conditionals.
     """
     if facts.trace is None or facts.mesh is None:
         return
@@ -46,7 +47,7 @@ def replicated_compute(facts: Facts) -> Iterator[Finding]:
     has_cause = any(itertools.chain(missing_constraint(facts), sharded_loop_axis(facts)))
     for (n_repeats, unused), lines in groups.items():
         wasted = sum(repeated.wasted for repeated in lines)
-        if wasted < _LARGE * total or (not unused and has_cause):
+        if wasted < _MIN_WASTED * total or (not unused and has_cause):
             continue
         texts = first_of([short_source(repeated.line) for repeated in lines], 4)
         yield Finding(
@@ -89,19 +90,21 @@ def _repeated_lines(facts: Facts) -> Iterator[_RepeatedLine]:
             continue
         ratio = compiled[line] * facts.n_devices / max(sum(flops), 1)
         wasted = compiled[line] - sum(flops) / facts.n_devices
-        if ratio >= _REPEATED:
+        if ratio >= _MIN_RATIO:
             forward = [product for product in products if not product.is_backward] or products
             forward.sort(key=lambda product: -(product.flops or 0))
             yield _RepeatedLine(line, round(ratio), int(wasted), forward)
 
 
 def _suggestion(facts: Facts, unused: tuple[str, ...], lines: Sequence[_RepeatedLine]) -> str:
-    """Suggests a change after which each device computes a part of the matmuls; '' if unknown.
+    """Suggests a change after which each device computes a part of the matmuls, or returns ''.
 
-    `unused` are the mesh axes that shard no operand of the matmuls. If there are none, suggests a
-    constraint on the result. Otherwise, the first of these that applies: to keep the batch of a
-    loop sharded over them; if they shard no argument, to shard the batch over them; to shard the
-    weights over them.
+    `unused` are the mesh axes that shard no operand of the matmuls. Suggests, if
+
+    * there are none: a constraint on the result
+    * a loop runs over a batch that they shard: keeping the batch sharded in the loop
+    * they shard no argument: sharding the batch over them
+    * none of these applies: sharding the weights over them
     """
     if not unused:
         return _constrain_result(facts, lines[0])
@@ -115,7 +118,8 @@ def _suggestion(facts: Facts, unused: tuple[str, ...], lines: Sequence[_Repeated
 def _constrain_result(facts: Facts, repeated: _RepeatedLine) -> str:
     """Suggests a constraint on the result of a matmul whose operands use all mesh axes.
 
-    If the compiler gathers an operand, suggests sharding the batch. '' if neither is sure to help.
+    If the compiler gathers an operand, suggests sharding the batch. Returns '' if neither is sure
+    to help.
     """
     assert facts.mesh is not None
     if any(_unused_mesh_axes(facts, product) for product in repeated.products):
@@ -160,10 +164,10 @@ def _shard_weights(facts: Facts, unused: tuple[str, ...], lines: Sequence[_Repea
 
 
 def _shard_batch(facts: Facts, added: tuple[str, ...], product: Product) -> str:
-    """Suggests sharding the batch also over the mesh axes `added`; '' if no batch is divisible.
+    """Suggests sharding a batch also over the mesh axes `added`, or returns ''.
 
-    The batch is the first axis of a data argument, if sharded. If there is none, it is the first
-    axis of the matmul's data operand, if that is an argument.
+    A batch is a sharded first axis of a data argument. If there is none, the batch is the first
+    axis of the data argument that the matmul reads. Chooses the first divisible batch.
     """
     assert facts.mesh is not None
     data = [(i, value) for i, value in enumerate(facts.values) if value.is_data and value.axes]
@@ -205,7 +209,7 @@ def _axis_to_shard(
     for i in contracted:
         if fits[i] and weight.axes[i].name in sharded_names:
             return weight.axes[i]
-    # an axis without a name may be contracted with one of `sharded_names`, and would be gathered
+    # an axis without a name may be contracted with a sharded axis, and would then be gathered
     if sharded_names and not all(axis.name for axis in weight.axes):
         return None
     for i, axis in enumerate(weight.axes):

@@ -56,7 +56,7 @@ def sharded_loop_axis(facts: Facts) -> Iterator[Finding]:
 
 
 def suggestion_for_batch(facts: Facts, mesh_axes: Collection[str]) -> str:
-    """Suggests how to keep a scanned batch sharded over `mesh_axes` in the loop body, or ''."""
+    """Suggests how to keep a scanned batch sharded over `mesh_axes` in a loop, or returns ''."""
     for (line, axes, _), arrays in _arrays_of_scans(facts).items():
         if set(mesh_axes) & set(axes) and (suggestion := _constraint(facts, line, arrays)):
             return suggestion
@@ -81,7 +81,7 @@ def _arrays_of_scans(facts: Facts) -> dict[_ShardedScan, list[Scanned]]:
 def _collectives_of_activations(facts: Facts, mesh_axes: Sequence[str]) -> list[CollectiveRow]:
     """Returns the collectives of activations along `mesh_axes`.
 
-    Omits lines without a matmul of a weight, and lines where `mesh_axes` shard the batch.
+    Omits lines without a matmul of a weight, and lines in which `mesh_axes` shard the batch.
     """
     assert facts.trace is not None
     is_sharded: dict[str, bool] = {}
@@ -119,9 +119,10 @@ def _collectives_of_weights(
 
 
 def _constraint(facts: Facts, line: str, arrays: Sequence[Scanned]) -> str:
-    """Suggests sharding the second axis of `arrays` instead of the first, which a reshape created.
+    """Suggests sharding the second axis of reshaped `arrays` instead of the first.
 
-    '' if the first axis is one of an argument, or if the second is not divisible.
+    Returns '' if an array is an argument that is not reshaped, or if its second axis is missing or
+    not divisible.
     """
     assert facts.mesh is not None
     constraints: dict[str, None] = {}
@@ -141,7 +142,7 @@ def _constraint(facts: Facts, line: str, arrays: Sequence[Scanned]) -> str:
 
 
 def _other_axis(facts: Facts, arrays: Sequence[Scanned]) -> str:
-    """Suggests sharding another divisible axis of each argument; '' if one of `arrays` has none."""
+    """Suggests sharding another axis of each argument, or returns '' if none is divisible."""
     assert facts.mesh is not None
     placements: dict[str, str] = {}
     for scanned in arrays:
@@ -175,7 +176,7 @@ def _arrays_text(facts: Facts, arrays: Sequence[Scanned]) -> str:
 
 
 def _along_text(facts: Facts, value: Value) -> str:
-    """Formats the mesh axes that shard the first axis; on einshard's own mesh, the array axis."""
+    """Formats the mesh axes that shard the first axis or, on the canonical mesh, its name."""
     first, *rest = value.axes
     names = [axis.name for axis in (first, *rest[:1]) if axis.name]
     if facts.mesh is not None and is_device_mesh(facts.mesh) and names:

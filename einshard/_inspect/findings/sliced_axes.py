@@ -11,15 +11,15 @@ from .facts import Facts
 from .trace import Slice
 from .values import Axis
 
-# the kinds that move slices: an all-reduce in the same line has another cause
+# collectives that move slices; an all-reduce in the same line has another cause
 _KINDS = ('collective-permute', 'all-to-all', 'all-gather')
 
 
 def sliced_axis(facts: Facts) -> Iterator[Finding]:
     """Reports slices along a sharded axis, such as those of `jnp.split` on a fused projection.
 
-    The parts are on different devices, so the compiler sends them to shard each over all devices of
-    the mesh axis.
+    The parts are on different devices. The compiler reshards each part over all devices of the mesh
+    axis.
     """
     slices: dict[tuple[str, tuple[str, ...]], Slice] = {}
     for sliced in facts.trace.slices if facts.trace else ():
@@ -46,7 +46,7 @@ def sliced_axis(facts: Facts) -> Iterator[Finding]:
 
 
 def _suggestion(facts: Facts, sliced: Slice) -> str:
-    """Suggests an axis that numbers the parts; '' if they are single elements or differ in size."""
+    """Suggests an axis of parts, or returns '' if they are single elements or differ in size."""
     assert facts.mesh is not None
     if sliced.part < 2 or sliced.size % sliced.part:
         return ''

@@ -11,9 +11,9 @@ from .facts import Facts
 
 
 def slow_network(facts: Facts) -> Iterator[Finding]:
-    """Reports mesh axes across TPU slices that send more than twice the bytes of one within slices.
+    """Suggests swapping a mesh axis across TPU slices with one of the same size within slices.
 
-    Only if they have the same size, so that they can be swapped.
+    Reports it only if more than twice as many bytes are sent along the axis across slices.
     """
     mesh = facts.mesh
     if mesh is None or len(set(facts.slices)) < 2:

@@ -71,9 +71,9 @@ class _CallSite(NamedTuple):
     """Where a jaxpr is called.
 
     Attributes:
-        runs: how often the jaxpr runs in one run of the function; None if unknown.
-        n_shards: the number of shards in a `shard_map` and those around it; else 0.
-        call: the equation that calls the jaxpr.
+        runs: how often the jaxpr runs in one run of the function, or None if unknown.
+        n_shards: in a `shard_map`, the product of the sizes of all manual mesh axes; else 0.
+        call: the equation that calls the jaxpr, such as `jit`.
     """
 
     runs: int | None = 1
@@ -129,7 +129,7 @@ class _Reader:
             n_shards = prod(
                 size
                 for axis, size in mesh.shape.items()
-                # Manual: of a shard_map around this one
+                # Manual axes: those of a shard_map around this one
                 if manual is None or axis in manual or types[axis] == AxisType.Manual
             )
             inner = [_unsharded(v) for v in eqn.params['jaxpr'].invars]
@@ -241,7 +241,7 @@ class _Reader:
 
 
 def mesh_entries(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...] | None]:
-    """Returns, for each axis, the mesh axes of size > 1 that shard it; None if unconstrained."""
+    """Returns the mesh axes of size > 1 that shard each axis, or None for unconstrained axes."""
     entries: list[tuple[str, ...] | None] = []
     for entry in [*spec_axes(sharding.spec), *[()] * ndim][:ndim]:
         if entry and entry[0] is PartitionSpec.UNCONSTRAINED:
@@ -271,13 +271,13 @@ def argument_values(
 
 
 def _unsharded(v: Any, values: Sequence[Value] = ()) -> Value:
-    """Returns an unsharded value with the rank of `v`; its `is_data` is that of any of `values`."""
+    """Returns an unsharded value with the rank of `v`. It is data if any of `values` is."""
     ndim = getattr(v.aval, 'ndim', 0)
     return Value((Axis(),) * ndim, None, any(value.is_data for value in values))
 
 
 def _typed(v: Any, value: Value) -> Value:
-    """Returns `value` with the sharding in the type of `v`, if that is on Explicit mesh axes."""
+    """Replaces the sharding of `value` by that in the type of `v` if it has Explicit mesh axes."""
     sharding = getattr(v.aval, 'sharding', None)
     types = getattr(getattr(sharding, 'mesh', None), 'axis_types', ())
     if AxisType.Explicit not in types or len(value.axes) != v.aval.ndim:
@@ -291,7 +291,7 @@ def _typed(v: Any, value: Value) -> Value:
 
 
 def _called_jaxpr(eqn: Any) -> Any:
-    """Returns the jaxpr that an equation such as jit or checkpoint calls; None for others.
+    """Returns the jaxpr that an equation such as jit or checkpoint calls, or None.
 
     The inputs of the jaxpr are the last operands of the equation.
     """

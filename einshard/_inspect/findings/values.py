@@ -1,4 +1,4 @@
-"""The shardings of values in a traced function, as its arguments and constraints imply them."""
+"""Values of a traced function, with the shardings implied by its arguments and constraints."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Axis:
 
     Attributes:
         name: the user's name for it, or ''.
-        mesh_axes: the mesh axes that shard it, as long as the compiler does not reshard it.
-        origin: where this sharding comes from: the index of an argument, or the line of a
-            constraint; None if it is unsharded or unknown.
+        mesh_axes: the mesh axes that shard it, unless the compiler reshards it.
+        origin: the index of the argument or the source line of the constraint that the sharding
+            comes from. None if the axis is unsharded, or if the origin is unknown.
         dim: if the value is a part of an argument, the index of this axis in the argument; else -1.
     """
 
@@ -36,8 +36,8 @@ class Value:
 
     Attributes:
         axes: one for each array axis.
-        argument: the index of the argument that the value is, or is a part of, also after casts,
-            reshapes, slices and arithmetic with scalars; None for other values.
+        argument: the index of the argument that the value equals, except for casts, reshapes,
+            slices and arithmetic with scalars. None for other values.
         is_data: whether it depends on an argument that is not a weight.
     """
 
@@ -62,9 +62,9 @@ class Product:
             the indices.
         contracted, batch: (axis of left, axis of right) pairs.
         line: the user's source line, or ''.
-        flops: of all executions in one run, as if unsharded; None if a loop around it has an
-            unknown trip count.
-        in_shard_map: whether shapes are those of a shard.
+        flops: the flops before partitioning, of all executions in one run. None if a loop around it
+            has an unknown trip count.
+        in_shard_map: whether it is in a `shard_map`, where shapes are those of a shard.
     """
 
     left: Value
@@ -85,7 +85,7 @@ def without_dim(axis: Axis) -> Axis:
 
 
 def merged(values: Sequence[Value], ndim: int) -> Value:
-    """Returns the result of an elementwise operation; only values of rank `ndim` pass on axes."""
+    """Returns the result of an elementwise operation. Its axes are from values of rank `ndim`."""
     same_rank = [value for value in values if len(value.axes) == ndim]
     axes = (merged_axis(axes) for axes in zip(*(value.axes for value in same_rank), strict=True))
     argument = same_rank[0].argument if len(same_rank) == 1 else None
@@ -97,7 +97,7 @@ def merged(values: Sequence[Value], ndim: int) -> Value:
 
 
 def merged_axis(axes: Sequence[Axis]) -> Axis:
-    """Returns an axis with the first name and the first sharding of several axes."""
+    """Returns an axis with the first name and the first sharding among `axes`."""
     if len(axes) == 1:
         return axes[0]
     name = next((axis.name for axis in axes if axis.name), '')
@@ -106,9 +106,9 @@ def merged_axis(axes: Sequence[Axis]) -> Axis:
 
 
 def drop_repeats(axes: Iterable[Axis], keep_dim: bool = False) -> tuple[Axis, ...]:
-    """Drops repeated mesh axes: only the first array axis that is sharded over one keeps it.
+    """Removes each mesh axis from all array axes but the first that it shards.
 
-    Also sets `dim` to -1, unless the axes are those of a part of an argument (`keep_dim`).
+    Sets `dim` to -1 unless `keep_dim` is true, as for a part of an argument.
     """
     seen: set[str] = set()
     result: list[Axis] = []
@@ -124,9 +124,9 @@ def reshaped(
 ) -> Iterator[Axis]:
     """Yields the axes of a reshaped value.
 
-    If axes are merged, the result has the name and sharding of the first sharded one, or else of
-    the first. If an axis is split, the largest part gets its name, and the first parts its
-    sharding. A mesh axis that would shard two parts shards the first.
+    A merged axis has the name and sharding of the first sharded axis, or else of the first axis. If
+    an axis is split, the largest part gets its name, and the first parts get its sharding. A mesh
+    axis that would shard two parts shards only the first.
 
         >>> from einshard._inspect.findings.values import Axis, reshaped
         >>> a, b = Axis('a', ('x',)), Axis('b')
