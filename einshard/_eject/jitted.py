@@ -50,7 +50,7 @@ def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
     if program is None or traced is None:
         return []
     setup, static = program.setup, program.static
-    # per_device returns a wrapper that is defined in its own module
+    # the wrapper that per_device returns is defined in the module of per_device
     if getattr(setup.function, '__globals__', {}).get('__name__') == per_device.__module__:
         raise EinshardError(
             f"to_jax cannot convert '{setup.name}', a per_device function",
@@ -124,8 +124,7 @@ class _Trees:
     """Writes pytrees of shardings.
 
     Attributes:
-        parameters: the parameters of the written function after `function`: pytrees whose shardings
-            it finds by path.
+        parameters: the names of the pytrees that the written function takes after `function`.
     """
 
     def __init__(self, writer: Writer, tables: Tables):
@@ -137,8 +136,7 @@ class _Trees:
         """Writes one sharding for all leaves, a literal pytree, or a call that uses path rules.
 
         Args:
-            shardings: shardings or None for the leaves of `value`, as a pytree of the same
-                structure or a prefix of it.
+            shardings: a pytree of shardings and Nones, which may be a prefix of `value`.
             name: the name of the parameter that is added if path rules are used.
         """
         leaves = jtu.tree_leaves(shardings, is_leaf=is_none)

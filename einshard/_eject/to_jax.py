@@ -81,8 +81,7 @@ def to_jax(
     Args:
         what: a spec, a pytree of specs, a function or a `Plan`.
         args, kwargs: for a spec, a pytree of arrays or ShapeDtypeStructs; for a function, the
-            arguments of a call, as in `explain`. Pass arguments named `mesh` or `shape` by
-            position.
+            arguments of a call. Pass arguments named `mesh` or `shape` by position.
         mesh: a mesh or devices, as for `make_sharding`; an `AbstractMesh` needs no devices.
         shape: the shape of the array, for a single spec.
 
@@ -252,7 +251,7 @@ def _write_function(stages: Stages, mesh: AnyMesh, title: str) -> str:
 
 
 def _struct(leaf: Any) -> Any:
-    """Replaces an array by its shape and dtype, so that `einshard` does not transfer it."""
+    """Replaces an array with its shape and dtype, so that `einshard` does not transfer it."""
     is_array = hasattr(leaf, 'shape') and hasattr(leaf, 'dtype')
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array else leaf
 

@@ -96,7 +96,7 @@ class Gallery(ColorRepr):
     """Pictures of the leaves of a pytree, one per distinct shape and placement.
 
     Attributes:
-        pictures: (caption, picture) pairs; a caption lists the paths of the leaves.
+        pictures: (paths of the leaves, picture) pairs.
         rest: the number of placements without a picture.
     """
 

@@ -241,7 +241,7 @@ def _weight_sharded_like_data(
 def _inherited_sharding(
     facts: Facts, table: int, along: frozenset[str], items: Sequence[_ProductCollective]
 ) -> Iterator[Finding]:
-    """Reports activations that inherit the sharding of argument `table`, unless that is free."""
+    """Reports activations that inherit the sharding of `table`, unless this sharding is free."""
     assert facts.trace is not None
     assert facts.mesh is not None
     distinct = {item.collective.name: item for item in items}.values()

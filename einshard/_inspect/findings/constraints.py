@@ -63,7 +63,7 @@ def _no_effect(facts: Facts) -> Iterator[tuple[Finding, bool]]:
 
 
 def _constraints(jaxpr: Any, shardings: dict[Any, Any]) -> Iterator[tuple[str, str | None]]:
-    """Yields (line, why it has no effect) for each constraint, or (line, None) if it has one.
+    """Yields (line, reason) for each constraint without effect, and (line, None) for others.
 
     Also yields each `jax.device_put` without effect, and searches nested jaxprs. `shardings` has
     the shardings of the inputs; this function adds those of constrained values.

@@ -25,7 +25,7 @@ from ..report_rows import ArrayRow, CollectiveRow, ProductRow
 from .trace import Trace, argument_values, read_trace
 from .values import Axis, Value
 
-_MIN_FRACTION = 0.02  # of the bytes of all collectives; gradients of norm scales are less
+_MIN_FRACTION = 0.02  # of the bytes of all collectives; gradients of norm scales send less
 
 
 @dataclass(frozen=True)

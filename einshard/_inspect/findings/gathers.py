@@ -146,7 +146,7 @@ def _gather_before_loop(facts: Facts, repeated: _RepeatedGather) -> str:
 
 
 def _repeated_gathers(facts: Facts) -> Iterator[_RepeatedGather]:
-    """For weights, counts the all-gathers of the forward and the backward pass together."""
+    """Yields weights once for the forward and the backward pass, other arrays once for each."""
     gathers: dict[object, list[tuple[AllGather, CollectiveRow, frozenset[str]]]] = {}
     weight_keys: set[object] = set()
     for collective, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):

@@ -99,12 +99,12 @@ def _repeated_lines(facts: Facts) -> Iterator[_RepeatedLine]:
 def _suggestion(facts: Facts, unused: tuple[str, ...], lines: Sequence[_RepeatedLine]) -> str:
     """Suggests a change after which each device computes a part of the matmuls, or returns ''.
 
-    `unused` are the mesh axes that shard no operand of the matmuls. Suggests, if
+    `unused` are the mesh axes that shard no operand of the matmuls. Suggests
 
-    * there are none: a constraint on the result
-    * a loop runs over a batch that they shard: keeping the batch sharded in the loop
-    * they shard no argument: sharding the batch over them
-    * none of these applies: sharding the weights over them
+    * constraining the result, if there are none
+    * keeping the batch of a loop sharded over them, if they shard it before the loop
+    * sharding the batch over them, if they shard no argument
+    * sharding the weights over them, in all other cases
     """
     if not unused:
         return _constrain_result(facts, lines[0])

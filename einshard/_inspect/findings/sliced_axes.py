@@ -46,7 +46,7 @@ def sliced_axis(facts: Facts) -> Iterator[Finding]:
 
 
 def _suggestion(facts: Facts, sliced: Slice) -> str:
-    """Suggests an axis of parts, or returns '' if they are single elements or differ in size."""
+    """Suggests giving the parts their own axis. Returns '' for parts of size 1 or unequal size."""
     assert facts.mesh is not None
     if sliced.part < 2 or sliced.size % sliced.part:
         return ''

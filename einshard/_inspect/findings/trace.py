@@ -277,7 +277,7 @@ def _unsharded(v: Any, values: Sequence[Value] = ()) -> Value:
 
 
 def _typed(v: Any, value: Value) -> Value:
-    """Replaces the sharding of `value` by that in the type of `v` if it has Explicit mesh axes."""
+    """Returns `value` with the sharding in the type of `v`, if the mesh has Explicit axes."""
     sharding = getattr(v.aval, 'sharding', None)
     types = getattr(getattr(sharding, 'mesh', None), 'axis_types', ())
     if AxisType.Explicit not in types or len(value.axes) != v.aval.ndim:
