@@ -96,7 +96,7 @@ class Gallery(ColorRepr):
     """Pictures of the leaves of a pytree, one per distinct shape and placement.
 
     Attributes:
-        pictures: (paths of the leaves, picture) pairs.
+        pictures: (caption, picture) pairs; a caption starts with the paths of leaves.
         rest: the number of placements without a picture.
     """
 
