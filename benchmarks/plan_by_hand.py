@@ -1,4 +1,4 @@
-"""Compares plans with MaxText's tables for training on TPU v5e-256, judged by the TPU compiler.
+"""Compares plans with MaxText's tables for training on TPU v5e-256, evaluated by the TPU compiler.
 
     python -m benchmarks.plan_by_hand          # all models; takes an hour on two cores
     python -m benchmarks.plan_by_hand 128B
@@ -21,9 +21,9 @@ from jax import ShapeDtypeStruct as Shape
 
 from einshard import Rules, einshard, shard_largest, sharded, topology
 from einshard._hlo.hardware import as_chip
-from einshard._plan.candidates import find_candidates
 from einshard._plan.estimate import Estimator
-from einshard._plan.judge import Function, Partitioner
+from einshard._plan.evaluate import Function, Partitioner
+from einshard._plan.find_candidates import find_candidates
 from einshard._plan.model import find_model
 from einshard._plan.placements import read_candidate
 from einshard._plan.search import Search
@@ -135,7 +135,7 @@ def train_step(c, specs=RULES):
 
 
 def tables(c):
-    """The tables to judge, with the axis names of the model: FSDP, and that of MaxText."""
+    """The tables to evaluate, with the axis names of the model: FSDP, and that of MaxText."""
     fsdp = {'batch': '@fsdp', 'embed': '@fsdp'}
     if c.batch % DEVICES == 0:
         yield 'FSDP', ({'fsdp': DEVICES}, fsdp)
@@ -145,14 +145,14 @@ def tables(c):
         yield 'MaxText', (mesh, fsdp | tensor)
 
 
-def judge_largest(c, mesh):
-    """Judges `shard_largest` for weights and optimizer, with the batch over as many as it can."""
+def evaluate_largest(c, mesh):
+    """Evaluates `shard_largest` for weights and optimizer, with the batch over most devices."""
     step, args = train_step(c, shard_largest)
     model = find_model(*train_step(c), {})
     fsdp = min(c.batch, DEVICES)
     table = {'fsdp': fsdp, 'rest': DEVICES // fsdp}, {'batch': '@fsdp'}
     candidate = read_candidate(0, table, model, DEVICES)
-    return Function(step, args, {}, mesh, as_chip('TPU v5e')).judge(candidate)
+    return Function(step, args, {}, mesh, as_chip('TPU v5e')).evaluate(candidate)
 
 
 def find_best(step, args, mesh, given):
@@ -161,10 +161,10 @@ def find_best(step, args, mesh, given):
     model = find_model(step, args, {})
     estimator = Estimator(model, mesh, chip)
     found = find_candidates(Space(model, DEVICES), estimator, memory=chip.memory)
-    estimates = [estimator.judge(one) for one in found.ranked]
+    estimates = [estimator.evaluate(one) for one in found.ranked]
     with closing(Partitioner(Function(step, args, {}, mesh, chip))) as fast:
         limit = int(chip.memory)
-        search = Search(estimates, given, fast.judge_all, None, 'bound', limit, COMPILATIONS)
+        search = Search(estimates, given, fast.evaluate_all, None, 'bound', limit, COMPILATIONS)
         search.run()
     return search.ranking()
 
@@ -183,8 +183,8 @@ def compare(name):
     if ranking[0].candidate not in given.values():
         given['plan'] = ranking[0].candidate
     for label, candidate in given.items():
-        show(label, function.judge(candidate))
-    show('shard_largest', judge_largest(c, mesh))
+        show(label, function.evaluate(candidate))
+    show('shard_largest', evaluate_largest(c, mesh))
 
 
 def show(label, one):

@@ -6,8 +6,8 @@
 
 The partitioner compiles all plans that are left after pruning; of more than 550, the 150 best
 estimates and 50 others at random. The compiler for TPU v5e compiles 30 random ones, and the five
-that the partitioner finds best. Prints the regret of the search by both judges, and Spearman's
-correlations of the costs.
+that the partitioner finds best. Prints the regret of the search by both, and Spearman's correlations of
+the costs.
 """
 
 import math
@@ -25,9 +25,9 @@ from scipy.stats import spearmanr
 
 from einshard import Rules, einshard, sharded, topology
 from einshard._hlo.hardware import find_chip
-from einshard._plan import candidates
+from einshard._plan import find_candidates as candidates
 from einshard._plan.estimate import Estimator
-from einshard._plan.judge import Function, Partitioner
+from einshard._plan.evaluate import Function, Partitioner
 from einshard._plan.model import find_model
 from einshard._plan.search import Search
 from einshard._plan.space import Space
@@ -126,23 +126,23 @@ def train_step(name):
     return step, (params, jax.ShapeDtypeStruct((BATCH, SEQ, ACT), jnp.bfloat16))
 
 
-class Judges:
-    """The judges of one program, which remember what they have compiled."""
+class Evaluators:
+    """Evaluates the candidates of one program, and remembers what it has compiled."""
 
     def __init__(self, function, partitioner, known=None):
         self.function, self.partitioner = function, partitioner
         self.known = {} if known is None else known
 
     def fast(self, plans):
-        yield from self._judge('partitioner', plans, self.partitioner.judge_all)
+        yield from self._evaluate('partitioner', plans, self.partitioner.evaluate_all)
 
     def slow(self, plans):
-        yield from self._judge('compiler', plans, self.function.judge_all)
+        yield from self._evaluate('compiler', plans, self.function.evaluate_all)
 
     def of(self, judge):
         return [one for (which, _), one in self.known.items() if which == judge]
 
-    def _judge(self, judge, plans, compile_all):
+    def _evaluate(self, judge, plans, compile_all):
         for one in compile_all([one for one in plans if (judge, one) not in self.known]):
             self.known[judge, one.candidate] = one
         yield from (self.known[judge, one] for one in plans)
@@ -163,29 +163,31 @@ def check(name, slice_name, n_sampled=30, known=None):
     chosen = every if len(every) < 550 else list(dict.fromkeys([*every[:150], *mixed]))[:200]
     function = Function(step, args, {}, mesh, chip)
     with closing(Partitioner(function)) as partitioner:
-        judges = Judges(function, partitioner, known)
-        searched = search(space, estimator, judges.fast, judges.slow if n_sampled else None)
-        by_cost = sorted(judges.fast(chosen), key=cost)
+        evaluators = Evaluators(function, partitioner, known)
+        searched = search(space, estimator, evaluators.fast, evaluators.slow if n_sampled else None)
+        by_cost = sorted(evaluators.fast(chosen), key=cost)
         fast = {one.candidate: one for one in by_cost if not one.error}
         sample = [one for one in mixed if one in fast][:n_sampled]
         best = list(fast)[:5] if sample else []
-        slow = {one.candidate: one for one in judges.slow([*sample, *best])}
+        slow = {one.candidate: one for one in evaluators.slow([*sample, *best])}
     print(f'{name} on {slice_name}, {len(fast)} of {len(every)} plans compiled')
-    mine = min(cost(judges.known['partitioner', one]) for one in searched.judged)
-    least = min(map(cost, judges.of('partitioner')))
-    estimates = [cost(estimator.judge(one)) for one in fast]
+    mine = min(cost(evaluators.known['partitioner', one]) for one in searched.evaluated)
+    least = min(map(cost, evaluators.of('partitioner')))
+    estimates = [cost(estimator.evaluate(one)) for one in fast]
     figure = rho(estimates, map(cost, fast.values()))
     print(f'  regret {mine / least - 1:.1%}, estimates and partitioner: {figure:.2f}', flush=True)
     if sample:
-        compare(searched, judges, [(fast[one], slow[one]) for one in sample if not slow[one].error])
+        compare(
+            searched, evaluators, [(fast[one], slow[one]) for one in sample if not slow[one].error]
+        )
 
 
-def compare(searched, judges, both):
+def compare(searched, evaluators, both):
     """Compares the partitioner with the compiler for TPU, and prints the regret by the latter."""
-    least = min(map(cost, judges.of('compiler')))
-    n = sum(one.judge == 'compiler' for one in searched.judged.values())
+    least = min(map(cost, evaluators.of('compiler')))
+    n = sum(one.judge == 'compiler' for one in searched.evaluated.values())
     regret = cost(searched.ranking()[0]) / least - 1
-    print(f'  regret by the TPU compiler, which judged {n} plans: {regret:.1%}')
+    print(f'  regret by the TPU compiler, which compiled {n} plans: {regret:.1%}')
     for what, of in FIGURES.items():
         figure = rho(*zip(*((of(a), of(b)) for a, b in both), strict=True))
         print(f'  partitioner and TPU compiler, {what} of {len(both)}: {figure:.2f}', flush=True)
@@ -195,14 +197,14 @@ def search(space, estimator, fast, slow):
     """Searches as `plan` does."""
     memory = int(estimator.chip.memory)
     found = candidates.find_candidates(space, estimator, memory=memory).ranked
-    estimates = [estimator.judge(one) for one in found]
+    estimates = [estimator.evaluate(one) for one in found]
     searched = Search(estimates, [], fast, slow, 'bound', memory, compilations=40)
     searched.run()
     return searched
 
 
-def cost(judgement):
-    return judgement.cost('bound')[0]
+def cost(evaluation):
+    return evaluation.cost('bound')[0]
 
 
 def rho(ours, theirs):

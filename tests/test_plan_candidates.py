@@ -10,9 +10,9 @@ from test_bounds import tpus
 
 from einshard import EinshardError, sharded
 from einshard._hlo.hardware import as_chip
-from einshard._plan import candidates
-from einshard._plan.candidates import find_candidates
+from einshard._plan import find_candidates as candidates
 from einshard._plan.estimate import Estimator
+from einshard._plan.find_candidates import find_candidates
 from einshard._plan.model import find_model
 from einshard._plan.placements import read_pins
 from einshard._plan.space import AXES, Space
@@ -34,7 +34,7 @@ def best(*args, **options):
 def estimates(model, **options):
     estimator = Estimator(model, DEVICES, V5E)
     ranked = find(model, DEVICES, **options).ranked
-    return [estimator.judge(candidate) for candidate in ranked]
+    return [estimator.evaluate(candidate) for candidate in ranked]
 
 
 # --- the scaling book, by bounds alone ------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_a_pruned_plan_is_counted_once():
     model = find_model(*mlp_step(), {})
     space, estimator = Space(model, 8), Estimator(model, DEVICES, V5E)
     search = candidates._CandidateSearch(space, estimator, None, 'bound')
-    search.add(search.all_plans())
+    search.evaluate(search.all_points())
     ranked, pruned = search.ranked(), dict(search.pruned)
     assert pruned['same after renaming mesh axes'] > 0
     assert (search.ranked(), search.pruned) == (ranked, pruned)

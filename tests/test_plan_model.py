@@ -11,10 +11,10 @@ from refusal import refusal
 
 from einshard import Chip, Rules, einshard, sharded
 from einshard._plan.candidate import Candidate
-from einshard._plan.costly_ops import CostlyOp, Side
+from einshard._plan.costly_ops import CostlyOp, OpArray
 from einshard._plan.estimate import Estimator
 from einshard._plan.model import find_model
-from einshard._plan.op_cost import MeshAxis, fastest_way
+from einshard._plan.strategy import MeshAxis, fastest_strategy
 
 # one byte per second to other devices, and one product per second
 SLOW = Chip('slow', {'bf16': 1.0}, memory=1e9, memory_bandwidth=1.0, link=1.0)
@@ -88,7 +88,7 @@ def test_names_go_through_the_program():
 def test_arrays_that_scans_store():
     c = Sizes()
     model = find_model(*transformer_step(c), {})
-    stored = {array for peak in model.peaks for array, _ in peak}
+    stored = {array for live_set in model.live_sets for array, _ in live_set}
     n_bytes = 2 * c.layers * c.batch * c.seq * c.embed  # the input of every layer, in bf16
     assert ((('layers',), ('batch',), ('norm_seq',), ('act',)), n_bytes) in stored
 
@@ -238,15 +238,15 @@ T, D, F = 64, 16, 32
 GRADIENTS = WEIGHTS = 2 * 4 * D * F
 
 
-def judged(chip=SLOW, step=None, **axes):
+def evaluate(chip=SLOW, step=None, **axes):
     """The estimate for four devices along x; `step` is a function with its arguments."""
     model = find_model(*(step or mlp_step(T, D, F)), {})
     names = tuple((name, axes.get(name, ())) for name in model.sizes)
-    return Estimator(model, jax.devices()[:4], chip).judge(Candidate((('x', 4),), names))
+    return Estimator(model, jax.devices()[:4], chip).evaluate(Candidate((('x', 4),), names))
 
 
-def bound(judgement, resource):
-    return {bound.resource: bound.seconds for bound in judgement.bounds}[resource]
+def bound(evaluation, resource):
+    return {bound.resource: bound.seconds for bound in evaluation.bounds}[resource]
 
 
 X = ('x',)
@@ -269,7 +269,7 @@ X = ('x',)
     ids=['data', 'fsdp', 'tensor', 'replicated'],
 )
 def test_bytes_that_an_mlp_sends(axes, sent_by):
-    found = judged(**axes)
+    found = evaluate(**axes)
     assert found.sent_by == sent_by
     assert found.network_bytes == sum(sent_by.values())
     parts = 4 if axes else 1
@@ -278,25 +278,25 @@ def test_bytes_that_an_mlp_sends(axes, sent_by):
 
 
 def test_bounds_of_an_mlp():
-    found = judged(batch=X, embed=X)
+    found = evaluate(batch=X, embed=X)
     # each device is sent 3/4 of the weights, and of the terms of the gradients
     assert bound(found, 'network') == WEIGHTS * 3 / 4 + GRADIENTS * 3 / 4
     # arguments are read, the weights are written
     assert bound(found, 'HBM') == (2 * WEIGHTS + 4 * T * D) / 4
-    assert judged(chip=None, batch=X, embed=X).bounds == ()
-    assert judged(chip=None, batch=X, embed=X).sent == {'x': 3 * (WEIGHTS + GRADIENTS) // 4}
+    assert evaluate(chip=None, batch=X, embed=X).bounds == ()
+    assert evaluate(chip=None, batch=X, embed=X).sent == {'x': 3 * (WEIGHTS + GRADIENTS) // 4}
 
 
 def test_axes_with_the_names_of_mesh_axes():
     model = find_model(sharded('x y', 'y z')(jnp.matmul), (f32(64, 16), f32(16, 32)), {})
     candidate = Candidate((('x', 2), ('y', 2)), (('x', ()), ('y', ('x',)), ('z', ('y',))))
-    found = Estimator(model, jax.devices()[:4], SLOW).judge(candidate)
+    found = Estimator(model, jax.devices()[:4], SLOW).evaluate(candidate)
     assert found.sent == {'x': 2 * (4 * 64 * 32 // 2) * 1 // 2}  # an all-reduce of columns
 
 
 def test_gathers_of_a_scan():
     c = Sizes()
-    sent = judged(step=transformer_step(c), batch=X, embed=X).sent_by
+    sent = evaluate(step=transformer_step(c), batch=X, embed=X).sent_by
     each = 2 * c.embed * c.head * c.heads + c.embed * c.head * c.kv + 2 * c.embed * c.mlp
     # in bf16: forward and backward, and the table for the lookup and the logits, forward and back
     table = c.vocab * c.embed
@@ -308,14 +308,16 @@ def test_gathers_of_a_scan():
 
 
 def test_accumulated_gradients_are_reduced_for_each_piece():
-    one, four = (judged(step=transformer_step(pieces=n), batch=X, embed=X).sent_by for n in (1, 4))
+    one, four = (
+        evaluate(step=transformer_step(pieces=n), batch=X, embed=X).sent_by for n in (1, 4)
+    )
     ratio = four['reduce-scatter', 'gradients'] / one['reduce-scatter', 'gradients']
     assert ratio == pytest.approx(4, rel=0.01)
 
 
 def test_memory():
     step = transformer_step()
-    replicated, fully_sharded = judged(step=step), judged(step=step, batch=X, embed=X)
+    replicated, fully_sharded = evaluate(step=step), evaluate(step=step, batch=X, embed=X)
     _, (weights, *_) = step
     states = 3 * 4 * sum(weight.size for weight in weights.values())
     assert replicated.memory > states
@@ -325,11 +327,11 @@ def test_memory():
 def test_a_sum_is_scattered_before_the_rest_is_reduced():
     """The einsum 'b k, k n -> b n' with k over two mesh axes, and b of the result over one."""
     x, y = MeshAxis(4, 2), MeshAxis(1, 4)
-    left, right = Side((0, 1), ((), ('k',)), 2**20), Side((1, 2), (('k',), ()), 2**20)
-    out = Side((0, 2), (('b',), ()), 2**10)
+    left, right = OpArray((0, 1), ((), ('k',)), 2**20), OpArray((1, 2), (('k',), ()), 2**20)
+    out = OpArray((0, 2), (('b',), ()), 2**10)
     matmul = CostlyOp('contraction', (left, right), out, 2**30, 'f32', 1)
-    way = fastest_way(matmul, {'k': (x, y), 'b': (x,)}, 1.0, lambda kind, axes: 1e-6)
-    assert [(c.kind, c.axes, c.bytes) for c in way.collectives] == [
+    strategy = fastest_strategy(matmul, {'k': (x, y), 'b': (x,)}, 1.0, lambda kind, axes: 1e-6)
+    assert [(c.kind, c.axes, c.bytes) for c in strategy.collectives] == [
         ('reduce-scatter', (x,), 2**10),
         ('all-reduce', (y,), 2**9),
     ]

@@ -25,7 +25,7 @@ from einshard import (
     topology,
 )
 from einshard.__main__ import main
-from einshard._plan import judge
+from einshard._plan import evaluate
 from einshard._plan.candidate import Candidate
 from einshard._plan.compile import Worker
 from einshard._plan.source import mesh_call, spec_lines
@@ -47,7 +47,7 @@ def shared_worker():
     """All plans share a process, since starting one takes a second."""
     worker = SharedWorker(8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(judge, 'Worker', lambda n_devices: worker)
+        patch.setattr(evaluate, 'Worker', lambda n_devices: worker)
         yield
     Worker.close(worker)
 
@@ -183,7 +183,7 @@ def test_nothing_fits():
     assert warning.endswith('(weights and other state take 8.0 MiB before sharding)')
 
 
-def test_candidates_of_the_user_are_judged():
+def test_candidates_of_the_user_are_evaluated():
     step, args = MLP_STEP
     ours = {'data': 4, 'tensor': 2}, {'batch': '@data', 'mlp': '@tensor', 'heads': '@tensor'}
     found = plan(step, *args, mesh=EIGHT, objective='bytes', candidates=[ours], compilations=2)

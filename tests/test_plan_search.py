@@ -9,11 +9,11 @@ from refusal import refusal
 
 from einshard._inspect.bounds import Bound, Bounds
 from einshard._plan.candidate import Candidate
-from einshard._plan.judgement import Judgement
+from einshard._plan.evaluation import Evaluation
 from einshard._plan.make_plan import _notes, make_plan
 from einshard._plan.plot import scatter_svg
-from einshard._plan.reasons import reason
 from einshard._plan.search import Search, is_neighbor
+from einshard._plan.why_worse import why_worse
 
 NAMES = ('batch', 'embed', 'mlp')
 
@@ -26,9 +26,9 @@ ALL = [
 ]
 
 
-def judged(candidate, judge, seconds, memory=1, **more):
+def evaluated(candidate, judge, seconds, memory=1, **more):
     bounds = Bounds([Bound('network', 'x', seconds)])
-    return Judgement(candidate, judge, bounds, memory=memory, **more)
+    return Evaluation(candidate, judge, bounds, memory=memory, **more)
 
 
 def estimated(candidate):
@@ -47,15 +47,15 @@ def run(compilations=40, memory=lambda _: 1, **more):
     def compile_all(judge, candidates):
         for candidate in candidates:
             calls.append((judge, candidate))
-            yield judged(candidate, judge, TRUE[candidate], memory(candidate))
+            yield evaluated(candidate, judge, TRUE[candidate], memory(candidate))
 
-    estimates = [judged(candidate, 'estimate', estimated(candidate)) for candidate in ALL]
+    estimates = [evaluated(candidate, 'estimate', estimated(candidate)) for candidate in ALL]
     search = Search(
         **{
             'estimates': sorted(estimates, key=lambda estimate: estimate.cost('bound')),
-            'given': [],
-            'judge_by_partitioner': functools.partial(compile_all, 'partitioner'),
-            'judge_by_compiler': functools.partial(compile_all, 'compiler'),
+            'user_candidates': [],
+            'partitioner': functools.partial(compile_all, 'partitioner'),
+            'compiler': functools.partial(compile_all, 'compiler'),
             'objective': 'bound',
             'limit': 10,
             'compilations': compilations,
@@ -80,8 +80,8 @@ def test_finds_the_best_within_the_budget():
 
 
 def test_compiles_all_of_a_small_space_once():
-    search, calls = run(compilations=1000, judge_by_compiler=None)
-    assert sorted(map(str, search.judged)) == sorted(map(str, ALL))
+    search, calls = run(compilations=1000, compiler=None)
+    assert sorted(map(str, search.evaluated)) == sorted(map(str, ALL))
     assert len(calls) == len(ALL)
     assert [plan.candidate for plan in search.ranking()] == sorted(ALL, key=TRUE.__getitem__)
 
@@ -93,14 +93,14 @@ def test_a_plan_that_does_not_fit_loses():
 
 
 def test_without_a_plan_that_fits_the_closest_comes_first():
-    search, _ = run(compilations=1000, judge_by_compiler=None, memory=lambda c: 10 + TRUE[c])
+    search, _ = run(compilations=1000, compiler=None, memory=lambda c: 10 + TRUE[c])
     best = search.ranking()[0]
     assert (best.candidate, best.fits(10)) == (BEST, False)
 
 
 def test_the_user_s_candidates_are_compiled():
     worst = max(ALL, key=TRUE.__getitem__)
-    _, calls = run(given=[worst])
+    _, calls = run(user_candidates=[worst])
     assert {('partitioner', worst), ('compiler', worst)} <= set(calls)
 
 
@@ -108,44 +108,44 @@ def test_the_compiler_has_the_last_word():
     # the partitioner takes the second-best for the best
     def partitioner(candidates):
         for c in candidates:
-            yield judged(c, 'partitioner', 1000 if c == BEST else TRUE[c])
+            yield evaluated(c, 'partitioner', 1000 if c == BEST else TRUE[c])
 
     second = sorted(ALL, key=TRUE.__getitem__)[1]
-    search, _ = run(judge_by_partitioner=partitioner)
+    search, _ = run(partitioner=partitioner)
     assert search.ranking()[0].candidate == second
 
 
 def test_the_compiler_decides_whether_a_plan_fits():
     def compiler(candidates):
         for c in candidates:
-            yield judged(c, 'compiler', TRUE[c], memory=9)
+            yield evaluated(c, 'compiler', TRUE[c], memory=9)
 
-    search, _ = run(judge_by_compiler=compiler, memory=lambda c: 13 if c == BEST else 1)
+    search, _ = run(compiler=compiler, memory=lambda c: 13 if c == BEST else 1)
     assert search.ranking()[0].candidate == BEST
 
 
 @pytest.mark.parametrize(('best', 'n'), [(1, 4), (2, 5), (8, 9)])
-def test_compiles_more_if_the_judges_disagree(best, n):
+def test_compiles_more_if_partitioner_and_compiler_disagree(best, n):
     # the compiler likes plans more, the closer they are to the partitioner's n-th best
     def compiler(candidates):
         for c in candidates:
             is_contrast = TRUE[c] == 6  # the best plan with the other mesh shape
-            yield judged(c, 'compiler', 99 if is_contrast else 1 + abs(TRUE[c] - best))
+            yield evaluated(c, 'compiler', 99 if is_contrast else 1 + abs(TRUE[c] - best))
 
-    search, _ = run(compilations=1000, judge_by_compiler=compiler)
+    search, _ = run(compilations=1000, compiler=compiler)
     assert TRUE[search.ranking()[0].candidate] == best
-    assert sum(plan.judge == 'compiler' for plan in search.judged.values()) == n
+    assert sum(plan.judge == 'compiler' for plan in search.evaluated.values()) == n
 
 
 def test_keeps_its_results_when_it_is_interrupted():
     def interrupted(candidates):
-        yield judged(candidates[0], 'partitioner', 1)
+        yield evaluated(candidates[0], 'partitioner', 1)
         raise KeyboardInterrupt
 
-    search, _ = run(judge_by_partitioner=interrupted)
-    assert (search.stopped, len(search.judged)) == ('interrupted', 1)
+    search, _ = run(partitioner=interrupted)
+    assert (search.stopped, len(search.evaluated)) == ('interrupted', 1)
     with pytest.raises(KeyboardInterrupt):
-        run(judge_by_partitioner=lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        run(partitioner=lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
 
 
 def test_stops_after_the_given_seconds():
@@ -162,13 +162,13 @@ def test_neighbors():
 
 
 def test_reasons():
-    better = judged(BEST, 'compiler', 1.0, memory=2**30)
+    better = evaluated(BEST, 'compiler', 1.0, memory=2**30)
     sent = {'sent': {'x': 2**41}, 'sent_by': {('all-gather', 'weights'): 2**41}}
-    gathers = judged(BEST, 'compiler', 3.0, memory=24 * 2**30, **sent)
-    computes = Judgement(
+    gathers = evaluated(BEST, 'compiler', 3.0, memory=24 * 2**30, **sent)
+    computes = Evaluation(
         BEST, 'compiler', Bounds([Bound('compute', '', 2.0), Bound('network', 'x', 1.5)])
     )
-    assert [reason(plan, better, 16 * 2**30) for plan in (gathers, computes, better)] == [
+    assert [why_worse(plan, better, 16 * 2**30) for plan in (gathers, computes, better)] == [
         'gathers 2.0 TiB of weights per run (instead of 0 B); '
         'needs 24.0 GiB of memory, more than 16.0 GiB',
         'computes for 2 s (instead of 0 ns)',
@@ -177,9 +177,9 @@ def test_reasons():
 
 
 def ranged(least, most):
-    """A judgement between `least`, its largest bound, and `most`, the sum of its bounds."""
+    """An evaluation between `least`, its largest bound, and `most`, the sum of its bounds."""
     bounds = Bounds([Bound('network', 'x', least), Bound('compute', '', most - least)])
-    return Judgement(BEST, 'compiler', bounds, memory=1)
+    return Evaluation(BEST, 'compiler', bounds, memory=1)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_notes_plans_whose_ranges_overlap(objective, ranges, last):
 
 
 def test_points_have_the_numbers_of_the_plans():
-    plans = [judged(ALL[i], 'partitioner', 1.0, memory) for i, memory in enumerate((8, None, 9))]
+    plans = [evaluated(ALL[i], 'partitioner', 1.0, memory) for i, memory in enumerate((8, None, 9))]
     svg = scatter_svg(plans, None, n_numbered=3)
     assert ('plan 0:' in svg, 'plan 1:' in svg, 'plan 2:' in svg) == (True, False, True)
     assert ('>1</text>' in svg, '>2</text>' in svg) == (False, True)
@@ -212,7 +212,7 @@ def test_points_have_the_numbers_of_the_plans():
 
 def test_no_plan_compiles():
     errors = ['out of memory', 'unsupported', 'unsupported']
-    failed = [Judgement(c, 'compiler', error=e) for c, e in zip(ALL[3:], errors, strict=False)]
+    failed = [Evaluation(c, 'compiler', error=e) for c, e in zip(ALL[3:], errors, strict=False)]
     search = types.SimpleNamespace(ranking=lambda: failed)
     model = types.SimpleNamespace(name='step')
     error = refusal(make_plan, search, None, model, None)

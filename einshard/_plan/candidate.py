@@ -34,11 +34,13 @@ class Candidate:
         return {name: str(Term('', mesh_axes=axes)) if axes else '' for name, axes in self.axes}
 
     def mesh_of(self, devices: Mesh) -> Mesh:
+        """Arranges the devices of another mesh in the mesh of this candidate."""
         sizes: dict[str, Any] = dict(self.mesh)
         return device_mesh(devices, **sizes)
 
     @contextmanager
     def scope(self, devices: Mesh) -> Generator[Mesh, None, None]:
+        """Makes the mesh and the axis rules of this candidate the current ones."""
         mesh = self.mesh_of(devices)
         with mesh_scope(mesh), axis_rules(self.placements):
             yield mesh
@@ -49,7 +51,7 @@ class Candidate:
         return ', '.join(f'{name}={size}' for name, size in self.mesh)
 
     def changed_names(self, other: Candidate) -> list[str]:
-        """The axis names that `other` shards over different mesh axes."""
+        """The axis names that the two candidates shard over different mesh axes."""
         pairs = zip(self.axes, other.axes, strict=True)
         return [name for (name, axes), (_, others) in pairs if axes != others]
 

@@ -25,20 +25,20 @@ from .._hlo.memory import Memory, read_memory
 from .._inspect.lowered import Stages
 from .._inspect.oversized import read_sizes
 
-_PREFIX = 'jit(call)/call_exported/'  # jax.export adds it to op names
+_PREFIX = 'jit(call)/call_exported/'  # in op names, added by jax.export
 
 
 class Compiled(NamedTuple):
-    """An optimized HLO program, with op names as in the user's function, and its memory use."""
+    """An optimized HLO program and its memory use. Op names do not start with `_PREFIX`."""
 
     text: str
     memory: Memory | None
 
 
 class Worker:
-    """A process that compiles exported programs for simulated CPU devices, one after another.
+    """Compiles exported programs for simulated CPU devices, in a process of its own.
 
-    The process starts at the first `submit`, and ends at `close` or when its parent process ends.
+    The process starts at the first `submit`. It ends at `close`, or when the user's process ends.
     """
 
     def __init__(self, n_devices: int):
@@ -54,7 +54,7 @@ class Worker:
         return None if self._process is None else self._process.pid
 
     def submit(self, request: dict[str, Any]) -> None:
-        """Sends a request from `export`, without waiting for the answer."""
+        """Sends a request made by `export`, and returns without waiting for the answer."""
         if self._process is None:
             self._start()
         with contextlib.suppress(BrokenPipeError):  # the process has ended; `result` will raise
@@ -62,7 +62,7 @@ class Worker:
             self._requests.flush()
 
     def result(self) -> Compiled | str:
-        """Waits for the next answer; returns the compiled program, or the compiler's error."""
+        """Waits for the next answer, and returns the compiled program or the compiler's error."""
         try:
             answer = pickle.load(self._answers)
         except (EOFError, pickle.UnpicklingError):
@@ -75,7 +75,7 @@ class Worker:
                     or 'none; the process may have run out of memory'
                 },
             ) from None
-        except BaseException:  # such as Ctrl-C: a part of the answer is unread
+        except BaseException:  # for example, Ctrl-C after reading half of the answer
             self.close()
             raise
         if isinstance(answer, str):
@@ -96,7 +96,7 @@ class Worker:
         self._log = Path(folder.name) / 'log'
         with self._log.open('wb') as log:
             self._process = subprocess.Popen(
-                # -P keeps this folder off sys.path, where its modules would shadow others
+                # without -P, sys.path has this folder, and its modules may shadow others
                 [sys.executable, '-P', str(Path(__file__).with_name('worker.py'))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -113,14 +113,14 @@ def _end_process(
 ) -> None:
     process.kill()
     for stream in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # from flushing, if the process left input unread
+        with contextlib.suppress(OSError):  # flushing fails if the process has ended
             stream.close()  # type: ignore[reportOptionalMemberAccess]
     process.wait()
     folder.cleanup()
 
 
-# These XLA passes of the CPU backend change bf16 to f32, which doubles the bytes, and combine
-# all-reduces, whose operands are then in memory at the same time.
+# The first two passes change bf16 to f32, which doubles the bytes. The others combine all-reduces,
+# which keeps all their operands in memory at the same time.
 _DISABLED_PASSES = (
     'float-normalization-bf16',
     'all-reduce-promotion',
@@ -150,7 +150,7 @@ def _worker_environment(n_devices: int) -> dict[str, str]:
 
 
 class _Jitted:
-    """A traced function with the methods of a jitted one, for `jax.export`."""
+    """Makes a traced function look like a jitted function to `jax.export`."""
 
     def __init__(self, traced: Any):
         self._traced = traced
@@ -181,7 +181,7 @@ def export(stages: Stages, axes: Sequence[tuple[str, int]]) -> tuple[dict[str, A
     """
     traced = stages.traced
     exported = jax.export.export(_Jitted(traced), platforms=['cpu'])()  # type: ignore[reportArgumentType]
-    # custom pytree nodes cannot be serialized, so the program takes and returns leaves
+    # jax.export cannot serialize custom pytree nodes, so the program takes and returns leaves
     n_in, n_out = len(exported.in_avals), len(exported.out_avals)
     flat = dataclasses.replace(
         exported,

@@ -7,25 +7,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .flatten import Op, Program
-from .links import Einsum
-from .live import Roots
-from .names import Names
+from .live_sets import Roots
+from .names import AxisNames
+from .op_sharding_rule import Einsum
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class OpArray:
     """An operand or the result of an operation.
 
     Attributes:
         indices: the index of each axis, like the letters of an einsum.
-        names: the names of each axis; `()` for an axis without a name, which is not sharded.
-        share: 1 / n if n operations share one collective: all of them use this operand, or their
-            results are added up.
+        names: the names of each axis. An axis without names has `()`, and is never sharded.
+        share: 1 / n if n operations share the collective of this array. Operations share the
+            all-gather of a common operand, and the all-reduce of results that are added up.
         role: what the array holds: 'weights', 'gradients' or 'activations'.
     """
 
     indices: tuple[int, ...]
-    names: tuple[Names, ...]
+    names: tuple[AxisNames, ...]
     bytes: int
     share: float = 1.0
     role: str = 'activations'
@@ -36,28 +36,30 @@ class CostlyOp:
     """An operation that has flops or may communicate.
 
     Attributes:
-        kind: 'contraction' (a dot, a convolution, a gather or a scatter), 'reduction', or 'reshard'
-            (by a constraint, or of an operand that another operation needs unsharded).
+        kind: 'contraction' for dots, convolutions, gathers and scatters; 'reduction'; or 'reshard'
+            for constraints and for operands that must be unsharded, such as those of a sort.
         flops: the flops of one execution.
-        dtype: the HLO dtype of the first operand; '' for a reshard.
-        executions: how often this and equal operations are executed in one run of the function.
+        dtype: the HLO dtype of the first operand, or '' for a reshard.
+        executions: the number of executions in one run of the function. Equal operations are
+            merged, and their executions are added up.
     """
 
     kind: str
-    operands: tuple[Side, ...]
-    out: Side
+    operands: tuple[OpArray, ...]
+    out: OpArray
     flops: int
     dtype: str
     executions: int
 
 
 def find_costly_ops(
-    program: Program, names: Sequence[tuple[Names, ...]], states: Sequence[int]
+    program: Program, names: Sequence[tuple[AxisNames, ...]], states: Sequence[int]
 ) -> tuple[CostlyOp, ...]:
-    """Returns the operations that have flops or may communicate; equal ones are merged.
+    """Returns the operations that have flops or may communicate, with equal ones merged.
 
-    `names` are the axis names of each value. `states` are the positions in `program.values` of the
-    weights and other state.
+    Args:
+        names: the axis names of each value in `program.values`.
+        states: the positions in `program.values` of the weights and other state.
     """
     usage = _Usage(program, names, states)
     counts: Counter[CostlyOp] = Counter()
@@ -68,12 +70,12 @@ def find_costly_ops(
 
 
 def _costly_ops(
-    op: Op, program: Program, names: Sequence[tuple[Names, ...]], usage: _Usage
+    op: Op, program: Program, names: Sequence[tuple[AxisNames, ...]], usage: _Usage
 ) -> Iterator[CostlyOp]:
-    """Yields the reshards of the operands of `op`, then `op` itself if it may be costly."""
+    """Yields the reshards that `op` needs, then `op` itself if it has flops or may communicate."""
     out = op.outs[0] if op.outs else None
-    einsum = op.relation.einsum
-    for operand, axis in op.relation.unsharded:
+    einsum = op.rule.einsum
+    for operand, axis in op.rule.unsharded:
         value = op.ins[operand]
         if value is not None and names[value][axis]:
             old = names[value]
@@ -89,7 +91,7 @@ def _costly_ops(
         return
     is_contraction = len(values) > 1
     sides = tuple(
-        Side(
+        OpArray(
             indices,
             names[value],
             program.values[value].bytes,
@@ -98,7 +100,7 @@ def _costly_ops(
         )
         for value, indices in zip(values, einsum.indices, strict=True)
     )
-    result = Side(
+    result = OpArray(
         einsum.out,
         names[out],
         program.values[out].bytes,
@@ -111,10 +113,10 @@ def _costly_ops(
         yield CostlyOp(kind, sides, result, einsum.flops, dtype, 1)
 
 
-def _may_communicate(sides: Sequence[Side], einsum: Einsum) -> bool:
-    """Whether sharding the named axes may cause a collective.
+def _may_communicate(sides: Sequence[OpArray], einsum: Einsum) -> bool:
+    """Whether sharding one of the named axes may cause a collective.
 
-    In a gather or a scatter, any axis may; in a reduction, only one that is reduced.
+    In a reduction, only sharding a reduced axis does. In a gather or a scatter, any axis may.
     """
     return any(
         names and (len(sides) > 1 or index not in einsum.out)
@@ -124,10 +126,14 @@ def _may_communicate(sides: Sequence[Side], einsum: Einsum) -> bool:
 
 
 def _reshard(
-    value: int, old: tuple[Names, ...], new: tuple[Names, ...], program: Program, usage: _Usage
+    value: int,
+    old: tuple[AxisNames, ...],
+    new: tuple[AxisNames, ...],
+    program: Program,
+    usage: _Usage,
 ) -> CostlyOp:
     indices, size, role = tuple(range(len(old))), program.values[value].bytes, usage.role(value)
-    before, after = (Side(indices, names, size, 1.0, role) for names in (old, new))
+    before, after = (OpArray(indices, names, size, 1.0, role) for names in (old, new))
     return CostlyOp('reshard', (before,), after, 0, '', 1)
 
 
@@ -141,34 +147,36 @@ def _hlo_dtype(dtype: object) -> str:
     return name
 
 
-# a slice of a weight is a weight
+# a slice of a weight counts as a weight
 _SLICES = ('scan_input', 'slice', 'dynamic_slice')
-# 'add_any' adds gradients; the others may come between a contraction and 'add_any'
+# 'add_any' adds gradients. The others may come between the contraction and 'add_any'.
 _SUMS = ('add_any', 'convert_element_type', 'transpose')
 
 
 class _Usage:
-    """Finds `Side.share` and `Side.role` for the arrays of a program."""
+    """Finds `OpArray.share` and `OpArray.role` for the arrays of a program."""
 
-    def __init__(self, program: Program, names: Sequence[tuple[Names, ...]], states: Sequence[int]):
+    def __init__(
+        self, program: Program, names: Sequence[tuple[AxisNames, ...]], states: Sequence[int]
+    ):
         self._names = names
         self._roots = roots = Roots(program)
-        # {(scope, array): number of contractions in this loop body that use the array}
+        # the number of contractions that use an array, keyed by (loop, array)
         self._n_users: Counter[tuple[int, int]] = Counter()
-        # for each value, the sum of gradients of which it is a term; the value itself if none
+        # for each value that is a term of a sum of gradients, the sum; for others, the value itself
         self._sum_of = list(range(len(program.values)))
-        # the number of contractions that are added, keyed by their sum
+        # the number of contractions whose results are added, keyed by the sum
         self._n_terms: Counter[int] = Counter()
         for op in reversed(program.ops):
             if op.primitive in _SUMS and op.outs[0] is not None:
                 for value in op.arrays_in:
                     self._sum_of[value] = self._sum_of[op.outs[0]]
         for op in program.ops:
-            einsum = op.relation.einsum
+            einsum = op.rule.einsum
             if einsum is not None and len(einsum.operands) > 1 and op.outs[0] is not None:
                 operands = [op.ins[i] for i in einsum.operands]
                 used = {roots(value) for value in operands if value is not None}
-                self._n_users.update((op.scope, root) for root in used)
+                self._n_users.update((op.loop, root) for root in used)
                 self._n_terms[self._sum_of[op.outs[0]]] += 1
         self._weights = {roots(value) for value in states}
         for op in program.ops:
@@ -176,12 +184,11 @@ class _Usage:
             if old is not None and roots(old) in self._weights:
                 self._weights.update(map(roots, op.arrays_out))
         self._weight_names = {names[value] for value in states if any(names[value])}
-        # in a scan over layers, the first axis of a weight is the layers; its gradients in the loop
-        # body lack this axis
+        # weights that a scan slices have one axis more than their gradients in the loop body
         self._weight_names |= {one[1:] for one in self._weight_names if any(one[1:])}
 
     def share_of_operand(self, op: Op, value: int) -> float:
-        return 1 / self._n_users[op.scope, self._roots(value)]
+        return 1 / self._n_users[op.loop, self._roots(value)]
 
     def share_of_result(self, value: int) -> float:
         return 1 / self._n_terms[self._sum_of[value]]
@@ -190,5 +197,5 @@ class _Usage:
         return 'weights' if self._roots(value) in self._weights else 'activations'
 
     def role_of_result(self, value: int) -> str:
-        """Returns 'gradients' if a result has the axis names of a weight, else 'activations'."""
+        """Returns 'gradients' if the value has the axis names of a weight, else 'activations'."""
         return 'gradients' if self._names[value] in self._weight_names else 'activations'

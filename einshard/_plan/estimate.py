@@ -1,9 +1,10 @@
-"""Estimates the costs of a candidate (a mesh shape and a sharding) without compiling it.
+"""Estimates the costs of a candidate without compiling it.
 
 Compute: the flops of each operation, divided by the number of devices that share them.
-Network: the fastest way to reshard the operands of each operation and to reduce its result.
-HBM: arguments are read once, and results written once.
-Memory: arguments, results, and the intermediate arrays at the peak.
+Network: the collectives of the fastest strategy for each operation.
+HBM: each argument is read once, and each result is written once.
+Memory: arguments, results, and the largest set of intermediate arrays that are live at the same
+time, plus the resharded copies of operands, for the operation with the largest ones.
 """
 
 from __future__ import annotations
@@ -21,15 +22,22 @@ from .._hlo.hardware import Chip, as_chip
 from .._inspect.bounds import NO_BOUNDS, Bound, Bounds
 from .._sharding.mesh import device_mesh
 from .candidate import Candidate
-from .costly_ops import CostlyOp, Side
-from .judgement import Judgement
-from .live import Stored
+from .costly_ops import CostlyOp, OpArray
+from .evaluation import Evaluation
+from .live_sets import StoredArray
 from .mesh_network import MeshNetwork
 from .model import Model
-from .names import Names
-from .op_cost import Axes, OpCollective, Way, axes_of_shape, fastest_way, sharded_axes
+from .names import AxisNames
+from .strategy import (
+    AxesByName,
+    OpCollective,
+    Strategy,
+    axes_of_shape,
+    fastest_strategy,
+    sharded_axes,
+)
 
-# if the user's chip is unknown, the fastest way to compute an operation is chosen for this chip
+# the chip for which the fastest strategies are chosen if the user's chip is unknown
 _DEFAULT_CHIP = 'TPU v5e'
 
 
@@ -48,18 +56,20 @@ class Totals(NamedTuple):
 
 
 class _Cost(NamedTuple):
-    """The cost per device of all executions of an operation, in seconds and bytes sent."""
+    """The cost of all executions of an operation, per device."""
 
-    compute: float
-    network: float
-    sent: float
-    way: Way
+    compute: float  # seconds
+    network: float  # seconds
+    sent: float  # bytes
+    strategy: Strategy
 
 
 class Estimator:
-    """Estimates the candidates of one model; if `chip` is None, judgements have no bounds.
+    """Estimates the costs of the candidates of one model.
 
-    `devices` is a mesh, or a list in hardware order.
+    Args:
+        devices: a mesh, or a list of devices in hardware order.
+        chip: the chip of the devices. If it is None, `evaluate` gives no bounds.
     """
 
     def __init__(self, model: Model, devices: Mesh | Sequence[Any], chip: Chip | None):
@@ -67,37 +77,37 @@ class Estimator:
         self.devices = list(in_order)
         self.chip_is_known = chip is not None
         self.chip = as_chip(_DEFAULT_CHIP) if chip is None else chip
-        self.chip_share = self.chip.share(self.devices[0])  # 1/2 if a chip has 2 devices
+        self.chip_share = self.chip.share(self.devices[0])  # 1/2 if each chip has 2 devices
         self.network = MeshNetwork(self.devices, self.chip)
         self.costly_ops = [(one, _names_of([*one.operands, one.out])) for one in model.costly_ops]
         self.stored = _StoredArrays(model)
         # for each operation, the costs computed so far, keyed by the mesh axes of its names
         self._cached_costs: list[dict[Any, _Cost]] = [{} for _ in self.costly_ops]
 
-    def totals(self, axes: Axes) -> Totals:
+    def totals(self, axes: AxesByName) -> Totals:
         """Estimates the costs per device if each name is sharded over the given mesh axes."""
-        compute = network = sent = gathered = 0.0
+        compute = network = sent = extra_memory = 0.0
         for cost in self._costs(axes):
             compute += cost.compute
             network += cost.network
             sent += cost.sent
-            gathered = max(gathered, cost.way.gathered)
+            extra_memory = max(extra_memory, cost.strategy.extra_memory)
         read_and_written, memory = self.stored.bytes(axes)
         hbm = read_and_written / (self.chip.memory_bandwidth * self.chip_share)
-        return Totals(compute, hbm, network, sent, memory + gathered)
+        return Totals(compute, hbm, network, sent, memory + extra_memory)
 
-    def judge(self, candidate: Candidate) -> Judgement:
+    def evaluate(self, candidate: Candidate) -> Evaluation:
         mesh_axes = axes_of_shape([size for _, size in candidate.mesh])
         mesh = {name: axis for (name, _), axis in zip(candidate.mesh, mesh_axes, strict=True)}
         axes = {name: tuple(mesh[axis] for axis in used) for name, used in candidate.axes}
-        # specs may also name mesh axes directly
+        # specs may name mesh axes directly
         axes = {name: (axis,) for name, axis in mesh.items()} | axes
         totals = self.totals(axes)
         sent: Counter[str] = Counter()
         sent_by: Counter[tuple[str, str]] = Counter()
         seconds: dict[str, float] = defaultdict(float)
         for (op, _), cost in zip(self.costly_ops, self._costs(axes), strict=True):
-            for one in cost.way.collectives:
+            for one in cost.strategy.collectives:
                 along = ','.join(name for name, axis in mesh.items() if axis in one.axes)
                 n_bytes = op.executions * _sent_bytes(one)
                 sent[along] += round(n_bytes)
@@ -107,7 +117,7 @@ class Estimator:
         bounds = [Bound('compute', '', totals.compute), Bound('HBM', '', totals.hbm)]
         bounds += [Bound('network', along, time) for along, time in seconds.items()]
         positive = Bounds(bound for bound in bounds if bound.seconds)
-        return Judgement(
+        return Evaluation(
             candidate,
             'estimate',
             positive if self.chip_is_known else NO_BOUNDS,
@@ -116,7 +126,7 @@ class Estimator:
             dict(sent_by),
         )
 
-    def _costs(self, axes: Axes) -> list[_Cost]:
+    def _costs(self, axes: AxesByName) -> list[_Cost]:
         costs: list[_Cost] = []
         axes_of = axes.__getitem__
         for (op, names), cached in zip(self.costly_ops, self._cached_costs, strict=True):
@@ -127,15 +137,15 @@ class Estimator:
             costs.append(cost)
         return costs
 
-    def _cost(self, op: CostlyOp, axes: Axes) -> _Cost:
+    def _cost(self, op: CostlyOp, axes: AxesByName) -> _Cost:
         flop_seconds = op.flops / (self.chip.rate(op.dtype) * self.chip_share)
-        way = fastest_way(op, axes, flop_seconds, self.network.seconds_per_byte)
-        n, compute = op.executions, flop_seconds / way.n_devices
+        strategy = fastest_strategy(op, axes, flop_seconds, self.network.seconds_per_byte)
+        n, compute = op.executions, flop_seconds / strategy.n_devices
         return _Cost(
             n * compute,
-            n * (way.seconds - compute),
-            n * sum(map(_sent_bytes, way.collectives)),
-            way,
+            n * (strategy.seconds - compute),
+            n * sum(map(_sent_bytes, strategy.collectives)),
+            strategy,
         )
 
 
@@ -144,7 +154,7 @@ def _sent_bytes(one: OpCollective) -> float:
     return ring_bytes(one.kind, round(one.bytes), group_size)
 
 
-def _names_of(sides: Sequence[Side]) -> tuple[str, ...]:
+def _names_of(sides: Sequence[OpArray]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for side in sides for one in side.names for name in one))
 
 
@@ -157,21 +167,24 @@ class _StoredArrays:
     def __init__(self, model: Model):
         arguments = [(one.names, one.bytes) for one in model.arrays]
         donated = [(one.names, one.bytes) for one in model.arrays if one.donated]
-        peaks = [[(names, n * size) for (names, size), n in peak] for peak in model.peaks] or [[]]
-        # Row 0: arrays that are read or written; donated ones count twice. Each other row: arrays
-        # that are in memory at the same time. Each column: arrays with the same axis names.
+        live_sets = [
+            [(names, n * size) for (names, size), n in live_set] for live_set in model.live_sets
+        ] or [[]]
+        # Row 0 has the bytes that are read or written. Donated arguments count twice, because a
+        # result is written to their memory. Each other row has the bytes of one live set. A column
+        # has the bytes of the arrays with the same axis names.
         rows = [
             _summed([*arguments, *donated, *model.results]),
-            *(_summed([*arguments, *model.results, *peak]) for peak in peaks),
+            *(_summed([*arguments, *model.results, *live_set]) for live_set in live_sets),
         ]
         columns = list(dict.fromkeys(names for row in rows for names in row))
-        # for each column, all names in one tuple, and the names grouped by axis
+        # for each column, the names in one flat tuple, and the names of each axis
         self.columns = [(tuple(name for one in names for name in one), names) for names in columns]
         self.sizes = np.array([[row[names] for names in columns] for row in rows], float)
-        # for each column, the fraction on each device, keyed by the mesh axes of the names
+        # for each column, the fraction that a device holds, keyed by the mesh axes of the names
         self._cached_fractions: list[dict[Any, float]] = [{} for _ in self.columns]
 
-    def bytes(self, axes: Axes) -> tuple[float, float]:
+    def bytes(self, axes: AxesByName) -> tuple[float, float]:
         """Returns the bytes that a device reads or writes, and its peak memory in bytes."""
         fractions: list[float] = []
         axes_of = axes.__getitem__
@@ -183,13 +196,13 @@ class _StoredArrays:
                     axis.size for axis in sharded_axes(names, axes)
                 )
             fractions.append(fraction)
-        read_and_written, *peaks = self.sizes.dot(fractions)
-        return float(read_and_written), float(max(peaks))
+        read_and_written, *live = self.sizes.dot(fractions)
+        return float(read_and_written), float(max(live))
 
 
-def _summed(stored: Iterable[Stored]) -> Counter[tuple[Names, ...]]:
-    """Adds up the bytes of arrays with equal names; axes without names are left out."""
-    total: Counter[tuple[Names, ...]] = Counter()
+def _summed(stored: Iterable[StoredArray]) -> Counter[tuple[AxisNames, ...]]:
+    """Adds up the bytes of arrays with the same axis names, ignoring axes without names."""
+    total: Counter[tuple[AxisNames, ...]] = Counter()
     for names, n_bytes in stored:
         total[tuple(one for one in names if one)] += n_bytes
     return total

@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._sharding.mesh import UNCONSTRAINED, spec_axes
-from .links import Relation, Shape, relate
+from .op_sharding_rule import OpShardingRule, Shape, op_sharding_rule
 
 
 @dataclass(slots=True)
 class Value:
-    """An array in a program; in a loop body, it stands for the arrays of all iterations.
+    """An array in a program.
+
+    A value in a loop body represents the arrays of all iterations.
 
     Attributes:
-        spec: the mesh axes of each array axis, if the value is the result of a sharding constraint.
+        spec: the mesh axes of each array axis if a sharding constraint returns the value.
     """
 
     shape: Shape
@@ -33,22 +35,23 @@ class Op:
     """An operation in a program.
 
     Attributes:
-        primitive: the name of a JAX primitive; or, for operations that connect a loop with its
-            body, 'scan_input', 'scan_output', 'scan_axis' or 'carry'. 'carry' also connects the
-            branches of a `cond` with its result.
-        ins, outs: operands and results, as indices into `Program.values`; None for a scalar.
-        executions: the product of the trip counts of the loops around it; those of while loops,
-            which are unknown, count as 1.
-        scope: the id of the innermost loop around it; 0 outside loops.
-        scan: for 'scan_input' and 'scan_output', the id of the loop that they connect; else 0.
+        primitive: the name of a JAX primitive, or one of four others. 'carry', 'scan_input' and
+            'scan_output' pass values between a loop and its body, and 'carry' also passes the
+            results of the branches of a `cond`. 'scan_axis' links the scanned axis of an input of
+            a scan to that of an output.
+        ins, outs: the indices of operands and results in `Program.values`; None for a scalar.
+        executions: the product of the trip counts of the loops around the operation. A while loop
+            counts as one iteration, because its trip count is unknown.
+        loop: the id of the innermost loop around the operation, or 0 if it is in no loop.
+        scan: the id of the scan of a 'scan_input' or 'scan_output'; 0 for others.
     """
 
     primitive: str
     ins: tuple[int | None, ...]
     outs: tuple[int | None, ...]
-    relation: Relation
+    rule: OpShardingRule
     executions: int = 1
-    scope: int = 0
+    loop: int = 0
     scan: int = 0
 
     @property
@@ -65,13 +68,13 @@ class Program:
     """A program whose loops, branches and calls are flattened.
 
     Attributes:
-        values: all arrays; operations refer to them by index.
-        parents: for each loop id, the id of the loop around it; 0 if there is none.
+        values: all arrays. Operations refer to them by index.
+        parent_loops: for each loop id, the id of the loop around it, or 0 if there is none.
         arguments, results: indices into `values`; None for a scalar.
     """
 
     values: list[Value] = field(default_factory=list[Value])
-    parents: list[int] = field(default_factory=lambda: [0])
+    parent_loops: list[int] = field(default_factory=lambda: [0])
     ops: list[Op] = field(default_factory=list[Op])
     arguments: list[int | None] = field(default_factory=list[int | None])
     results: list[int | None] = field(default_factory=list[int | None])
@@ -79,7 +82,7 @@ class Program:
 
 def flatten(closed: Any) -> Program:
     """Flattens a ClosedJaxpr, and removes operations whose results are not used."""
-    reader = _Reader()
+    reader = _Flattener()
     jaxpr = _open(closed)
     program = reader.program
     program.arguments = reader.new_values(jaxpr.invars)
@@ -88,20 +91,20 @@ def flatten(closed: Any) -> Program:
     return program
 
 
-class _Reader:
-    """Reads jaxprs into one program.
+class _Flattener:
+    """Appends the operations of jaxprs to one program.
 
-    `executions` and `scope` are those of the operations that are added next.
+    New operations get the current `executions` and `loop`.
     """
 
     def __init__(self) -> None:
         self.program = Program()
         self.executions = 1
-        self.scope = 0
-        self.n_scopes = 0
+        self.loop = 0
+        self.n_loops = 0
 
     def new_value(self, aval: Any) -> int | None:
-        """Adds a value and returns its index; None for a scalar or a value without a shape."""
+        """Adds a value, and returns its index. Returns None if it is a scalar or has no shape."""
         shape = getattr(aval, 'shape', ())
         if not shape:
             return None
@@ -112,7 +115,7 @@ class _Reader:
         return [self.new_value(variable.aval) for variable in variables]
 
     def read(self, jaxpr: Any, arguments: Sequence[int | None]) -> list[int | None]:
-        """Adds the operations of a jaxpr, called with `arguments`; returns its results."""
+        """Adds the operations of a call of `jaxpr` with `arguments`, and returns its results."""
         constants = self.new_values(jaxpr.constvars)
         env: dict[Any, int | None] = dict(
             zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True)
@@ -146,8 +149,9 @@ class _Reader:
         outs = self.new_values(eqn.outvars)
         if name == 'sharding_constraint':
             self.constrain(outs[0], params['sharding'])
-        relation = relate(name, params, list(map(self.shape, ins)), list(map(self.shape, outs)))
-        self.append(Op(name, tuple(ins), tuple(outs), relation))
+        in_shapes, out_shapes = list(map(self.shape, ins)), list(map(self.shape, outs))
+        rule = op_sharding_rule(name, params, in_shapes, out_shapes)
+        self.append(Op(name, tuple(ins), tuple(outs), rule))
         return outs
 
     def constrain(self, value: int | None, sharding: Any) -> None:
@@ -156,28 +160,28 @@ class _Reader:
             self.program.values[value].spec = entries_of(spec, self.shape(value))
 
     def append(self, op: Op) -> None:
-        op.executions, op.scope = self.executions, self.scope
+        op.executions, op.loop = self.executions, self.loop
         self.program.ops.append(op)
 
     def connect(
         self, name: str, old: int | None, new: int | None, skip: tuple[int, int], scan: int = 0
     ) -> None:
-        """Adds an operation that passes a value into or out of a loop, or to its next iteration.
+        """Adds an operation that turns the value `old` into the value `new`, and links their axes.
 
         Args:
-            skip: how many leading axes of `old` and of `new` have no counterpart in the other.
-            scan: the id of the loop, if its iterations slice or stack the value.
+            skip: the number of leading axes of `old` and of `new` that are not linked.
+            scan: the id of the scan for a 'scan_input' or 'scan_output'.
         """
         if old is None or new is None:
             return
         n = min(len(self.shape(old)) - skip[0], len(self.shape(new)) - skip[1])
         links = tuple((0, d + skip[0], 0, d + skip[1]) for d in range(n))
-        # every device runs all iterations, so it needs all of the scanned axis
+        # every device runs all iterations, so the scanned axis must be unsharded
         unsharded = ((0, 0),) if name == 'scan_input' else ()
-        self.append(Op(name, (old,), (new,), Relation(links, unsharded=unsharded), scan=scan))
+        self.append(Op(name, (old,), (new,), OpShardingRule(links, unsharded=unsharded), scan=scan))
 
     def carry(self, values: Sequence[int | None], targets: Sequence[int | None]) -> None:
-        """Passes values into or out of a loop or branch, or to the next iteration."""
+        """Passes values into a loop, to its next iteration, or out of a loop or branch."""
         for old, new in zip(values, targets, strict=True):
             self.connect('carry', old, new, (0, 0))
 
@@ -186,13 +190,13 @@ class _Reader:
 
     def scan(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
         body, length = _open(eqn.params['jaxpr']), eqn.params['length']
-        # JAX 0.12 has no `num_consts` and `num_carry`, so this counts by rank: in the body, scanned
-        # and stacked arrays have one axis fewer than outside; constants and the carry do not
-        n_carry = sum(map(_has_same_rank, body.outvars, eqn.outvars))
-        n_unscanned = sum(map(_has_same_rank, body.invars, eqn.invars))
+        # JAX 0.12 has no `num_consts` and `num_carry`, so this counts by ndim: scanned and stacked
+        # arrays have one axis fewer in the body than outside
+        n_carry = sum(map(_has_same_ndim, body.outvars, eqn.outvars))
+        n_unscanned = sum(map(_has_same_ndim, body.invars, eqn.invars))
         n_consts = n_unscanned - n_carry
         outs = self.new_values(eqn.outvars)
-        loop = self.n_scopes + 1  # the id that `read_loop` gives the loop
+        loop = self.n_loops + 1  # the id that `read_loop` gives the loop
         inner = self.new_values(body.invars)
         inner[:n_consts] = ins[:n_consts]
         self.carry(ins[n_consts:n_unscanned], inner[n_consts:n_unscanned])
@@ -203,11 +207,11 @@ class _Reader:
         self.carry(results[:n_carry], outs[:n_carry])
         for old, new in zip(results[n_carry:], outs[n_carry:], strict=True):
             self.connect('scan_output', old, new, (0, 1), loop)
-        # the first axis of scanned inputs and stacked outputs is the same: the iterations
+        # the first axis of all scanned inputs and stacked outputs counts the iterations
         scanned = next((value for value in ins[n_unscanned:] if value is not None), None)
         for new in outs[n_carry:]:
             if scanned is not None and new is not None:
-                self.append(Op('scan_axis', (scanned,), (new,), Relation(((0, 0, 0, 0),))))
+                self.append(Op('scan_axis', (scanned,), (new,), OpShardingRule(((0, 0, 0, 0),))))
         return outs
 
     def while_loop(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
@@ -233,13 +237,13 @@ class _Reader:
     def read_loop(
         self, jaxpr: Any, arguments: Sequence[int | None], length: int
     ) -> list[int | None]:
-        """Adds the operations of a loop body that runs `length` times; returns its results."""
-        outside = self.executions, self.scope
-        self.n_scopes += 1
-        self.program.parents.append(self.scope)
-        self.executions, self.scope = self.executions * length, self.n_scopes
+        """Adds the operations of a loop body that runs `length` times, and returns its results."""
+        outside = self.executions, self.loop
+        self.n_loops += 1
+        self.program.parent_loops.append(self.loop)
+        self.executions, self.loop = self.executions * length, self.n_loops
         results = self.read(jaxpr, arguments)
-        self.executions, self.scope = outside
+        self.executions, self.loop = outside
         return results
 
 
@@ -249,11 +253,11 @@ def _nested_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _open(jaxpr: Any) -> Any:
-    """Returns the jaxpr of a ClosedJaxpr; anything else unchanged."""
+    """Returns the jaxpr of a ClosedJaxpr. Returns other values unchanged."""
     return getattr(jaxpr, 'jaxpr', jaxpr)
 
 
-def _has_same_rank(one: Any, other: Any) -> bool:
+def _has_same_ndim(one: Any, other: Any) -> bool:
     shapes = [getattr(atom.aval, 'shape', ()) for atom in (one, other)]
     return len(shapes[0]) == len(shapes[1])
 
@@ -268,7 +272,7 @@ def entries_of(spec: Any, shape: Shape) -> tuple[tuple[str, ...], ...]:
 def _used_ops(program: Program) -> list[Op]:
     used: set[int | None] = {value for value in program.results if value is not None}
     kept: set[int] = set()
-    # repeated, because a result in a loop body may be used only in the next iteration
+    # repeats, because a value in a loop body may be used only in the next iteration
     n_before = -1
     while len(kept) > n_before:
         n_before = len(kept)

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from .._errors import EinshardError, plural
 from .._text import format_bytes
-from .candidates import Candidates
-from .judge import Function
-from .judgement import Judgement
+from .evaluate import Function
+from .evaluation import Evaluation
+from .find_candidates import Candidates
 from .model import Model
 from .result import Plan
 from .search import Search
@@ -47,7 +47,7 @@ def make_plan(search: Search, found: Candidates, model: Model, function: Functio
     )
 
 
-def _no_plan_compiles(choices: Sequence[Judgement], model: Model) -> EinshardError:
+def _no_plan_compiles(choices: Sequence[Evaluation], model: Model) -> EinshardError:
     counts = Counter(one.error for one in choices)
     ((error, n_plans),) = counts.most_common(1)
     example = next(one.candidate for one in choices if one.error == error)
@@ -60,29 +60,29 @@ def _no_plan_compiles(choices: Sequence[Judgement], model: Model) -> EinshardErr
     )
 
 
-def _notes(choices: Sequence[Judgement], search: Search) -> Iterator[str]:
-    n_alike = _n_alike(choices) if search.objective == 'bound' else 1
-    if n_alike > 1:
+def _notes(choices: Sequence[Evaluation], search: Search) -> Iterator[str]:
+    n = _n_indistinguishable(choices) if search.objective == 'bound' else 1
+    if n > 1:
         yield (
-            f'the bounds do not tell plans 0 to {n_alike - 1} apart: their ranges (column bound) '
+            f'the bounds do not tell plans 0 to {n - 1} apart: their ranges (column bound) '
             'overlap that of plan 0'
         )
-    if search.judge_by_compiler and not any(one.judge == 'compiler' for one in choices):
+    if search.compiler and not any(one.judge == 'compiler' for one in choices):
         yield (
             "the target's compiler was not used; the memory is that of the partitioned program for "
             'CPUs, and may be 40% too high'
         )
 
 
-def _n_alike(choices: Sequence[Judgement]) -> int:
-    """Counts the plans at the start of `choices` whose time ranges overlap that of plan 0.
+def _n_indistinguishable(choices: Sequence[Evaluation]) -> int:
+    """Counts the plans at the start of `choices` whose ranges overlap that of plan 0.
 
-    A time range goes from the largest of a plan's lower bounds to their sum.
+    The range of a plan goes from its largest bound to the sum of its bounds.
     """
     if not choices[0].bounds:
         return 1
     least, most = choices[0].seconds
-    # plans that are not compiled for the target may be below the range of plan 0
+    # a plan that was not compiled for the target may be faster than plan 0
     outside = (
         i
         for i, one in enumerate(choices)
@@ -91,7 +91,7 @@ def _n_alike(choices: Sequence[Judgement]) -> int:
     return next(outside, len(choices))
 
 
-def _warnings(best: Judgement, search: Search, model: Model) -> Iterator[str]:
+def _warnings(best: Evaluation, search: Search, model: Model) -> Iterator[str]:
     if best.memory is None or search.limit is None or best.fits(search.limit):
         return
     state = sum(array.bytes for array in model.arrays if array.is_state)

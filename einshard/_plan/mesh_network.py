@@ -1,4 +1,4 @@
-"""MeshNetwork: the time of collectives along mesh axes."""
+"""MeshNetwork: the minimum time of collectives along mesh axes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from .._hlo.hardware import Chip
 from .._inspect.network import Network
-from .op_cost import MeshAxis
+from .strategy import MeshAxis
 
 
 class MeshNetwork:
@@ -24,25 +24,28 @@ class MeshNetwork:
         self._cache: dict[tuple[str, tuple[MeshAxis, ...]], float] = {}
 
     def seconds_per_byte(self, kind: str, axes: Sequence[MeshAxis]) -> float:
-        """Returns the minimum time of a collective per byte of the larger of operand and result."""
-        kind = 'all-gather' if kind == 'reduce-scatter' else kind  # the same in reverse
-        # also cached with the axes unmerged: merging in each call makes estimates 20% slower
+        """Returns the minimum time of a collective per byte of its larger array.
+
+        The larger array is the operand or the result.
+        """
+        kind = 'all-gather' if kind == 'reduce-scatter' else kind  # both take the same time
+        # the cache has unmerged axes, too, because merging in each call makes estimates 20% slower
         key = kind, tuple(axes)
         found = self._cache.get(key)
         if found is None:
             merged = kind, _merged(axes)
             if merged not in self._cache:
-                groups = self._without_parallel_groups(_groups(self.n_devices, merged[1])).tolist()
+                groups = self._one_of_parallel(_groups(self.n_devices, merged[1])).tolist()
                 self._cache[merged] = self.network.seconds_per_byte(kind, groups)
             found = self._cache[key] = self._cache[merged]
         return found
 
-    def _without_parallel_groups(self, groups: Any) -> Any:
-        """Keeps one of the device groups that are parallel rows or planes of a torus.
+    def _one_of_parallel(self, groups: Any) -> Any:
+        """Keeps one of the device groups if they are parallel rows or planes of a torus.
 
-        Parallel groups share no links, so they take the same time. For 8,192 devices, it would take
-        `Network` 100 ms to look at all groups. With several TPU slices, or without coordinates,
-        keeps all.
+        Parallel groups use no common links, so they take the same time. Without this, `Network`
+        takes 100 ms for 8,192 devices. Keeps all groups if they extend over several TPU slices, or
+        if the devices have no coordinates.
         """
         network = self.network
         if not network.has_coords or len(set(network.slices[groups].ravel().tolist())) > 1:
@@ -64,7 +67,7 @@ def _merged(axes: Sequence[MeshAxis]) -> tuple[MeshAxis, ...]:
 
 
 def _groups(n: int, axes: Sequence[MeshAxis]) -> Any:
-    """Splits devices 0 to n - 1 into groups along mesh axes; a row is a group."""
+    """Returns the groups of devices 0 to n - 1 along mesh axes, one group in each row."""
     offsets, ids = np.zeros(1, int), np.arange(n)
     is_first = np.ones(n, bool)  # whether the device is the first one of its group
     for stride, size in axes:

@@ -12,10 +12,10 @@ import jax.tree_util as jtu
 
 from .costly_ops import CostlyOp, find_costly_ops
 from .flatten import Program, flatten
-from .live import Peak, Stored, find_peaks
-from .metadata import metadata_names
-from .names import AxisNames, Names, name_axes
-from .tracing import first_trace, names_in, no_names, trace_with_names
+from .flax_names import flax_axis_names
+from .live_sets import LiveSet, StoredArray, find_live_sets
+from .names import ArrayNames, AxisNames, name_axes
+from .tracing import first_trace, names_in, no_names_error, trace_with_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +23,17 @@ class Array:
     """An array (leaf) in the arguments of a function.
 
     Attributes:
-        names: the names of each axis; `()` for an axis without a name, which no plan shards.
-        is_state: whether the array is a weight or other state, not data. This is a guess: state is
-            donated, or is in a pytree argument whose arrays have different first axis names (in
-            data, all start with the batch). If nothing is donated, and there are several results,
-            an array with the shape and dtype of a result is also state.
-        donated: whether a result can reuse its memory.
+        names: the names of each axis. An axis without names has `()`, and is never sharded.
+        is_state: whether the array is a weight or other state, not data. This is a guess. Donated
+            arrays are state. So are the arrays of a pytree argument if their first axis names
+            differ (in data, all arrays start with the batch). If nothing is donated and there are
+            several results, arrays with the shape and dtype of a result are state, too.
+        donated: whether the argument is donated, so that a result can reuse its memory.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    names: tuple[Names, ...]
+    names: tuple[AxisNames, ...]
     is_state: bool
     donated: bool
     bytes: int
@@ -45,12 +45,12 @@ class Model:
 
     Attributes:
         sizes: the axis names in order of appearance, each with the size of its largest axis.
-        divisors: for each axis name, the greatest common divisor of the sizes of its axes, which
-            must be divisible by the number of shards.
-        array_names: the axis names of each argument, and of each array with a constraint, without
-            duplicates.
+        divisors: for each axis name, the greatest common divisor of the sizes of its axes. The
+            number of shards must divide it.
+        array_names: the axis names of each array that is an argument or has a constraint. Each
+            combination of names occurs once.
         results: the results that do not reuse the memory of a donated argument.
-        peaks: sets of arrays that are in memory at the same time; arguments are left out.
+        live_sets: see `find_live_sets`.
     """
 
     name: str
@@ -58,9 +58,9 @@ class Model:
     divisors: Mapping[str, int]
     array_names: tuple[tuple[str, ...], ...]
     arrays: tuple[Array, ...]
-    results: tuple[Stored, ...]
+    results: tuple[StoredArray, ...]
     costly_ops: tuple[CostlyOp, ...]
-    peaks: tuple[Peak, ...]
+    live_sets: tuple[LiveSet, ...]
 
     def size_text(self, name: str) -> str:
         """Describes the sizes of the axes named `name`: '6', or 'up to 9 and divisible by 3'."""
@@ -76,19 +76,19 @@ def find_model(
 ) -> Model:
     """Traces a function, and finds the axis names of all its arrays.
 
-    `mesh_axes` are the mesh axes that the function's expressions may name.
+    `mesh_axes` are the mesh axes that the expressions of the function may name directly.
     """
     expressions = first_trace(fn, args, kwargs, mesh_axes)
-    flax_names = metadata_names((tuple(args), dict(kwargs)))
+    flax_names = flax_axis_names((tuple(args), dict(kwargs)))
     names = [name for array in flax_names for axis in array or () for name in axis]
     names += [name for expression in expressions for name in names_in(expression)]
     names = [name for name in dict.fromkeys(names) if name not in mesh_axes]
     if not names:
-        raise no_names(fn, args, kwargs)
+        raise no_names_error(fn, args, kwargs)
     stages, spec_names, result_names = trace_with_names(fn, args, kwargs, names, mesh_axes)
-    assert stages.traced is not None, 'a function was traced'
+    assert stages.traced is not None, 'trace_call returned no traced function'
     argument_names = _with_flax_names(spec_names, flax_names)
-    result_names = _with_flax_names(result_names, metadata_names(stages.traced.out_info))
+    result_names = _with_flax_names(result_names, flax_axis_names(stages.traced.out_info))
     program = flatten(stages.traced.jaxpr)
     found = name_axes(program, argument_names, result_names)
     axis_names = [tuple(axis or () for axis in value_names) for value_names in found]
@@ -106,14 +106,14 @@ def find_model(
         arrays=arrays,
         results=_new_results(program, axis_names, arrays, results),
         costly_ops=find_costly_ops(program, axis_names, states),
-        peaks=find_peaks(program, axis_names),
+        live_sets=find_live_sets(program, axis_names),
     )
 
 
 def _with_flax_names(
-    spec_names: list[AxisNames | None], flax_names: Sequence[AxisNames | None]
-) -> list[AxisNames | None]:
-    # if the lengths differ, `flax_names` has entries for static arguments, too, at unknown places
+    spec_names: list[ArrayNames | None], flax_names: Sequence[ArrayNames | None]
+) -> list[ArrayNames | None]:
+    # if the lengths differ, some entries of `flax_names` are for static arguments, unknown which
     if len(spec_names) != len(flax_names):
         return spec_names
     pairs = zip(spec_names, flax_names, strict=True)
@@ -121,7 +121,7 @@ def _with_flax_names(
 
 
 def _sizes_divisors_array_names(
-    program: Program, axis_names: Sequence[tuple[Names, ...]], names: Sequence[str]
+    program: Program, axis_names: Sequence[tuple[AxisNames, ...]], names: Sequence[str]
 ) -> tuple[dict[str, int], dict[str, int], tuple[tuple[str, ...], ...]]:
     """Returns `Model.sizes`, `Model.divisors` and `Model.array_names`."""
     sizes, divisors = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
@@ -139,7 +139,7 @@ def _sizes_divisors_array_names(
 
 
 def _arrays(
-    args_info: Any, axis_names: Sequence[tuple[Names, ...]], results: Sequence[Any]
+    args_info: Any, axis_names: Sequence[tuple[AxisNames, ...]], results: Sequence[Any]
 ) -> tuple[Array, ...]:
     leaves = jtu.tree_leaves_with_path(args_info)
     n_leaves: Counter[Any] = Counter()
@@ -149,7 +149,7 @@ def _arrays(
         n_leaves[argument] += 1
         first_names[argument].add(next((name for one in names for name in one), ''))
     returned = Counter((tuple(one.shape), str(one.dtype)) for one in results)
-    # if there is only one result, an argument of the same shape may be a coincidence
+    # a single result may have the shape of an argument by coincidence
     returns_state = len(results) > 1 and not any(info.donated for _, info in leaves)
     found: list[Array] = []
     for (path, info), names in zip(leaves, axis_names, strict=True):
@@ -172,12 +172,12 @@ def _arrays(
 
 def _new_results(
     program: Program,
-    axis_names: Sequence[tuple[Names, ...]],
+    axis_names: Sequence[tuple[AxisNames, ...]],
     arrays: Sequence[Array],
     results: Sequence[Any],
-) -> tuple[Stored, ...]:
+) -> tuple[StoredArray, ...]:
     free = Counter((one.shape, one.dtype) for one in arrays if one.donated)
-    found: list[Stored] = []
+    found: list[StoredArray] = []
     for value, info in zip(program.results, results, strict=True):
         key = tuple(map(int, info.shape)), str(info.dtype)
         if free[key]:

@@ -14,10 +14,10 @@ from .candidate import Candidate
 from .model import Model
 
 # the mesh axes of each axis name: {'embed': ('x',), 'mlp': ('x', 'y'), 'layers': ()}
-MeshAxesOf: TypeAlias = Mapping[str, tuple[str, ...]]
+AxesByName: TypeAlias = Mapping[str, tuple[str, ...]]
 
 
-def read_pins(pin: Mapping[str, AxisPlacement], mesh_axes: Collection[str]) -> MeshAxesOf:
+def read_pins(pin: Mapping[str, AxisPlacement], mesh_axes: Collection[str]) -> AxesByName:
     """Reads `pin=`, such as {'embed': '@x', 'mlp': '@(x,y)', 'layers': ''}."""
     return _read_placements('pin=', pin, mesh_axes)
 
@@ -25,7 +25,7 @@ def read_pins(pin: Mapping[str, AxisPlacement], mesh_axes: Collection[str]) -> M
 def read_candidate(number: int, given: Any, model: Model, n_devices: int) -> Candidate:
     """Reads element `number` of `candidates=`: a pair of mesh sizes and placements of axis names.
 
-    Names that the model lacks are ignored, so that several models can share their placements.
+    Ignores names that are not in the model, so that several models can use the same placements.
     """
     label = f'candidates[{number}]'
     is_pair = isinstance(given, tuple | list) and len(given) == 2
@@ -47,8 +47,8 @@ def read_candidate(number: int, given: Any, model: Model, n_devices: int) -> Can
     return Candidate(tuple(mesh.items()), tuple(axes.items()))
 
 
-def check_divisible(label: str, placed: MeshAxesOf, model: Model, mesh: Mapping[str, int]) -> None:
-    """Raises if the size of an axis is not divisible by the number of its shards."""
+def check_divisible(label: str, placed: AxesByName, model: Model, mesh: Mapping[str, int]) -> None:
+    """Raises if the size of an axis is not divisible by its number of shards."""
     for name, axes in placed.items():
         n_shards = math.prod(mesh[axis] for axis in axes)
         if model.divisors[name] % n_shards:
@@ -61,7 +61,7 @@ def check_divisible(label: str, placed: MeshAxesOf, model: Model, mesh: Mapping[
 
 def _read_placements(
     label: str, given: Mapping[str, AxisPlacement], mesh_axes: Collection[str]
-) -> MeshAxesOf:
+) -> AxesByName:
     found: dict[str, tuple[str, ...]] = {}
     for rule in axis_rules(given).rules:
         (term,) = parse(f'{rule.name}{rule.placement}').right

@@ -18,10 +18,10 @@ from .._sharding.axis_rules import AxisPlacement, check_option
 from .._sharding.context import current_context
 from .._sharding.mesh import MeshLike, is_device_mesh, mesh_fact
 from .._text import name_of
-from .candidates import find_candidates
 from .estimate import Estimator
-from .judge import Function, Partitioner, as_sharded
-from .judgement import Objective
+from .evaluate import Function, Partitioner, as_sharded
+from .evaluation import Objective
+from .find_candidates import find_candidates
 from .make_plan import make_plan
 from .model import Model, find_model
 from .placements import read_candidate, read_pins
@@ -62,10 +62,10 @@ def plan(
 
     The function names its axes in expressions without placements: in the specs of `sharded`, in
     `Rules`, and in constraints such as `einshard(x, 'batch seq act')`. `plan` finds these names by
-    tracing. A candidate is a mesh shape with up to three axes (x, y, z), and the mesh axes that
-    each name is sharded over. An estimate ranks the candidates. The most promising ones are
-    compiled with XLA's partitioner, for simulated CPU devices in another process; the best of these
-    are compiled for the target. Nothing runs, and arguments can be ShapeDtypeStructs.
+    tracing. A candidate is a mesh shape with up to three axes (x, y, z), and the mesh axes over
+    which each name is sharded. `plan` estimates the cost of every candidate, compiles the best ones
+    with XLA's partitioner (for simulated CPU devices, in another process), and compiles the best of
+    these for the target. Nothing runs, and arguments can be ShapeDtypeStructs.
 
     The cost of a candidate is a sum of lower bounds: compute, HBM, and the network along each
     mesh axis. It is not a prediction of the step time.
@@ -73,27 +73,27 @@ def plan(
     Args:
         fn: a `sharded` or jitted function, or any other function that names its axes.
         args, kwargs: the arguments of a call, as in `explain`.
-        mesh: the devices, such as `topology('v5e:16x16')`. `plan` keeps the shape of a mesh with
-            named axes, and finds only placements. Default: the mesh in context, or all devices.
+        mesh: the devices, such as `topology('v5e:16x16')`. If the mesh has named axes, `plan` keeps
+            its shape, and finds only placements. Default: the mesh in context, or all devices.
         chip: the chip for the lower bounds, as in `explain`. Default: that of the devices.
-        memory: the bytes that a plan may use on a device, such as '14 GB'. Default: all of its
-            memory; no limit if the chip is unknown.
+        memory: the bytes that a plan may use on a device, such as '14 GB'. Default: the memory of
+            the device, or no limit if the chip is unknown.
         objective: what to minimize: 'bound' (the sum of the lower bounds), 'bytes' (sent by a
             device) or 'memory'. Ties are broken by memory, then bytes.
         pin: axis names with fixed placements: {'embed': '@x', 'layers': ''}.
-        candidates: your own candidates, which are compiled first, as pairs of mesh sizes and
+        candidates: your own candidates, to be compiled first. Each is a pair of mesh sizes and
             placements: `({'data': 16, 'tensor': 16}, {'batch': '@data', 'mlp': '@tensor'})`.
         compilations: the maximum number of candidates to compile with the partitioner.
-        seconds: the time after which to stop. The result then depends on the speed of the machine.
+        seconds: the time limit. With one, the result depends on the speed of the machine.
 
     Returns:
-        A `Plan`. If no candidate fits into memory, its best plan is the one that needs least
-        memory, with a warning.
+        A `Plan`. If no candidate fits into memory, it has a warning, and its best plan is the one
+        that needs the least memory.
 
     Raises:
         EinshardError: the model has no axis names or nothing to shard; `fn` has its own mesh; there
-            is one device; the chip is unknown and the objective is 'bound'; a pin or candidate does
-            not fit the sizes; or no candidate compiles.
+            is only one device; the objective is 'bound' but the chip is unknown; a pin or candidate
+            does not fit the sizes; or no candidate compiles.
     """
     check_option('objective', objective, get_args(Objective))
     fn = sharded_call(fn)
@@ -107,7 +107,9 @@ def plan(
     model = find_model(fn, args, kwargs, mesh_axis_names)
     pinned = read_pins(pin or {}, mesh_axis_names or AXES)
     space = Space(model, devices.size, _n_slices(devices), mesh_axes, pinned)
-    given = [read_candidate(i, pair, model, devices.size) for i, pair in enumerate(candidates)]
+    user_candidates = [
+        read_candidate(i, pair, model, devices.size) for i, pair in enumerate(candidates)
+    ]
     estimator = Estimator(model, devices, chip)
     found = find_candidates(space, estimator, memory=limit, objective=objective)
     if not any(axes for candidate in found.ranked for _, axes in candidate.axes):
@@ -117,10 +119,10 @@ def plan(
     is_cpu = devices.devices.flat[0].platform == 'cpu'
     with closing(Partitioner(function)) as partitioner:
         search = Search(
-            estimates=[estimator.judge(candidate) for candidate in found.ranked],
-            given=given,
-            judge_by_partitioner=partitioner.judge_all,
-            judge_by_compiler=None if is_cpu else function.judge_all,
+            estimates=[estimator.evaluate(candidate) for candidate in found.ranked],
+            user_candidates=user_candidates,
+            partitioner=partitioner.evaluate_all,
+            compiler=None if is_cpu else function.evaluate_all,
             objective=objective,
             limit=limit,
             compilations=compilations,

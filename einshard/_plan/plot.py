@@ -8,31 +8,31 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from .._text import format_bytes
-from .judgement import Judgement
+from .evaluation import Evaluation
 
 _WIDTH, _HEIGHT, _MARGIN = 480, 280, 76
 
 
-def scatter_svg(judgements: Sequence[Judgement], limit: int | None, n_numbered: int) -> str:
+def scatter_svg(evaluations: Sequence[Evaluation], limit: int | None, n_numbered: int) -> str:
     """Draws plans as points, and the memory limit as a line. Bytes sent are on a log scale.
 
-    The point of the best plan is filled, and the first `n_numbered` plans have labels. Plans that
-    do not compile, or whose memory is unknown, have no point. A limit far above all points has no
-    line. Returns '' if there are no points.
+    The point of the best plan is filled, and the points of the first `n_numbered` plans have
+    numbers. Plans that do not compile, or whose memory is unknown, have no points. A limit of more
+    than about four times the largest memory has no line. Returns '' if there are no points.
     """
     points = {
-        i: plan for i, plan in enumerate(judgements) if plan.memory is not None and not plan.error
+        i: plan for i, plan in enumerate(evaluations) if plan.memory is not None and not plan.error
     }
     if not points:
         return ''
     sent = [math.log2(max(1, plan.network_bytes)) for plan in points.values()]
     low, high = min(sent), max(sent)
     top = max(plan.memory or 0 for plan in points.values()) * 1.08
-    if limit and top > limit / 4:  # else the points would be too close to each other
+    if limit and top > limit / 4:  # a higher limit would squeeze the points together
         top = max(top, limit * 1.08)
     xs = [_MARGIN + (x - low) / ((high - low) or 1) * (_WIDTH - 2 * _MARGIN) for x in sent]
     ys = [_y(plan.memory or 0, top) for plan in points.values()]
-    parts = [_axes(2**low, 2**high, top)]
+    parts = [_axes_svg(2**low, 2**high, top)]
     if limit and limit < top:
         y = _y(limit, top)
         parts.append(
@@ -69,7 +69,7 @@ def _y(memory: float, top: float) -> float:
     return _HEIGHT - _MARGIN / 2 - memory / top * (_HEIGHT - _MARGIN)
 
 
-def _axes(low: float, high: float, top: float) -> str:
+def _axes_svg(low: float, high: float, top: float) -> str:
     bottom = _HEIGHT - _MARGIN / 2
     middle = (_MARGIN + _WIDTH) / 2
     highest = top / 1.08

@@ -15,35 +15,36 @@ from .._inspect.lowered import Stages
 from .._inspect.report import Report
 from .._page import Column, Page, Section
 from .._text import format_bytes, format_seconds
-from .judge import Function
-from .judgement import Judgement, Objective
+from .evaluate import Function
+from .evaluation import Evaluation, Objective
 from .plot import scatter_svg
-from .reasons import reason
 from .source import mesh_call
+from .why_worse import why_worse
 
 _SHOWN = 4  # plans in the printed table
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(Display):
-    """The sharding that `plan` found, and the plans that it was compared with.
+    """The best plan that `plan` found, and the other plans that it compiled.
 
-    Prints as code to paste, with a table of the best plans. `axis_rules(plan.rules)` applies it.
+    Prints as code to paste, with a table of the best plans. `axis_rules(plan.rules)` applies the
+    best one.
 
     Attributes:
         name: the name of the function.
-        devices: the mesh with the devices of all plans; each plan arranges them in its own mesh.
-        chip: the name of the chip for the bounds; None if unknown.
+        devices: a mesh of the devices. Each plan arranges them in its own mesh.
+        chip: the name of the chip for the bounds, or None if unknown.
         objective: what is minimized.
-        limit: the bytes that a plan may use on a device; None if unknown.
+        limit: the bytes that a plan may use on a device, or None if unknown.
         sizes: the axis names of the model, with their sizes.
-        choices: the compiled plans, best first, each a `Judgement`.
+        choices: the compiled plans with their costs, best first.
         code: the specs of the function with the placements of the best plan, as source text.
-        n_candidates: the number of candidates left after pruning, at most 200.
-        pruned: what the search left out, as {reason: number}: {'indivisible': 120}. The number is
-            of plans, of axis names, or of sets of axis names to shard over one mesh axis.
+        n_candidates: the number of candidates that the estimates selected, at most 200.
+        pruned: how many choices were left out for each reason: {'indivisible': 120}. Depending on
+            the reason, a choice is a plan, an axis name, or a set of axis names.
         stopped: why the search ended early, or ''.
-        notes: remarks on the result, such as how many plans are equally good within the bounds.
+        notes: remarks on the result, such as which plans the bounds do not tell apart.
         warnings: why the result may be unusable.
     """
 
@@ -53,7 +54,7 @@ class Plan(Display):
     objective: Objective
     limit: int | None
     sizes: Mapping[str, int]
-    choices: tuple[Judgement, ...]
+    choices: tuple[Evaluation, ...]
     code: tuple[str, ...]
     n_candidates: int
     pruned: Mapping[str, int]
@@ -63,7 +64,7 @@ class Plan(Display):
     _function: Function
 
     @property
-    def best(self) -> Judgement:
+    def best(self) -> Evaluation:
         return self.choices[0]
 
     @property
@@ -78,11 +79,11 @@ class Plan(Display):
 
     @property
     def fits(self) -> bool:
-        """Whether the best plan needs no more memory than `limit`; True if either is unknown."""
+        """Whether the best plan needs at most `limit` bytes. True if either is unknown."""
         return self.best.fits(self.limit)
 
     def explain(self, i: int = 0) -> Report:
-        """Returns the report of `explain` on plan `i`; this may compile the plan again."""
+        """Returns the report of `explain` on plan `i`. This may compile the plan again."""
         return self._function.report(self._choice(i).candidate)
 
     def trace(self) -> Stages:
@@ -106,7 +107,10 @@ class Plan(Display):
         return Why(name, tuple(rows), self.limit)
 
     def diff(self, other: Plan | int) -> Diff:
-        """Compares the best plan with that of another `Plan`, or with plan `other` of this one."""
+        """Compares the best plan with another one.
+
+        `other` is the number of a plan in `choices`, or another `Plan` with its best plan.
+        """
         ours, theirs = self.best, other.best if isinstance(other, Plan) else self._choice(other)
         before, after = (
             {'mesh shape': one.candidate.mesh_text, **one.candidate.placements}
@@ -124,12 +128,12 @@ class Plan(Display):
             arrays=tuple((name, before.get(name), after.get(name)) for name in names),
             collectives=changed,
             numbers=tuple((name, a, b) for name, a, b in numbers if a != b),
-            # a judgement has neither the bytes nor the source lines of single collectives
+            # the bytes and source lines of single collectives are unknown
             details=((0, ''),) * len(changed),
         )
 
     def plot(self) -> str:
-        """Draws memory against bytes sent, a point per compiled plan, as SVG text."""
+        """Draws memory against bytes sent, with a point for each compiled plan, as SVG."""
         return scatter_svg(self.choices, self.limit, _SHOWN)
 
     def to_dict(self) -> dict[str, Any]:
@@ -142,7 +146,7 @@ class Plan(Display):
             'objective': self.objective,
             'memory_limit': self.limit,
             'fits': self.fits,
-            'choices': [_judgement_dict(one) for one in self.choices],
+            'choices': [_evaluation_dict(one) for one in self.choices],
             'n_candidates': self.n_candidates,
             'pruned': dict(self.pruned),
             'stopped': self.stopped,
@@ -153,7 +157,7 @@ class Plan(Display):
     def _repr_html_(self) -> str:
         return f'{super()._repr_html_()}{self.plot()}'
 
-    def _choice(self, i: int) -> Judgement:
+    def _choice(self, i: int) -> Evaluation:
         if not 0 <= i < len(self.choices):
             raise EinshardError(
                 f'there is no plan {i}', facts={'plans': f'0 to {len(self.choices) - 1}'}
@@ -198,7 +202,7 @@ class Plan(Display):
         title = f'plan for {self.name} on {devices} ({kind})'
         return Page(title, sections, self.warnings, self.notes)
 
-    def _row(self, i: int, one: Judgement) -> tuple[str, ...]:
+    def _row(self, i: int, one: Evaluation) -> tuple[str, ...]:
         least, most = one.seconds
         largest = one.bounds.largest
         sharded = ' '.join(f'{name}{p}' for name, p in one.candidate.placements.items() if p)
@@ -212,7 +216,7 @@ class Plan(Display):
             one.judge,
             sharded or 'replicated',
             one.sent_text,
-            reason(one, self.best, self.limit) if i else '',
+            why_worse(one, self.best, self.limit) if i else '',
         )
 
 
@@ -237,23 +241,23 @@ _COLUMNS = (
 
 @dataclass(frozen=True, repr=False)
 class Why(Display):
-    """A comparison of plans that differ in how they shard one axis, made by `Plan.why`.
+    """The result of `Plan.why`: a comparison of plans that shard one axis differently.
 
     Attributes:
         name: the axis name.
-        rows: (placement, judgement) of each plan, the best plan first.
-        limit: the bytes that a plan may use on a device; None if unknown.
+        rows: the placement of the axis in each plan, and the costs of the plan; best plan first.
+        limit: the bytes that a plan may use on a device, or None if unknown.
     """
 
     name: str
-    rows: tuple[tuple[str, Judgement], ...]
+    rows: tuple[tuple[str, Evaluation], ...]
     limit: int | None
 
     def _page(self) -> Page:
         (chosen, best), *others = self.rows
         lines = [f'{self.name}{chosen}: {_cost_text(best)}']
         lines += [
-            f'{self.name}{text}: {_cost_text(one)}: {reason(one, best, self.limit)}'
+            f'{self.name}{text}: {_cost_text(one)}: {why_worse(one, best, self.limit)}'
             for text, one in others
         ]
         if not others:
@@ -261,13 +265,13 @@ class Why(Display):
         return Page('', (Section('', lines=tuple(lines)),))
 
 
-def _cost_text(one: Judgement) -> str:
+def _cost_text(one: Evaluation) -> str:
     bound = f'bound {format_seconds(one.seconds[1])}, ' if one.bounds else ''
     memory = '' if one.memory is None else f', memory {format_bytes(one.memory)}'
     return f'{bound}sent {format_bytes(one.network_bytes)}{memory}'
 
 
-def _judgement_dict(one: Judgement) -> dict[str, Any]:
+def _evaluation_dict(one: Evaluation) -> dict[str, Any]:
     least, most = one.seconds
     return {
         'mesh': dict(one.candidate.mesh),

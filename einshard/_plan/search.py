@@ -1,7 +1,8 @@
-"""Searches the candidates: estimates choose what to compile, compilations choose the plan.
+"""Search: chooses the candidates to compile, and ranks them.
 
-As in successive halving (Jamieson and Talwalkar, 2016), candidates are judged at three levels: all
-by an estimate, tens of them by XLA's partitioner, a few by the target's compiler.
+As in successive halving (Jamieson and Talwalkar, 2016), each round evaluates fewer candidates at a
+higher cost: an estimate ranks all of them, XLA's partitioner compiles tens of them, and the
+target's compiler compiles a few.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from .candidate import Candidate
-from .judgement import Judgement, Objective
+from .evaluation import Evaluation, Objective
 
-# compiles candidates one after another, and yields their costs
-JudgeAll: TypeAlias = Callable[[Sequence[Candidate]], Generator[Judgement, None, None]]
+# compiles candidates one after another, and yields the evaluation of each
+EvaluateAll: TypeAlias = Callable[[Sequence[Candidate]], Generator[Evaluation, None, None]]
 
-_FINALISTS = 3  # how many of the best plans are first compiled for the target
-_MAX_FINALISTS = 5  # after this many, another plan is compiled only if the newest is the best
-_TIE = 1.02  # plans whose costs differ by up to this ratio are equally good
+_FINALISTS = 3  # this many of the best plans are compiled for the target at first
+_MAX_FINALISTS = 5  # after this many, another one is compiled only if the newest is the best
+_TIE = 1.02  # plans whose costs have at most this ratio count as equally good
 # for large models, the partitioner reports 0.95 to 1.42 times the memory that the TPU compiler does
 _MEMORY_MARGIN = 1.5
 
@@ -30,95 +31,100 @@ class Search:
     """A search over candidates, and its results so far.
 
     Attributes:
-        estimates: the candidates left after pruning, the best estimate first.
-        given: the user's candidates, which are compiled first.
-        judge_by_partitioner: compiles with XLA's partitioner, for simulated CPU devices.
-        judge_by_compiler: compiles for the target; None if the target is CPUs.
-        limit: the bytes that a plan may use on a device; None if unknown.
+        estimates: the estimates of the candidates to choose from, best first.
+        user_candidates: the user's candidates, which are compiled first.
+        partitioner: compiles with XLA's partitioner, for simulated CPU devices.
+        compiler: compiles for the target, or None if the target is CPUs.
+        limit: the bytes that a plan may use on a device, or None if unknown.
         compilations: the maximum number of candidates to compile with the partitioner.
-        seconds: no compilation starts after this time; None for no limit.
-        judged: the last judgement of each compiled candidate.
+        seconds: no compilation starts after this time. None means no limit.
+        evaluated: the latest evaluation of each compiled candidate.
         stopped: why the search ended early, or ''.
     """
 
-    estimates: Sequence[Judgement]
-    given: Sequence[Candidate]
-    judge_by_partitioner: JudgeAll
-    judge_by_compiler: JudgeAll | None
+    estimates: Sequence[Evaluation]
+    user_candidates: Sequence[Candidate]
+    partitioner: EvaluateAll
+    compiler: EvaluateAll | None
     objective: Objective
     limit: int | None
     compilations: int
     seconds: float | None = None
-    judged: dict[Candidate, Judgement] = field(default_factory=dict)
+    evaluated: dict[Candidate, Evaluation] = field(default_factory=dict)
     stopped: str = ''
 
     def run(self) -> None:
-        """Runs the search, which fills `judged`.
+        """Runs the search, which fills `evaluated`.
 
-        A KeyboardInterrupt stops the search, and is raised only if nothing is judged yet.
+        A KeyboardInterrupt stops the search. It is raised again only if `evaluated` is empty.
         """
         self._started = time.monotonic()
         try:
             self._explore()
-            if self.judge_by_compiler is not None and not self.stopped:
-                self._compile_for_target(self.judge_by_compiler)
+            if self.compiler is not None and not self.stopped:
+                self._compile_for_target(self.compiler)
         except KeyboardInterrupt:
-            if not self.judged:
+            if not self.evaluated:
                 raise
             self.stopped = 'interrupted'
 
-    def ranking(self) -> list[Judgement]:
+    def ranking(self) -> list[Evaluation]:
         """Ranks the compiled candidates.
 
-        First comes the best one that was compiled for the target and fits into memory.
+        The first is the best one that was compiled for the target and fits into memory. If there is
+        none, it is the best of all.
         """
-        ranked = sorted(self.judged.values(), key=self._sort_key)
+        ranked = sorted(self.evaluated.values(), key=self._sort_key)
         for_target = [one for one in ranked if one.judge == 'compiler' and one.fits(self.limit)]
         best = for_target[:1]
         return [*best, *(one for one in ranked if one not in best)]
 
     def progress_text(self) -> str:
-        text = f'plan: compiled {len(self.judged)} of {self.compilations} candidates'
+        text = f'plan: compiled {len(self.evaluated)} of {self.compilations} candidates'
         n_for_target = self._n_for_target()
         return f'{text}, {n_for_target} for the target' if n_for_target else text
 
-    def _sort_key(self, judgement: Judgement) -> tuple[object, ...]:
-        """Returns a sort key: first the plans that fit, by cost; then the others, by memory."""
-        fits = judgement.fits(self.limit)
+    def _sort_key(self, evaluation: Evaluation) -> tuple[object, ...]:
+        """Returns a key that sorts plans that fit by cost, and then the others by memory."""
+        fits = evaluation.fits(self.limit)
         return (
             not fits,
-            0 if fits else judgement.memory or float('inf'),
-            *judgement.cost(self.objective),
-            len(judgement.candidate.mesh),
-            str(judgement.candidate),
+            0 if fits else evaluation.memory or float('inf'),
+            *evaluation.cost(self.objective),
+            len(evaluation.candidate.mesh),
+            str(evaluation.candidate),
         )
 
     # --- the partitioner -------------------------------------------------------------------------
 
     def _explore(self) -> None:
-        """Compiles the user's candidates and the best estimates, then others in batches."""
-        first = [*self.given, *_spread(self.estimates, max(1, self.compilations // 2))]
-        self._compile(self.judge_by_partitioner, first[: self.compilations])
-        while not self.stopped and (left := self.compilations - len(self.judged)) > 0:
+        """Compiles the user's candidates, those with the best estimates, then others in batches."""
+        first = [
+            *self.user_candidates,
+            *_mix_shapes(self.estimates, max(1, self.compilations // 2)),
+        ]
+        self._compile(self.partitioner, first[: self.compilations])
+        while not self.stopped and (left := self.compilations - len(self.evaluated)) > 0:
             batch = self._next_batch(min(left, max(2, self.compilations // 8)))
             if not batch:
                 return
-            self._compile(self.judge_by_partitioner, batch)
+            self._compile(self.partitioner, batch)
 
     def _next_batch(self, n: int) -> list[Candidate]:
-        """Chooses up to n candidates: n/2 neighbors of the best plan, then the best estimates."""
-        new = [one.candidate for one in self.estimates if one.candidate not in self.judged]
+        """Chooses up to n candidates: up to n/2 neighbors of the best plan, then best estimates."""
+        new = [one.candidate for one in self.estimates if one.candidate not in self.evaluated]
         best = self.ranking()[0].candidate
         neighbors = [candidate for candidate in new if is_neighbor(best, candidate)]
         return list(dict.fromkeys([*neighbors[: (n + 1) // 2], *new]))[:n]
 
     # --- the target's compiler -------------------------------------------------------------------
 
-    def _compile_for_target(self, judge_all: JudgeAll) -> None:
-        """Compiles for the target: the best plans, one of another mesh shape, and the user's.
+    def _compile_for_target(self, evaluate_all: EvaluateAll) -> None:
+        """Compiles the best plans, the user's plans, and a plan of another mesh shape.
 
-        More plans follow, one by one, while the target's compiler orders the plans differently than
-        the partitioner; after `_MAX_FINALISTS`, only while the newest plan is the best.
+        Then compiles more plans, one at a time, while the target's compiler ranks the plans
+        differently than the partitioner. After `_MAX_FINALISTS` plans, goes on only while the
+        newest plan is the best.
         """
         ranked = self.ranking()
         high_limit = None if self.limit is None else _MEMORY_MARGIN * self.limit
@@ -128,43 +134,43 @@ class Search:
         plans = list(dict.fromkeys(one.candidate for one in [*may_fit[:1], *by_cost]))
         finalists, others = plans[:_FINALISTS], plans[_FINALISTS:]
         other_shape = [c for c in others if c.mesh != finalists[0].mesh][:1]
-        given = [c for c in self.given if c not in finalists]
-        first = list(dict.fromkeys([*finalists, *given, *other_shape]))
-        self._compile(judge_all, first)
+        of_user = [c for c in self.user_candidates if c not in finalists]
+        first = list(dict.fromkeys([*finalists, *of_user, *other_shape]))
+        self._compile(evaluate_all, first)
         newest = None
         for candidate in (c for c in others if c not in first):
             best = self.ranking()[0].candidate
-            is_enough = self._n_for_target() - len(given) >= _MAX_FINALISTS and best != newest
+            is_enough = self._n_for_target() - len(of_user) >= _MAX_FINALISTS and best != newest
             is_as_expected = best == finalists[0] and self._keeps_order(by_cost)
             if is_enough or self.stopped or is_as_expected:
                 return
-            self._compile(judge_all, [candidate])
+            self._compile(evaluate_all, [candidate])
             newest = candidate
 
-    def _keeps_order(self, ranked: Sequence[Judgement]) -> bool:
-        """Whether the target's compiler orders plans like `ranked`, up to ties.
+    def _keeps_order(self, ranked: Sequence[Evaluation]) -> bool:
+        """Whether the target's compiler ranks plans in the same order as `ranked`, except for ties.
 
-        Compares only the plans that were compiled for the target and fit into memory.
+        Ignores plans that do not fit into memory, or were not compiled for the target.
         """
         highest = 0.0
         for one in ranked:
-            judged = self.judged[one.candidate]
-            if judged.judge == 'compiler' and judged.fits(self.limit):
-                cost = judged.cost(self.objective)[0]
+            evaluation = self.evaluated[one.candidate]
+            if evaluation.judge == 'compiler' and evaluation.fits(self.limit):
+                cost = evaluation.cost(self.objective)[0]
                 if cost * _TIE < highest:
                     return False
                 highest = max(highest, cost)
         return True
 
     def _n_for_target(self) -> int:
-        return sum(one.judge == 'compiler' for one in self.judged.values())
+        return sum(one.judge == 'compiler' for one in self.evaluated.values())
 
-    def _compile(self, judge_all: JudgeAll, candidates: Sequence[Candidate]) -> None:
+    def _compile(self, evaluate_all: EvaluateAll, candidates: Sequence[Candidate]) -> None:
         if self._is_out_of_time():
             return
-        with closing(judge_all(candidates)) as judgements:
-            for judgement in judgements:
-                self.judged[judgement.candidate] = judgement
+        with closing(evaluate_all(candidates)) as evaluations:
+            for evaluation in evaluations:
+                self.evaluated[evaluation.candidate] = evaluation
                 if self._is_out_of_time():
                     return
 
@@ -175,7 +181,7 @@ class Search:
 
 
 def is_neighbor(one: Candidate, other: Candidate) -> bool:
-    """Whether two candidates differ only in the mesh axes of one name, or in the mesh sizes."""
+    """Whether two candidates differ only in the mesh axes of one name, or only in mesh sizes."""
     changed = one.changed_names(other)
     if one.mesh == other.mesh:
         return len(changed) == 1
@@ -183,8 +189,8 @@ def is_neighbor(one: Candidate, other: Candidate) -> bool:
     return same_mesh_axes and not changed
 
 
-def _spread(estimates: Sequence[Judgement], n: int) -> list[Candidate]:
-    """Chooses n candidates: in turn, the best one left and the best one of the next mesh shape."""
+def _mix_shapes(estimates: Sequence[Evaluation], n: int) -> list[Candidate]:
+    """Chooses n candidates, alternating between the best of all and the best of each mesh shape."""
     by_shape: dict[object, list[Candidate]] = {}
     for one in estimates:
         by_shape.setdefault(one.candidate.mesh, []).append(one.candidate)

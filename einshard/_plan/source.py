@@ -49,11 +49,11 @@ def mesh_call(devices: Mesh, candidate: Candidate) -> str:
 def find_devices_call(devices: Sequence[Device]) -> tuple[str, list[Device]]:
     """Finds a call of `jax.devices` that returns all of `devices`, and maybe others.
 
-    No call returns the devices of a topology on this machine. For these, the call is
-    'jax.devices()', which returns them on the machine that runs the written code.
+    This machine may not have the devices of a topology. Then the call is 'jax.devices()', because
+    the written code will run on a machine that has them.
 
     Returns:
-        The call, and the devices that it returns, in its order.
+        The source text of the call, and the devices that it returns, in order.
     """
     platform = devices[0].platform
     for call, arguments in (('jax.devices()', ()), (f'jax.devices({platform!r})', (platform,))):
@@ -67,8 +67,8 @@ def find_devices_call(devices: Sequence[Device]) -> tuple[str, list[Device]]:
 def spec_lines(arguments: Sequence[tuple[str, Spec]], candidate: Candidate) -> tuple[str, ...]:
     """Returns lines that assign a spec to each argument, such as "x = 'batch@x embed'".
 
-    `Rules` have a line for each rule. Specs that are None or functions are left out, as are pytrees
-    of specs that contain functions or `Rules`. `arguments` are pairs of a name and a spec.
+    `Rules` take a line for each rule. Leaves out specs that are None or functions, and pytrees of
+    specs that contain functions or `Rules`. `arguments` are pairs of a name and a spec.
     """
     axes = dict(candidate.axes)
     # the name of an argument in *args is 'args[0]'
@@ -94,7 +94,7 @@ def _assigned(name: str, spec: Spec, axes: Mapping[str, tuple[str, ...]]) -> Ite
 
 
 def raw_string(pattern: str) -> str:
-    """Returns the source text of a pattern: a raw string if it has backslashes."""
+    """Writes a pattern as source text, as a raw string if it has backslashes."""
     quoted = repr(pattern)
     return f'r{quoted}'.replace('\\\\', '\\') if '\\' in pattern else quoted
 

@@ -1,4 +1,4 @@
-"""Space: the candidates that `plan` searches."""
+"""Space: the search space of `plan`."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from typing import Any, TypeAlias
 from .._errors import EinshardError, plural, quoted
 from .candidate import Candidate
 from .model import Model
-from .op_cost import MeshAxis, axes_of_shape
 from .placements import check_divisible
+from .strategy import MeshAxis, axes_of_shape
 
 # a mesh shape: the sizes of the mesh axes
 Sizes: TypeAlias = tuple[int, ...]
-# the axis names that are sharded over a mesh axis; no array has two of them
+# the axis names that are sharded over one mesh axis; no array has two of them
 NameSet: TypeAlias = frozenset[str]
-# a mesh shape, and the axis names that are sharded over each mesh axis
-PlanTuple: TypeAlias = tuple[Sizes, tuple[NameSet, ...]]
+# a point of the search space: a mesh shape, and the name set of each mesh axis
+Point: TypeAlias = tuple[Sizes, tuple[NameSet, ...]]
 
 AXES = ('x', 'y', 'z')
-# once a mesh axis has this many name sets, the remaining names are not sharded over it
+# if a mesh axis already has this many name sets, the remaining names are not sharded over it
 _MAX_NAME_SETS = 2000
 
 
 @dataclass(frozen=True)
 class Space:
-    """The candidates that `plan` searches: mesh shapes, and sets of axis names for each mesh axis.
+    """The search space of `plan`.
 
     Attributes:
-        n_slices: the number of TPU slices. If there are several, and the user has not named the
-            mesh axes, the slices are the first mesh axis, over which only the batch is sharded.
-        mesh: the user's mesh axes and their sizes; None to try all factorizations.
+        n_slices: the number of TPU slices. If there are several and `mesh` is None, the first mesh
+            axis goes across the slices, and only the batch is sharded over it.
+        mesh: the user's mesh axes and their sizes, or None to try all factorizations.
         pinned: the mesh axes of the names in `pin=`.
-        pruned: what was left out, as in `Candidates` of candidates.py.
+        pruned: how many axis names or name sets were left out for each reason.
     """
 
     model: Model
@@ -55,7 +55,11 @@ class Space:
         return AXES if self.mesh is None else tuple(name for name, _ in self.mesh)
 
     def shapes(self, max_axes: int = len(AXES)) -> list[Sizes]:
-        """Returns the user's mesh shape; else all shapes of up to `max_axes` axes that fit pins."""
+        """Returns the mesh shapes to try.
+
+        If the user chose a mesh, this is its shape. Otherwise, these are all shapes with up to
+        `max_axes` axes that fit the pins.
+        """
         if self.mesh is not None:
             return [tuple(size for _, size in self.mesh)]
         first = (self.n_slices,) if self.n_slices > 1 else ()
@@ -68,7 +72,7 @@ class Space:
         return [sizes for sizes in found if self._fits_pins(sizes)]
 
     def name_sets(self, sizes: Sizes, axis: int) -> list[NameSet]:
-        """Returns the name sets for mesh axis number `axis`; all have the names pinned to it."""
+        """Returns the name sets to try for a mesh axis. Each contains the names pinned to it."""
         is_across_slices = self.n_slices > 1 and self.mesh is None and axis == 0
         pinned = frozenset(n for n, axes in self.pinned.items() if self.mesh_axes[axis] in axes)
         # specs may name the user's mesh axes: in 'a@data b', b cannot be sharded over data
@@ -78,24 +82,27 @@ class Space:
             self._name_sets[key] = self._find_name_sets(*key)
         return self._name_sets[key]
 
-    def is_valid(self, plan: PlanTuple) -> bool:
-        """Whether all sizes of each axis name are divisible by the number of its shards."""
-        sizes, name_sets = plan
+    def is_valid(self, point: Point) -> bool:
+        """Whether the size of every sharded axis is divisible by its number of shards."""
+        sizes, name_sets = point
         shards: dict[str, int] = {}
         for size, names in zip(sizes, name_sets, strict=True):
             for name in names:
                 shards[name] = shards.get(name, 1) * size
         return all(self.model.divisors[name] % n == 0 for name, n in shards.items())
 
-    def obeys_pins(self, plan: PlanTuple) -> bool:
+    def obeys_pins(self, point: Point) -> bool:
         """Whether each pinned name is sharded over exactly the mesh axes of its pin."""
         return all(
-            {*self._mesh_axes_of(plan, name)} == {*axes} for name, axes in self.pinned.items()
+            {*self._mesh_axes_of(point, name)} == {*axes} for name, axes in self.pinned.items()
         )
 
-    def axes(self, plan: PlanTuple) -> dict[str, tuple[MeshAxis, ...]]:
-        """Maps the names in specs, which are axis names or the user's mesh axes, to mesh axes."""
-        sizes, name_sets = plan
+    def axes(self, point: Point) -> dict[str, tuple[MeshAxis, ...]]:
+        """Maps each name that specs may contain to the mesh axes that it is sharded over.
+
+        Specs contain axis names, and may name the user's mesh axes.
+        """
+        sizes, name_sets = point
         found: dict[str, tuple[MeshAxis, ...]] = dict.fromkeys(self.model.sizes, ())
         for axis, names in zip(axes_of_shape(sizes), name_sets, strict=True):
             for name in names:
@@ -103,19 +110,19 @@ class Space:
         user_axes = zip(self.mesh or (), axes_of_shape(sizes), strict=False)
         return {name: (axis,) for (name, _), axis in user_axes} | found
 
-    def candidate(self, plan: PlanTuple) -> Candidate:
-        axes = {name: self._mesh_axes_of(plan, name) for name in self.model.sizes}
+    def candidate(self, point: Point) -> Candidate:
+        axes = {name: self._mesh_axes_of(point, name) for name in self.model.sizes}
         return Candidate(
-            tuple(zip(self.mesh_axes, plan[0], strict=False)),
+            tuple(zip(self.mesh_axes, point[0], strict=False)),
             tuple((axes | dict(self.pinned)).items()),  # a pin '@(y,x)' keeps this order
         )
 
-    def _mesh_axes_of(self, plan: PlanTuple, name: str) -> tuple[str, ...]:
-        pairs = zip(self.mesh_axes, plan[1], strict=False)
+    def _mesh_axes_of(self, point: Point, name: str) -> tuple[str, ...]:
+        pairs = zip(self.mesh_axes, point[1], strict=False)
         return tuple(axis for axis, names in pairs if name in names)
 
     def _batch_names(self) -> frozenset[str]:
-        """Returns the first axis name of each array that is data, such as 'batch'."""
+        """Returns the first axis name of each data array, such as 'batch'."""
         return frozenset(
             next((name for one in array.names for name in one), '')
             for array in self.model.arrays
@@ -125,9 +132,9 @@ class Space:
     def _find_name_sets(
         self, size: int, is_across_slices: bool, pinned: NameSet, user_axis: frozenset[str]
     ) -> list[NameSet]:
-        """Lists the name sets for a mesh axis, and counts those left out in `pruned`.
+        """Lists the name sets for a mesh axis, and adds what it leaves out to `pruned`.
 
-        `user_axis` has the name of the mesh axis if the user named it; else it is empty.
+        `user_axis` contains the name of the mesh axis if the user chose the mesh.
         """
         free = [name for name in self.model.sizes if name not in self.pinned]
         divisible = [name for name in free if self.model.divisors[name] % size == 0]
@@ -144,7 +151,7 @@ class Space:
                 more = [names | {name} for names in found if others.isdisjoint(names | user_axis)]
                 self.pruned['two axes of an array over one mesh axis'] += len(found) - len(more)
                 found += more
-        # the empty set is used only if no name can be sharded over the mesh axis
+        # a mesh axis shards nothing only if no name can be sharded over it
         return [names for names in found if names] or [frozenset()]
 
     def _conflicts(self) -> dict[str, set[str]]:

@@ -1,7 +1,7 @@
 """Traces a function so that its jaxpr has the user's axis names.
 
-The first trace finds the names. The second is on a mesh of one device that has a mesh axis for each
-name, so the sharding constraints in the jaxpr have the names as mesh axes.
+The first trace finds the names. The second trace uses a mesh of one device that has a mesh axis for
+each name, so that the sharding constraints in the jaxpr contain the names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .._text import name_of
 from .._trees.paths import path_text
 from .._trees.rules import Rules
 from .flatten import entries_of
-from .names import AxisNames
+from .names import ArrayNames
 
 _trace_numbers = itertools.count()
 
@@ -39,7 +39,7 @@ _trace_numbers = itertools.count()
 def first_trace(
     fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh_axes: Sequence[str]
 ) -> list[Expression]:
-    """Traces a function; returns the expressions of its argument specs and constraints."""
+    """Traces a function, and returns the expressions in its argument specs and constraints."""
     constraints: list[Expression] = []
     token = constraints_of_trace.set(constraints)
     try:
@@ -57,15 +57,15 @@ def trace_with_names(
     kwargs: Mapping[str, Any],
     names: Sequence[str],
     mesh_axes: Sequence[str],
-) -> tuple[Stages, list[AxisNames | None], list[AxisNames | None]]:
-    """Returns the traced function, and the axis names of each argument and of each result.
+) -> tuple[Stages, list[ArrayNames | None], list[ArrayNames | None]]:
+    """Returns the traced function, the axis names of each argument, and those of each result.
 
-    An argument or a result without a spec has None instead of axis names.
+    The axis names of an argument or a result without a spec are None.
     """
     with _scope(names, mesh_axes):
         stages = _trace(fn, args, kwargs)
         traced = stages.traced
-        assert traced is not None, 'a function was traced'
+        assert traced is not None, 'trace_call returned no traced function'
         return (
             stages,
             _names_of(stages.argument_specs(), jtu.tree_leaves(traced.args_info)),
@@ -75,10 +75,10 @@ def trace_with_names(
 
 def _names_of(
     specs: Sequence[AnySpec | None] | None, leaves: Sequence[Any]
-) -> list[AxisNames | None]:
-    """Returns the axis names of each leaf, as mesh axes of `_scope`; None without a spec."""
+) -> list[ArrayNames | None]:
+    """Returns the axis names of each leaf, or None if it has no spec."""
     context = current_context()
-    found: list[AxisNames | None] = []
+    found: list[ArrayNames | None] = []
     for spec, leaf in zip(specs or [None] * len(leaves), leaves, strict=True):
         if spec is None:
             found.append(None)
@@ -90,13 +90,13 @@ def _names_of(
 
 def _trace(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Stages:
     args, kwargs = jtu.tree_map(_struct, (tuple(args), dict(kwargs)))
-    # `trace_call` takes no mesh for jitted functions; they use the mesh in context
+    # `trace_call` does not accept a mesh for jitted functions, which use the mesh in context
     is_jitted = hasattr(fn, 'trace') and not isinstance(fn, ShardedFunction)
     return trace_call(fn, args, kwargs, None if is_jitted else current_context().lowering_mesh)
 
 
 def _struct(leaf: Any) -> Any:
-    """Returns the shape and dtype of an array, without its sharding; other leaves unchanged."""
+    """Removes values and shardings of arrays. Returns other leaves unchanged."""
     if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     return leaf
@@ -104,12 +104,12 @@ def _struct(leaf: Any) -> Any:
 
 @contextmanager
 def _scope(names: Sequence[str], mesh_axes: Sequence[str]) -> Generator[None]:
-    """Enters a mesh with an axis of size 1 per name, and rules that shard each name over its axis.
+    """Enters a mesh with an axis for each name, and rules that shard each name over its axis.
 
-    The mesh also has `mesh_axes`, of size 1, because expressions may name them.
+    The mesh also has `mesh_axes`, because expressions may name them. All axes have size 1.
 
-    Constraints are recorded only while JAX traces. An extra rule with a new name each time forces a
-    retrace, because the rules are part of JAX's cache key.
+    Each call adds a rule with a new name. The rules are part of JAX's cache key, so JAX traces the
+    function again. Without a new trace, no constraints would be recorded.
     """
     axes = (*names, *(axis for axis in mesh_axes if axis not in names)) or ('x',)
     device = np.array(jax.devices()[:1], dtype=object).reshape((1,) * len(axes))
@@ -122,16 +122,16 @@ def _scope(names: Sequence[str], mesh_axes: Sequence[str]) -> Generator[None]:
 
 
 def names_in(expression: Expression) -> list[str]:
-    """Returns the names in an expression that axis rules apply to: those without a placement.
+    """Returns the names in an expression to which axis rules apply: those without a placement.
 
-    Expressions with '->' have none. `...`, `None` and names such as `_` are left out.
+    Axis rules do not apply to expressions with '->', to `...` and `None`, and to names such as `_`.
     """
     terms = expression.right if expression.short else ()
     names = [str(term.name) for term in terms if term == Term(term.name)]
     return [name for name in names if name not in ('None', ELLIPSIS) and name.strip('_')]
 
 
-def no_names(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> EinshardError:
+def no_names_error(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> EinshardError:
     """Returns an error that shows how to add axis names to a function."""
     error = EinshardError(
         f'{name_of(fn) or "the function"} has no axis names, so there is nothing to plan',
@@ -149,7 +149,7 @@ def no_names(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Einshar
     return error.with_fix(f'sharded({", ".join(map(_spec_text, specs))})({name_of(fn)})')
 
 
-# axis names in suggested specs: of the first argument if it is an array; of all other arrays
+# the axis names in suggested specs: the first argument, if it is an array, is taken to be the data
 _DATA_NAMES = 'batch', 'length', 'embed', 'height', 'width'
 _WEIGHT_NAMES = 'rows', 'columns', 'depth', 'height', 'width'
 
@@ -157,7 +157,7 @@ _WEIGHT_NAMES = 'rows', 'columns', 'depth', 'height', 'width'
 def _example_spec(arg: Any, number: int) -> Any:
     """Returns an example spec of an argument, with a name for each axis of its largest array.
 
-    The spec of a scalar is None; that of a pytree is `Rules`, which replicate the other arrays.
+    The example is None for a scalar. For a pytree, it is `Rules` that replicate the other arrays.
     """
     leaves = [(path_text(path), leaf) for path, leaf in jtu.tree_leaves_with_path(arg)]
     path, leaf = max(leaves, key=lambda one: math.prod(np.shape(one[1])), default=('', 0))

@@ -1,9 +1,9 @@
 """Compiles exported programs for simulated CPU devices; runs as a separate process.
 
-The number of simulated CPU devices is fixed when JAX starts its backend, so the user's process
-cannot simulate as many as the target has. The worker reads pickled requests from standard input:
-the arguments of `_compile`. It writes pickled answers to standard output, in the same order: the
-result of `_compile`, or the error as text. It imports JAX, but not einshard.
+JAX fixes the number of simulated devices when it starts its backend, so the user's process cannot
+simulate as many as the target has. The worker reads pickled requests from standard input. Each is a
+dict with the arguments of `_compile`. For each request, the worker writes a pickled answer to
+standard output: the result of `_compile`, or the error as text. It does not import einshard.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _read(stream: BinaryIO, requests: queue.SimpleQueue[Any]) -> None:
-    """Queues requests, so that sending one never blocks the user's process."""
+    """Moves requests to a queue, so that sending one never blocks the user's process."""
     while True:
         try:
             requests.put(pickle.load(stream))
@@ -44,7 +44,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any] | str:
 
     try:
         return _compile(**request)
-    except Exception as error:  # programs may fail in any way
+    except Exception as error:  # a program may fail with any exception
         return f'{type(error).__name__}: {error}'
     finally:
         jax.clear_caches()
@@ -53,9 +53,10 @@ def _answer(request: dict[str, Any]) -> dict[str, Any] | str:
 def _compile(
     program: bytes, axes: tuple[tuple[str, int], ...], donated: tuple[int, ...]
 ) -> dict[str, str]:
-    """Compiles an exported program; returns its HLO ('text') and buffer assignment ('buffers').
+    """Compiles an exported program.
 
-    `donated` has the positions of the donated arguments.
+    `donated` are the positions of the donated arguments. Returns the optimized HLO as 'text', and
+    the buffer assignment as 'buffers'.
     """
     import jax
     import jax.export
@@ -93,8 +94,8 @@ def _compile(
             try:
                 lowered.compile(compiler_options=options)
             except jax.errors.JaxRuntimeError as error:
-                # without the XLA passes that `XLA_FLAGS` disables in this process, the CPU backend
-                # cannot compile dots in bf16, but it dumps the program first
+                # `XLA_FLAGS` disables passes that the CPU backend needs to compile dots in bf16. It
+                # fails only after it has dumped the program.
                 if not (_dumped(folder, BUFFERS) or 'No such compile option' in str(error)):
                     raise
             if _dumped(folder, BUFFERS):
@@ -107,7 +108,7 @@ OPTIONS: dict[str, Any] = {
     'xla_llvm_disable_expensive_passes': True,
     'xla_dump_hlo_as_text': True,
 }
-# schedule for low memory, as on TPU; in JAX 0.8, the option has another name
+# schedule for low memory, as on TPU; the second option is the one of JAX 0.8
 SCHEDULERS: tuple[dict[str, Any], ...] = (
     {'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED'},
     {'xla_cpu_enable_concurrency_optimized_scheduler': False},
@@ -116,7 +117,7 @@ OPTIMIZED, BUFFERS = '.cpu_after_optimizations.txt', '-buffer-assignment.txt'
 
 
 def _dumped(folder: str, ending: str) -> str:
-    """Returns the text of XLA's last dump with this file name ending; '' if there is none."""
+    """Returns the text of XLA's last dump with this file name ending, or '' if there is none."""
     dumps = sorted(Path(folder).glob(f'*{ending}'))
     return dumps[-1].read_text(encoding='utf-8') if dumps else ''
 

@@ -1,4 +1,4 @@
-"""The judges of plan: programs compiled in a process with simulated devices, and for the target."""
+"""How plan evaluates candidates: compiled for simulated devices, and for the target."""
 
 import functools
 import os
@@ -17,7 +17,7 @@ from einshard._hlo.module import Module
 from einshard._hlo.target_collectives import target_collectives
 from einshard._plan.candidate import Candidate
 from einshard._plan.compile import Worker
-from einshard._plan.judge import Function, Partitioner
+from einshard._plan.evaluate import Function, Partitioner
 
 BATCH, EMBED, MLP = 64, 32, 128
 WEIGHTS = 2 * 2 * EMBED * MLP  # bytes of both
@@ -56,8 +56,8 @@ def worker():
     worker.close()
 
 
-def judge(worker, candidates, *call):
-    return list(Partitioner(function(*call), worker).judge_all(candidates))
+def evaluate(worker, candidates, *call):
+    return list(Partitioner(function(*call), worker).evaluate_all(candidates))
 
 
 # what a device sends for groups of 4 or of 2, by the formulas for rings
@@ -87,16 +87,16 @@ KNOWN = {
 
 def test_the_bytes_of_known_shardings(worker):
     candidates, sent_by = zip(*KNOWN.values(), strict=True)
-    judged = judge(worker, candidates)
-    assert [plan.error for plan in judged] == [''] * len(KNOWN)
-    assert [dict(plan.sent_by) for plan in judged] == [*sent_by]
-    assert [set(plan.sent) for plan in judged] == [{'x'}, {'x'}, {'x'}, {'x', 'y'}]
-    assert [plan.bounds.largest.resource for plan in judged] == ['network'] * len(KNOWN)
+    evaluated = evaluate(worker, candidates)
+    assert [plan.error for plan in evaluated] == [''] * len(KNOWN)
+    assert [dict(plan.sent_by) for plan in evaluated] == [*sent_by]
+    assert [set(plan.sent) for plan in evaluated] == [{'x'}, {'x'}, {'x'}, {'x', 'y'}]
+    assert [plan.bounds.largest.resource for plan in evaluated] == ['network'] * len(KNOWN)
 
 
 def test_a_candidate_that_cannot_be_traced_does_not_disturb_the_others(worker):
     wrong, right = candidate(batch='x', act='x'), candidate(batch='x')
-    first, second = judge(worker, [wrong, right])
+    first, second = evaluate(worker, [wrong, right])
     assert first.error == "mesh axis 'x' is used 2 times; each mesh axis can be used only once"
     assert (first.candidate, second.candidate, second.error) == (wrong, right, '')
 
@@ -106,8 +106,10 @@ def test_results_take_the_memory_of_donated_arguments(worker):
         return jax.tree.map(lambda w: w / 2, params)
 
     tensor = [candidate(mlp='x')]
-    [in_place] = judge(worker, tensor, sharded(RULES, out=RULES, donate_argnums=0)(halve), PARAMS)
-    [with_copy] = judge(worker, tensor, sharded(RULES, out=RULES)(halve), PARAMS)
+    [in_place] = evaluate(
+        worker, tensor, sharded(RULES, out=RULES, donate_argnums=0)(halve), PARAMS
+    )
+    [with_copy] = evaluate(worker, tensor, sharded(RULES, out=RULES)(halve), PARAMS)
     assert (with_copy.memory - in_place.memory) == WEIGHTS // 4
 
 
@@ -131,34 +133,34 @@ def test_any_pytree_and_unused_arguments(worker):
         return State(y)
 
     state = State(bf16(EMBED, MLP), bf16(1000, 1000))
-    [plan] = judge(worker, [candidate(act='x')], product, state, bf16(BATCH, EMBED))
+    [plan] = evaluate(worker, [candidate(act='x')], product, state, bf16(BATCH, EMBED))
     assert plan.error == ''
     assert plan.sent_by == {('all-reduce', 'activations'): 2 * 3 * 2 * BATCH * MLP // 4}
     assert plan.memory < 1000 * 1000
 
 
-def test_a_program_that_cannot_be_lowered_for_cpu_is_judged_by_the_target(worker):
+def test_a_program_that_cannot_be_lowered_for_cpu_is_compiled_for_the_target(worker):
     def product(x, w):
         y = einshard(einshard(x, 'batch act') @ einshard(w, 'act mlp'), 'batch mlp')
         jax.debug.callback(print, y[0, 0])
         return y
 
     args = bf16(BATCH, EMBED), bf16(EMBED, MLP)
-    [plan] = judge(worker, [candidate(batch='x')], product, *args)
+    [plan] = evaluate(worker, [candidate(batch='x')], product, *args)
     assert (plan.judge, plan.error) == ('compiler', '')
 
 
-def test_the_target_has_its_own_judgement():
+def test_a_candidate_compiled_for_the_target():
     fsdp = candidate(batch='x', embed='x')
-    judged = function().judge(fsdp)
-    assert (judged.candidate, judged.judge, judged.error) == (fsdp, 'compiler', '')
-    assert judged.sent_by['all-gather', 'weights'] > 0
+    evaluated = function().evaluate(fsdp)
+    assert (evaluated.candidate, evaluated.judge, evaluated.error) == (fsdp, 'compiler', '')
+    assert evaluated.sent_by['all-gather', 'weights'] > 0
 
 
 def test_a_process_that_ends_is_an_error(worker):
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(EinshardError, match='compiles for 8 simulated devices has ended'):
-        judge(worker, [candidate(batch='x')])
+        evaluate(worker, [candidate(batch='x')])
     assert worker.pid is None
 
 
@@ -171,7 +173,7 @@ def test_the_next_program_starts_a_process_and_an_interrupt_ends_it(worker, monk
 
     monkeypatch.setattr(pickle, 'load', interrupt)
     with pytest.raises(KeyboardInterrupt):
-        judge(worker, [candidate(batch='x')])
+        evaluate(worker, [candidate(batch='x')])
     with pytest.raises(ProcessLookupError):
         os.kill(*started, 0)
 

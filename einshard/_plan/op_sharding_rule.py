@@ -1,8 +1,7 @@
-"""Links the axes of operands and results that can share a sharding, for each JAX primitive.
+"""OpShardingRule: how an operation can be sharded without communication.
 
-In `a + b`, axis 0 of `a`, of `b` and of the sum are linked: if they are sharded in the same way, no
-communication is needed. Contractions and reductions also get an index for each axis, like the
-letters of an einsum.
+For `a + b`, the rule links axis 0 of `a` and of `b` with axis 0 of the sum: if they are sharded
+alike, no communication is needed. The rule of a contraction or a reduction also has an `Einsum`.
 """
 
 from __future__ import annotations
@@ -22,13 +21,14 @@ Indices: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Einsum:
-    """The indices of a contraction or a reduction, like the letters of an einsum.
+    """A contraction or a reduction, with an index for each axis, like the letters of an einsum.
 
-    A gather or a scatter counts as a contraction with its index array in one-hot form.
+    A gather is treated as a contraction of its operand with one-hot indices, and a scatter as a
+    contraction of its updates with one-hot indices.
 
     Attributes:
-        operands: the positions of the operands that have indices; the array that a scatter
-            updates has none.
+        operands: the positions of the operands of the contraction. They do not include the array
+            that a scatter updates.
         indices: for each operand in `operands`, the index of each axis.
         out: the index of each axis of the result.
         flops: the flops of one execution.
@@ -41,13 +41,13 @@ class Einsum:
 
 
 @dataclass(frozen=True, slots=True)
-class Relation:
-    """How the axes of an operation's operands and results are related.
+class OpShardingRule:
+    """How an operation can be sharded without communication.
 
     Attributes:
-        links: the pairs of an operand axis and a result axis that can share a sharding.
-        einsum: the indices of a contraction or a reduction; None for other operations.
-        unsharded: (operand, axis) pairs; these axes are gathered first if they are sharded.
+        links: the pairs of an operand axis and a result axis that can be sharded alike.
+        einsum: None unless the operation is a contraction or a reduction.
+        unsharded: the (operand, axis) pairs of the axes that must be unsharded.
     """
 
     links: tuple[Link, ...] = ()
@@ -55,8 +55,10 @@ class Relation:
     unsharded: tuple[tuple[int, int], ...] = ()
 
 
-def relate(primitive: str, params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Returns the relation of an operation; `ins` and `outs` are operand and result shapes."""
+def op_sharding_rule(
+    primitive: str, params: Mapping[str, Any], ins: Shapes, outs: Shapes
+) -> OpShardingRule:
+    """Returns the rule of an operation with operand shapes `ins` and result shapes `outs`."""
     if primitive in _RULES:
         rule = _RULES[primitive]
     elif primitive.startswith(('reduce_window', 'select_and_')):  # pooling and its gradients
@@ -68,9 +70,9 @@ def relate(primitive: str, params: Mapping[str, Any], ins: Shapes, outs: Shapes)
     return rule(params, ins, outs)
 
 
-def _elementwise(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Links operands with results of the same shape: the default rule."""
-    return Relation(
+def _elementwise(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingRule:
+    """Links operands with results of the same shape. This is the default rule."""
+    return OpShardingRule(
         tuple(
             (i, dim, o, dim)
             for (i, shape), (o, out) in itertools.product(enumerate(ins), enumerate(outs))
@@ -80,12 +82,14 @@ def _elementwise(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relati
     )
 
 
-def _pairwise(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+def _pairwise(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingRule:
     """Links each operand with the result at the same position."""
-    return Relation(tuple((i, d, i, d) for i, shape in enumerate(ins) for d in range(len(shape))))
+    return OpShardingRule(
+        tuple((i, d, i, d) for i, shape in enumerate(ins) for d in range(len(shape)))
+    )
 
 
-def _dot(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+def _dot(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingRule:
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = params['dimension_numbers']
     new = itertools.count()
     # the index of each axis; a batch or contracted axis has the same index in both operands
@@ -98,35 +102,38 @@ def _dot(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
     sizes = {dims[d]: shape[d] for dims, shape in zip((lhs, rhs), ins, strict=False) for d in dims}
     indices = tuple(tuple(dims[d] for d in range(len(dims))) for dims in (lhs, rhs))
     out = (*(lhs[d] for d in lhs_batch), *free)
-    return _einsum_relation(Einsum((0, 1), indices, out, 2 * math.prod(sizes.values())))
+    return _einsum_rule(Einsum((0, 1), indices, out, 2 * math.prod(sizes.values())))
 
 
-def _ragged_dot(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Treats a ragged dot (or its gradient) as a dot with a separate matrix per group of rows."""
+def _ragged_dot(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingRule:
+    """Treats a ragged dot or its gradient as a dot that has one matrix for each group of rows."""
     numbers = params['ragged_dot_dimension_numbers']
     plain = _dot({'dimension_numbers': numbers.dot_dimension_numbers}, ins, ()).einsum
-    assert plain is not None, 'a dot has indices'
+    assert plain is not None, '_dot returned no einsum'
     group_indices = {plain.indices[1][d] for d in numbers.rhs_group_dimensions}
     flops = plain.flops // math.prod(ins[1][d] for d in numbers.rhs_group_dimensions)
     out = tuple(index for index in plain.out if index not in group_indices)
-    if len(out) < len(outs[0]):  # the gradient has a matrix for each group: index -1 is the group
+    if len(out) < len(outs[0]):  # a gradient has a first axis for the groups, with index -1
         out = (-1, *out)
-    return _einsum_relation(Einsum((0, 1), plain.indices, out, flops))
+    return _einsum_rule(Einsum((0, 1), plain.indices, out, flops))
 
 
-def _einsum_relation(einsum: Einsum, links: Iterable[Link] = ()) -> Relation:
-    """Links operand and result axes of an einsum that have the same index; adds `links`."""
+def _einsum_rule(einsum: Einsum, links: Iterable[Link] = ()) -> OpShardingRule:
+    """Links the operand and result axes of an einsum that have the same index. Adds `links`."""
     same_index = (
         (i, dim, 0, einsum.out.index(index))
         for i, indices in zip(einsum.operands, einsum.indices, strict=True)
         for dim, index in enumerate(indices)
         if index in einsum.out
     )
-    return Relation((*links, *same_index), einsum)
+    return OpShardingRule((*links, *same_index), einsum)
 
 
-def _conv(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Relates the axes of a convolution, which contracts features; a kernel gradient, positions."""
+def _conv(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingRule:
+    """Returns the rule of a convolution or of its gradient with respect to the kernel.
+
+    A convolution contracts the input features. A kernel gradient also contracts positions.
+    """
     numbers, rhs, out = params['dimension_numbers'], ins[1], outs[0]
     groups = params['feature_group_count'] * params['batch_group_count']
     new = itertools.count(3)
@@ -141,51 +148,50 @@ def _conv(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
     for image_dim, window_dim, out_dim in spatial:
         position = lhs_index[image_dim] = next(new)
         flops *= rhs[window_dim]
-        # A window larger than the result means a gradient with respect to the kernel: it contracts
-        # the positions of the image, and its result has the positions of the kernel.
+        # in a kernel gradient, the window is larger than the result, which has the kernel's shape
         is_kernel_gradient = rhs[window_dim] > out[out_dim]
         rhs_index[window_dim] = position if is_kernel_gradient else next(new)
         out_index[out_dim] = next(new) if is_kernel_gradient else position
     *indices, result = (
         tuple(index[d] for d in range(len(index))) for index in (lhs_index, rhs_index, out_index)
     )
-    return _einsum_relation(Einsum((0, 1), tuple(indices), result, flops))
+    return _einsum_rule(Einsum((0, 1), tuple(indices), result, flops))
 
 
-def _reduce(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+def _reduce(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingRule:
     indices = tuple(range(len(ins[0])))
     out = tuple(i for i in indices if i not in params['axes'])
-    return _einsum_relation(Einsum((0,), (indices,), out))
+    return _einsum_rule(Einsum((0,), (indices,), out))
 
 
-def _linked(dims: Iterable[tuple[int, int]]) -> Relation:
-    return Relation(tuple((0, d, 0, to) for d, to in dims))
+def _linked(dims: Iterable[tuple[int, int]]) -> OpShardingRule:
+    return OpShardingRule(tuple((0, d, 0, to) for d, to in dims))
 
 
-def _broadcast(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+def _broadcast(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingRule:
     dims = params['broadcast_dimensions']
     return _linked((d, to) for d, to in enumerate(dims) if ins[0][d] == outs[0][to])
 
 
-def _transpose(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+def _transpose(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingRule:
     return _linked((d, to) for to, d in enumerate(params['permutation']))
 
 
-def _squeeze(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+def _squeeze(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingRule:
     dropped = {d % len(ins[0]) for d in params['dimensions']}
     kept = [d for d in range(len(ins[0])) if d not in dropped]
     return _linked((d, to) for to, d in enumerate(kept))
 
 
-def _reshape(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+def _reshape(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingRule:
     return _linked(major_axes(ins[0], outs[0]))
 
 
 def major_axes(old: Shape, new: Shape) -> Iterator[tuple[int, int]]:
-    """Yields the (old, new) pairs of axes of a reshape that can share a sharding.
+    """Yields the (old, new) pairs of axes of a reshape that can be sharded alike.
 
-    A split axis is paired with the most major of its parts, a merged axis with the most major of
-    its sources: (8, 6) reshaped to (2, 4, 6) gives (0, 0) and (1, 2); to (48,), it gives (0, 0).
+    If a reshape splits an axis or merges axes, only the first of the split or merged axes is in a
+    pair: (8, 6) to (2, 4, 6) gives (0, 0) and (1, 2), and (8, 6) to (48,) gives (0, 0).
     """
     i = j = 0
     while i < len(old) and j < len(new):
@@ -206,8 +212,8 @@ def major_axes(old: Shape, new: Shape) -> Iterator[tuple[int, int]]:
                 return
 
 
-def _same_sizes(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Links axes that keep their size; sliced, padded and concatenated axes must be unsharded."""
+def _same_sizes(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingRule:
+    """Links axes that keep their size. Sliced, padded or concatenated axes must be unsharded."""
     links: list[Link] = []
     unsharded: list[tuple[int, int]] = []
     for (i, shape), (o, out) in itertools.product(enumerate(ins), enumerate(outs)):
@@ -217,28 +223,28 @@ def _same_sizes(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relatio
                     links.append((i, dim, o, dim))
                 else:
                     unsharded.append((i, dim))
-    return Relation(tuple(links), unsharded=tuple(dict.fromkeys(unsharded)))
+    return OpShardingRule(tuple(links), unsharded=tuple(dict.fromkeys(unsharded)))
 
 
-def _update_slice(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+def _update_slice(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingRule:
     links = [(0, d, 0, d) for d in range(len(ins[0]))]
     links += [(1, d, 0, d) for d, size in enumerate(ins[1]) if size == ins[0][d]]
-    return Relation(tuple(links))
+    return OpShardingRule(tuple(links))
 
 
-def _window(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Links all axes of a pooling operation; halo exchanges count as free."""
+def _window(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingRule:
+    """Links all axes of a pooling operation, as if halo exchanges were free."""
     same = (i for i, shape in enumerate(ins) if len(shape) == len(outs[0]))
-    return Relation(tuple((i, d, 0, d) for i in same for d in range(len(outs[0]))))
+    return OpShardingRule(tuple((i, d, 0, d) for i in same for d in range(len(outs[0]))))
 
 
-def _unsharded_axis(parameter: str) -> Callable[..., Relation]:
+def _unsharded_axis(parameter: str) -> Callable[..., OpShardingRule]:
     """Returns the rule for primitives that need one axis unsharded, such as a sort.
 
     `parameter` is the name of the primitive's parameter that holds the axis, such as 'dimension'.
     """
 
-    def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
+    def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingRule:
         axis = params.get(parameter, -1) % max(len(ins[0]), 1)
         links = [
             (i, d, o, d)
@@ -247,13 +253,13 @@ def _unsharded_axis(parameter: str) -> Callable[..., Relation]:
             for d in range(len(ins[i]))
             if d != axis
         ]
-        return Relation(tuple(links), unsharded=tuple((i, axis) for i in range(len(ins))))
+        return OpShardingRule(tuple(links), unsharded=tuple((i, axis) for i in range(len(ins))))
 
     return rule
 
 
-def _gather(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Treats a gather as a contraction of its operand with its index array in one-hot form."""
+def _gather(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingRule:
+    """Treats a gather as a contraction of its operand with one-hot indices."""
     numbers, sizes = params['dimension_numbers'], params['slice_sizes']
     operand, starts = ins[:2]
     new = itertools.count(len(starts))
@@ -263,16 +269,16 @@ def _gather(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
         operand_indices[d] = at
     dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = (d for d in range(len(operand)) if d not in dropped)
-    # an axis of which the gather takes slices is not linked: in the result, it has a new index
+    # an axis that the gather slices has a new index in the result, so that it is not linked
     windows = (operand_indices[d] if sizes[d] == operand[d] else next(new) for d in kept)
-    rest = iter(range(len(starts) - 1))  # the last axis of `starts` is the coordinates
+    rest = iter(range(len(starts) - 1))  # the last axis of `starts` holds coordinates
     out = [next(windows if d in numbers.offset_dims else rest) for d in range(len(outs[0]))]
     indices = tuple(range(len(starts))), tuple(operand_indices)
-    return _einsum_relation(Einsum((1, 0), indices, tuple(out)))
+    return _einsum_rule(Einsum((1, 0), indices, tuple(out)))
 
 
-def _scatter(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
-    """Treats a scatter as a contraction of its updates with its index array in one-hot form."""
+def _scatter(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingRule:
+    """Treats a scatter as a contraction of its updates with one-hot indices."""
     numbers = params['dimension_numbers']
     array, positions, updates = ins[:3]
     new = itertools.count(len(positions))
@@ -294,10 +300,10 @@ def _scatter(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Relation:
             update_indices.append(next(rest))
     indices = tuple(range(len(positions))), tuple(update_indices)
     links = ((0, d, 0, d) for d in range(len(array)))
-    return _einsum_relation(Einsum((1, 2), indices, tuple(out)), links)
+    return _einsum_rule(Einsum((1, 2), indices, tuple(out)), links)
 
 
-_RULES: dict[str, Callable[..., Relation]] = {
+_RULES: dict[str, Callable[..., OpShardingRule]] = {
     'dot_general': _dot,
     'ragged_dot_general': _ragged_dot,
     'conv_general_dilated': _conv,

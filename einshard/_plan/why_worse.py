@@ -1,9 +1,9 @@
-"""Explains in one line why a plan is worse than another."""
+"""Explains in one line why one plan is worse than another."""
 
 from __future__ import annotations
 
 from .._text import format_bytes, format_seconds
-from .judgement import Judgement
+from .evaluation import Evaluation
 
 _VERBS = {
     'all-gather': 'gathers',
@@ -14,8 +14,8 @@ _VERBS = {
 }
 
 
-def reason(worse: Judgement, better: Judgement, limit: int | None) -> str:
-    """Explains why a plan is worse: it does not compile, does not fit, or needs more of a resource.
+def why_worse(worse: Evaluation, better: Evaluation, limit: int | None) -> str:
+    """Explains why one plan is worse than another.
 
     For example: 'gathers 2.0 GiB of weights per run (instead of 0 B)'.
     """
@@ -30,12 +30,13 @@ def reason(worse: Judgement, better: Judgement, limit: int | None) -> str:
     return '; '.join(filter(None, parts)) or 'about equal by this objective'
 
 
-def _largest_increase(worse: Judgement, better: Judgement) -> str:
-    """Describes the resource whose bound grows most; '' if by at most 1% of all bounds.
+def _largest_increase(worse: Evaluation, better: Evaluation) -> str:
+    """Describes the resource whose bound grows most.
 
-    Without bounds, describes the bytes sent; '' if they do not grow.
+    If the chip is unknown, there are no bounds, and this describes the bytes sent. Returns '' if
+    the bound grows by at most 1% of the sum of the bounds, or the bytes sent do not grow.
     """
-    before, after = _by_resource(better), _by_resource(worse)
+    before, after = _seconds_by_resource(better), _seconds_by_resource(worse)
     if not after:
         return _sends(worse, better) if worse.network_bytes > better.network_bytes else ''
     growth = {name: after[name] - before.get(name, 0.0) for name in after}
@@ -49,18 +50,18 @@ def _largest_increase(worse: Judgement, better: Judgement) -> str:
     return f'{verb} for {format_seconds(after[resource])} (instead of {instead})'
 
 
-def _by_resource(judgement: Judgement) -> dict[str, float]:
+def _seconds_by_resource(evaluation: Evaluation) -> dict[str, float]:
     total: dict[str, float] = {}
-    for bound in judgement.bounds:
+    for bound in evaluation.bounds:
         total[bound.resource] = total.get(bound.resource, 0.0) + bound.seconds
     return total
 
 
-def _sends(worse: Judgement, better: Judgement) -> str:
-    """Describes the kind of collective whose bytes grow most; if none grow, all bytes sent."""
+def _sends(worse: Evaluation, better: Evaluation) -> str:
+    """Describes the collectives whose bytes grow most, or all bytes sent if none grow."""
     growth = {key: n - better.sent_by.get(key, 0) for key, n in worse.sent_by.items()}
     kind, payload = key = max(growth, key=growth.__getitem__)
-    if growth[key] <= 0:  # the same bytes, along slower mesh axes
+    if growth[key] <= 0:  # the same bytes, but along slower mesh axes
         return f'sends {worse.sent_text}'
     sent, instead = format_bytes(worse.sent_by[key]), format_bytes(better.sent_by.get(key, 0))
     return f'{_VERBS.get(kind, "sends")} {sent} of {payload} per run (instead of {instead})'

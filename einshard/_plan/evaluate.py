@@ -1,4 +1,4 @@
-"""Judges candidates: compiles them for simulated CPU devices or the target, and reads the costs."""
+"""Evaluates candidates by compiling them, for simulated CPU devices or for the target."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from .._sharding.mesh import partition_spec
 from .._trees.paths import path_text
 from .candidate import Candidate
 from .compile import Compiled, Worker, check_flatbuffers, export
-from .judgement import Judge, Judgement
-from .metadata import metadata_names
+from .evaluation import Evaluation, Judge
+from .flax_names import flax_axis_names
 
 
 @dataclass(frozen=True)
 class Function:
-    """A function and the arguments of a call, to be compiled for each candidate.
+    """A function with the arguments of a call, which can be compiled for each candidate.
 
     Attributes:
-        devices: the devices of the target; each candidate arranges them in its own mesh.
-        chip: None if unknown, as for CPUs.
+        devices: the devices of the target. Each candidate arranges them in its own mesh.
+        chip: the chip for the bounds, or None if it is unknown.
     """
 
     fn: Any
@@ -59,14 +59,14 @@ class Function:
         with candidate.scope(self.devices) as mesh:
             return explain_stages(stages, mesh, self.chip)
 
-    def judge(self, candidate: Candidate) -> Judgement:
+    def evaluate(self, candidate: Candidate) -> Evaluation:
         try:
             report = self.report(candidate)
         except EinshardError as error:
             says = error.facts.get('the compiler says', '')
             text = f'{str(error).splitlines()[0]}: {says}'.strip(': ')
             return _failed(candidate, 'compiler', text)
-        return Judgement(
+        return Evaluation(
             candidate,
             'compiler',
             bounds=report.bounds,
@@ -78,17 +78,17 @@ class Function:
             counts=dict(report.collectives.counts),
         )
 
-    def judge_all(self, candidates: Iterable[Candidate]) -> Generator[Judgement, None, None]:
-        yield from map(self.judge, candidates)
+    def evaluate_all(self, candidates: Iterable[Candidate]) -> Generator[Evaluation, None, None]:
+        yield from map(self.evaluate, candidates)
 
     def _structs(self, candidate: Candidate, mesh: Mesh) -> Any:
-        """Returns `args` and `kwargs` as ShapeDtypeStructs, sharded by their Flax axis names."""
+        """Returns `args` and `kwargs` with ShapeDtypeStructs, sharded by their Flax axis names."""
         arguments = tuple(self.args), dict(self.kwargs)
         leaves, treedef = jtu.tree_flatten(arguments)
         axes = dict(candidate.axes)
         # a `sharded` function shards its arguments by its specs
         has_specs = as_sharded(self.fn) is not None
-        flax_names = [None] * len(leaves) if has_specs else metadata_names(arguments)
+        flax_names = [None] * len(leaves) if has_specs else flax_axis_names(arguments)
         structs: list[Any] = []
         for x, array_names in zip(leaves, flax_names, strict=True):
             sharding = None
@@ -102,7 +102,7 @@ class Function:
         return treedef.unflatten(structs)
 
     def _copy(self) -> Any:
-        """Returns a copy of `fn` if it is a `sharded` function, else `fn` itself.
+        """Copies `fn` if it is a `sharded` function.
 
         Without the copy, the user's function would cache the programs of all candidates.
         """
@@ -114,13 +114,13 @@ class Function:
 
 
 def as_sharded(fn: Any) -> ShardedFunction[..., Any] | None:
-    """Returns `fn`, or the function of a bound method, if it is `sharded`; else None."""
+    """Returns the `sharded` function behind `fn`, which may be a bound method, or None."""
     function = fn.func if isinstance(fn, BoundMethod) else fn
     return function if isinstance(function, ShardedFunction) else None
 
 
 class Partitioner:
-    """Judges candidates by compiling them for simulated CPU devices, with XLA's partitioner.
+    """Evaluates candidates by compiling them for simulated CPU devices, with XLA's partitioner.
 
     Programs that cannot be lowered for CPU are compiled for the target instead.
     """
@@ -133,9 +133,9 @@ class Partitioner:
     def close(self) -> None:
         self._worker.close()
 
-    def judge_all(self, candidates: Iterable[Candidate]) -> Generator[Judgement, None, None]:
-        """Judges candidates in order; the next one is traced while the worker compiles."""
-        pending: deque[_SentProgram | Judgement] = deque()
+    def evaluate_all(self, candidates: Iterable[Candidate]) -> Generator[Evaluation, None, None]:
+        """Evaluates candidates in order. Traces the next one while the worker compiles."""
+        pending: deque[_SentProgram | Evaluation] = deque()
         try:
             for candidate in candidates:
                 pending.append(self._send(candidate))
@@ -147,8 +147,11 @@ class Partitioner:
             if pending:  # the caller stopped early, so answers of the worker may be unread
                 self.close()
 
-    def _send(self, candidate: Candidate) -> _SentProgram | Judgement:
-        """Traces a candidate, and sends its program to the worker, or else judges it here."""
+    def _send(self, candidate: Candidate) -> _SentProgram | Evaluation:
+        """Traces a candidate, and sends its program to the worker.
+
+        Returns an evaluation if the program fails to trace, or cannot be lowered for CPU.
+        """
         function = self._function
         try:
             stages = function.trace(candidate)
@@ -156,19 +159,19 @@ class Partitioner:
                 with candidate.scope(function.devices):
                     request, kept = export(stages, candidate.mesh)
             except Exception:  # the program may have a TPU kernel or a host callback
-                return function.judge(candidate)
+                return function.evaluate(candidate)
             self._worker.submit(request)
             return _describe_program(candidate, stages, kept)
         except EinshardError as error:
             return _failed(candidate, 'partitioner', str(error))
 
-    def _receive(self, program: _SentProgram | Judgement) -> Judgement:
-        if isinstance(program, Judgement):
+    def _receive(self, program: _SentProgram | Evaluation) -> Evaluation:
+        if isinstance(program, Evaluation):
             return program
         compiled = self._worker.result()
         if isinstance(compiled, str):
             return _failed(program.candidate, 'partitioner', compiled)
-        return program.judge(compiled, self._function)
+        return program.evaluate(compiled, self._function)
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,7 @@ class _SentProgram:
     inputs: Sequence[tuple[str, str]]
     outputs: Mapping[int, str]
 
-    def judge(self, compiled: Compiled, function: Function) -> Judgement:
+    def evaluate(self, compiled: Compiled, function: Function) -> Evaluation:
         module = Module(compiled.text)
         mesh = self.candidate.mesh_of(function.devices)
         collectives = target_collectives(module, find_collectives(module))
@@ -200,7 +203,7 @@ class _SentProgram:
         kinds_and_roles = [
             (one.kind, payload.role) for one, payload in zip(collectives, payloads, strict=True)
         ]
-        return Judgement(
+        return Evaluation(
             self.candidate,
             'partitioner',
             bounds=bounds,
@@ -223,8 +226,8 @@ def _describe_program(candidate: Candidate, stages: Stages, kept: Sequence[int])
     )
 
 
-def _failed(candidate: Candidate, judge: Judge, error: str) -> Judgement:
-    return Judgement(candidate, judge, error=error.strip().partition('\n')[0])
+def _failed(candidate: Candidate, judge: Judge, error: str) -> Evaluation:
+    return Evaluation(candidate, judge, error=error.strip().partition('\n')[0])
 
 
 def _sum_by_key(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
@@ -237,6 +240,6 @@ def _sum_by_key(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
 def _sent_bytes(one: Collective) -> int:
     """Returns the bytes that a device sends in a collective during one run of the program.
 
-    Unknown bytes count as 0, an unknown number of executions as 1.
+    Counts unknown bytes as 0, and an unknown number of executions as 1.
     """
     return (one.network_bytes or 0) * (1 if one.executions is None else one.executions)

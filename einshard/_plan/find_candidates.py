@@ -1,9 +1,8 @@
-"""Lists the candidates of a model that are worth compiling, the best estimate first.
+"""Finds the candidates that are worth compiling, by their estimates.
 
-A plan is a candidate as a `PlanTuple`: a mesh shape, and a set of axis names for each mesh axis.
-Spaces of up to `MAX_ENUMERATED` plans are enumerated. In larger ones, a beam search changes the
-name set of each mesh axis; then mesh axes are split in two, and name sets change by up to two
-names. The same model always gives the same candidates.
+A space of up to `MAX_ENUMERATED` points is enumerated. A larger space is searched in three steps: a
+beam search over meshes of up to two axes, then splits of mesh axes, then local search. The search
+is deterministic.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from typing import TypeVar
 
 from .candidate import Candidate
 from .estimate import Estimator, Totals
-from .judgement import Objective
-from .space import NameSet, PlanTuple, Sizes, Space
+from .evaluation import Objective
+from .space import NameSet, Point, Sizes, Space
 
 T = TypeVar('T')
 
-MAX_ENUMERATED = 20_000  # plans; an estimate takes 0.1 ms
-_MAX_STARTS = 2000  # plans from which the beam search starts, for each mesh shape
+MAX_ENUMERATED = 20_000  # points; an estimate takes 0.1 ms
+_MAX_STARTS = 2000  # for each mesh shape, at most this many points start the beam search
 _BEAM_WIDTH = 12
 
 
@@ -33,8 +32,8 @@ class Candidates:
 
     Attributes:
         ranked: the best estimate first; candidates that need too much memory come last.
-        pruned: what was left out, as {reason: number}: {'indivisible': 120}. The number is of
-            candidates, of axis names, or of sets of axis names to shard over one mesh axis.
+        pruned: how many choices were left out for each reason: {'indivisible': 120}. Depending on
+            the reason, a choice is a candidate, an axis name, or a set of axis names.
     """
 
     ranked: tuple[Candidate, ...]
@@ -49,16 +48,16 @@ def find_candidates(
     objective: Objective = 'bound',
     max_candidates: int = 200,
 ) -> Candidates:
-    """Finds the candidates with the best estimates, sharding axes only where it lowers the cost.
+    """Finds the candidates with the best estimates.
 
-    `memory` is the bytes that a candidate may use on a device; None if unknown.
+    `memory` is the number of bytes that a candidate may use on a device, or None if unknown.
     """
     search = _CandidateSearch(space, estimator, memory, objective)
-    if search.n_plans() <= MAX_ENUMERATED:
-        search.add(search.all_plans())
+    if search.n_points() <= MAX_ENUMERATED:
+        search.evaluate(search.all_points())
     else:
-        search.vary_names()
-        search.split()
+        search.beam_search()
+        search.split_mesh_axes()
         search.refine()
     best = search.ranked()[:max_candidates]
     simplified = sorted(dict.fromkeys(map(search.simplified, best)), key=search.key)
@@ -78,138 +77,141 @@ class _CandidateSearch:
         self.memory = math.inf if memory is None else memory
         self.objective: Objective = objective
         self.pruned: Counter[str] = Counter()
-        self._keys: dict[PlanTuple, tuple[float, ...]] = {}  # sort keys of the evaluated plans
+        self._keys: dict[Point, tuple[float, ...]] = {}  # of the evaluated points
 
     # --- costs --------------------------------------------------------------------------------
 
-    def totals(self, plan: PlanTuple) -> Totals:
-        return self.estimator.totals(self.space.axes(plan))
+    def totals(self, point: Point) -> Totals:
+        return self.estimator.totals(self.space.axes(point))
 
-    def key(self, plan: PlanTuple) -> tuple[float, ...]:
-        """Evaluates a plan, and returns its sort key, which is smallest for the best plan.
+    def key(self, point: Point) -> tuple[float, ...]:
+        """Evaluates a point, and returns its sort key. The best point has the smallest key.
 
-        The key is the bytes above the memory limit, the objective, memory, bytes sent, and the
-        number of mesh axes.
+        The key consists of the bytes above the memory limit, the objective, the memory, the bytes
+        sent, and the number of mesh axes.
         """
-        key = self._keys.get(plan)
+        key = self._keys.get(point)
         if key is None:
-            totals = self.totals(plan)
+            totals = self.totals(point)
             excess = max(totals.memory - self.memory, 0)
             costs = {'bound': totals.seconds, 'bytes': totals.sent, 'memory': totals.memory}
             # rounded, because sums that should be equal may differ in their last digits
             numbers = (costs[self.objective], totals.memory, totals.sent)
-            key = excess, *(float(f'{number:.9g}') for number in numbers), len(plan[0])
-            self._keys[plan] = key
+            key = excess, *(float(f'{number:.9g}') for number in numbers), len(point[0])
+            self._keys[point] = key
         return key
 
-    def add(self, plans: Iterable[PlanTuple]) -> None:
-        """Evaluates plans, but not those that are invalid or equal a plan with fewer mesh axes."""
-        for plan in plans:
-            if not self.space.is_valid(plan):
+    def evaluate(self, points: Iterable[Point]) -> None:
+        """Evaluates points. Skips invalid ones, and those whose mesh axes can be merged."""
+        for point in points:
+            if not self.space.is_valid(point):
                 self.pruned['indivisible'] += 1
-            elif self.merged(plan) != plan:
+            elif self.merged(point) != point:
                 self.pruned['same as with fewer mesh axes'] += 1
             else:
-                self.key(plan)
+                self.key(point)
 
-    def best(self, plans: Iterable[PlanTuple]) -> list[PlanTuple]:
-        valid = [plan for plan in plans if self.space.is_valid(plan)]
+    def best_valid(self, points: Iterable[Point]) -> list[Point]:
+        valid = [point for point in points if self.space.is_valid(point)]
         return sorted(dict.fromkeys(valid), key=self.key)[:_BEAM_WIDTH]
 
-    def ranked(self) -> list[PlanTuple]:
-        """Returns the evaluated plans, best first, without repeats after renaming mesh axes."""
-        found: dict[object, PlanTuple] = {}
-        for plan in sorted(self._keys, key=self.key):
-            axes = sorted((size, sorted(names)) for size, names in zip(*plan, strict=True))
-            found.setdefault((plan[0], str(axes)), plan)
+    def ranked(self) -> list[Point]:
+        """Returns the evaluated points, best first.
+
+        If two points differ only by swapping mesh axes of equal size, only one is returned.
+        """
+        found: dict[object, Point] = {}
+        for point in sorted(self._keys, key=self.key):
+            axes = sorted((size, sorted(names)) for size, names in zip(*point, strict=True))
+            found.setdefault((point[0], str(axes)), point)
         # not `+=`, because this method is called several times
         self.pruned['same after renaming mesh axes'] = len(self._keys) - len(found)
         return list(found.values())
 
-    def simplified(self, plan: PlanTuple) -> PlanTuple:
+    def simplified(self, point: Point) -> Point:
         """Removes names from mesh axes if that does not raise the cost, and merges mesh axes."""
-        sizes, name_sets = plan
+        sizes, name_sets = point
         for axis, names in enumerate(name_sets):
             for name in sorted(names - self.space.pinned.keys()):
-                fewer = _replaced(name_sets, axis, name_sets[axis] - {name})
+                fewer = _replace_at(name_sets, axis, name_sets[axis] - {name})
                 # a mesh axis may shard nothing only if the user chose the mesh shape
                 is_allowed = fewer[axis] or self.space.mesh is not None
                 if is_allowed and self.key((sizes, fewer)) <= self.key((sizes, name_sets)):
                     name_sets = fewer
         return self.merged((sizes, name_sets))
 
-    def merged(self, plan: PlanTuple) -> PlanTuple:
+    def merged(self, point: Point) -> Point:
         """Merges the mesh axes that shard the same names, except the one across TPU slices."""
         if self.space.mesh is not None or any(self.space.pinned.values()):
-            return plan  # the user has named mesh axes
+            return point  # the user has named mesh axes
         sizes: dict[tuple[NameSet, bool], int] = {}
-        for i, (size, names) in enumerate(zip(*plan, strict=True)):
+        for i, (size, names) in enumerate(zip(*point, strict=True)):
             key = names, i == 0 and self.space.n_slices > 1
             sizes[key] = sizes.get(key, 1) * size
         return tuple(sizes.values()), tuple(names for names, _ in sizes)
 
-    # --- the steps ----------------------------------------------------------------------------
+    # --- search -------------------------------------------------------------------------
 
-    def n_plans(self) -> int:
+    def n_points(self) -> int:
         return sum(
             math.prod(len(self.space.name_sets(sizes, axis)) for axis in range(len(sizes)))
             for sizes in self.space.shapes()
         )
 
-    def all_plans(self) -> Iterator[PlanTuple]:
+    def all_points(self) -> Iterator[Point]:
         for sizes in self.space.shapes():
             name_sets = [self.space.name_sets(sizes, axis) for axis in range(len(sizes))]
             yield from ((sizes, chosen) for chosen in itertools.product(*name_sets))
 
-    def vary_names(self) -> None:
+    def beam_search(self) -> None:
         """Runs a beam search for each mesh shape, over the names of one mesh axis at a time."""
-        # Up to two mesh axes, unless pinned names need three; `split` adds more.
+        # Up to two mesh axes, unless pinned names need three; `split_mesh_axes` adds more.
         for sizes in self.space.shapes(2) or self.space.shapes():
-            found = self.best(self.starts(sizes))
+            found = self.best_valid(self.start_points(sizes))
             # backward and forward: the best name set of a mesh axis depends on the other axes
             for axis in (*range(len(sizes))[::-1], *range(len(sizes))):
                 changed = [
-                    (sizes, _replaced(name_sets, axis, names))
+                    (sizes, _replace_at(name_sets, axis, names))
                     for _, name_sets in found
                     for names in self.space.name_sets(sizes, axis)
                 ]
-                self.add(changed)
-                found = self.best([*found, *changed])
+                self.evaluate(changed)
+                found = self.best_valid([*found, *changed])
 
-    def starts(self, sizes: Sizes) -> list[PlanTuple]:
-        """Combines the name sets that are best for each mesh axis alone, to start the search."""
-        best_alone: list[list[NameSet]] = []
+    def start_points(self, sizes: Sizes) -> list[Point]:
+        """Returns points that combine, for each mesh axis, name sets that are good on their own."""
+        good_alone: list[list[NameSet]] = []
         n_each = int(_MAX_STARTS ** (1 / len(sizes)))
         for axis, size in enumerate(sizes):
-            # the other mesh axes get size 1: they cannot be dropped, because specs may name them
-            shape = _replaced((1,) * len(sizes), axis, size)
+            # the other mesh axes stay, with size 1, because specs may name them
+            shape = _replace_at((1,) * len(sizes), axis, size)
             pairs = [
-                (names, self.totals((shape, _replaced((frozenset(),) * len(sizes), axis, names))))
+                (names, self.totals((shape, _replace_at((frozenset(),) * len(sizes), axis, names))))
                 for names in self.space.name_sets(sizes, axis)
             ]
             by_time = sorted(pairs, key=lambda pair: pair[1].seconds)[:4]
             by_memory = sorted(pairs, key=lambda pair: (pair[1].memory, pair[1].seconds))[:4]
             by_compute = sorted(pairs, key=lambda pair: (pair[1].compute, pair[1].sent))[:4]
             best = itertools.chain(*zip(by_time, by_memory, by_compute, strict=True))
-            best_alone.append([*dict.fromkeys(names for names, _ in best)][:n_each])
-        return [(sizes, name_sets) for name_sets in itertools.product(*best_alone)]
+            good_alone.append([*dict.fromkeys(names for names, _ in best)][:n_each])
+        return [(sizes, name_sets) for name_sets in itertools.product(*good_alone)]
 
-    def split(self) -> None:
+    def split_mesh_axes(self) -> None:
         if self.space.mesh is not None:
             return
         ranked = self.ranked()
         good = {names for _, name_sets in ranked[: 4 * _BEAM_WIDTH] for names in name_sets}
-        for plan in ranked[:_BEAM_WIDTH]:
-            if len(plan[0]) < len(self.space.mesh_axes):
+        for point in ranked[:_BEAM_WIDTH]:
+            if len(point[0]) < len(self.space.mesh_axes):
                 # splitting x renames y to z, so names pinned to y may now be sharded over z
-                self.add(filter(self.space.obeys_pins, self.splits(plan, good)))
+                self.evaluate(filter(self.space.obeys_pins, self.with_split_axis(point, good)))
 
-    def splits(self, plan: PlanTuple, good: Container[NameSet]) -> Iterator[PlanTuple]:
-        """Yields plans in which one mesh axis is split in two.
+    def with_split_axis(self, point: Point, good: Container[NameSet]) -> Iterator[Point]:
+        """Yields points in which one mesh axis is split into two.
 
-        One of the two axes shards the same names as before, the other a name set in `good`.
+        One of the two axes keeps the name set. The other one gets a name set from `good`.
         """
-        sizes, name_sets = plan
+        sizes, name_sets = point
         first = 1 if self.space.n_slices > 1 else 0  # the axis across slices is not split
         for axis in range(first, len(sizes)):
             for size in range(2, sizes[axis] // 2 + 1):
@@ -223,21 +225,21 @@ class _CandidateSearch:
                             yield split, (*name_sets[:axis], *pair, *name_sets[axis + 1 :])
 
     def refine(self) -> None:
-        """Evaluates the neighbors of the best plans, until the best plans stay the same."""
-        tried: set[PlanTuple] = set()
-        while new := [plan for plan in self.ranked()[:_BEAM_WIDTH] if plan not in tried]:
+        """Evaluates the neighbors of the best points until no new point is among the best."""
+        tried: set[Point] = set()
+        while new := [point for point in self.ranked()[:_BEAM_WIDTH] if point not in tried]:
             tried.update(new)
-            for plan in new:
-                self.add(self.neighbors(plan))
+            for point in new:
+                self.evaluate(self.neighbors(point))
 
-    def neighbors(self, plan: PlanTuple) -> Iterator[PlanTuple]:
-        """Yields the plans that differ from `plan` in up to two names of one mesh axis."""
-        sizes, name_sets = plan
+    def neighbors(self, point: Point) -> Iterator[Point]:
+        """Yields the points whose name set for one mesh axis differs by up to two names."""
+        sizes, name_sets = point
         for axis, names in enumerate(name_sets):
             for other in self.space.name_sets(sizes, axis):
                 if len(names ^ other) <= 2:
-                    yield sizes, _replaced(name_sets, axis, other)
+                    yield sizes, _replace_at(name_sets, axis, other)
 
 
-def _replaced(items: tuple[T, ...], i: int, new: T) -> tuple[T, ...]:
+def _replace_at(items: tuple[T, ...], i: int, new: T) -> tuple[T, ...]:
     return (*items[:i], new, *items[i + 1 :])

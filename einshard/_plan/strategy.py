@@ -1,9 +1,9 @@
-"""The fastest way to compute one operation whose operands and result are sharded.
+"""Strategy: how to compute one operation whose operands and result are sharded.
 
-Operations have indices, like the letters of an einsum. Each mesh axis shards one index during the
-operation, or none; operands in which the mesh axis shards another index are resharded first. If the
-index is contracted, the devices have partial sums, which are reduced afterwards. `parallelism`
-lists these choices for an einsum, but takes too long for a search over thousands of shardings.
+The axes of an operation have indices, like the letters of an einsum. A strategy shards at most one
+index over each mesh axis. It first reshards the operands that are sharded differently. If it shards
+a contracted index, it reduces the partial sums afterwards. `parallelism` lists these strategies for
+an einsum, but is too slow for a search over thousands of shardings.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from .costly_ops import CostlyOp, Side
-from .names import Names
+from .costly_ops import CostlyOp, OpArray
+from .names import AxisNames
 
 
 class MeshAxis(NamedTuple):
-    """A mesh axis: the distance in hardware order between neighbors along it, and its size."""
+    """A mesh axis without a name. Neighbors are `stride` devices apart in hardware order."""
 
     stride: int
     size: int
 
 
-# the mesh axes that each axis name is sharded over
-Axes: TypeAlias = Mapping[str, tuple[MeshAxis, ...]]
+# the mesh axes over which each axis name is sharded
+AxesByName: TypeAlias = Mapping[str, tuple[MeshAxis, ...]]
 # maps the kind and the mesh axes of a collective to its time per byte of `OpCollective.bytes`
 SecondsPerByte: TypeAlias = Callable[[str, Sequence[MeshAxis]], float]
 
@@ -35,8 +35,8 @@ class OpCollective(NamedTuple):
 
     Attributes:
         role: what the collective carries: 'weights', 'gradients' or 'activations'.
-        bytes: the bytes per device of its operand or its result, whichever is larger; divided by
-            the number of operations that share the collective.
+        bytes: the bytes per device of its operand or its result, whichever is larger, times
+            `OpArray.share`.
     """
 
     kind: str
@@ -45,19 +45,19 @@ class OpCollective(NamedTuple):
     bytes: float
 
 
-class Way(NamedTuple):
-    """A way to compute an operation, with its costs per execution and device.
+class Strategy(NamedTuple):
+    """How to compute an operation, with the costs of one execution per device.
 
     Attributes:
         seconds: the time of compute and network, without overlap.
         n_devices: the number of devices that share the flops.
-        gathered: the bytes of the resharded operands, which are additional copies in memory.
+        extra_memory: the bytes of the resharded copies of operands.
     """
 
     seconds: float
     n_devices: int
     collectives: tuple[OpCollective, ...]
-    gathered: float
+    extra_memory: float
 
 
 def axes_of_shape(sizes: Sequence[int]) -> tuple[MeshAxis, ...]:
@@ -70,11 +70,11 @@ def axes_of_shape(sizes: Sequence[int]) -> tuple[MeshAxis, ...]:
     return tuple(reversed(found))
 
 
-def sharded_axes(names: Sequence[Names], axes: Axes) -> dict[MeshAxis, int]:
+def sharded_axes(names: Sequence[AxisNames], axes: AxesByName) -> dict[MeshAxis, int]:
     """Maps each mesh axis to the position of the array axis that is sharded over it.
 
-    `names` has the names of each array axis. If several array axes have names with the same mesh
-    axis, the first one is sharded over it.
+    `names` are the names of each array axis. If the names of several array axes have a mesh axis in
+    common, only the first of these array axes is sharded over it.
     """
     found: dict[MeshAxis, int] = {}
     for i, axis_names in enumerate(names):
@@ -84,21 +84,21 @@ def sharded_axes(names: Sequence[Names], axes: Axes) -> dict[MeshAxis, int]:
     return found
 
 
-def fastest_way(
-    op: CostlyOp, axes: Axes, flop_seconds: float, seconds_per_byte: SecondsPerByte
-) -> Way:
-    """Returns the fastest way; `flop_seconds` is the time of the flops on one device."""
-    sides = [_ShardedSide(side, axes) for side in (*op.operands, op.out)]
+def fastest_strategy(
+    op: CostlyOp, axes: AxesByName, flop_seconds: float, seconds_per_byte: SecondsPerByte
+) -> Strategy:
+    """Returns the fastest strategy. `flop_seconds` is the time of the flops on a single device."""
+    sides = [_ShardedArray(side, axes) for side in (*op.operands, op.out)]
     used = sorted({axis for side in sides for axis in side.index_of})
     *operands, out = sides
-    best: Way | None = None
+    best: Strategy | None = None
     for chosen in itertools.product(*(_choices(axis, sides, op) for axis in used)):
         in_op = {axis: i for axis, i in zip(used, chosen, strict=True) if i is not None}
         collectives: list[OpCollective] = []
-        gathered = 0.0
+        extra_memory = 0.0
         for operand in operands:
             n_bytes, found = operand.reshard(in_op)
-            gathered += n_bytes
+            extra_memory += n_bytes
             collectives += found
         collectives += out.reduce(in_op)
         n_devices = _n_devices(in_op)
@@ -106,15 +106,15 @@ def fastest_way(
         for one in collectives:
             seconds += one.bytes * seconds_per_byte(one.kind, one.axes)
         if best is None or seconds < best.seconds:
-            best = Way(seconds, n_devices, tuple(collectives), gathered)
-    assert best is not None, 'itertools.product of no lists has one element'
+            best = Strategy(seconds, n_devices, tuple(collectives), extra_memory)
+    assert best is not None, 'no strategy'
     return best
 
 
-def _choices(axis: MeshAxis, sides: Sequence[_ShardedSide], op: CostlyOp) -> list[int | None]:
-    """Lists the indices of `op` that may be sharded over a mesh axis; None to replicate the work.
+def _choices(axis: MeshAxis, sides: Sequence[_ShardedArray], op: CostlyOp) -> list[int | None]:
+    """Lists the indices of `op` that may be sharded over `axis`. None stands for no index.
 
-    An index that `axis` shards in two of the `sides` is the only choice, as in XLA.
+    If two of the `sides` shard the same index over `axis`, it is the only choice, as in XLA.
     """
     sharded = [side.index_of[axis] for side in sides if axis in side.index_of]
     for index in sharded:
@@ -127,10 +127,10 @@ def _n_devices(axes: Iterable[MeshAxis]) -> int:
     return math.prod(axis.size for axis in axes)
 
 
-class _ShardedSide:
-    """An operand or the result of an operation; `index_of` maps mesh axes to sharded indices."""
+class _ShardedArray:
+    """An operand or the result of an operation, with the index sharded over each mesh axis."""
 
-    def __init__(self, side: Side, axes: Axes):
+    def __init__(self, side: OpArray, axes: AxesByName):
         self.bytes = side.bytes
         self.share = side.share
         self.role = side.role
@@ -148,7 +148,7 @@ class _ShardedSide:
         """Returns the bytes per device of a resharded operand, and the collectives that reshard it.
 
         `in_op` maps each mesh axis to the index that is sharded over it during the operation.
-        Slicing is free, and comes first. The bytes are 0 if slicing is enough.
+        Slicing comes first, and is free. If slicing is enough, the bytes are 0.
         """
         new = {axis: index for axis, index in in_op.items() if index in self.indices}
         old = self.index_of
@@ -166,15 +166,12 @@ class _ShardedSide:
         return local, found
 
     def reduce(self, in_op: Mapping[MeshAxis, int]) -> Sequence[OpCollective]:
-        """Returns the collectives that reduce partial sums and reshard the result.
-
-        `in_op` is as in `reshard`.
-        """
+        """Returns the collectives that reduce partial sums and reshard the result."""
         old = {axis: index for axis, index in in_op.items() if index in self.indices}
         new = self.index_of
         if old == new and len(old) == len(in_op):
             return ()
-        partial = [axis for axis in in_op if axis not in old]  # shard a contracted index
+        partial = [axis for axis in in_op if axis not in old]  # each shards a contracted index
         sliced = [axis for axis in new if axis not in in_op]  # slicing needs no communication
         local = self.bytes / (_n_devices(old) * _n_devices(sliced))
         scattered = [axis for axis in partial if axis in new]

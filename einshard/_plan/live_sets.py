@@ -1,4 +1,4 @@
-"""Finds which arrays of a program are in memory at the same time."""
+"""Finds the arrays of a program that are live, that is in memory, at the same time."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from .flatten import Op, Program
-from .names import Names
+from .names import AxisNames
 
-# an array: the names of each axis, and the bytes
-Stored: TypeAlias = tuple[tuple[Names, ...], int]
-# arrays that are in memory at the same time, each with its count
-Peak: TypeAlias = tuple[tuple[Stored, int], ...]
+# the names of each axis of an array, and its bytes
+StoredArray: TypeAlias = tuple[tuple[AxisNames, ...], int]
+# arrays that are live at the same time, each with its count
+LiveSet: TypeAlias = tuple[tuple[StoredArray, int], ...]
 
 # operations whose result may share the memory of their operand
 _VIEWS = frozenset(
     {'broadcast_in_dim', 'carry', 'convert_element_type', 'copy', 'expand_dims', 'reshape'}
     | {'optimization_barrier', 'sharding_constraint', 'squeeze', 'transpose'}
 )
-_MAX_PEAKS = 24  # every estimate computes the bytes of each peak
+_MAX_LIVE_SETS = 24  # every estimate computes the bytes of each set
 
 
 @dataclass(slots=True)
 class _Buffer:
-    """A buffer that holds a value and its views, as in `Roots`.
+    """The memory of a value and its views.
 
     Attributes:
-        start, end: the positions of the first and the last operation that need the buffer.
-        stored: the largest array in it.
+        start, end: the positions of the operations between which the buffer is live.
+        stored: the largest array in the buffer.
     """
 
     start: int
     end: int
-    stored: Stored
+    stored: StoredArray
 
 
 class Roots:
-    """Maps a view to the value whose memory it uses, and other values to themselves."""
+    """Maps values to ids of their memory: a value and its views have the same root."""
 
     def __init__(self, program: Program):
         self._parents = list(range(len(program.values)))
@@ -55,13 +55,13 @@ class Roots:
         return value
 
 
-def find_peaks(program: Program, names: Sequence[tuple[Names, ...]]) -> tuple[Peak, ...]:
-    """Returns sets of arrays that are in memory at the same time, the largest set first.
+def find_live_sets(program: Program, names: Sequence[tuple[AxisNames, ...]]) -> tuple[LiveSet, ...]:
+    """Returns up to `_MAX_LIVE_SETS` sets of arrays that are live at the same time.
 
-    Which set has the most bytes on a device depends on the sharding, so this returns up to
-    `_MAX_PEAKS` sets. A set contains the operands and results of contractions, gathers and
-    scatters, and the arrays that loops stack or carry. XLA may fuse other values. Arguments are
-    left out.
+    The sharding decides which of the sets needs most memory on a device. The sets contain operands
+    and results of contractions, gathers and scatters, and arrays that loops stack or carry, but not
+    arguments. They leave out other values, because XLA may fuse them. The set that is largest
+    without sharding comes first.
     """
     roots = Roots(program)
     kept = {roots(value) for value in _in_memory(program.ops)}
@@ -69,20 +69,20 @@ def find_peaks(program: Program, names: Sequence[tuple[Names, ...]]) -> tuple[Pe
     buffers = _buffers(program, names, roots, kept)
     if not buffers:
         return ()
-    # arrays with less than 1/1000 of the bytes of the largest are left out
+    # leaves out arrays that are 1000 times smaller than the largest one
     least = max(buffer.stored[1] for buffer in buffers) // 1000
-    found: dict[Peak, None] = {}
+    found: dict[LiveSet, None] = {}
     for end in sorted({buffer.end for buffer in buffers}):
         live = [b.stored for b in buffers if b.start <= end <= b.end and b.stored[1] > least]
         found[tuple(sorted(Counter(live).items(), key=repr))] = None
-    largest = sorted(found, key=lambda peak: -sum(n * stored[1] for stored, n in peak))
-    return tuple(_without_subsets(largest[: 4 * _MAX_PEAKS])[:_MAX_PEAKS])
+    largest = sorted(found, key=lambda live: -sum(n * stored[1] for stored, n in live))
+    return tuple(_without_subsets(largest[: 4 * _MAX_LIVE_SETS])[:_MAX_LIVE_SETS])
 
 
 def _in_memory(ops: Iterable[Op]) -> Iterable[int]:
-    """Yields the values that need memory, because XLA does not fuse them into their users."""
+    """Yields the values that XLA writes to memory instead of fusing them into their users."""
     for op in ops:
-        einsum = op.relation.einsum
+        einsum = op.rule.einsum
         if op.primitive in ('carry', 'scan_output'):
             yield from op.arrays_out
         elif einsum is not None and len(einsum.operands) > 1:
@@ -91,22 +91,22 @@ def _in_memory(ops: Iterable[Op]) -> Iterable[int]:
 
 
 def _buffers(
-    program: Program, names: Sequence[tuple[Names, ...]], roots: Roots, kept: set[int]
+    program: Program, names: Sequence[tuple[AxisNames, ...]], roots: Roots, kept: set[int]
 ) -> list[_Buffer]:
     spans = _spans(program)
     buffers: dict[int, _Buffer] = {}
     results = {value for value in program.results if value is not None}
-    scopes: dict[int, int] = {}
+    loops: dict[int, int] = {}  # the loop in which each buffer is written first
     for at, op in enumerate(program.ops):
         for value in op.arrays_out:
             root = roots(value)
             if root not in kept:
                 continue
-            # a stacked result is in memory from the start of its loop
+            # a stacked result is live from the start of its loop
             start = spans[op.scan][0] if op.primitive == 'scan_output' else at
             n_bytes = program.values[value].bytes
             buffer = buffers.setdefault(root, _Buffer(start, at, (names[value], n_bytes)))
-            scopes.setdefault(root, op.scope)
+            loops.setdefault(root, op.loop)
             buffer.end = len(program.ops) if value in results else max(buffer.end, at)
             if n_bytes > buffer.stored[1]:
                 buffer.stored = names[value], n_bytes
@@ -114,8 +114,8 @@ def _buffers(
             root = roots(value)
             if root in buffers:
                 end = spans[op.scan][1] if op.primitive == 'scan_input' else at
-                # a loop that uses a value from outside needs it until its last iteration
-                loop = _outermost_within(op.scope, scopes[root], program.parents)
+                # a value that a loop reads from outside is live until the last iteration
+                loop = _outermost_within(op.loop, loops[root], program.parent_loops)
                 buffers[root].end = max(buffers[root].end, end, spans[loop][1] if loop else 0)
     return list(buffers.values())
 
@@ -124,26 +124,26 @@ def _spans(program: Program) -> dict[int, tuple[int, int]]:
     """Returns the positions of the first and the last operation of each loop, keyed by loop id."""
     spans: dict[int, tuple[int, int]] = {0: (0, 0)}
     for at, op in enumerate(program.ops):
-        for scope in {op.scope, op.scan} - {0}:
-            while scope:
-                first, _ = spans.get(scope, (at, at))
-                spans[scope] = first, at
-                scope = program.parents[scope]
+        for loop in {op.loop, op.scan} - {0}:
+            while loop:
+                first, _ = spans.get(loop, (at, at))
+                spans[loop] = first, at
+                loop = program.parent_loops[loop]
     return spans
 
 
-def _outermost_within(scope: int, outer: int, parents: Sequence[int]) -> int:
-    """Returns the outermost loop inside `outer` that contains `scope`; 0 if there is none."""
+def _outermost_within(loop: int, outer: int, parent_loops: Sequence[int]) -> int:
+    """Returns the loop directly inside `outer` that is or contains `loop`, or 0 if none is."""
     found = 0
-    while scope != outer and scope:
-        found, scope = scope, parents[scope]
-    return found if scope == outer else 0
+    while loop != outer and loop:
+        found, loop = loop, parent_loops[loop]
+    return found if loop == outer else 0
 
 
-def _without_subsets(peaks: Sequence[Peak]) -> list[Peak]:
-    kept: list[tuple[Peak, Counter[Stored]]] = []
-    for peak in peaks:
-        counted = Counter(dict(peak))
+def _without_subsets(live_sets: Sequence[LiveSet]) -> list[LiveSet]:
+    kept: list[tuple[LiveSet, Counter[StoredArray]]] = []
+    for live_set in live_sets:
+        counted = Counter(dict(live_set))
         if not any(counted <= other for _, other in kept):
-            kept.append((peak, counted))
-    return [peak for peak, _ in kept]
+            kept.append((live_set, counted))
+    return [live_set for live_set, _ in kept]

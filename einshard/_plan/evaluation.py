@@ -1,4 +1,4 @@
-"""Judgement: the costs of a candidate, estimated or read from a compiled program."""
+"""Evaluation: the costs of a candidate, estimated or read from a compiled program."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from .._text import format_bytes
 from .candidate import Candidate
 
 Objective: TypeAlias = Literal['bound', 'bytes', 'memory']
-# an estimate without compiling; XLA's partitioner for simulated CPUs; the target's compiler
 Judge: TypeAlias = Literal['estimate', 'partitioner', 'compiler']
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class Evaluation:
     """The costs of a candidate.
 
     Attributes:
-        judge: what found the costs.
+        judge: where the costs come from: 'estimate' (nothing was compiled), 'partitioner' (compiled
+            for simulated CPU devices) or 'compiler' (compiled for the target).
         bounds: lower bounds on the time of one run; empty if the chip is unknown.
-        memory: bytes per device; None if unknown.
-        sent: bytes that a device sends in one run, per set of mesh axes: {'x': 10, 'x,y': 20}.
-        sent_by: the same bytes, per kind of collective and what it carries:
+        memory: bytes per device, or None if unknown.
+        sent: bytes that a device sends in one run, keyed by mesh axes: {'x': 10, 'x,y': 20}.
+        sent_by: the same bytes, keyed by the kind of collective and the role of its arrays:
             {('all-gather', 'weights'): 10}.
-        counts: the number of collectives per kind, for `collectives=` of `sharded`; empty for an
-            estimate.
+        counts: the number of collectives of each kind, for `collectives=` of `sharded`; empty for
+            an estimate.
         error: why the candidate does not compile, or ''.
     """
 
@@ -52,19 +52,22 @@ class Judgement:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """The bound on time if all resources overlap (their maximum), and if none do (the sum)."""
+        """The largest bound, as if all resources overlapped, and the sum, as if none did."""
         each = [bound.seconds for bound in self.bounds]
         return max(each, default=0.0), sum(each)
 
     def fits(self, limit: float | None) -> bool:
-        """Whether the candidate compiles and needs no more memory than `limit`, if there is one.
+        """Whether the candidate compiles and needs at most `limit` bytes of memory.
 
-        Unknown memory counts as within the limit.
+        If the memory or the limit is unknown, the candidate counts as fitting.
         """
         return not self.error and (limit is None or (self.memory or 0) <= limit)
 
     def cost(self, objective: Objective) -> tuple[float, float, float]:
-        """Returns the costs by which candidates are ranked: the objective, memory, bytes sent."""
+        """Returns the costs for ranking: the objective, then memory, then bytes sent.
+
+        The first is infinite if the candidate does not compile.
+        """
         memory, sent = float(self.memory or 0), float(self.network_bytes)
         costs = {'bound': self.seconds[1], 'bytes': sent, 'memory': memory}
         return (float('inf') if self.error else costs[objective], memory, sent)

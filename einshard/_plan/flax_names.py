@@ -12,12 +12,12 @@ from typing import Any
 
 import jax.tree_util as jtu
 
-from .names import Names
+from .names import AxisNames
 
 
-def metadata_names(args: Any) -> list[tuple[Names, ...] | None]:
-    """Returns the axis names that Flax keeps for each leaf; None unless every axis has an entry."""
-    found: list[tuple[Names, ...] | None] = []
+def flax_axis_names(args: Any) -> list[tuple[AxisNames, ...] | None]:
+    """Returns the names that Flax keeps for each leaf, or None if not one entry for each axis."""
+    found: list[tuple[AxisNames, ...] | None] = []
     for node in jtu.tree_leaves(args, is_leaf=_has_names):
         entries = _names(node)
         names = None if entries is None else tuple(map(_as_tuple, entries))
@@ -32,14 +32,17 @@ def _has_names(node: Any) -> bool:
 
 
 def _names(node: Any) -> Sequence[Any] | None:
-    """Returns the names in a Flax box or variable, an entry for each axis; None for other nodes."""
+    """Returns the names in a Flax box or variable, one entry for each axis.
+
+    Returns None for other nodes.
+    """
     if hasattr(node, 'unbox') and isinstance(getattr(node, 'names', None), tuple):
         return node.names
     get_metadata: Callable[[], dict[str, Any]] | None = getattr(node, 'get_metadata', None)
     if get_metadata is None or isinstance(node, type):
         return None
     metadata = get_metadata()
-    # the key of the names depends on the version of Flax
+    # versions of Flax have different keys for the names
     found = (metadata.get(key) for key in ('out_sharding', 'sharding_names', 'sharding'))
     return next((names for names in found if isinstance(names, tuple | list)), None)
 
