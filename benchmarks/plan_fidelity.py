@@ -6,8 +6,8 @@
 
 The partitioner compiles all plans that are left after pruning; of more than 550, the 150 best
 estimates and 50 others at random. The compiler for TPU v5e compiles 30 random ones, and the five
-that the partitioner finds best. Prints the regret of the search by both, and Spearman's correlations of
-the costs.
+that the partitioner finds best. Prints the regret of the search by both, and
+Spearman's correlations of the costs.
 """
 
 import math

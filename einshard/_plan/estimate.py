@@ -3,8 +3,8 @@
 Compute: the flops of each operation, divided by the number of devices that share them.
 Network: the collectives of the fastest strategy for each operation.
 HBM: each argument is read once, and each result is written once.
-Memory: arguments, results, and the largest set of intermediate arrays that are live at the same
-time, plus the resharded copies of operands, for the operation with the largest ones.
+Memory: arguments, results, the largest set of intermediate arrays that are live at the same time,
+and the largest copies that an operation makes of its operands to reshard them.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from .names import AxisNames
 
 
 def flax_axis_names(args: Any) -> list[tuple[AxisNames, ...] | None]:
-    """Returns the names that Flax keeps for each leaf, or None if not one entry for each axis."""
+    """Returns the names of each leaf, or None unless Flax keeps one entry for each of its axes."""
     found: list[tuple[AxisNames, ...] | None] = []
     for node in jtu.tree_leaves(args, is_leaf=_has_names):
         entries = _names(node)

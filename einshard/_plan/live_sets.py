@@ -1,4 +1,4 @@
-"""Finds the arrays of a program that are live, that is in memory, at the same time."""
+"""Finds sets of arrays that are live (in memory) at the same time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Buffer:
 
 
 class Roots:
-    """Maps values to ids of their memory: a value and its views have the same root."""
+    """Maps values that share memory, such as a value and its views, to the same root."""
 
     def __init__(self, program: Program):
         self._parents = list(range(len(program.values)))
@@ -58,10 +58,9 @@ class Roots:
 def find_live_sets(program: Program, names: Sequence[tuple[AxisNames, ...]]) -> tuple[LiveSet, ...]:
     """Returns up to `_MAX_LIVE_SETS` sets of arrays that are live at the same time.
 
-    The sharding decides which of the sets needs most memory on a device. The sets contain operands
-    and results of contractions, gathers and scatters, and arrays that loops stack or carry, but not
-    arguments. They leave out other values, because XLA may fuse them. The set that is largest
-    without sharding comes first.
+    The sharding decides which one needs the most memory on a device. A set contains operands and
+    results of contractions, gathers and scatters, and arrays that loops stack or carry, but no
+    arguments. XLA may fuse other values. The set that is largest without sharding comes first.
     """
     roots = Roots(program)
     kept = {roots(value) for value in _in_memory(program.ops)}

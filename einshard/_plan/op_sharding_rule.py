@@ -1,4 +1,4 @@
-"""OpShardingRule: how an operation can be sharded without communication.
+"""OpShardingRule: how the operands and results of an operation can be sharded, as in Shardy.
 
 For `a + b`, the rule links axis 0 of `a` and of `b` with axis 0 of the sum: if they are sharded
 alike, no communication is needed. The rule of a contraction or a reduction also has an `Einsum`.
@@ -42,7 +42,7 @@ class Einsum:
 
 @dataclass(frozen=True, slots=True)
 class OpShardingRule:
-    """How an operation can be sharded without communication.
+    """How the operands and results of an operation can be sharded.
 
     Attributes:
         links: the pairs of an operand axis and a result axis that can be sharded alike.

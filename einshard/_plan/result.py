@@ -109,7 +109,7 @@ class Plan(Display):
     def diff(self, other: Plan | int) -> Diff:
         """Compares the best plan with another one.
 
-        `other` is the number of a plan in `choices`, or another `Plan` with its best plan.
+        `other` is a number of a plan in `choices`, or a `Plan`, which stands for its best plan.
         """
         ours, theirs = self.best, other.best if isinstance(other, Plan) else self._choice(other)
         before, after = (

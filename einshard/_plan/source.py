@@ -100,7 +100,7 @@ def raw_string(pattern: str) -> str:
 
 
 def _with_mesh_axes(spec: Any, axes: Mapping[str, tuple[str, ...]]) -> str:
-    """Writes a spec with the mesh axes of its axis names; expressions with '->' are unchanged."""
+    """Writes a spec with the mesh axes of its axis names. Does not change expressions with '->'."""
     leaf_spec = as_leaf_spec(spec)
     expression = leaf_spec.expression
     if not expression.short:

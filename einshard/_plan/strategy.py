@@ -112,7 +112,7 @@ def fastest_strategy(
 
 
 def _choices(axis: MeshAxis, sides: Sequence[_ShardedArray], op: CostlyOp) -> list[int | None]:
-    """Lists the indices of `op` that may be sharded over `axis`. None stands for no index.
+    """Lists the indices of `op` that may be sharded over `axis`. None means no index.
 
     If two of the `sides` shard the same index over `axis`, it is the only choice, as in XLA.
     """

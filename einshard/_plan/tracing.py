@@ -96,7 +96,7 @@ def _trace(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Stages:
 
 
 def _struct(leaf: Any) -> Any:
-    """Removes values and shardings of arrays. Returns other leaves unchanged."""
+    """Returns the shape and dtype of an array. Returns other leaves unchanged."""
     if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     return leaf

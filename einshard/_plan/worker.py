@@ -94,8 +94,8 @@ def _compile(
             try:
                 lowered.compile(compiler_options=options)
             except jax.errors.JaxRuntimeError as error:
-                # `XLA_FLAGS` disables passes that the CPU backend needs to compile dots in bf16. It
-                # fails only after it has dumped the program.
+                # `XLA_FLAGS` disables passes that the CPU backend needs to compile dots in bf16, so
+                # compilation may fail, but only after XLA has dumped the program
                 if not (_dumped(folder, BUFFERS) or 'No such compile option' in str(error)):
                     raise
             if _dumped(folder, BUFFERS):
@@ -108,7 +108,7 @@ OPTIONS: dict[str, Any] = {
     'xla_llvm_disable_expensive_passes': True,
     'xla_dump_hlo_as_text': True,
 }
-# schedule for low memory, as on TPU; the second option is the one of JAX 0.8
+# both schedule for low memory, as on TPU; JAX 0.8 has only the second option
 SCHEDULERS: tuple[dict[str, Any], ...] = (
     {'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED'},
     {'xla_cpu_enable_concurrency_optimized_scheduler': False},
