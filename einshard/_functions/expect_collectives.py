@@ -15,15 +15,15 @@ from .._sharding.context import depth_of_user, is_tracing
 from .compile_events import is_listening, unwatch, watch
 from .promise import Promise, find_unexpected, read_promise
 
-# Part of JAX's cache keys, so that a program compiled outside a block, or in a block with other
-# limits, is compiled again and checked. Created at import: creating a user context makes JAX
-# retrace everything.
-_in_cache_keys: Any = jax.make_user_context(default_value=None)
+# The limits of the current block. JAX's cache keys include this context, so a block compiles, and
+# checks, programs that were compiled outside it or in a block with other limits. Created at import,
+# because creating a user context makes JAX retrace everything.
+_limits_context: Any = jax.make_user_context(default_value=None)
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        # the blocks entered and not yet exited, each with its `_in_cache_keys(...)`
+        # the blocks that this thread is in, outermost first, each with its `_limits_context(...)`
         self.entered: list[tuple[expect_collectives, Any]] = []
 
 
@@ -40,25 +40,27 @@ class expect_collectives:
         >>> with expect_collectives('all-reduce'):  # any number of all-reduces, and nothing else
         ...     y = jax.jit(lambda x: x.sum())(x)
 
-    It covers `sharded` functions, plain `jax.jit`, and operations outside of jit. A program is
-    checked after it is compiled and before it runs. Functions that were called before the block are
-    compiled again; later blocks with the same `allowed` and `on_unexpected` reuse these programs. A
-    collective in a loop counts once. Of nested blocks, only the innermost one checks.
+    This includes the programs of `sharded` functions, of `jax.jit`, and of operations outside of
+    jit. A program is checked after it is compiled and before it runs. Functions that were called
+    before the block are compiled again in it. Later blocks with the same `allowed` and
+    `on_unexpected` reuse these programs. A collective in a loop counts once. If blocks are nested,
+    only the innermost one checks.
 
     Programs that other threads compile, or that were compiled ahead of time before the block, are
-    not checked. For devices that you don't have, unexpected collectives give a warning, not an
-    error. Do not `await` or `yield` inside the block.
+    not checked. A program for devices that you don't have is not checked either, and gives a
+    warning. Do not `await` or `yield` inside the block.
 
     Args:
-        allowed: `()` for none; a kind such as 'all-reduce'; several kinds; or the limit of each
-            kind in each program, such as `{'all-reduce': 2}`.
-        on_unexpected: what to do if a program has other collectives: 'error', or 'warn' and run it.
+        allowed: the collectives that each program may have: `()` for none, one kind such as
+            'all-reduce', several kinds, or the limit of each kind, such as `{'all-reduce': 2}`.
+        on_unexpected: for a program with unexpected collectives, 'error' raises before it runs, and
+            'warn' gives a warning and runs it.
 
     Raises:
         UnexpectedCollectives: in the block, at the call that compiles the program.
         EinshardError: a kind is unknown; the block is in a traced function; nested blocks are not
-            exited innermost first; or JAX stopped reporting compilations, so that the block was not
-            checked.
+            exited innermost first; or the block was not checked, because it called
+            `jax.monitoring.clear_event_listeners`.
     """
 
     def __init__(self, allowed: Promise, *, on_unexpected: Literal['error', 'warn'] = 'error'):
@@ -73,9 +75,9 @@ class expect_collectives:
                 facts={'instead': 'enter it around the call of the jitted function'},
             )
         watch(self._check)
-        cache_keys = _in_cache_keys((tuple(sorted(self._allowed.items())), self._warns))
-        cache_keys.__enter__()
-        _thread.entered.append((self, cache_keys))
+        limits_context = _limits_context((tuple(sorted(self._allowed.items())), self._warns))
+        limits_context.__enter__()
+        _thread.entered.append((self, limits_context))
         return self
 
     def __exit__(self, raised: object, *_: object) -> None:
@@ -95,18 +97,18 @@ class expect_collectives:
             )
 
     def _leave(self) -> bool:
-        """Exits the block; returns whether it was the innermost block of this thread."""
+        """Exits the block, and returns whether it was the innermost block of this thread."""
         blocks = [block for block, _ in _thread.entered]
         if self not in blocks:
             return False
         unwatch(self._check)
         i = len(blocks) - 1 - blocks[::-1].index(self)
-        _, cache_keys = _thread.entered.pop(i)
+        _, limits_context = _thread.entered.pop(i)
         if i == len(_thread.entered):
-            cache_keys.__exit__(None, None, None)
+            limits_context.__exit__(None, None, None)
             return True
-        # left before the block inside it, which must now restore the cache keys of this one
-        _thread.entered[i] = _thread.entered[i][0], cache_keys
+        # the next inner block is still open; on exit, it restores the limits from before this block
+        _thread.entered[i] = _thread.entered[i][0], limits_context
         return False
 
     def _check(self, name: str, texts: Sequence[str]) -> None:
