@@ -47,15 +47,16 @@ else:
 
         Type checkers see only the array type. `@sharded` without specs reads the annotations of the
         parameters and the result, including those inside tuples, lists, dicts, NamedTuples,
-        TypedDicts, dataclasses and Equinox modules. Under beartype, with or without
-        `jaxtyping.jaxtyped`, an array that is not sharded as its expression says raises
-        EinshardError; specs that are not expressions, and pytree types, are not checked.
-        Shardings of traced arrays are checked only if all mesh axes are explicit, because only then
-        is the sharding part of the array's type.
+        TypedDicts, dataclasses and Equinox modules.
 
-        The array type may be a jaxtyping type, `jax.Array`, or a pytree type; all leaves of a
+        Under beartype, with or without `jaxtyping.jaxtyped`, an array raises EinshardError if it is
+        not sharded as the expression in its annotation says. Pytree types, and specs that are not
+        expressions, are not checked. Traced arrays are checked only if all mesh axes are explicit,
+        because only then is the sharding part of the array's type.
+
+        The array type may be a jaxtyping type, `jax.Array`, or a pytree type. All leaves of a
         pytree have the same spec. The axis names of an expression must match the dimensions of a
-        jaxtyping type; '...' matches any number of dimensions.
+        jaxtyping type, where '...' matches any number of dimensions.
 
         Raises:
             EinshardError: the expression is invalid, or its axis names differ from the dimensions
@@ -85,7 +86,10 @@ class SpecMetadata:
 
 
 def read_annotations(function: Callable[..., Any]) -> tuple[dict[str, Spec], Spec]:
-    """Returns {parameter: spec} of `Sharded` annotations, and the spec of the result or None."""
+    """Reads the `Sharded` annotations of a function.
+
+    Returns {parameter: spec}, and the spec of the result, which is None without an annotation.
+    """
     target: Any = function
     while isinstance(target, functools.partial):
         target = typing.cast('functools.partial[Any]', target).func
@@ -111,8 +115,8 @@ def read_annotations(function: Callable[..., Any]) -> tuple[dict[str, Spec], Spe
 def _spec_of(hint: Any) -> Spec:
     """Returns the spec of a type, or None if the type does not contain `Sharded`.
 
-    For `tuple[A, B]`, returns a tuple of specs, unless A or B needs a `_ContainerSpec`; for any
-    other container, a `_ContainerSpec`.
+    For `tuple[A, B]`, returns a tuple of specs. For other containers and unions, and for a tuple
+    that contains one of these, returns a `_ContainerSpec`.
     """
     hint = _unwrapped(hint)
     metadata = _find_metadata(hint)
@@ -122,11 +126,11 @@ def _spec_of(hint: Any) -> Spec:
         specs = tuple(_spec_of(item) for item in typing.get_args(hint))
         if not any(isinstance(spec, _ContainerSpec) for spec in specs):
             return specs if any(spec is not None for spec in specs) else None
-    return _ContainerSpec(hint) if _mentions_sharded(hint, ()) else None
+    return _ContainerSpec(hint) if _contains_sharded(hint) else None
 
 
 def _unwrapped(hint: Any) -> Any:
-    """Resolves qualifiers such as NotRequired, aliases, NewTypes, and TypeVars with a bound."""
+    """Resolves type aliases, NewTypes, bound TypeVars, and qualifiers such as NotRequired."""
     while True:
         if typing.get_origin(hint) in _QUALIFIERS:
             (hint,) = typing.get_args(hint)
@@ -186,7 +190,7 @@ def _union_members(hint: Any) -> list[Any]:
 
 
 def _element_types(hint: Any, key: str) -> list[Any]:
-    """Returns the types that a container allows at a key such as '0' or 'w'; [] if none."""
+    """Returns the types that a container may have at a key such as '0' or 'w'."""
     hint = _unwrapped(hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if _find_metadata(hint) is not None:
@@ -204,7 +208,7 @@ def _element_types(hint: Any, key: str) -> list[Any]:
 
 
 def _fields(cls: Any) -> dict[str, Any]:
-    """Returns {field: type} of a NamedTuple, TypedDict, dataclass or Equinox module; else {}."""
+    """Returns {field: type} of a NamedTuple, TypedDict, dataclass or Equinox module, or else {}."""
     has_fields = (
         dataclasses.is_dataclass(cls) or typing.is_typeddict(cls) or hasattr(cls, '_fields')
     )
@@ -213,15 +217,14 @@ def _fields(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls, include_extras=True)
 
 
-def _mentions_sharded(hint: Any, within: tuple[Any, ...]) -> bool:
-    """Whether a type contains `Sharded`; `within` has the enclosing types, to stop recursion."""
+def _contains_sharded(hint: Any, enclosing: tuple[Any, ...] = ()) -> bool:
     hint = _unwrapped(hint)
     if _find_metadata(hint) is not None:
         return True
-    if hint in within:
+    if hint in enclosing:
         return False  # a recursive type
     inner = [*typing.get_args(hint), *_fields(typing.get_origin(hint) or hint).values()]
-    return any(_mentions_sharded(inner_hint, (*within, hint)) for inner_hint in inner)
+    return any(_contains_sharded(inner_hint, (*enclosing, hint)) for inner_hint in inner)
 
 
 def _check_names(array_type: Any, expression: Expression) -> None:
@@ -243,7 +246,10 @@ def _check_names(array_type: Any, expression: Expression) -> None:
 
 
 def _dimension(token: str) -> str | None:
-    """'x' -> 'x'; '*batch' and '...' -> '...'; '3', '_' or 'n+1' -> None: any axis name fits."""
+    """Returns the axis name that a dimension of a jaxtyping type requires.
+
+    Returns '...' for '*batch' and '...'. Returns None for '3', '_' and 'n+1', which match any name.
+    """
     token = token.lstrip('#?')
     if token == ELLIPSIS or token.startswith('*'):
         return ELLIPSIS
@@ -265,14 +271,14 @@ def _match(names: list[str], dims: list[str | None]) -> bool:
     return dims[0] in (None, names[0]) and _match(names[1:], dims[1:])
 
 
-# {id of a beartype validator: its spec}, because beartype supports no other metadata next to a
+# Keyed by the id of a beartype validator, because beartype accepts no other metadata after a
 # validator. Validators are cached forever, so their ids stay valid.
 _specs_of_validators: dict[int, SpecMetadata] = {}
 
 
 @functools.cache
 def _validator(spec: str) -> Any:
-    # imported here: it takes 100 ms; `import einshard` takes 40 ms without it
+    # imported here because it takes 100 ms, and `import einshard` takes only 40 ms
     from beartype.vale import Is
 
     validator = Is[_make_check(spec)]
@@ -281,7 +287,7 @@ def _validator(spec: str) -> Any:
 
 
 def _make_check(spec: str) -> Callable[[Any], bool]:
-    def is_placed(x: Any) -> bool:
+    def check(x: Any) -> bool:  # returns True or raises
         if not isinstance(x, jax.Array):
             return True
         sharding = _known_sharding(x)
@@ -309,15 +315,15 @@ def _make_check(spec: str) -> Callable[[Any], bool]:
             )
         )
 
-    return is_placed
+    return check
 
 
 @functools.cache
 def _annotation_error_class() -> type[EinshardError]:
     from jaxtyping import AnnotationError
 
-    # jaxtyping reraises an AnnotationError as it is, but replaces other errors with one that does
-    # not show the sharding of the array
+    # jaxtyping reraises an AnnotationError, but replaces any other error with one that does not
+    # show the sharding of the array
     name, bases = EinshardError.__name__, (EinshardError, AnnotationError)
     return type(name, bases, {'__module__': 'einshard', '__doc__': EinshardError.__doc__})
 
@@ -327,7 +333,7 @@ def _as_annotation_error(error: EinshardError) -> EinshardError:
 
 
 def _known_sharding(x: Any) -> Any:
-    """Returns the sharding of an array; None for a tracer unless all mesh axes are explicit."""
+    """Returns the sharding of an array, or None for a tracer on a mesh that is not all explicit."""
     if not isinstance(x, Tracer):
         return x.sharding
     sharding: Any = jax.typeof(x).sharding

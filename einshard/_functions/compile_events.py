@@ -22,8 +22,8 @@ LOWERED = '/jax/core/compile/jaxpr_to_mlir_module_duration'
 COMPILED = '/jax/core/compile/backend_compile_duration'
 _PING = '/einshard/ping'
 
-# Called with the name of a jitted function, and the HLO texts of the programs compiled for it; no
-# texts for a program on devices that this process does not have.
+# Called with the name of a jitted function and the HLO texts of the programs compiled for it. A
+# program on devices that this process does not have is reported without texts.
 Watcher: TypeAlias = Callable[[str, Sequence[str]], None]
 
 
@@ -35,11 +35,11 @@ class _Thread(threading.local):
 
 @dataclass
 class _Compilation:
-    """A program that a thread has lowered, and may be compiling.
+    """A compilation in progress in one thread.
 
     Attributes:
-        newest: the newest program of each platform when it was lowered.
-        others: programs that other threads have compiled since.
+        newest: the newest loaded program of each platform when the compilation started.
+        others: programs that other threads have compiled since then.
     """
 
     newest: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -49,7 +49,7 @@ class _Compilation:
 _thread = _Thread()
 _lock = threading.Lock()
 _n_watchers = 0  # in all threads
-# Keyed by thread, also of threads without watchers: what they compile is not of the other threads.
+# Keyed by thread id. Includes threads without watchers, to exclude their programs in other threads.
 _compilations: dict[int, _Compilation] = {}
 
 
@@ -100,7 +100,7 @@ def _on_event(event: str, duration_secs: float, **fields: Any) -> None:
             for program in _compiled_since(programs, name, compilation.newest.get(platform))
             if program not in compilation.others
         ]
-        # several: another thread has compiled one, but JAX has not reported it yet
+        # a single new program belongs to this thread; some of several may belong to others
         if compilation.newest and len(found) == 1:
             for other in _compilations.values():
                 other.others += found
@@ -113,7 +113,7 @@ def _on_event(event: str, duration_secs: float, **fields: Any) -> None:
 
 def _loaded_programs() -> Iterator[tuple[str, Sequence[Any]]]:
     """Yields each platform, and its loaded programs, newest first."""
-    # imported here because it would add to the import time
+    # imported here to keep `import einshard` fast
     from jax.extend.backend import backends
 
     for platform, backend in backends().items():
@@ -121,7 +121,7 @@ def _loaded_programs() -> Iterator[tuple[str, Sequence[Any]]]:
 
 
 def _compiled_since(programs: Sequence[Any], name: str, newest_before: Any) -> Iterator[Any]:
-    """Yields the programs called `name`, of all threads, that are newer than `newest_before`.
+    """Yields the programs called `name` that any thread has compiled after `newest_before`.
 
     If `newest_before` is None, yields only the newest program called `name`.
     """
@@ -131,7 +131,7 @@ def _compiled_since(programs: Sequence[Any], name: str, newest_before: Any) -> I
         module_names = (_alphanumeric(module.name) for module in program.hlo_modules())
         if _alphanumeric(name) in module_names:
             yield program
-            if newest_before is None:  # the others may be older
+            if newest_before is None:  # older programs may have the same name
                 return
 
 

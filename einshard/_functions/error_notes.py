@@ -1,6 +1,6 @@
 """Adds notes to errors that JAX raises while it traces a function with specs.
 
-`add_note` keeps JAX's exception object, and JAX's traceback filtering keeps the notes.
+Users can still catch JAX's own exception, and JAX's traceback filtering keeps the notes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _PREFIX = 'einshard: '
 
 _MAX_OPERANDS = 4
 
-_Frame: TypeAlias = tuple[FrameType, int]  # with its line number
+_Frame: TypeAlias = tuple[FrameType, int]  # a frame and its current line
 
 
 class ErrorNotes:
-    """In a `with` block, adds a note to an error of JAX about shardings or shapes."""
+    """In a `with` block, adds a note to a JAX error about shardings or shapes."""
 
     def __init__(
         self, function: str, arguments: Sequence[ValueSpec], values: Sequence[Any], context: Context
@@ -70,7 +70,7 @@ class ErrorNotes:
         if is_sharding_type_error(error):
             mesh = self._context.lowering_mesh
             return _sharding_note(self._function, error, frames, leaves, mesh)
-        if is_error_of_jax(error):
+        if is_jax_error(error):
             sizes = '; '.join(sizes_that_differ(leaves, str(error)))
             return sizes and f'in the specs of {self._function}, {sizes}'
         return None
@@ -82,7 +82,8 @@ def is_sharding_type_error(error: BaseException) -> bool:
     return cls.__name__ == 'ShardingTypeError' and cls.__module__.split('.')[0] == 'jax'
 
 
-def is_error_of_jax(error: BaseException) -> bool:
+def is_jax_error(error: BaseException) -> bool:
+    """Whether `error` is a TypeError or ValueError that JAX raised."""
     *_, innermost = walk_tb(error.__traceback__)
     return type(error) in (TypeError, ValueError) and _package(innermost) in _JAX
 
@@ -92,7 +93,7 @@ class SpecLeaf(NamedTuple):
 
     name: str  # such as 'w' or 'params/w'
     value: Any
-    expression: Expression | None  # None without a spec, or for a PartitionSpec or NamedSharding
+    expression: Expression | None  # None unless the spec is an expression
 
     @property
     def axes(self) -> dict[str, int]:
@@ -132,14 +133,13 @@ def _sharding_note(
     leaves: Iterator[SpecLeaf],
     mesh: AnyMesh,
 ) -> str:
-    facts: dict[str, str] = {}
-    outside = [i for i, frame in enumerate(frames) if _package(frame) not in {*_JAX, _OURS}]
-    in_user_code = [i for i in outside if not _is_library(frames[i])]
-    if in_user_code:
-        facts['line'] = _source_line(frames[in_user_code[-1]])
-    if outside and outside[-1:] != in_user_code[-1:]:
-        facts['which calls' if in_user_code else 'line'] = _source_line(frames[outside[-1]])
-    operands = _operands(frames[outside[-1] + 1 :] if outside else ())
+    callers = [i for i, frame in enumerate(frames) if _package(frame) not in {*_JAX, _OURS}]
+    user_frames = [i for i in callers if not _is_library(frames[i])]
+    # the user's last line, and the line of another library that calls JAX, if any
+    lines = dict.fromkeys([*user_frames[-1:], *callers[-1:]])
+    labels = ('line', 'which calls')
+    facts = {label: _source_line(frames[i]) for label, i in zip(labels, lines, strict=False)}
+    operands = _operands(frames[callers[-1] + 1 :] if callers else ())
     meshes = [jax.typeof(operand).sharding.mesh for operand in operands]
     mesh = next((operand_mesh for operand_mesh in meshes if operand_mesh.axis_names), mesh)
     mesh_axes = _axes_in_message(str(error), mesh)
@@ -175,7 +175,7 @@ def _parameters(code: CodeType) -> tuple[str, ...]:
 
 
 def _axes_in_message(message: str, mesh: AnyMesh) -> set[str]:
-    """Returns the mesh axes that JAX's message names; if it names none, all mesh axes."""
+    """Returns the mesh axes that JAX's message names, or all mesh axes if it names none."""
     message = re.sub(r'AbstractMesh\(.*?axis_types=\(.*?\).*?\)', '', message)
     names = {str(name) for name in mesh.axis_names}
     mentioned = {a for a in names if re.search(rf"""[@'"(,]{re.escape(a)}['"),\]]""", message)}
@@ -219,9 +219,9 @@ def _auto_mesh_call(mesh: AnyMesh) -> str:
 def sizes_that_differ(leaves: Iterable[SpecLeaf], message: str) -> Iterator[str]:
     """Yields sentences such as "axis 'x' has size 6 in parameter 'x' and 8 in 'w'".
 
-    Compares only sizes in JAX's message: axis names are local to an expression, so an axis may have
-    different sizes in valid programs. Leaves of one parameter with the same expression, as in a
-    list of layers, are left out if their sizes differ.
+    Compares only sizes that JAX's `message` contains, because in a valid program, two expressions
+    may use one name for axes of different sizes. Skips leaves of one parameter that have the same
+    expression but different sizes, such as a list of layers.
     """
     # {axis name: {(parameter, expression): (size, name) of the first leaf}}
     first_leaves: dict[str, dict[tuple[str, str], tuple[int, str]]] = {}
@@ -234,10 +234,11 @@ def sizes_that_differ(leaves: Iterable[SpecLeaf], message: str) -> Iterator[str]
                 differing.add((axis, source))
     in_message = {*map(int, re.findall(r'\b\d+\b', message))}
     for axis, by_source in first_leaves.items():
-        texts: dict[int, str] = {}  # keyed by size
+        names: dict[int, str] = {}  # keyed by size
         for source, (size, name) in by_source.items():
             if size in in_message and (axis, source) not in differing:
-                texts.setdefault(size, f"{size} in '{name}'")
-        if len(texts) > 1:
-            sizes = ' and '.join(texts.values()).replace('in', 'in parameter', 1)
-            yield f"axis '{axis}' has size {sizes}"
+                names.setdefault(size, name)
+        if len(names) > 1:
+            (size, name), *others = names.items()
+            rest = ''.join(f" and {size} in '{name}'" for size, name in others)
+            yield f"axis '{axis}' has size {size} in parameter '{name}'{rest}"

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .._errors import EinshardError, quoted
-from .._functions.error_notes import SpecLeaf, is_error_of_jax, sizes_that_differ
+from .._functions.error_notes import SpecLeaf, is_jax_error, sizes_that_differ
 from .._notation.mesh_text import mesh_text
 from .._text import array_text
 from .resolver import Resolver
@@ -28,7 +28,7 @@ def find_different_sizes(
     Args:
         shards: the leaves of the arguments, with the shapes that the body sees.
     """
-    if not is_error_of_jax(error):
+    if not is_jax_error(error):
         return None
     shards = list(shards)
     sizes = '; '.join(sizes_that_differ(shards, str(error)))
