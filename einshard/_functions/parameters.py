@@ -32,7 +32,7 @@ JIT_OPTIONS = frozenset(inspect.signature(jax.jit).parameters) - {'fun'}
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """How a call passes values: the first n by position, the rest with `keywords`."""
+    """How a call passes its values: the first `n_positional` by position, the rest by keyword."""
 
     n_positional: int
     keywords: tuple[str, ...]
@@ -43,7 +43,7 @@ class CallSignature:
 
 
 class Parameters:
-    """The parameters of a function; `*args, **kwargs` if it has no signature.
+    """The parameters of a function. Without a signature, they are `*args, **kwargs`.
 
     Attributes:
         function: the name of the function.
@@ -74,10 +74,11 @@ class Parameters:
     def flatten_call(
         self, n_args: int, keywords: Iterable[str]
     ) -> tuple[CallSignature, tuple[str, ...]]:
-        """Returns the signature of a call, and the order in which its keywords are flattened.
+        """Returns the signature of a flattened call, and the order of its keywords.
 
-        Keyword arguments count as positional if possible. For `def f(a, b, *, c)` and the call
-        `f(1, c=3, b=2)`, returns `CallSignature(2, ('c',))` and `('b', 'c')`.
+        Keywords of the positional parameters after the first `n_args` become positional. For
+        `def f(a, b, *, c)` and `f(1, c=3, b=2)`, returns `CallSignature(2, ('c',))` and
+        `('b', 'c')`.
         """
         by_keyword = set(keywords)
         for name in self.names[:n_args]:
@@ -93,7 +94,7 @@ class Parameters:
         return CallSignature(n_args + len(now_positional), others), (*now_positional, *others)
 
     def value_labels(self, call: CallSignature) -> tuple[str, ...]:
-        """Returns a label for each argument: its parameter or keyword, or 'args[2]' for `*args`.
+        """Returns the label of each value: its parameter or keyword, or 'args[2]' in `*args`.
 
         A keyword with the name of a positional-only parameter has the label "kwargs['x']".
         """
@@ -106,7 +107,7 @@ class Parameters:
         return (*named, *rest, *by_keyword)
 
     def assign(self, specs: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Merges specs by position (`specs`) and by name (`named`); returns {label: spec}."""
+        """Merges `specs`, which are by position, with `named` specs. Returns {label: spec}."""
         names = self.names[self.n_self :]
         if len(specs) > len(names) and self.var_positional is None:
             raise EinshardError(
@@ -158,8 +159,8 @@ class Parameters:
             fix=f'{near[0]}=' if near else None,
         )
 
-    def take_labels(self, options: dict[str, Any], prefix: str) -> frozenset[str]:
-        """Pops jit options such as `static_argnums`; returns the labels that they select."""
+    def pop_labels(self, options: dict[str, Any], prefix: str) -> frozenset[str]:
+        """Pops jit options such as `static_argnums`, and returns the labels that they select."""
         by_number, by_name = f'{prefix}_argnums', f'{prefix}_argnames'
         argnums, argnames = options.pop(by_number, None), options.pop(by_name, None)
         listed = as_list(argnames, str, by_name, 'names of parameters', "('x',)")
@@ -187,11 +188,10 @@ class Parameters:
 
 
 class Declaration:
-    """The specs of the parameters and the result, and the static and donated parameters.
+    """The specs of a function, and its static and donated parameters.
 
     Attributes:
-        specs: {label: parsed spec} (see `Parameters.value_labels`); the label of `*args`, for all
-            of its elements, is 'args'.
+        specs: {label: parsed spec}, for `Parameters.spec_for`.
         static, donated: the labels of static and of donated parameters.
         is_annotated: whether the specs come from annotations.
     """
@@ -224,9 +224,10 @@ class Declaration:
     def flatten_call(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[CallSignature, tuple[str, ...], list[Any]]:
-        """Returns the signature of a call, its keywords, and its values: those of keywords last.
+        """Returns the signature of a call, its keywords, and its values.
 
-        Adds `_array_defaults` as keyword arguments for omitted parameters.
+        The values are `args`, and then the value of each keyword. For omitted parameters,
+        `_array_defaults` are added as keyword arguments.
         """
         if self._defaults:
             taken = self.parameters.names[: len(args)]
@@ -268,10 +269,10 @@ class Declaration:
             raise error.about(spec_of=owner) from None
 
     def _array_defaults(self) -> dict[str, Any]:
-        """Returns {parameter: default} for the parameters with a spec and arrays in the default.
+        """Returns {parameter: default} for parameters that have a spec and a default with arrays.
 
-        `flatten_call` passes the defaults by keyword, to shard them as the specs say, so
-        positional-only parameters are left out.
+        `flatten_call` passes these defaults by keyword, so that they are sharded. It cannot pass
+        positional-only parameters by keyword, so they are left out.
         """
         return {
             name: parameter.default
@@ -293,8 +294,8 @@ def declare(
 ) -> tuple[dict[str, Any], Declaration]:
     """Splits the arguments of `sharded` into options of `jax.jit` and a `Declaration`.
 
-    Options that select parameters, such as `static_argnums`, go into the declaration. Without
-    specs, reads annotations.
+    Options that select parameters, such as `static_argnums`, go into the declaration. If there are
+    no specs, reads the annotations of the function.
     """
     options = _jit_options(named)
     parameters = Parameters(function)
@@ -303,7 +304,7 @@ def declare(
     if is_annotated:
         specs, out = read_annotations(function)
     specs = parameters.assign(in_specs, specs)
-    static, donated = (parameters.take_labels(options, prefix) for prefix in ('static', 'donate'))
+    static, donated = (parameters.pop_labels(options, prefix) for prefix in ('static', 'donate'))
     if parameters.n_self and 'cls' in parameters.names:
         static |= {'cls'}  # a class is not a pytree
     declaration = Declaration(parameters, specs, out, static, donated, indivisible, is_annotated)

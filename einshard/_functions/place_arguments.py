@@ -1,4 +1,4 @@
-"""Reshards the arguments of a call whose shardings jit would reject."""
+"""Places the arguments of a call that jit would reject or cannot place."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ from .value_spec import ValueSpec
 
 
 def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool) -> Sequence[Any]:
-    """Reshards the arguments that jit would reject; returns `values` itself if there are none.
+    """Places the arguments that jit would reject or cannot place.
 
-    Raises for an array that is already sharded, but not as its spec says, unless `reshard=True`. If
-    `running`, also raises if processes pass different local data for an array that is sharded over
-    several of them. An argument without a spec must be uncommitted, or committed to all devices of
-    the mesh.
+    Returns `values` itself if no argument changes.
+
+    Raises for an array that is already sharded, but not as its spec says, unless `reshard=True`.
+    Raises for an array without a spec that is committed to devices outside the mesh or to only some
+    of its devices. If `running`, raises if the processes pass different data for an array that is
+    sharded over several of them.
     """
     context = traced.setup.context()
     pairs = [*zip(traced.arguments, values, strict=True)]
@@ -69,7 +71,7 @@ def _place(
     leaf: Any,
     placement: Placement,
 ) -> Any:
-    """Reshards one leaf if jit would reject it or cannot shard it."""
+    """Places one leaf if jit would reject it or cannot place it."""
     if isinstance(leaf, jax.Ref) and not isinstance(leaf, Tracer):
         try:
             check_ref(leaf, placement)
@@ -78,7 +80,7 @@ def _place(
         return leaf
     sharding = placement.sharding
     if not (traced.mesh_is_ambient or isinstance(traced.mesh, Mesh) or is_tracing()):
-        return leaf  # on an abstract mesh, a function is only traced, and only shapes matter
+        return leaf  # an abstract mesh: the function is only traced, which needs only shapes
     current = _rejected_sharding(traced, leaf, sharding)
     if current is not None and not (_is_unsharded(current) or traced.setup.reshard):
         raise _placed_differently(traced, current, placement, leaf, argument, path) from None
@@ -90,8 +92,8 @@ def _place(
 def _rejected_sharding(
     traced: TracedFunction, leaf: Any, sharding: NamedSharding
 ) -> Sharding | None:
-    """Returns the sharding of `leaf` if jit rejects `leaf` where it expects `sharding`, or None."""
-    if isinstance(leaf, Tracer) or _hides_devices(traced, sharding):
+    """Returns the sharding of `leaf`, or None if jit accepts `leaf` where it expects `sharding`."""
+    if isinstance(leaf, Tracer) or _is_on_abstract_mesh(traced, sharding):
         return rejected_by_jit(leaf, traced.for_jit(sharding))
     if not _is_committed(leaf):
         return None
@@ -99,7 +101,7 @@ def _rejected_sharding(
 
 
 def _reshard(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Any:
-    if isinstance(leaf, Tracer) or _hides_devices(traced, sharding):
+    if isinstance(leaf, Tracer) or _is_on_abstract_mesh(traced, sharding):
         return reshard_traced(leaf, sharding, traced.for_jit(NamedSharding(sharding.mesh, P())))
     if jax.process_count() > 1 or is_partial(sharding):
         return put([leaf], [sharding])[0]
@@ -107,8 +109,8 @@ def _reshard(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Any:
     return device_put(leaf, sharding)  # unlike put, accepts an abstract mesh
 
 
-def _hides_devices(traced: TracedFunction, sharding: NamedSharding) -> bool:
-    """Whether `sharding` is on the mesh in context, and JAX hides its devices, as in jax.grad."""
+def _is_on_abstract_mesh(traced: TracedFunction, sharding: NamedSharding) -> bool:
+    """Whether `sharding` is on the abstract mesh that `jax.set_mesh` sets in a trace."""
     return traced.mesh_is_ambient and isinstance(sharding.mesh, AbstractMesh)
 
 
@@ -156,7 +158,7 @@ def _placed_differently(
 
 
 def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> None:
-    """Raises if a committed argument without a spec is not on the devices of the mesh, in order."""
+    """Raises unless a committed array has the devices of the mesh, in the same order."""
     has_shardings = any(traced.in_shardings) or bool(jtu.tree_leaves(traced.out_shardings))
     if isinstance(traced.mesh, AbstractMesh) or not has_shardings:
         return  # without shardings, jit runs on the devices of its arguments
@@ -218,7 +220,7 @@ def _einshard_call(traced: TracedFunction, name: str, spec: str) -> str:
 
 
 def _device_order(sharding: Sharding) -> tuple[Any, ...] | None:
-    """Returns the devices in mesh order; None if no public API exposes the order."""
+    """Returns the devices in mesh order, or None if no public API exposes the order."""
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     return tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else None
 
@@ -239,10 +241,10 @@ def _must_put(leaf: Any, sharding: NamedSharding) -> bool:
 
 
 def _must_compare(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether a leaf is local to each process, but is to be sharded over several processes.
+    """Whether to check that all processes pass the same data for a leaf.
 
-    Comparing its data finds a process that passes only its own rows instead of the full array. For
-    replicated leaves, often scalars that change with each call, this is not worth its 2 ms.
+    The check finds a process that passes only its own rows instead of the full array. Replicated
+    leaves are often scalars that change with each call, so they do not justify its 2 ms.
     """
     if jax.process_count() == 1 or sharding.is_fully_addressable or sharding.is_fully_replicated:
         return False

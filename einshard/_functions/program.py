@@ -1,4 +1,4 @@
-"""One jitted program of a `sharded` function: for one call signature and mesh."""
+"""The jitted program of a `sharded` function for one call signature and mesh."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ class Program:
     Attributes:
         options: options of jit, without shardings.
         jitted: the jitted function, to run and to lower.
-        nested: the version for calls inside a trace. It constrains the result, and has no
-            out_shardings: in a nested jit, JAX ignores them on explicit axes, and in the backward
-            pass they become in_shardings, which reject cotangents with other shardings.
+        nested: the version for calls inside a trace.
         runnable: the function that a call runs: `jitted`, or `checked.call`.
-        checked: checks the limits on collectives and memory; None without limits.
-        without_spec: with limits, the positions of arguments that have leaves without a spec.
-        shardings_without_spec: the shardings of those arguments. The program is only for these:
-            for others, JAX would recompile without a trace, so the limits would not be checked.
+        checked: checks the limits on collectives and memory. None if there are no limits.
+        without_spec: the positions of arguments that have leaves without a spec. Empty if there are
+            no limits.
+        shardings_without_spec: the shardings of those arguments. Other shardings need another
+            program: JAX would recompile this one without a trace, so limits would not be checked.
         args_checked: whether `place_arguments` has run for a call.
     """
 
@@ -61,7 +60,7 @@ class Program:
         return self.runnable(*values)
 
     def is_for(self, values: Sequence[Any]) -> bool:
-        """Whether a call with these values needs the shardings of this program."""
+        """Whether the shardings of this program are right for a call with these values."""
         return (
             self.traced.matches_arguments(values)
             and shardings_of(values, self.without_spec) == self.shardings_without_spec
@@ -69,10 +68,10 @@ class Program:
         )
 
     def must_place_arguments(self) -> bool:
-        """Whether each call must place the arguments, because jit would not.
+        """Whether `place_arguments` must run in each call.
 
-        On an ambient mesh, `nested` has no in_shardings, so under jax.grad or jax.vmap outside jit
-        it would accept any sharding. And jit cannot place host data as a partial sum: it raises, or
+        Under jax.grad or jax.vmap outside jit, `nested` accepts any sharding on an ambient mesh,
+        because it has no in_shardings. Jit cannot place host data as a partial sum: it raises, or
         in JAX 0.8.1 returns a sum that is too large.
         """
         if is_tracing():
@@ -136,7 +135,7 @@ def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Pr
     dynamic = [s for i, s in enumerate(traced.in_shardings) if i not in traced.static]
     if any(sharding is not None for sharding in dynamic):
         in_shardings['in_shardings'] = tuple(map(traced.for_jit, dynamic))
-        if traced.mesh.size == 1:  # without in_shardings, the program may run on other devices
+        if traced.mesh.size == 1:  # the in_shardings keep the program on this device
             budget = budget and budget.on_one_device()
     with_shardings = options | in_shardings
     if traced.out_shardings is not None:
@@ -147,7 +146,8 @@ def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Pr
     if budget is not None:
         checked = CheckedJit(budget, traced.wrapper, traced.sharded_by, with_shardings, nested)
         runnable = checked.call
-        without_spec = [i for i in range(len(values)) if _lacks_spec(traced, i)]
+        rows = enumerate(traced.in_shardings)
+        without_spec = [i for i, x in rows if i not in traced.static and _lacks_spec(x)]
     shardings_without_spec = shardings_of(values, without_spec)
     return Program(
         traced, options, jitted, nested, runnable, checked, without_spec, shardings_without_spec
@@ -160,12 +160,16 @@ def _nested(
     options: Mapping[str, Any],
     in_shardings: Mapping[str, Any],
 ) -> Any:
-    """Returns `Program.nested`, the version for calls inside a trace."""
+    """Returns `Program.nested`, which constrains the result instead of using out_shardings.
+
+    In a nested jit, JAX ignores out_shardings on explicit axes. In the backward pass, it uses them
+    as in_shardings, which reject cotangents with other shardings.
+    """
     if traced.mesh_is_ambient:
         # in_shardings would tie the trace to these devices, but JAX reuses it on other devices
         return _constrained(traced, options)
     nested = jitted
-    # on an abstract mesh that is not in context, constraints would fail
+    # constraints would fail on an abstract mesh that is not in context
     if traced.out_shardings is not None and not isinstance(traced.mesh, AbstractMesh):
         nested = _constrained(traced, {**options, **in_shardings})
     if has_partial_axes(traced.in_shardings):
@@ -174,8 +178,8 @@ def _nested(
 
 
 def _constrained(traced: TracedFunction, options: Mapping[str, Any]) -> Any:
-    """Jits a function that constrains the result, and on an ambient mesh the arguments."""
-    # like `Program.jitted`, jits `traced.wrapper`: calls inside and outside a trace share one trace
+    """Jits the function with constraints on the result and, on an ambient mesh, the arguments."""
+    # jits the same function as `Program.jitted`, so that JAX reuses its trace
     inner: dict[str, Any] = {**options, 'in_shardings': None, 'inline': True}
     inlined = jax.jit(traced.wrapper, **inner)
 
@@ -190,10 +194,10 @@ def _constrained(traced: TracedFunction, options: Mapping[str, Any]) -> Any:
 
 
 def _choose_by_type(nested: Any, without_shardings: Any) -> Callable[..., Any]:
-    """Calls `without_shardings` if the type of an argument has unreduced or reduced mesh axes.
+    """Calls `without_shardings` if an argument is unreduced or reduced, and `nested` otherwise.
 
-    JAX gives the gradient of such an argument the in_shardings of `nested`, '=' instead of '+':
-    JAX 0.8.1 returns a sum that is too large, and newer versions raise an error.
+    The gradient of a reduced argument is unreduced, but JAX gives it the reduced in_sharding of the
+    argument. JAX 0.8.1 then returns a sum that is too large, and newer versions raise an error.
     """
 
     def call(*values: Any) -> Any:
@@ -209,7 +213,6 @@ def _choose_by_type(nested: Any, without_shardings: Any) -> Callable[..., Any]:
     return call
 
 
-def _lacks_spec(traced: TracedFunction, i: int) -> bool:
-    """Whether argument `i`, or one of its leaves, has no spec."""
-    shardings = jtu.tree_leaves(traced.in_shardings[i], is_leaf=is_none)
-    return i not in traced.static and any(map(is_none, shardings))
+def _lacks_spec(in_shardings: Any) -> bool:
+    """Whether an argument with these in_shardings, or one of its leaves, has no spec."""
+    return any(map(is_none, jtu.tree_leaves(in_shardings, is_leaf=is_none)))

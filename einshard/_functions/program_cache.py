@@ -22,9 +22,10 @@ _Key: TypeAlias = tuple[CallSignature, tuple[AnyMesh, bool], AxisRules, bool]
 
 
 class ProgramCache:
-    """Programs, keyed by call signature, mesh, axis rules and the shapes that shardings depend on.
+    """The programs of a `sharded` function.
 
-    With limits on collectives or memory, also keyed by the shardings of arguments without a spec.
+    The keys are the call signature, mesh, axis rules, and the shapes on which shardings depend. If
+    collectives or memory are limited, they include the shardings of arguments without a spec.
 
     Attributes:
         need_full_lookup: whether callers must call `find` for every call, because calls with the
@@ -38,10 +39,11 @@ class ProgramCache:
         self.need_full_lookup = False
 
     def find(self, call: CallSignature, values: Sequence[Any], rejected: Any = None) -> Program:
-        """Finds the program for a call, and makes it if there is none.
+        """Finds or makes the program for a call.
 
-        At first, returns any program for the call signature, mesh and axis rules. If that program
-        fails, pass its `runnable` as `rejected`: this call and later ones also compare `values`.
+        Until `need_full_lookup` is set, returns any program for the call signature, mesh and axis
+        rules, without comparing `values`. If that program fails, call `find` again with its
+        `runnable` as `rejected`, which sets `need_full_lookup`.
         """
         context = self._setup.context()
         mesh_key = self._setup.mesh_key(context)
@@ -56,8 +58,8 @@ class ProgramCache:
         inner_key = leaves_key, shardings_of(values, without_spec)
         program = programs.get(inner_key)
         if program is None or program.runnable is rejected:
-            # Only one thread at a time makes a program, which may trace the function. A recursive
-            # call in that trace gets here while its own thread has the lock, so it takes no lock.
+            # Only one thread at a time makes a program, which may trace the function. A call inside
+            # a trace takes no lock, because its own thread may have it.
             with nullcontext() if is_tracing() else self._lock:
                 for program in list(programs.values()):
                     if program.runnable is not rejected and program.is_for(values):
@@ -84,8 +86,7 @@ def _leaves_key(
 ) -> Any:
     """Returns the structures, shapes and dtypes of the arguments on which shardings depend.
 
-    If the shardings of the result depend on its leaves, these are all arguments, with the values of
-    static ones.
+    If the result's shardings depend on its leaves, includes all arguments, static ones by value.
     """
     arguments = declaration.arguments(call)
     uses_all = declaration.result.needs_leaves(context)
@@ -103,6 +104,6 @@ def _shape_and_dtype(leaf: Any) -> Any:
     """Returns a cache key for a leaf, equal for a value and its tracer."""
     try:
         aval: Any = jax.typeof(leaf)
-    except (TypeError, ValueError):  # not an array, or a masked one: raises later
+    except (TypeError, ValueError):  # not an array, or a masked array: a later check raises
         return type(leaf)
     return aval.shape, aval.dtype

@@ -179,7 +179,7 @@ class _PerDeviceFunction:
             names = as_list(axis_names, str, 'axis_names', 'names of mesh axes', "('x',)")
             self.manual = frozenset(names)  # empty: all mesh axes
             self.specs = self.parameters.assign(in_specs, named_specs)
-            self.static = self.parameters.take_labels({**jit_options}, 'static')
+            self.static = self.parameters.pop_labels({**jit_options}, 'static')
             self.spec_axes = tuple(self._spec_axes())
         except EinshardError as error:
             raise error.about(function=self.name) from None
