@@ -29,7 +29,7 @@ from .._text import format_bytes, short_arrays, short_source
 # The collectives that a program may have: a kind such as 'all-reduce', several kinds, or the limit
 # of each kind.
 Promise: TypeAlias = str | Collection[str] | Mapping[str, int]
-# The limit of each kind, math.inf for any number; other kinds are not allowed.
+# The limit of each allowed kind. math.inf allows any number.
 Allowed: TypeAlias = Mapping[str, float]
 
 
@@ -61,7 +61,7 @@ def read_limits(collectives: Promise | None, memory: str | int | None) -> Limits
 
 
 def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
-    """'all-reduce' -> {'all-reduce': math.inf}; a mapping of limits stays as it is."""
+    """Returns the limit of each kind, such as {'all-reduce': math.inf} for 'all-reduce'."""
     if isinstance(promise, str):
         return read_promise((promise,), given_as)
     if not isinstance(promise, Collection):  # type: ignore[reportUnnecessaryIsInstance]
@@ -97,9 +97,9 @@ def check_promise(
     """Raises if a compiled program has collectives that are not allowed.
 
     Args:
-        sharded_by: returns, for each axis name, the mesh axes that shard it; None if there are no
-            specs. Called only for an error, with the result of the program as ShapeDtypeStructs, or
-            None if that is unknown.
+        sharded_by: a function that returns, for each axis name, the mesh axes that shard it. None
+            if there are no specs. It is called only for an error, with the ShapeDtypeStructs of the
+            program's result, or with None if they are unknown.
     """
     too_many = exceeding(allowed, read_collectives(program_text(name, compiled)))
     if not too_many:
@@ -124,7 +124,7 @@ def find_unexpected(name: str, text: str, allowed: Allowed) -> UnexpectedCollect
 def _unexpected(
     name: str, allowed: Allowed, with_axes: Sequence[tuple[Collective, str]]
 ) -> UnexpectedCollectives:
-    """Returns the error for collectives, each with the axes it runs along; '' if unknown."""
+    """Returns the error for collectives, each with the axes that it runs along or ''."""
     counts = counts_text([collective for collective, _ in with_axes])
     return UnexpectedCollectives(
         f'{name} has unexpected collectives: {counts}',
@@ -219,7 +219,7 @@ class Budget:
         self._warned = False
 
     def on_one_device(self) -> Budget | None:
-        """Returns the budget for programs on one device, which have no collectives; or None."""
+        """Returns the budget without limits on collectives, or None if it has no memory limit."""
         return None if self.limits.memory is None else self
 
     def check(self, compiled: Any, sharded_by: Callable[[Any], ShardedBy]) -> None:
@@ -251,11 +251,11 @@ class Budget:
 
 @dataclass(slots=True, eq=False)
 class _Jitted:
-    """A jitted function, and which of its programs are not checked yet.
+    """A jitted function, and the state of its checks.
 
     Attributes:
         unchecked: the ids of threads that have traced, but not checked, a program.
-        first_is_checked: whether the first program is checked.
+        first_is_checked: whether the first program has been checked.
     """
 
     function: Any
@@ -269,13 +269,13 @@ class CheckedJit:
     The first program is checked before it runs, later ones before their result is returned. JAX
     does not report whether a call compiled, but each compilation follows a trace. So the function
     records its traces, and a call that traced gets the compiled program from JAX's cache and checks
-    it. After a check inside the trace, later calls would take jit's slow path (80 to 250 us).
+    it. Checks inside the trace would make later calls take jit's slow path (80 to 250 us).
 
-    A thread may run a program that another thread has traced but not checked. So a call checks its
-    program if any trace is still unchecked after it ran, or if the jitted function was replaced.
+    A thread may run a program that another thread has traced but not checked. So each call, after
+    it ran, checks its program if any trace is unchecked or if the jitted function was replaced.
 
     Attributes:
-        call: calls the function; adds one Python frame to a call of the jitted function.
+        call: calls the jitted function and checks its programs.
     """
 
     def __init__(

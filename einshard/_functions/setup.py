@@ -1,4 +1,4 @@
-"""How a decorated function is jitted, for all calls."""
+"""A decorated function and the options of `sharded`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .sharding_trees import abstract_mesh
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Setup:
-    """How a decorated function is jitted.
+    """A decorated function and the options of `sharded`.
 
     Attributes:
-        mesh: the mesh from `mesh=` or the specs; None for the mesh in context at each call.
+        mesh: the mesh from `mesh=` or the specs, or None to use the mesh in context at each call.
         reshard: whether to reshard arguments that are sharded differently.
         options: `jax.jit` options, except those that name parameters.
-        budget: checks the limits on collectives and memory; None without limits.
+        budget: checks the limits on collectives and memory. None if there are no limits.
     """
 
     function: Callable[..., Any]
@@ -36,20 +36,20 @@ class Setup:
     budget: Budget | None
 
     def context(self) -> Context:
-        """Returns mesh and axis rules. Inside a trace, a mesh from `jax.set_mesh` is abstract."""
+        """Returns the mesh and axis rules. In a trace, a mesh from `jax.set_mesh` is abstract."""
         try:
             return current_context(self.mesh)
         except EinshardError as error:
             raise error.about(function=self.name) from None
 
     def mesh_key(self, context: Context) -> tuple[AnyMesh, bool]:
-        """Returns a cache key: the mesh (abstract if ambient), and the result of `is_ambient`."""
+        """Returns a cache key: the mesh, in abstract form if ambient, and whether it is ambient."""
         mesh = context.lowering_mesh
         is_ambient = self.is_ambient(mesh)
         return (abstract_mesh(mesh) if is_ambient else mesh), is_ambient
 
     def is_ambient(self, mesh: AnyMesh) -> bool:
-        """Whether the mesh comes from `jax.set_mesh`, so that jit resolves PartitionSpecs on it."""
+        """Whether the mesh is from `jax.set_mesh`, which lets jit resolve PartitionSpecs on it."""
         if isinstance(mesh, AbstractMesh) and not is_tracing():
-            return False  # jax.sharding.use_abstract_mesh: there are no devices
+            return False  # from jax.sharding.use_abstract_mesh, without devices
         return self.mesh is None and is_mesh_in_context(mesh)

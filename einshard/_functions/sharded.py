@@ -57,11 +57,11 @@ def sharded(
         >>> y.addressable_shards[0].data.shape
         (3, 16)
 
-    The i-th spec is for the i-th positional parameter (not counting the `self` of a method), and
-    `name=spec` is for the parameter with that name. As in `jax.jit`, a JAX array
-    that is passed to a parameter without a spec keeps its sharding; the compiler decides that of a
-    numpy array, and of the result without `out=`. `@sharded` without specs reads the `Sharded[...]`
-    annotations of the function.
+    The i-th spec is for the i-th positional parameter, not counting the `self` of a method.
+    `name=spec` is for the parameter with that name. As in `jax.jit`, a JAX array keeps its sharding
+    if its parameter has no spec. The compiler chooses the sharding of a NumPy array without a spec,
+    and of the result without `out=`. `@sharded` without specs reads the `Sharded[...]` annotations
+    of the function.
 
     Host data, and arrays that are on one device or replicated, are placed as their spec says. An
     array that is sharded differently is an error unless `reshard=True`.
@@ -79,7 +79,7 @@ def sharded(
             the mesh in context at each call, or else all devices.
         reshard: whether to reshard arguments that are sharded differently.
         indivisible: what to do if the size of an axis is not divisible by its number of shards:
-            'error', or 'replicate' to replicate that axis only, in calls with such sizes.
+            'error' raises, and 'replicate' replicates this axis in calls with such a size.
         collectives: the collectives that the compiled program may have: `()` for none, one kind
             such as 'all-reduce', several kinds, or the limit of each kind: `{'all-reduce': 1}`. A
             collective in a loop counts once. The first compiled program is checked before it runs;
@@ -126,7 +126,7 @@ def _can_decorate(x: Any) -> bool:
 def no_function_error(
     decorator: str, arguments: Sequence[Any], in_specs: Sequence[Spec]
 ) -> EinshardError:
-    """Returns the error for a decorator that is called with anything but one function."""
+    """Returns the error for a decorator that is not called with exactly one function."""
     sentence = f'{decorator} must decorate one function, but got {len(arguments)} arguments'
     if len(arguments) == 1:
         sentence = f'{decorator} must decorate a function, not {reprlib.repr(arguments[0])}'

@@ -14,14 +14,14 @@ from .._trees.specs import is_none
 
 
 def shardings_of(values: Sequence[Any], positions: Sequence[int]) -> tuple[Any, ...]:
-    """Returns the sharding of each leaf of `values[i]` for `i` in `positions`; () while tracing.
+    """Returns the sharding of each leaf of `values[i]` for `i` in `positions`, or () in a trace.
 
     For host data, the sharding is None.
     """
     if not positions or is_tracing():
         return ()
-    # not `committed`, which would double the time: it matters only for arrays that are not on all
-    # devices of the mesh, and jit rejects those if they are committed
+    # Ignores `leaf.committed`, which would double the time. It matters only for arrays on a part of
+    # the mesh, and jit rejects those if they are committed.
     leaves = [leaf for i in positions for leaf in jtu.tree_leaves(values[i])]
     return tuple([getattr(leaf, 'sharding', None) for leaf in leaves])
 

@@ -25,7 +25,7 @@ from .value_spec import ValueSpec
 
 
 class WrongShardings(ValueError):
-    """Stops a trace if the mesh, arguments or result need other shardings than jit was given.
+    """Stops a trace that needs a mesh or shardings that differ from those given to jit.
 
     Callers handle it like jit's ValueErrors about shardings: they look up the right program.
     """
@@ -35,16 +35,17 @@ UNKNOWN: Any = object()  # out_shardings before the shapes of the result are kno
 
 
 class TracedFunction:
-    """The function that JAX traces: it checks specs, enters the mesh, calls the user's function.
+    """The function that JAX traces for a call signature and mesh.
 
-    Each trace checks ranks and sizes. JAX traces again for new shapes or pytrees, so a call that
-    does not trace needs no check.
+    It checks the specs, enters the mesh, and calls the user's function. Calls without a trace need
+    no check of ranks and sizes, because JAX traces again for new shapes or pytrees.
 
     Attributes:
         arguments, result: the specs of the arguments and of the result.
         static: the positions of static arguments.
-        in_shardings: the sharding, or pytree of shardings, of each argument; None without a spec.
-        out_shardings: the same for the result; `UNKNOWN` at first.
+        in_shardings: the sharding or pytree of shardings of each argument, or None without a spec.
+        out_shardings: the sharding or pytree of shardings of the result, or None without a spec.
+            It is `UNKNOWN` until `make_program` sets it.
         wrapper: the function for `jax.jit`.
     """
 
@@ -77,7 +78,7 @@ class TracedFunction:
 
     @property
     def has_shardings(self) -> bool:
-        """Whether an argument or the result has a spec. Else jit runs on its arguments' devices."""
+        """Whether an argument or the result has a spec. If not, jit uses its arguments' devices."""
         return self.result.spec is not None or bool(jtu.tree_leaves(self.in_shardings))
 
     def scope(self, mesh: AnyMesh) -> AbstractContextManager[Any]:
@@ -112,7 +113,7 @@ class TracedFunction:
 
     def result_shardings(self, values: Sequence[Any]) -> Any:
         """Returns the shardings of the result on the current mesh."""
-        # if they depend on the result's shapes, this traces before the call; jit reuses the trace
+        # this may trace the function for the shapes of its result; jit reuses the trace
         context = self.setup.context()
         result = self._eval_shape(*values) if self.result.needs_leaves(context) else None
         return self.result.shardings(result, context)
@@ -128,11 +129,10 @@ class TracedFunction:
         )
 
     def matches_result(self, values: Sequence[Any]) -> bool:
-        """Whether a call with these arguments still has the result shardings in `out_shardings`."""
-        # the wrapper compares the shardings when it is traced for these arguments
+        """Whether the result for these arguments has the shardings in `out_shardings`."""
         if self.result.needs_leaves(self.setup.context()):
             try:
-                self._eval_shape(*values)
+                self._eval_shape(*values)  # the wrapper compares the shardings
             except WrongShardings:
                 return False
         return True
@@ -151,10 +151,10 @@ class TracedFunction:
             return find_sharded_by(arrays)
 
     def for_jit(self, shardings: Any) -> Any:
-        """Converts shardings for jit: those on a mesh from `jax.set_mesh` become PartitionSpecs.
+        """Converts shardings on a mesh from `jax.set_mesh` to PartitionSpecs.
 
-        Jit resolves PartitionSpecs on the mesh in context at each call, so that one program serves
-        all meshes that differ only in their devices.
+        Jit resolves them on the mesh in context at each call, so one program works on all meshes
+        that differ only in their devices.
         """
         if not self.mesh_is_ambient:
             return shardings
@@ -168,7 +168,7 @@ class TracedFunction:
         return jtu.tree_map(convert, shardings, is_leaf=is_none)
 
     def set_names(self, wrapper: Callable[..., Any]) -> Callable[..., Any]:
-        """Sets the names of a wrapper, which jit shows in programs and errors; returns it."""
+        """Sets the names that jit shows in programs and errors, and returns the wrapper."""
         wrapper.__name__ = wrapper.__qualname__ = self.setup.name
         wrapper.__wrapped__ = self.setup.function  # type: ignore[attr-defined]
         wrapper.__signature__ = positional_signature(self.names)  # type: ignore[attr-defined]
@@ -182,7 +182,7 @@ class TracedFunction:
                 values
             ):
                 raise WrongShardings
-            self.check_devices(())  # of an enclosing program, or those of `jax.set_mesh`
+            self.check_devices(())  # against an enclosing program or `jax.set_mesh`
             warn_if_ignored(self.setup.name, context.mesh)
             self.check(values)
             is_explicit = AxisType.Explicit in self.mesh.axis_types

@@ -30,7 +30,7 @@ from .._trees.specs import (
     needs_leaves,
 )
 
-# (key path of a leaf, the leaf, its placement); None: no spec
+# (key path of a leaf, the leaf, its placement or None without a spec)
 LeafPlacement: TypeAlias = tuple[Sequence[Any], Any, Placement | None]
 
 
@@ -39,8 +39,8 @@ class ValueSpec:
 
     Attributes:
         function: the name of the function.
-        name: the label of the argument, such as 'w' or 'args[0]'; None for the result.
-        spec: the parsed spec; None leaves the sharding to the compiler.
+        name: the label of the argument, such as 'w' or 'args[0]', or None for the result.
+        spec: the parsed spec, or None to leave the sharding to the compiler.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class ValueSpec:
         try:
             specs = leaf_specs(value, jtu.tree_leaves(value), self.spec, context.mesh)
         except EinshardError as error:
-            # a spec of `per_device` is a callable; its errors about the mesh, not about this value,
-            # have the fact 'function'
+            # An error with the fact 'function' comes from a callable spec of `per_device`, and is
+            # about the mesh, not about this value.
             raise (error if 'function' in error.facts else self._with_owner(error, value)) from None
         placements: list[LeafPlacement] = []
         errors: list[EinshardError] = []
@@ -92,7 +92,7 @@ class ValueSpec:
         return placements
 
     def shardings(self, value: Any, context: Context) -> Any:
-        """Returns shardings for `jax.jit`: a pytree prefix, or one per leaf if `needs_leaves`.
+        """Returns the shardings for `jax.jit`, in a pytree prefix, or per leaf if `needs_leaves`.
 
         The sharding of a value or a leaf without a spec is None.
         """
@@ -119,7 +119,7 @@ class ValueSpec:
         return self._map_leaves(_constrain_leaf, value, context)
 
     def as_structs(self, value: Any, context: Context) -> Any:
-        """Replaces each leaf that has a spec with a ShapeDtypeStruct that has its sharding."""
+        """Replaces leaves that have a spec with ShapeDtypeStructs that have its sharding."""
         return self._map_leaves(_as_struct, value, context)
 
     def leaf_text(self, path: Sequence[Any], leaf: Any) -> str:
@@ -132,7 +132,7 @@ class ValueSpec:
         return f"{array_text(leaf)}, parameter '{self.name}{suffix}' of {self.function}"
 
     def _not_an_array(self, path: Sequence[Any], leaf: Any) -> EinshardError | None:
-        """Returns the error for a leaf with a spec that is not an array of JAX; else None."""
+        """Returns the error if a leaf that has a spec is not an array, or None if it is one."""
         try:
             check_registered_pytree(leaf)
         except EinshardError as error:
