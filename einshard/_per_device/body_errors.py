@@ -21,9 +21,9 @@ _MAX_ARGUMENTS = 4  # listed in an error
 def find_different_sizes(
     function: str, error: Exception, shards: Iterable[SpecLeaf]
 ) -> EinshardError | None:
-    """Rewrites an error of JAX about an axis that has different sizes in two arguments.
+    """Rewrites a JAX error about an axis that has different sizes in two arguments.
 
-    Returns None if `error` does not mention the sizes of such an axis, or if JAX did not raise it.
+    Returns None for other errors.
 
     Args:
         shards: the leaves of the arguments, with the shapes that the body sees.
@@ -49,17 +49,17 @@ def find_unknown_axis(
     mapped: Callable[..., Any],
     arguments: Sequence[Any],
 ) -> EinshardError | None:
-    """Returns the error for a collective along a mesh axis that the mesh or `manual` lacks.
+    """Returns the error for a collective along a mesh axis that does not exist or is not manual.
 
     Returns None if the function has no such collective.
 
     Args:
-        manual: the mesh axes in `axis_names=`; empty for all.
+        manual: the mesh axes in `axis_names=`, or an empty collection for all mesh axes.
         mapped: `jax.shard_map` with all arguments but `out_specs` and `check_vma`.
         arguments: the arguments of the function, as global arrays.
     """
     try:
-        # for an unknown axis, JAX raises NameError; with check_vma, AssertionError or KeyError
+        # with check_vma, JAX raises AssertionError or KeyError instead of NameError
         unchecked = mapped(out_specs=PartitionSpec(), check_vma=False)
         jax.eval_shape(unchecked, *arguments)
     except NameError as error:

@@ -1,4 +1,4 @@
-"""Finds one mesh for all expressions of a per-device function. Imports no JAX."""
+"""Finds one mesh for all expressions of a per-device function. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .spec_axes import MeshAxis, SpecAxes, grid_of, leading_replicas
 class JointMesh:
     """A mesh whose axes are named after array axes, slowest-varying first.
 
-    Along an axis with the name None, every array is replicated: (('x', 2), (None, 4)).
+    Every array is replicated along an axis named None, as in (('x', 2), (None, 4)).
     """
 
     axes: tuple[MeshAxis, ...]
@@ -58,7 +58,7 @@ class JointMesh:
         return _write(expression, mesh_axes.keys(), terms or ['*'])
 
     def _array_axes(self, expression: Expression) -> dict[str, str]:
-        """Maps mesh axes, in device order, to the array axis of `expression` that each shards."""
+        """Returns {mesh axis: the array axis that it shards in `expression`}, in device order."""
         spec = SpecAxes('', expression)
         array_axis_of = {axis: str(term.name) for axis, term in spec.uses.items()}
         array_axis_of |= {name: name for name in spec.defines}
@@ -75,13 +75,13 @@ def _write(expression: Expression, sharded: Collection[str], terms: Sequence[str
 def joint_mesh(
     specs: tuple[SpecAxes, ...], n_devices: int, axis_sizes: tuple[int, ...] | None = None
 ) -> JointMesh:
-    """Finds the mesh that fits all expressions; raises if no mesh fits, or several fit.
+    """Finds the mesh that fits all expressions. Raises if no mesh fits, or several fit.
 
-    A count in one expression applies to all of them. An expression that lists replicas ('4 x*')
-    uses all devices, so it determines the sizes of its starred axes; the other starred axes share
-    the remaining devices.
+    A count in one expression applies to all of them. An expression with replicas, such as '4 x*',
+    uses all devices, which determines the sizes of its starred axes. Starred axes of the other
+    expressions share the remaining devices.
 
-    Suggestions in errors fit `axis_sizes`, the axis sizes of the user's mesh, if any.
+    `axis_sizes` are the axis sizes of the user's mesh, if any. The fixes in errors fit them.
     """
     all_specs = _Specs(specs, n_devices, axis_sizes)
     try:
@@ -134,7 +134,7 @@ class _Specs:
 
     def counts(self) -> dict[str, int]:
         """Returns the sizes of all mesh axes, keyed by name, in order of appearance."""
-        sources: dict[str, tuple[int, SpecAxes]] = {}  # the size, and the first spec that has it
+        sources: dict[str, tuple[int, SpecAxes]] = {}  # the size, and the first spec with it
 
         def add(name: str, count: int, spec: SpecAxes) -> None:
             first_count, first_spec = sources.setdefault(name, (count, spec))
@@ -180,7 +180,7 @@ class _Specs:
                     )
 
     def solve_stars(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """Returns the sizes of starred axes not in `counts`; they share the remaining devices."""
+        """Returns the sizes of starred axes not in `counts`, which share the remaining devices."""
         starred: dict[str, SpecAxes] = {}
         for spec in self.specs:
             for name, term in spec.defines.items():
@@ -234,7 +234,7 @@ class _Specs:
         return EinshardError(sentence, facts=facts)
 
     def sharing_devices(self, first: str, second: str) -> _Specs:
-        """Returns a copy with `second@first` instead of a count of `second`, in all expressions."""
+        """Returns a copy in which `second@first` replaces the count of `second`."""
         changed: list[SpecAxes] = []
         for spec in self.specs:
             term = spec.defines.get(second)
@@ -291,7 +291,7 @@ class _Specs:
         orders: Sequence[tuple[MeshAxis, ...]],
         counts: Mapping[str, int],
     ) -> list[str]:
-        """Returns quoted expressions that can replace `spec`; each allows only one of `orders`."""
+        """Returns quoted replacements for `spec`. Each works with exactly one of `orders`."""
         fixes: list[str] = []
         for mesh in map(JointMesh, orders):
             fix = parse(mesh.complete(spec.expression))
@@ -326,21 +326,20 @@ def _orders(
 ) -> Iterator[tuple[MeshAxis, ...]]:
     """Yields every order of the mesh axes of size 2 or more that agrees with all expressions.
 
-    Appends one mesh axis at a time, which every expression must be able to take from the rest of
-    its device grid (`SpecAxes.take`). A topological sort (`graphlib`) is not enough: in '4 x2', the
-    sizes of the mesh axes before x must have the product 4.
+    Appends one mesh axis at a time, if `SpecAxes.take` accepts it for every expression. A
+    topological sort (`graphlib`) is not enough: in '4 x2', the product of the sizes of the mesh
+    axes before x must be 4.
     """
 
     def extend(
         order: tuple[MeshAxis, ...], grids: Sequence[tuple[MeshAxis, ...]]
     ) -> Iterator[tuple[MeshAxis, ...]]:
         candidates = [axis for axis in sharded if axis not in order]
-        n_replicas = n_devices // math.prod(counts.values())
-        # those that `order` does not have yet
-        n_replicas //= math.prod(count for name, count in order if name is None)
+        n_in_order = math.prod(count for name, count in order if name is None)
+        n_replicas = n_devices // math.prod(counts.values()) // n_in_order
         if not candidates and n_replicas == 1:
             yield order
-        # two successive axes of replicas would be one axis
+        # two axes of replicas are never adjacent, because they would be one axis
         if n_replicas > 1 and (not order or order[-1][0] is not None):
             pairs = zip(specs, grids, strict=True)
             replica_counts = (leading_replicas(grid) for spec, grid in pairs if spec.lists_replicas)
@@ -359,13 +358,13 @@ def _orders(
 def _expression_facts(
     specs: Sequence[SpecAxes], note: Callable[[SpecAxes], str] = lambda _: ''
 ) -> dict[str, str]:
-    """Returns {first owner: expression} for the distinct expressions, each with its `note`."""
+    """Returns each distinct expression, with its `note`, keyed by its first owner."""
     first = {spec.expression: spec for spec in reversed(specs)}
     shown = [spec for spec in specs if first[spec.expression] is spec]
     return {spec.owner: f"'{spec.expression.text}'{note(spec)}" for spec in shown}
 
 
 def _order_text(grid: Sequence[MeshAxis]) -> str:
-    """Formats a device grid for errors: ", device order: 'b': 4, 2 replicas"; '' if it is empty."""
+    """Returns ", device order: 'b': 4, 2 replicas" for an error, or '' for an empty grid."""
     axes = [mesh_text({name: count}) if name else f'{count} replicas' for name, count in grid]
     return f', device order: {", ".join(axes)}' if axes else ''

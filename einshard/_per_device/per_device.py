@@ -59,20 +59,20 @@ def per_device(
         >>> y.shape, bool((y == 3 * n).all())
         ((8, 5), True)
 
-    Each sharded axis of the expressions becomes a mesh axis with its name, which collectives use:
-    `jax.lax.psum(z, 'x')`. An expression lists, in device order, the axes that it shards; its array
-    is replicated over the other mesh axes. A count in one expression applies to all of them.
+    Each sharded axis of the expressions becomes a mesh axis of the same name, for collectives such
+    as `jax.lax.psum(z, 'x')`. An expression lists the axes that it shards in device order. Its
+    array is replicated over the other mesh axes. A count in one expression applies to all of them.
     `'y@x'` shards y over the devices of x, as after `psum_scatter` over 'x'. If a mesh is in
     context or passed as `mesh=`, collectives use the axis names of that mesh instead.
 
     Arguments are placed and checked as for `sharded`.
 
     Args:
-        in_specs: expressions by position, or pytree prefixes of them; '...' replicates. Every
-            argument that is not static needs a spec, unless all manual mesh axes are explicit: then
-            an argument without a spec is sharded as its type says. The `self` of a method is
-            replicated.
-        out: the expression of the result, or a pytree of expressions.
+        in_specs: specs by position: expressions, PartitionSpecs, NamedShardings, or pytree prefixes
+            of these. '...' replicates an argument. Every argument that is not static needs a spec,
+            unless all manual mesh axes are explicit. Then an argument without a spec is sharded as
+            its type says. The `self` of a method is replicated.
+        out: the spec of the result, or a pytree prefix of specs.
         mesh: a mesh or a sequence of devices. Default: the mesh of the NamedShardings among the
             specs, or else the mesh in context, or else all devices.
         axis_names: the mesh axes that are manual, as in `jax.shard_map`. Along the other axes the
@@ -80,9 +80,9 @@ def per_device(
         check_vma: whether JAX checks that results are replicated where `out` says so. JAX infers
             this for `psum`, but for `all_gather` only with `to='invarying'` (JAX 0.8:
             `all_gather_invariant`).
-        reshard: whether to reshard arguments that have another sharding, instead of raising.
+        reshard: whether to reshard arguments that are sharded differently.
         collectives: the collectives that the compiled program may have, as for `sharded`.
-        named_specs_and_jit_options: expressions by parameter name, and options of `jax.jit`.
+        named_specs_and_jit_options: specs by parameter name, and options of `jax.jit`.
 
     Returns:
         A decorator that turns the function into a `ShardedFunction` of global arrays.
@@ -154,7 +154,7 @@ _SPECS = 'an expression, a PartitionSpec, a NamedSharding, None, or a pytree of 
 
 
 class _PerDeviceFunction:
-    """A per-device function, and its expressions, which it resolves on a mesh at each call."""
+    """A per-device function and its expressions, which each call resolves on a mesh."""
 
     def __init__(
         self,
@@ -192,11 +192,11 @@ class _PerDeviceFunction:
         """Returns the function of global arrays that `sharded` traces."""
 
         @functools.wraps(self.function)
-        def global_(*args: Any, **kwargs: Any) -> Any:
+        def on_global_arrays(*args: Any, **kwargs: Any) -> Any:
             return self._call_shard_map(args, kwargs)
 
-        global_.__name__ = self.name
-        return global_
+        on_global_arrays.__name__ = self.name
+        return on_global_arrays
 
     def _spec_axes(self) -> Iterator[SpecAxes]:
         """Checks all specs, and yields the expressions in them."""
@@ -263,12 +263,12 @@ class _PerDeviceFunction:
             raise with_legacy_mesh_note(error, self.mesh).about(function=self.name) from None
 
     def _resolve(self, text: str | None, path: str, leaf: Any) -> str | None:
-        """Checks the expression of one leaf, and extends it to all devices, for `sharded`."""
+        """Checks that an expression fits a leaf, and extends it to all devices for `sharded`."""
         if text is None:
             return None
         resolver = self._resolver()
         if not is_array(leaf):
-            return _REPLICATED  # `sharded` raises
+            return _REPLICATED  # `sharded` raises an error about the leaf
         try:
             resolver.check(text, np.shape(leaf))
         except EinshardError as error:
@@ -281,25 +281,25 @@ class _PerDeviceFunction:
         resolver = self._resolver()
         labels = self.parameters.value_labels(CallSignature(len(args), tuple(kwargs)))
         values = [*args, *kwargs.values()]
-        # not whether they are traced: with `jax.disable_jit`, they are not
-        traced = [
+        # does not look for tracers, because under `jax.disable_jit` there are none
+        dynamic = [
             i
             for i, value in enumerate(values)
             if labels[i] not in self.static and any(map(is_array, jtu.tree_leaves(value)))
         ]
-        arguments = [values[i] for i in traced]
+        arguments = [values[i] for i in dynamic]
 
-        def body(*traced_values: Any) -> Any:
+        def body(*dynamic_shards: Any) -> Any:
             shards = list(values)
-            for i, value in zip(traced, traced_values, strict=True):
-                shards[i] = value
+            for i, shard in zip(dynamic, dynamic_shards, strict=True):
+                shards[i] = shard
             n = len(args)
             result = self.function(*shards[:n], **dict(zip(kwargs, shards[n:], strict=True)))
             self._result_leaves(resolver, result)  # raises clearer errors than JAX
             return result
 
         body.__name__ = body.__qualname__ = self.name
-        in_specs = tuple(self._argument_specs(resolver, labels[i], values[i]) for i in traced)
+        in_specs = tuple(self._argument_specs(resolver, labels[i], values[i]) for i in dynamic)
         shard_map = functools.partial(jax.shard_map, mesh=resolver.mesh, axis_names=self.manual)
         mapped = functools.partial(shard_map, body, in_specs=in_specs)
         try:
@@ -312,12 +312,12 @@ class _PerDeviceFunction:
             if varying is not None:
                 facts = suggest_replication(varying, body, in_specs, arguments, shard_map)
                 raise varying.error(self.name, facts) from None
-            traced_labels = [labels[i] for i in traced]
-            shards = self._shards(resolver, traced_labels, arguments, in_specs)
+            dynamic_labels = [labels[i] for i in dynamic]
+            shards = self._shards(resolver, dynamic_labels, arguments, in_specs)
             different = find_different_sizes(self.name, error, shards)
             if different is not None:
                 raise different from error
-            if isinstance(error, TypeError):  # never raised for an unknown axis
+            if isinstance(error, TypeError):  # JAX never raises it for an unknown axis
                 raise
             unknown = find_unknown_axis(self.name, resolver, self.manual, mapped, arguments)
             if unknown is not None:
@@ -383,7 +383,7 @@ class _PerDeviceFunction:
     ) -> Any:
         texts = jtu.tree_leaves(self.out)
         if resolver.size_one_axes(self.manual) or any(map(resolver.needs_rank, texts)):
-            # traces the body for the ranks of the results, which do not depend on out_specs
+            # traces the body for the ranks of its results, which out_specs do not affect
             unchecked = mapped(out_specs=PartitionSpec(), check_vma=False)
             shapes = jax.eval_shape(unchecked, *arguments)
             leaves = self._result_leaves(resolver, shapes)

@@ -1,4 +1,4 @@
-"""Rewrites JAX's error about a result that is replicated in `out=`, but may vary over devices."""
+"""Rewrites JAX's error about a result that `out=` replicates but that may vary over devices."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class VaryingResult:
 
 
 def read_varying(error: Exception) -> VaryingResult | None:
-    """Parses JAX's error about a result that may vary; None for any other error."""
+    """Parses JAX's error about a result that may vary. Returns None for any other error."""
     match = _VARYING_ERROR.search(str(error)) if isinstance(error, ValueError) else None
     if match is None:
         return None
@@ -55,14 +55,15 @@ def read_varying(error: Exception) -> VaryingResult | None:
 
 @dataclass(frozen=True)
 class VaryingAxes:
-    """The mesh axes along which a value may vary, as JAX infers, in a set for each reason.
+    """The mesh axes along which a value varies according to JAX, in one set for each reason.
 
     Attributes:
-        varying: axes along which it may vary for another reason than an `all_gather`.
-        gathered: axes of an `all_gather`: the value is replicated, which JAX does not infer.
-        exchanged: the part of `varying` along which the value may in fact be replicated: axes of
-            other collectives, such as a ring of `ppermute`, and of all collectives in a loop, a
-            conditional or a nested jit.
+        varying: the axes that shard arguments, the axes of `axis_index`, and `exchanged`.
+        gathered: the axes of an `all_gather`. The value is replicated along them, but JAX does not
+            infer that.
+        exchanged: the axes of collectives such as `ppermute`, and of all collectives in a loop, a
+            conditional or a nested jit. The value may be replicated along them: a ring of
+            `ppermute` can compute a sum.
     """
 
     varying: frozenset[str] = frozenset()
@@ -93,7 +94,7 @@ def suggest_replication(
     arguments: Sequence[Any],
     shard_map: Callable[..., Any],
 ) -> dict[str, str]:
-    """Returns facts for an error that suggest how to fix `result`; {} without a suggestion.
+    """Returns facts that suggest how to fix `result`, or {} without a suggestion.
 
     Args:
         in_specs: a pytree of PartitionSpecs for each argument.
@@ -145,7 +146,8 @@ def _sharded_axes(spec: PartitionSpec) -> VaryingAxes:
 def _replicating_gather(axes: Sequence[str], shard_map: Callable[..., Any]) -> str | None:
     """Returns the text of an `all_gather` call whose result JAX infers as replicated, or None."""
     lax: Any = jax.lax
-    gathers: dict[str, Callable[..., Any]] = {  # the first in JAX 0.8.1, the second in newer JAX
+    # JAX 0.8.1 has the first, newer versions have the second
+    gathers: dict[str, Callable[..., Any]] = {
         'jax.lax.all_gather_invariant(...)': lambda x, axis: lax.all_gather_invariant(x, axis),
         "jax.lax.all_gather(..., to='invarying')": lambda x, a: lax.all_gather(
             x, a, to='invarying'
@@ -177,8 +179,8 @@ def _varying_axes(jaxpr: Jaxpr, arguments: Sequence[VaryingAxes]) -> list[Varyin
 
     def read(atoms: Sequence[Any]) -> list[VaryingAxes]:
         # literals and captured values do not vary
-        none = VaryingAxes()
-        return [by_variable.get(x, none) if isinstance(x, Var) else none for x in atoms]
+        no_axes = VaryingAxes()
+        return [by_variable.get(x, no_axes) if isinstance(x, Var) else no_axes for x in atoms]
 
     for equation in jaxpr.eqns:
         operands = functools.reduce(operator.or_, read(equation.invars), VaryingAxes())
@@ -187,7 +189,7 @@ def _varying_axes(jaxpr: Jaxpr, arguments: Sequence[VaryingAxes]) -> list[Varyin
 
 
 def _varying_after(equation: Any, before: VaryingAxes) -> VaryingAxes:
-    """Returns the varying axes of an equation's results; `before` are those of its operands."""
+    """Returns the varying axes of an equation's results. Those of its operands are `before`."""
     name, axes = equation.primitive.name, _mesh_axes(equation)
     if name == 'axis_index':
         return before | VaryingAxes(varying=axes)
@@ -201,7 +203,7 @@ def _varying_after(equation: Any, before: VaryingAxes) -> VaryingAxes:
 
 
 def _mesh_axes(equation: Any) -> frozenset[str]:
-    """Returns the mesh axes of a collective; none for other primitives, whose axes are numbers."""
+    """Returns the mesh axes of a collective. The axes of other primitives are numbers."""
     axes = equation.params.get('axis_name', equation.params.get('axes', ()))
     return frozenset(axis for axis in entry_axes(axes) if isinstance(axis, str))
 

@@ -39,8 +39,8 @@ class Resolver(NamedTuple):
     """
 
     mesh: AnyMesh  # for `jax.shard_map`
-    uses_array_names: bool  # whether mesh axes are named after array axes; False on the user's mesh
-    joint: JointMesh  # one mesh for all expressions that name no axes of the user's mesh
+    uses_array_names: bool  # whether `mesh` is made from `joint`, with axes named after array axes
+    joint: JointMesh  # the mesh of all expressions that name no axes of the user's mesh
     n_devices: int
     rules: AxisRules
     on_one_device: bool  # whether to read every count and star as 1, for `check_same`
@@ -66,7 +66,7 @@ class Resolver(NamedTuple):
         """Raises if an array of this shape does not fit the expression `text`."""
         expression = self.expression(text)
         axis_positions(expression, len(shape))  # raises if the rank does not fit
-        if self._is_on_joint_mesh(expression):  # else `sharded` checks the sizes
+        if self._is_on_joint_mesh(expression):  # otherwise `sharded` checks the sizes
             layout = lay_out(parse(self.complete(text)), len(shape), self.n_devices)
             check_divisible(expression, layout, shape, self.n_devices)
 
@@ -81,7 +81,7 @@ class Resolver(NamedTuple):
         return PartitionSpec(*(tuple(axis for axis in row if axis in manual) for row in rows))
 
     def infers_specs(self, manual: frozenset[str]) -> bool:
-        """Whether arguments need no spec: all manual axes are explicit, so types have shardings."""
+        """Whether all manual axes are explicit. If so, the types of arguments have their specs."""
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         manual_types = {axis_type for name, axis_type in types if not manual or name in manual}
         return manual_types == {AxisType.Explicit}
@@ -140,15 +140,15 @@ def make_resolver(
 ) -> Resolver:
     """Builds the mesh of a per-device function, from the expressions of its arguments and result.
 
-    `mesh` is the user's mesh, or else the canonical mesh: all devices, with axes d0, d1, ...
+    `mesh` is the user's mesh or, without one, the canonical mesh of all devices.
     """
     sizes = sizes_of(mesh)
     n_devices = math.prod(sizes.values())
-    # JAX rejects any mesh but the one in context, so that one keeps its axis names
+    # a mesh in context keeps its axis names, because JAX accepts no other mesh
     uses_array_names = (
         not is_in_context and is_device_mesh(mesh) and mesh.axis_types[0] == AxisType.Auto
     )
-    # an expression may name an axis of the canonical mesh: 'x@d0'
+    # 'x@d0' names an axis of the canonical mesh
     uses_array_names &= not any(sizes.keys() & spec.uses.keys() for spec in specs)
     named_sizes = {} if uses_array_names else sizes
     specs = tuple(
@@ -161,7 +161,7 @@ def make_resolver(
         uses_mesh_axes = len(without_mesh_axes) < len(specs)
         if not has_counts and (uses_mesh_axes or not is_device_mesh(mesh)):
             joint = JointMesh(((None, n_devices),))  # the expressions without mesh axes replicate
-        else:  # without counts, this raises on several devices
+        else:  # raises if there are several devices and no counts
             joint = _joint_mesh_on(without_mesh_axes, specs, sizes)
         return Resolver(mesh, False, joint, n_devices, rules, on_one_device)
     joint = joint_mesh(specs, n_devices)
@@ -179,8 +179,8 @@ def _joint_mesh_on(
 ) -> JointMesh:
     n_devices = math.prod(sizes.values())
 
-    def lay_out_others(_: str) -> None:
-        # a changed count does not help if an expression with mesh axes is invalid
+    def check_others(_: str) -> None:
+        # no fix works if an expression with mesh axes is invalid
         for spec in specs:
             if spec.uses:
                 lay_out(spec.expression, len(spec.expression.names), n_devices, sizes)
@@ -188,7 +188,7 @@ def _joint_mesh_on(
     try:
         return joint_mesh(without_mesh_axes, n_devices, tuple(sizes.values()))
     except EinshardError as error:
-        raise keep_working_suggestions(error, lay_out_others) from None
+        raise keep_working_suggestions(error, check_others) from None
 
 
 def _apply_rules(

@@ -1,4 +1,7 @@
-"""Finds the mesh axes that per-device expressions define ('x2') and use ('y@x'); no JAX."""
+"""Finds the mesh axes that per-device expressions define ('x2') and use ('y@x').
+
+Does not import JAX.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ MeshAxis = tuple[str | None, int]  # name and size; the name is None for replica
 
 
 def read_spec(owner: str, text: str) -> SpecAxes:
-    """Parses a spec; raises if a term has a sign: '+' or '='."""
+    """Parses a spec. Raises if a term has the sign '+' or '='."""
     spec = SpecAxes(owner, parse(text))
     signed = [term for term in spec.expression.right if term.sign]
     if signed:
@@ -46,14 +49,14 @@ class SpecAxes:
 
     @property
     def lists_replicas(self) -> bool:
-        """Whether a term holds replicas, as in '4 x2'; then the expression uses all devices."""
+        """Whether a term lists replicas, as in '4 x2'. If so, the expression uses all devices."""
         return any(term.name is None for term in self.expression.right)
 
     def grid(self, counts: Mapping[str, int], n_devices: int) -> tuple[MeshAxis, ...]:
-        """Returns the device grid of the expression, without counts of 1.
+        """Returns the device grid of the expression, without axes of size 1.
 
-        Starred axes have their sizes from `counts`; those not in `counts` share the remaining
-        devices. Without replicas in the expression, the grid has only the axes that it defines.
+        `counts` has the sizes of mesh axes. Starred axes that are not in it share the remaining
+        devices. If the expression lists no replicas, the grid has only the axes that it defines.
         """
         if not self.lists_replicas:
             return tuple((name, counts[name]) for name in self.defines if counts[name] > 1)
@@ -65,11 +68,11 @@ class SpecAxes:
         try:
             return grid_of(expression, n_devices, counts if self.uses else None)
         except EinshardError as error:
-            # the fix is dropped: it was tried without the other expressions
+            # drops the fix, because it was not tried with the other expressions
             raise error.about(spec_of=self.owner).with_fix(None) from None
 
     def take(self, axis: MeshAxis, grid: tuple[MeshAxis, ...]) -> tuple[MeshAxis, ...] | None:
-        """Returns the rest of a device grid after `axis`; None if `axis` cannot come next.
+        """Returns the rest of a device grid after `axis`, or None if `axis` cannot come next.
 
         An axis that the expression defines must be the first of the grid. An axis that it uses, as
         in 'y@x', leaves the grid unchanged. Any other axis takes replicas from the front of the
@@ -90,7 +93,7 @@ class SpecAxes:
         return grid[1:] if n_replicas == count else ((None, n_replicas // count), *grid[1:])
 
     def check(self, specs: Sequence[SpecAxes]) -> None:
-        """Raises if a mesh axis is defined twice, not defined in `specs`, or defined and used."""
+        """Raises if a mesh axis is defined twice, both defined and used, or not in `specs`."""
         terms = [term for term in self.expression.right if _defines_an_axis(term)]
         names = [term.name for term in terms]
         repeated = [term for term in terms if names.count(term.name) > 1]
@@ -119,7 +122,7 @@ class SpecAxes:
                 )
 
     def check_order(self, mesh_axes: Sequence[str | None]) -> None:
-        """Raises if an array axis lists its mesh axes in another order than `mesh_axes`."""
+        """Raises if the mesh axes of an array axis are not in the order of `mesh_axes`."""
         by_axis: dict[str, list[str]] = {}
         for term in self.expression.right:
             name = str(term.name)
