@@ -328,7 +328,7 @@ def _is_method(function: Any) -> bool:
 
 
 def as_list(values: Any, item_type: type, option: str, expected: str, example: str) -> list[Any]:
-    """Returns the value or values of an option as a list; raises if any is not an `item_type`."""
+    """Returns the values of an option as a list. Raises if one of them is not an `item_type`."""
     if values is None:
         return []
     items: list[Any] = [values]

@@ -193,7 +193,7 @@ def _outside(sharding: Sharding, mesh: Mesh) -> set[Any]:
 
 
 def _devices_text(devices: Collection[Any]) -> str:
-    """Returns 'cpu:8, cpu:9'; the `str` of a device depends on the version of JAX."""
+    """Returns 'cpu:8, cpu:9'. Does not use `str`, which depends on the version of JAX."""
     in_order = sorted(devices, key=lambda device: (device.platform, device.id))
     return first_of([f'{device.platform}:{device.id}' for device in in_order], 8)
 
@@ -244,7 +244,7 @@ def _must_compare(leaf: Any, sharding: NamedSharding) -> bool:
     """Whether to check that all processes pass the same data for a leaf.
 
     The check finds a process that passes only its own rows instead of the full array. Replicated
-    leaves are often scalars that change with each call, so they do not justify its 2 ms.
+    leaves are often scalars that change with each call, so they are not worth 2 ms.
     """
     if jax.process_count() == 1 or sharding.is_fully_addressable or sharding.is_fully_replicated:
         return False

@@ -47,7 +47,7 @@ UnexpectedCollectives.__module__ = MemoryExceeded.__module__ = 'einshard'
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits on each compiled program of a function; None for no limit."""
+    """The limits on each compiled program of a function. None means no limit."""
 
     collectives: Allowed | None
     memory: int | None  # bytes on each device
@@ -124,7 +124,7 @@ def find_unexpected(name: str, text: str, allowed: Allowed) -> UnexpectedCollect
 def _unexpected(
     name: str, allowed: Allowed, with_axes: Sequence[tuple[Collective, str]]
 ) -> UnexpectedCollectives:
-    """Returns the error for collectives, each with the axes that it runs along or ''."""
+    """Returns the error that lists collectives and the axes that they run along."""
     counts = counts_text([collective for collective, _ in with_axes])
     return UnexpectedCollectives(
         f'{name} has unexpected collectives: {counts}',
@@ -219,7 +219,7 @@ class Budget:
         self._warned = False
 
     def on_one_device(self) -> Budget | None:
-        """Returns the budget without limits on collectives, or None if it has no memory limit."""
+        """Returns the budget, or None without a memory limit: one device has no collectives."""
         return None if self.limits.memory is None else self
 
     def check(self, compiled: Any, sharded_by: Callable[[Any], ShardedBy]) -> None:
@@ -271,8 +271,8 @@ class CheckedJit:
     records its traces, and a call that traced gets the compiled program from JAX's cache and checks
     it. Checks inside the trace would make later calls take jit's slow path (80 to 250 us).
 
-    A thread may run a program that another thread has traced but not checked. So each call, after
-    it ran, checks its program if any trace is unchecked or if the jitted function was replaced.
+    A thread may run a program that another thread has traced but not checked. So after
+    each run, a call checks its program if any trace is unchecked or the function was replaced.
 
     Attributes:
         call: calls the jitted function and checks its programs.

@@ -119,7 +119,7 @@ class ShardedFunction(Generic[P, R]):
         return self._call(args, kwargs, lambda program: program.jitted.eval_shape)
 
     def in_shardings(self, *args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
-        """Returns {parameter: its sharding or pytree of shardings}. It is None without a spec."""
+        """Returns the sharding or pytree of shardings of each argument, or None without a spec."""
         traced, values = self._traced_function(args, kwargs)
         return dict(zip(traced.names, traced.argument_shardings(values), strict=True))
 

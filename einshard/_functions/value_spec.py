@@ -119,7 +119,7 @@ class ValueSpec:
         return self._map_leaves(_constrain_leaf, value, context)
 
     def as_structs(self, value: Any, context: Context) -> Any:
-        """Replaces leaves that have a spec with ShapeDtypeStructs that have its sharding."""
+        """Replaces each leaf that has a spec with a ShapeDtypeStruct with the spec's sharding."""
         return self._map_leaves(_as_struct, value, context)
 
     def leaf_text(self, path: Sequence[Any], leaf: Any) -> str:

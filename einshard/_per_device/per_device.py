@@ -392,7 +392,7 @@ class _PerDeviceFunction:
         return jtu.tree_map(lambda text: resolver.partition_spec(text, None, self.manual), self.out)
 
     def _result_leaves(self, resolver: Resolver, result: Any) -> list[tuple[str, int]]:
-        """Returns the expression and rank of each array in a result; raises if one does not fit."""
+        """Returns the expression and rank of each array in a result. Raises if one does not fit."""
         leaves = jtu.tree_leaves(result)
         try:
             texts = leaf_specs(result, leaves, self.out)
