@@ -17,12 +17,12 @@ from .context import AxisRule, AxisRules, Context
 from .leaf_spec import AnySpec, as_leaf_spec
 
 
-class RuledExpression(NamedTuple):
-    """An expression with axis rules applied.
+class AppliedRules(NamedTuple):
+    """The result of `apply_axis_rules`.
 
     Attributes:
-        expression: the expression with the placements of the rules; ignored mesh axes are removed.
-        missing_axes: mesh axes that the expression or an applied rule names, but the mesh lacks.
+        expression: the expression with placements from the rules, and without ignored mesh axes.
+        missing_axes: mesh axes of the expression and the applied rules that the mesh lacks.
         replicate_indivisible: the names of array axes to replicate if their size is not divisible.
     """
 
@@ -36,42 +36,42 @@ def apply_axis_rules(
     rules: AxisRules,
     axis_sizes: Mapping[str, int],
     on_missing: Fallback = 'error',
-) -> RuledExpression:
+) -> AppliedRules:
     """Applies axis rules to an expression, on a mesh with the axes `axis_sizes`.
 
-    Rules apply only to expressions without an arrow. Mesh axes that the mesh lacks are removed if
-    `on_missing`, or the `missing=` of their rule, is 'replicate'.
+    Rules apply only to expressions without an arrow. A mesh axis that the mesh lacks is removed if
+    `on_missing` is 'replicate', or if it comes from a rule with `missing='replicate'`.
     """
     if on_missing == 'replicate':
         rules = tuple(rule._replace(ignores_missing=True) for rule in rules)
-    ruled = _ruled_terms(expression, rules, axis_sizes)
-    named = dict.fromkeys(axis for term, _ in ruled for axis in term.mesh_axes)
-    missing = tuple(axis for axis in named if axis not in axis_sizes)
-    indivisible = {str(term.name) for term, rule in ruled if rule and rule.replicates_indivisible}
+    pairs = _apply_to_terms(expression, rules, axis_sizes)
+    mesh_axes = dict.fromkeys(axis for term, _ in pairs for axis in term.mesh_axes)
+    missing = tuple(axis for axis in mesh_axes if axis not in axis_sizes)
+    indivisible = {str(term.name) for term, rule in pairs if rule and rule.replicates_indivisible}
     if expression.short and rules:
-        expression = _with_placements(expression, ruled, axis_sizes)
+        expression = _with_placements(expression, pairs, axis_sizes)
     if on_missing == 'replicate' and missing:
         expression = _without_missing(expression, axis_sizes)
-    return RuledExpression(expression, missing, frozenset(indivisible))
+    return AppliedRules(expression, missing, frozenset(indivisible))
 
 
 def _with_placements(
     expression: Expression,
-    ruled: Sequence[tuple[Term, AxisRule | None]],
+    pairs: Sequence[tuple[Term, AxisRule | None]],
     axis_sizes: Mapping[str, int],
 ) -> Expression:
-    """Replaces the terms of an expression with those of `ruled`; adds '*' for unused devices.
+    """Replaces the terms of an expression, and adds '*' if unused devices need it to hold replicas.
 
     Raises if two terms share a mesh axis.
     """
     terms = [
         _keep_mesh_axes(term, axis_sizes) if rule and rule.ignores_missing else term
-        for term, rule in ruled
+        for term, rule in pairs
     ]
     takes_devices = any(term.takes_devices for term in terms)
     has_mesh_axes = any(term.mesh_axes for term in terms)
     if not any(term.star for term in terms) and (takes_devices or not has_mesh_axes):
-        # terms with only mesh axes replicate over unused devices without a star
+        # placements that are all mesh axes replicate over unused mesh axes without a '*'
         terms.insert(0, Term(star=True))
     placed = write_short(terms)
     try:
@@ -85,19 +85,19 @@ def _with_placements(
     return placed
 
 
-def _ruled_terms(
+def _apply_to_terms(
     expression: Expression, rules: AxisRules, axis_sizes: Mapping[str, int]
 ) -> list[tuple[Term, AxisRule | None]]:
-    """Returns the terms of an expression with rules applied, each with its rule or None."""
-    ruled: list[tuple[Term, AxisRule | None]] = [(term, None) for term in expression.right]
+    """Applies rules to the terms of an expression. Pairs each new term with its rule, or None."""
+    pairs: list[tuple[Term, AxisRule | None]] = [(term, None) for term in expression.right]
     if not (expression.short and rules):
-        return ruled
-    # only names written without a placement
+        return pairs
+    # rules apply only to names written without a placement
     index_of = {term.name: i for i, term in enumerate(expression.right) if term == Term(term.name)}
     used = {axis for term in expression.right for axis in term.mesh_axes}
     for rule in rules:
         i = index_of.get(rule.name)
-        if i is None or ruled[i][1] is not None:
+        if i is None or pairs[i][1] is not None:
             continue
         term = replace(
             _parse_placement(rule.placement), name=rule.name, span=expression.right[i].span
@@ -111,12 +111,12 @@ def _ruled_terms(
         # a mesh axis of size 1 shards nothing, so rules for several array axes may name it
         axes = tuple(a for a in term.mesh_axes if a not in taken or axis_sizes.get(a) != 1)
         used.update(axes)
-        ruled[i] = replace(term, mesh_axes=axes), rule
+        pairs[i] = replace(term, mesh_axes=axes), rule
     rule_names = dict.fromkeys(rule.name for rule in rules)
     for name, i in index_of.items():
         if name not in rule_names:
             _check_spelling(expression, expression.right[i], rule_names)
-    return ruled
+    return pairs
 
 
 def _check_spelling(expression: Expression, term: Term, rule_names: Collection[str]) -> None:
@@ -134,9 +134,9 @@ def _check_spelling(expression: Expression, term: Term, rule_names: Collection[s
 def _is_misspelled(name: str, other: str) -> bool:
     """Whether `name` and `other` differ by one letter, or by a swap of two adjacent letters.
 
-    Stricter than difflib, for which 'q_heads' is close to 'kv_heads'. False for names that often
-    differ on purpose: short ones (up to 3 letters, or 2 for a swap), and those that differ in a
-    one-letter word ('w_q' and 'w_k').
+    Stricter than difflib, for which 'q_heads' is close to 'kv_heads'. Returns False for names that
+    may well differ on purpose, such as 'w_q' and 'w_k', or names with up to 3 letters (2 for a
+    swap).
     """
     different = {*name.split('_')} ^ {*other.split('_')}
     shortest = min(len(name), len(other))
@@ -156,10 +156,10 @@ def _common_prefix_length(name: str, other: str) -> int:
 
 
 def _without_missing(expression: Expression, mesh_axes: Container[str]) -> Expression:
-    """Removes mesh axes that the mesh lacks; adds '*' if that leaves no sharded axis."""
+    """Removes mesh axes that the mesh lacks. If no placement is left, adds '*' to replicate."""
     right = tuple(_keep_mesh_axes(term, mesh_axes) for term in expression.right)
     if not any(term.is_sharded for term in right):
-        right = (Term(star=True), *right)  # all devices hold replicas
+        right = (Term(star=True), *right)
     return replace(expression, right=right)
 
 
@@ -169,7 +169,7 @@ def _keep_mesh_axes(term: Term, mesh_axes: Container[str]) -> Term:
 
 @cached
 def _parse_placement(placement: str) -> Term:
-    """Parses the placement of a rule, such as '@data', to a term with the name 'x'."""
+    """Parses the placement of a rule, such as '@data', into a term named 'x'."""
     (term,) = parse(f'x{placement}').right
     return term
 
@@ -177,9 +177,9 @@ def _parse_placement(placement: str) -> Term:
 def fix_in_axis_rules(
     fix: str | None, error: EinshardError, spec: AnySpec, context: Context
 ) -> str | None:
-    """Rewrites a fix as "axis_rules(batch='@data')" if it changes only a placement from a rule.
+    """Suggests "axis_rules(batch='@data')" if a fix changes only a placement that a rule gave.
 
-    Returns other fixes as they are.
+    Returns any other fix unchanged.
     """
     if not isinstance(fix, Suggestion) or error.expression is None:
         return fix

@@ -36,8 +36,8 @@ class AxisTable(Mapping[str, str]):
         return self._name
 
 
-#: Axis rules for training, for the mesh axes data, fsdp, tensor, sequence and expert. If the mesh
-#: lacks some of them, write `axis_rules(TRAINING_AXES, missing='replicate')`. `embed` is the
+#: Axis rules for training on a mesh with axes data, fsdp, tensor, sequence and expert. If your mesh
+#: lacks some of these, write `axis_rules(TRAINING_AXES, missing='replicate')`. `embed` is the
 #: d_model axis of parameters. Activations shard `batch` over fsdp, so give their d_model axis a
 #: name without a rule, such as `d`.
 TRAINING_AXES: Mapping[str, str] = AxisTable(
@@ -64,9 +64,9 @@ DECODING_AXES: Mapping[str, str] = AxisTable(
         'heads': '@tensor',  # each device computes its own heads ...
         'kv_heads': '@tensor',  # ... and stores the KV cache of these heads
         'head_dim': '',  # if sharded, each attention score would need an all-reduce
-        'embed': '',  # over fsdp, each token would all-gather all parameters
-        'mlp': '@tensor',  # decoding is bound by reading weights: each device reads its shard
-        'vocab': '@tensor',  # as for mlp; and no device holds all logits
+        'embed': '',  # if sharded, each token would all-gather all parameters
+        'mlp': '@tensor',  # decoding is memory-bound: each device reads only its shard
+        'vocab': '@tensor',  # as for mlp; also, no device holds all logits
         'expert': '@expert',  # weights stay in place; the few tokens are sent to them
     },
 )

@@ -23,8 +23,8 @@ R = TypeVar('R')
 Fallback: TypeAlias = Literal['error', 'replicate']
 # What to do with a rule whose mesh axes already shard another axis of the array.
 Taken: TypeAlias = Literal['error', 'next']
-# The placement of one axis: the text after a name, or a PartitionSpec or NamedSharding with one
-# entry.
+# The placement of one axis: the text after its name, such as '@data', or a PartitionSpec with one
+# entry, or a NamedSharding with such a spec.
 AxisPlacement: TypeAlias = str | PartitionSpec | NamedSharding
 # An axis name and its mesh axes, as in the logical axis rules of Flax; or a name and a placement.
 LogicalRule: TypeAlias = tuple[str, AxisPlacement | Sequence[str] | None]
@@ -45,12 +45,12 @@ class axis_rules:
         'a b c -> a@data b@tp c'
 
     Rules apply to expressions without an arrow. An axis written without a placement takes the
-    placement of its rule. An axis without a rule is not sharded; it is an error if its
-    name looks like a misspelling of one that has a rule. Unused devices hold replicas. So the same
-    model code works on any mesh. Nested rules are merged, and the inner rule of an axis wins. An
-    `axis_rules` object is reusable and reentrant, also across threads.
+    placement of its rule. An axis without a rule is not sharded, but einshard raises an error if
+    its name looks like a misspelling of a name with a rule. Unused devices hold replicas. Nested
+    rules are merged, and the inner rule of an axis wins. An `axis_rules` object is reusable and
+    reentrant, also across threads.
 
-    Logical axis rules, as Flax and MaxText have them, are a list of pairs. With `taken='next'` a
+    Logical axis rules in the style of Flax and MaxText are a list of pairs. With `taken='next'`, a
     name may be listed several times, and the first rule whose mesh axes are free applies:
 
         >>> pairs = [('batch', 'data'), ('embed', ('data', 'tp')), ('embed', 'tp')]
@@ -63,16 +63,16 @@ class axis_rules:
 
     Do not `await` or `yield` inside the `with` block. Asyncio tasks share a thread, and JAX's cache
     keys use thread-local state, so einshard raises an error if another task in the thread has
-    entered different rules. In a thread that runs in a copied `contextvars` context, `einshard` and
-    `sharded` use the rules of that context; under plain `jax.jit` einshard raises an error, so
-    enter the rules in the function that the thread runs.
+    entered different rules. A thread that runs in a copied `contextvars` context has the rules, but
+    not the cache keys. There, `einshard` and `sharded` work, but under plain `jax.jit` einshard
+    raises an error, so enter the rules in the function that the thread runs.
 
     Args:
         placements: a mapping from axis names to placements, such as `TRAINING_AXES`. A placement
             is what follows a name in an expression: '@data', '@(data,fsdp)', '4', '*', '2*'. Use
-            '' for not sharded, to override an outer rule. `P('data')` means '@data'; so does a
-            `NamedSharding` with this spec, whose mesh is not used. Instead of a mapping, a list of
-            `(name, mesh_axes)` pairs, where `mesh_axes` is one name, a tuple of names, or None (not
+            '' for not sharded, to override an outer rule. `P('data')` means '@data'. A
+            `NamedSharding` stands for its spec; its mesh is not used. A list of `(name, mesh_axes)`
+            pairs also works, where `mesh_axes` is one name, a tuple of names, or None (not
             sharded).
         missing: what to do with mesh axes in these rules that the mesh lacks: 'error', or
             'replicate' to ignore them. Nested rules keep their own setting.
@@ -80,15 +80,16 @@ class axis_rules:
             its rule: 'error', or 'replicate' to replicate that axis only.
         taken: what to do if two axes of an array take the same mesh axis: 'error', or 'next' to
             skip a rule whose mesh axes are in use. Placements in the expression apply first, then
-            rules with `taken='error'`, then rules with `taken='next'` in order, inner before outer.
+            rules with `taken='error'`, then rules with `taken='next'` in the order listed, those
+            of inner blocks first.
             An axis whose rules are all skipped is not sharded. Mesh axes of size 1 may be shared.
         more: placements by keyword.
 
     Raises:
         EinshardError: a placement or an option is invalid, an axis has two rules without
             `taken='next'`, or the decorated function is a generator or async function. When
-            applied: two names of an array take the same mesh axis, the mesh lacks an axis, a name
-            looks misspelled, or another task has rules that span an `await`.
+            applied: two axes of an array take the same mesh axis, the mesh lacks an axis, a name
+            looks misspelled, or another task in the thread has entered different rules.
     """
 
     def __init__(
@@ -102,8 +103,8 @@ class axis_rules:
         **more: AxisPlacement,
     ):
         for option, value in (('missing', missing), ('indivisible', indivisible)):
-            check_option(option, value, **_for_an_axis_named(option))
-        check_option('taken', taken, ('error', 'next'), **_for_an_axis_named('taken'))
+            check_option(option, value, **_rule_for_axis_named(option))
+        check_option('taken', taken, ('error', 'next'), **_rule_for_axis_named('taken'))
         options = missing == 'replicate', indivisible == 'replicate', taken == 'next'
         self.rules: list[AxisRule] = []
         placement_of: dict[str, str] = {}
@@ -163,8 +164,8 @@ def check_option(
         raise EinshardError(f'{option}= must be {expected}, not {value!r}', facts=facts)
 
 
-def _for_an_axis_named(option: str) -> dict[str, str]:
-    """Says, for an error, how to write a rule for an axis that has the name of an option."""
+def _rule_for_axis_named(option: str) -> dict[str, str]:
+    """Returns an error fact that shows a rule for an axis with the name of an option."""
     return {f'for an axis named {option}': f"axis_rules({{'{option}': '@tp'}})"}
 
 
@@ -185,7 +186,10 @@ def _pairs(placements: Any) -> list[tuple[Any, Any]]:
 
 
 def _as_text(name: object, placement: AxisPlacement) -> str:
-    """Converts a placement to text: '@data' for P('data'). Returns other values as they are."""
+    """Converts P('data'), or a NamedSharding with this spec, to '@data'.
+
+    Returns any other value unchanged.
+    """
     spec = placement.spec if isinstance(placement, NamedSharding) else placement
     if not isinstance(spec, PartitionSpec):
         return spec
@@ -199,7 +203,7 @@ def _as_text(name: object, placement: AxisPlacement) -> str:
 
 
 def _read_rule(name: object, placement: object) -> tuple[str, str]:
-    """Returns the NFC-normalized name and the placement of a rule; raises if one is invalid."""
+    """Returns the NFC-normalized name and the placement of a rule. Raises if either is invalid."""
     axis = unicodedata.normalize('NFC', str(name))
     if not (isinstance(name, str) and axis != ELLIPSIS and _parse_short_form(axis) == [Term(axis)]):
         raise EinshardError(
@@ -226,7 +230,7 @@ def _is_placement(text: str) -> bool:
 
 
 def _parse_short_form(text: str) -> list[Term]:
-    """Returns the terms of an expression without an arrow; [] for any other text."""
+    """Returns the terms if `text` is an expression without an arrow, or else []."""
     try:
         expression = parse(text)
     except EinshardError:
@@ -235,9 +239,9 @@ def _parse_short_form(text: str) -> list[Term]:
 
 
 def _mesh_axes_to_placement(value: Any) -> Any:
-    """Converts a value of a Flax rule (a mesh axis, several, or None) to a placement.
+    """Converts the mesh axes of a Flax rule (a name, a sequence of names, or None) to a placement.
 
-    Returns other values as they are.
+    Returns any other value unchanged.
     """
     names = [value] if isinstance(value, str) else value
     if names is None or names == () or names == []:

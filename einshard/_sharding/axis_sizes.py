@@ -1,4 +1,4 @@
-"""Solves for the sizes of named mesh axes. Imports no JAX."""
+"""Solves for the sizes of named mesh axes. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _RESERVED = re.compile(r'd\d+')
 
 
 def solve_sizes(sizes: Mapping[str, int], n_devices: int, call: str) -> dict[str, int]:
-    """Replaces a size of -1; raises unless the product of the sizes is then `n_devices`.
+    """Replaces a size of -1. Raises unless the product of the resulting sizes is `n_devices`.
 
-    `call` is the start of the call in suggested fixes, such as 'device_mesh('.
+    `call` is the first part of suggested fixes, such as 'device_mesh('.
     """
     for name, size in sizes.items():
         _check_axis(name, size)
-    sizes = {name: int(size) for name, size in sizes.items()}  # they may be numpy integers
+    sizes = {name: int(size) for name, size in sizes.items()}  # converts NumPy integers
     unknown = [name for name, size in sizes.items() if size == -1]
     if len(unknown) > 1:
         raise EinshardError(
@@ -62,15 +62,15 @@ def _wrong_sizes(
             if product < n_devices
             else f'{_text(sizes)} need{s} {product} devices, but there are only {n_devices}'
         )
-    fitting = sorted(_fitting(sizes, n_devices), key=lambda candidate: _distance(sizes, candidate))
-    # need no check: `solve_sizes` accepts all sizes whose product is `n_devices` (test_mesh.py)
+    fitting = sorted(_fitting_sizes(sizes, n_devices), key=lambda fit: _distance(sizes, fit))
+    # unlike other fixes, these are not tried: `solve_sizes` accepts any sizes with this product
     facts = {'sizes that fit': '; '.join(map(_text, fitting[:_MAX_SHOWN]))}
     if len(given_sizes) == len(sizes) and product < n_devices and call == 'device_mesh(':
         facts[f'on {product} devices'] = f'{call}jax.devices()[:{product}], {_text(sizes)})'
     return EinshardError(sentence, facts=facts, fix=f'{call}{_text(fitting[0])})')
 
 
-def _fitting(sizes: Mapping[str, int], n_devices: int) -> Iterator[dict[str, int]]:
+def _fitting_sizes(sizes: Mapping[str, int], n_devices: int) -> Iterator[dict[str, int]]:
     """Yields sizes that use all devices: `sizes` with one or two axes changed (-1 counts as 1).
 
     Always includes the sizes that give all devices to the first axis.

@@ -1,4 +1,4 @@
-"""Finds the mesh axes or array axes that the groups of a collective run along."""
+"""Finds the mesh axes or array axes that a collective runs along."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ShardedBy = Mapping[str, Sequence[tuple[str, ...]]]
 
 
 def mesh_axes_of(groups: Sequence[Sequence[int]], mesh: AnyMesh) -> tuple[str, ...] | None:
-    """Finds the mesh axes that groups of devices span; None if no mesh axes fit.
+    """Returns the mesh axes that each group of devices spans, or None if no mesh axes match.
 
-    Devices are numbered in mesh order. An empty sequence means one group of all devices.
+    Devices are numbered in mesh order. If `groups` is empty, all devices are one group.
 
         >>> import jax
         >>> from einshard._sharding.collective_axes import mesh_axes_of
@@ -59,8 +59,8 @@ def mesh_axes_between(pairs: Sequence[tuple[int, int]], mesh: AnyMesh) -> tuple[
         ('tp',)
     """
     # indexed by mesh axis, pair, and source or target
-    places = np.array(np.unravel_index(np.array(pairs), mesh.axis_sizes))
-    differ = (places[..., 0] != places[..., 1]).any(axis=1)
+    coordinates = np.array(np.unravel_index(np.array(pairs), mesh.axis_sizes))
+    differ = (coordinates[..., 0] != coordinates[..., 1]).any(axis=1)
     return tuple(map(str, itertools.compress(mesh.axis_names, differ)))
 
 
@@ -69,7 +69,7 @@ def pairs_of_groups(groups: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
 
 
 def sharding_of_blocks(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedSharding | None:
-    """Finds the sharding over `mesh` that gives devices these blocks; None if there is none.
+    """Returns the sharding on `mesh` that assigns these blocks to devices, or None if none does.
 
     Args:
         blocks: for each array axis, the block index of each device, in mesh order.
@@ -96,7 +96,7 @@ def sharding_of_blocks(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedS
 
 
 def find_sharded_by(arrays: Iterable[tuple[Sequence[str], NamedSharding]]) -> ShardedBy:
-    """Maps the name of each array axis to the mesh axes that shard it, in all arrays."""
+    """Collects the mesh axes that shard each named axis in any of the arrays."""
     sharded_by: dict[str, list[tuple[str, ...]]] = {}
     for names, sharding in arrays:
         for name, axes in zip(names, spec_axes(sharding.spec), strict=False):
@@ -111,9 +111,9 @@ def along_text(
     meshes: Sequence[AnyMesh],
     sharded_by: ShardedBy,
 ) -> str:
-    """Formats the axes that a collective runs along; '' if they are unknown.
+    """Formats the axes that a collective runs along. Returns '' if they are unknown.
 
-    'part of data' means groups that are smaller than the mesh axis.
+    'part of data' means that the groups do not span all of mesh axis data.
 
     Args:
         groups: the groups of devices of the collective; for a permute, the devices that its pairs
@@ -134,12 +134,12 @@ def along_text(
 
 
 def axes_text(axes: tuple[str, ...] | None, mesh: AnyMesh, sharded_by: ShardedBy) -> str:
-    """Formats the mesh axes of a collective: those of a user's mesh by name.
+    """Formats the mesh axes of a collective.
 
-    The axes d0, d1, ... of `device_mesh()` are shown as the array axes that they shard:
-    'b,x' stands for the mesh axes that shard b and those that shard x. 'h|k' stands for mesh axes
-    that shard h in some arrays and k in others. If no array axes match, returns the mesh axes, or
-    'all' for all of them. If `axes` is None, returns ''.
+    On a user's mesh, returns their names. Axes d0, d1, ... of `device_mesh()` are shown as the
+    array axes that they shard: 'b,x' stands for the mesh axes that shard b and those that shard x,
+    and 'h|k' for mesh axes that shard h in some arrays and k in others. If no array axes match,
+    returns the mesh axes, or 'all' for all of them. If `axes` is None, returns ''.
     """
     if axes is None:
         return ''
@@ -159,6 +159,6 @@ def axes_text(axes: tuple[str, ...] | None, mesh: AnyMesh, sharded_by: ShardedBy
         if sum(map(len, entries)) == len(target) and target == frozenset().union(*entries):
             in_order = sorted(entries, key=lambda entry: min(map(axes.index, entry)))
             names = [name_of[entry] for entry in in_order]
-            if len({*names}) == len(names):  # not 'b,b': two entries may be of one array axis
+            if len({*names}) == len(names):  # not 'b,b', for two entries of axis b
                 return ','.join(names)
     return 'all' if len(axes) == sum(size > 1 for size in mesh.axis_sizes) else ','.join(axes)

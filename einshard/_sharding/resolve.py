@@ -19,7 +19,7 @@ from .._notation.hints import mesh_axes_hint, spacing_hint
 from .._notation.lay_out import lay_out
 from .._notation.layout import Layout
 from .._suggestions import with_working_fix, works
-from .apply_axis_rules import RuledExpression, apply_axis_rules, fix_in_axis_rules
+from .apply_axis_rules import AppliedRules, apply_axis_rules, fix_in_axis_rules
 from .axis_rules import Fallback
 from .context import Context, context_on, current_context, depth_of_user, make_context
 from .leaf_spec import (
@@ -201,7 +201,7 @@ def find_placement(
     )
 
 
-def _apply_axis_rules(spec: LeafSpec, context: Context) -> RuledExpression:
+def _apply_axis_rules(spec: LeafSpec, context: Context) -> AppliedRules:
     # without a mesh, expressions cannot name the axes d0, d1, ... of the canonical mesh
     axis_sizes = sizes_of(context.mesh) if context.mesh else {}
     ruled = apply_axis_rules(spec.expression, context.axis_rules, axis_sizes, spec.on_missing)
@@ -211,7 +211,7 @@ def _apply_axis_rules(spec: LeafSpec, context: Context) -> RuledExpression:
 
 
 def _lay_out(
-    ruled: RuledExpression, spec: LeafSpec, shape: Shape | int | None, context: Context
+    ruled: AppliedRules, spec: LeafSpec, shape: Shape | int | None, context: Context
 ) -> Layout:
     mesh = context.lowering_mesh
     axis_sizes = sizes_of(mesh)
