@@ -17,7 +17,7 @@ from .._notation.expression import Expression
 from .._sharding.axis_rules import Fallback, check_option
 from .._sharding.context import Context, current_context, is_tracing
 from .._sharding.describe import describe
-from .._sharding.leaf_spec import AnySpec, in_memory
+from .._sharding.leaf_spec import AnySpec, with_memory_kind
 from .._sharding.mesh import MeshLike
 from .._sharding.resolve import Placement, Shape, find_placement, resolve
 from .._trees.paths import leaf_paths, leaf_text
@@ -250,7 +250,7 @@ def check_ref(ref: Any, placement: Placement) -> None:
     Resharding would create a new Ref, and code with the old Ref would miss writes to the new one.
     """
     if not is_placed(ref, placement.sharding):
-        text = in_memory(placement.expression.text, placement.sharding.memory_kind)
+        text = with_memory_kind(placement.expression.text, placement.sharding.memory_kind)
         facts = {'instead': f"jax.new_ref(einshard(ref[...], '{text}'))"}
         if text != placement.expression.text:  # JAX 0.10.2 cannot create a Ref in this memory
             facts = {'expected': f"'{text}'"}

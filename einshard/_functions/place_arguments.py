@@ -18,7 +18,7 @@ from .._arrays.process_agreement import PlannedArray, check_same_contents
 from .._errors import EinshardError
 from .._sharding.context import is_tracing
 from .._sharding.describe import describe, describe_in
-from .._sharding.leaf_spec import REPLICATED, in_memory
+from .._sharding.leaf_spec import REPLICATED, with_memory_kind
 from .._sharding.mesh import is_partial, memory_kind_of, partial_axes
 from .._sharding.resolve import Placement
 from .._text import first_of
@@ -146,7 +146,7 @@ def _placed_differently(
             facts['outside the mesh'] = _devices_text(outside)
         elif current_text == str(placement.expression) and None not in order and len({*order}) > 1:
             sentence = 'the argument is sharded as its spec says, but over devices in another order'
-    spec = in_memory(str(placement.expression), placement.sharding.memory_kind)
+    spec = with_memory_kind(str(placement.expression), placement.sharding.memory_kind)
     value = f'{argument.name}{jtu.keystr(tuple(path))}'
     return placement.expression.error(
         sentence,

@@ -27,7 +27,7 @@ from .._pictures.draw import axis_names, check_drawable, draw, draw_expression, 
 from .._pictures.picture import Gallery, Picture
 from .._sharding.context import ambient_mesh, current_context
 from .._sharding.describe import Description, describe, describe_named, sharding_of, signs_of
-from .._sharding.leaf_spec import split_memory
+from .._sharding.leaf_spec import split_memory_kind
 from .._sharding.mesh import MeshLike, is_device_mesh, spec_axes
 from .._sharding.resolve import resolve
 from .._text import array_text
@@ -140,7 +140,7 @@ def _draw_report(report: Report) -> Gallery:
         raise EinshardError(f'nothing to draw: no argument or result of {report.name} is on a mesh')
 
     def draw_row(row: ArrayRow) -> tuple[str, Picture]:
-        terms = parse(split_memory(row.placement)[0]).right
+        terms = parse(split_memory_kind(row.placement)[0]).right
         axes = {axis for term in terms for axis in term.mesh_axes}
         mesh = next((mesh for mesh in meshes if axes <= {*mesh.axis_names}), None)
         # an expression with counts uses all devices of the program, not the user's mesh
@@ -167,7 +167,7 @@ def _gallery(
 
 
 def _draw_text(text: str, shape: tuple[int, ...] | None, devices: int | MeshLike | None) -> Picture:
-    expression, memory_kind = split_memory(text)
+    expression, memory_kind = split_memory_kind(text)
     picture = _draw_expression(parse(expression), shape, devices)
     words = picture.words if memory_kind is None else (*picture.words, f'in {memory_kind}')
     return Picture(picture.blocks, words)

@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 from jax.sharding import Mesh
 
 from .._notation.write import write_short
-from .._sharding.leaf_spec import LEAF_SPECS, as_leaf_spec, in_memory
+from .._sharding.leaf_spec import LEAF_SPECS, as_leaf_spec, with_memory_kind
 from .._sharding.mesh import Device
 from .._trees.rules import Rules
 from .._trees.specs import Spec
@@ -109,4 +109,4 @@ def _with_mesh_axes(spec: Any, axes: Mapping[str, tuple[str, ...]]) -> str:
         term if term.is_sharded else replace(term, mesh_axes=axes.get(term.name or '', ()))
         for term in expression.right
     ]
-    return in_memory(write_short(terms).text, leaf_spec.memory_kind)
+    return with_memory_kind(write_short(terms).text, leaf_spec.memory_kind)

@@ -1,10 +1,10 @@
 """Context: the mesh and the axis rules in effect where einshard is called.
 
-JAX caches traces of functions passed to `scan`, `cond`, `checkpoint` or a nested `jit` by the
-function's identity. So the mesh and the rules must be in JAX's cache key, to which
-`jax.make_user_context` adds a value. JAX keeps this value per thread, while `innermost_scope`, a
-ContextVar, is per asyncio task. The two differ if a task holds axis rules across an `await`, and in
-a thread that runs in a copied `contextvars` context.
+JAX caches the trace of a function passed to `scan`, `cond`, `checkpoint` or a nested `jit` by the
+identity of the function. A cached trace is wrong for another mesh or other rules, so einshard adds
+both to JAX's cache key, with `jax.make_user_context`. JAX keeps this value per thread, but
+`innermost_scope`, a ContextVar, is per asyncio task. They differ if a task holds axis rules across
+an `await`, and in a thread that runs in a copied `contextvars` context.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from .mesh import (
 class AxisRule(NamedTuple):
     name: str
     placement: str
-    ignores_missing: bool = False  # ignore mesh axes that the mesh lacks, instead of an error
+    ignores_missing: bool = False  # ignore mesh axes that the mesh lacks
     replicates_indivisible: bool = False  # replicate axes that are not divisible
-    skips_taken: bool = False  # skip the rule if its mesh axes are in use, instead of an error
+    skips_taken: bool = False  # skip the rule if its mesh axes are in use
 
 
 AxisRules: TypeAlias = tuple[AxisRule, ...]
@@ -53,7 +53,7 @@ class Context:
     """The mesh and the axis rules that an expression is resolved with.
 
     `make_context` returns one object for equal arguments, so contexts compare by identity. Hashing
-    the fields would add 0.3 us to the 1.0 us that `einshard` takes for an array already placed.
+    the fields would add 0.3 us to the 1.0 us that `einshard` takes for a placed array.
     """
 
     mesh: AnyMesh | None = None  # None: `device_mesh()`, the canonical mesh of all devices
@@ -70,7 +70,7 @@ class Context:
         return any(rule.replicates_indivisible for rule in self.axis_rules)
 
     def key(self) -> _Key | None:
-        """Returns the value for JAX's cache keys, which compare it by equality."""
+        """Returns the value that is added to JAX's cache keys."""
         key = self.mesh, self.axis_rules, self.on_one_device
         return key if self.mesh or self.axis_rules else None
 
@@ -95,13 +95,14 @@ _NO_CONTEXT = Context()
 
 
 def current_context(mesh: MeshLike | None = None) -> Context:
-    """Returns the context for `mesh`, or else the default mesh, with the axis rules in effect.
+    """Returns the context: `mesh` or the default mesh, and the axis rules in effect.
 
-    The default mesh is that of an enclosing `shard_map` or `per_device`, else of an enclosing
-    `sharded` function, else of `jax.set_mesh`. Call this once per pytree, not per leaf: finding the
-    mesh in context takes 1 us, and hashing a sequence of devices takes longer.
+    The default mesh comes from an enclosing `shard_map` or `per_device`; without these, from an
+    enclosing `sharded` function; without that, from `jax.set_mesh`. Call this once per pytree, not
+    per leaf: finding the mesh in context takes 1 us, and hashing a sequence of devices takes
+    longer.
     """
-    enclosing = _enclosing()
+    enclosing = _enclosing_context()
     ambient = get_abstract_mesh()
     if mesh is None:
         if ambient.empty:
@@ -129,7 +130,7 @@ def current_context(mesh: MeshLike | None = None) -> Context:
 
 
 def context_on(mesh: AnyMesh, context: Context) -> Context:
-    """Returns `context` with the mesh of a NamedSharding; raises if it has a conflicting mesh."""
+    """Replaces the mesh of a context with that of a NamedSharding. Raises if the two conflict."""
     expected_mesh = context.mesh
     if context.on_one_device:
         mesh = of_size_one(mesh, context.lowering_mesh)
@@ -150,7 +151,7 @@ def context_on(mesh: AnyMesh, context: Context) -> Context:
 
 
 def ambient_mesh() -> AnyMesh | None:
-    """Returns the mesh of `jax.set_mesh`, or None; while tracing, its abstract mesh."""
+    """Returns the mesh of `jax.set_mesh` (while tracing, its abstract mesh), or None."""
     abstract = get_abstract_mesh()
     if abstract.empty:
         return None
@@ -166,20 +167,21 @@ def ambient_mesh() -> AnyMesh | None:
 def is_mesh_in_context(mesh: AnyMesh) -> bool:
     """Whether `mesh`, the `lowering_mesh` of a context, is the mesh of `jax.set_mesh`.
 
-    While tracing, JAX exposes only the abstract mesh of `jax.set_mesh`. A mesh with devices is the
-    mesh of `jax.set_mesh` if nothing else, such as `with mesh:`, has set one.
+    While tracing, JAX exposes only the abstract mesh of `jax.set_mesh`. So a mesh with devices is
+    taken to be the mesh of `jax.set_mesh` unless an enclosing scope has its own.
     """
     ambient = get_abstract_mesh()
     if isinstance(mesh, AbstractMesh):
         return mesh == ambient
-    return not ambient.empty and _enclosing().mesh is None
+    return not ambient.empty and _enclosing_context().mesh is None
 
 
 @cached
 def _retyped(concrete: Mesh, abstract: AbstractMesh) -> AnyMesh:
-    """Returns `concrete` with the axis types of `abstract`; `abstract` if names or sizes differ.
+    """Returns `concrete` with the axis types of `abstract`.
 
-    Inside `jax.sharding.auto_axes`, the axis types in context are not those of the concrete mesh.
+    Returns `abstract` if axis names or sizes differ. The axis types of the two meshes differ inside
+    `jax.sharding.auto_axes`.
     """
     if concrete.axis_names != abstract.axis_names or concrete.axis_sizes != abstract.axis_sizes:
         return abstract
@@ -194,8 +196,8 @@ class Scope:
     """Sets the context in a `with` block, both in `innermost_scope` and in JAX's cache keys.
 
     Interleaved tasks and generators may exit an outer scope before an inner one. The outer scope
-    then passes the state that it would restore to the next inner scope, so that no exited scope is
-    ever restored.
+    then hands the state that it would restore to the next inner scope, so an exited scope is never
+    restored.
     """
 
     __slots__ = ('_cache_keys', '_outer', 'context', 'is_program', 'key', 'owner')
@@ -203,21 +205,21 @@ class Scope:
     def __init__(self, context: Context, owner: object = None, is_program: bool = False):
         self.context = context
         self.key = context.key()
-        self.owner = owner  # the axis_rules object that entered it
-        self.is_program = is_program  # whether a program on the devices of the mesh is traced
+        self.owner = owner  # the axis_rules object that entered the scope
+        self.is_program = is_program  # see `mesh_scope`
         self._cache_keys: Any = _in_cache_keys(self.key)
 
     def __enter__(self) -> None:
         self._outer = innermost_scope.get()
         innermost_scope.set(self)
         self._cache_keys.__enter__()
-        _thread.scopes.append(self)
+        _thread.open_scopes.append(self)
 
     def __exit__(self, *_: object) -> None:
         self.leave()
 
     def program_mesh(self) -> AnyMesh | None:
-        """Returns the mesh of the innermost scope with `is_program`; None without one."""
+        """Returns the mesh of the innermost scope with `is_program`, or None."""
         if self.is_program:
             return self.context.mesh
         return self._outer and self._outer.program_mesh()
@@ -227,7 +229,7 @@ class Scope:
         is_current = innermost_scope.get() is self
         if is_current:
             innermost_scope.set(self._outer)
-        scopes = _thread.scopes
+        scopes = _thread.open_scopes
         i = scopes.index(self)
         scopes.pop(i)
         inner = scopes[i:]
@@ -241,13 +243,12 @@ class Scope:
         return is_current and not inner
 
 
-# the innermost scope of this task
 innermost_scope: ContextVar[Scope | None] = ContextVar('innermost_scope', default=None)
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.scopes: list[Scope] = []  # entered and not yet exited, by any task
+        self.open_scopes: list[Scope] = []  # of all tasks, in the order entered
 
 
 _thread = _Thread()
@@ -260,7 +261,7 @@ def mesh_scope(mesh: AnyMesh | None, is_program: bool = False) -> AbstractContex
     """
     if mesh is None:
         return nullcontext()
-    outer = _enclosing()
+    outer = _enclosing_context()
     context = make_context(mesh, False, outer.axis_rules, outer.on_one_device)
     return Scope(context, is_program=is_program)
 
@@ -268,26 +269,26 @@ def mesh_scope(mesh: AnyMesh | None, is_program: bool = False) -> AbstractContex
 def one_device_scope(mesh: Mesh) -> AbstractContextManager[Any]:
     """Makes `mesh`, which has one device, the default mesh in a `with` block.
 
-    In the block, every other mesh has size 1 along each of its axes, on that device, and every
-    count is 1.
+    In the block, every count is 1. Any other mesh is replaced by a mesh on that device, with the
+    same axes, each of size 1.
     """
-    return Scope(make_context(mesh, False, _enclosing().axis_rules, True))
+    return Scope(make_context(mesh, False, _enclosing_context().axis_rules, True))
 
 
-def _enclosing() -> Context:
-    """Returns the innermost context; raises if JAX's cache keys have a different one.
-
-    The check is needed only while tracing, because JAX caches no trace of eager code.
-    """
+def _enclosing_context() -> Context:
+    """Returns the innermost context. While tracing, raises if JAX's cache keys have another one."""
     scope = innermost_scope.get()
     # most threads have no scopes, and the first check saves 0.1 us there
-    if (scope is not None or _thread.scopes) and not matches_cache_keys() and is_tracing():
+    if (scope is not None or _thread.open_scopes) and not matches_cache_keys() and is_tracing():
         raise _mismatch()
     return _NO_CONTEXT if scope is None else scope.context
 
 
 def copy_into_thread() -> AbstractContextManager[Any]:
-    """Adds the context to JAX's cache keys, in a thread with a copied `contextvars` context."""
+    """Adds the context to JAX's cache keys in a `with` block.
+
+    For a thread with a copied `contextvars` context, which does not include JAX's cache keys.
+    """
     scope = innermost_scope.get()
     return Scope(_NO_CONTEXT if scope is None else scope.context)
 
@@ -298,29 +299,30 @@ def matches_cache_keys() -> bool:
 
 
 def enter_rules(owner: object, rules: Sequence[AxisRule]) -> None:
-    """Adds the rules of a `with` block, `owner`, to the current axis rules.
+    """Adds the rules of `owner`, an `axis_rules` object, to the current axis rules.
 
-    Raises if an asyncio task of this thread is suspended in a block with other rules.
+    Raises if another asyncio task of this thread is suspended in a block with other rules.
     """
-    if _thread.scopes and not matches_cache_keys():
+    if _thread.open_scopes and not matches_cache_keys():
         raise _mismatch()
     scope = innermost_scope.get()
     outer = _NO_CONTEXT if scope is None else scope.context
     names = {rule.name for rule in rules}
     merged = [*rules, *(rule for rule in outer.axis_rules if rule.name not in names)]
-    # sorted so that equal rules have equal cache keys; rules that skip taken mesh axes keep their
-    # order, which matters
+    # sorted, so that equal rules have equal cache keys, except for rules with taken='next', whose
+    # order matters
     merged.sort(key=lambda rule: (True,) if rule.skips_taken else (False, rule))
     context = make_context(outer.mesh, False, tuple(merged), outer.on_one_device)
     Scope(context, owner).__enter__()
 
 
 def leave_rules(owner: object) -> bool:
-    """Exits a scope that `owner` entered: the innermost scope, else its last one in this thread.
+    """Exits the innermost scope if `owner` entered it.
 
-    Returns whether the exited scope was the innermost one of this task and thread.
+    Otherwise exits the last scope that `owner` entered in this thread. Returns whether the exited
+    scope was the innermost one of this task and thread.
     """
-    scopes = [scope for scope in _thread.scopes if scope.owner is owner]
+    scopes = [scope for scope in _thread.open_scopes if scope.owner is owner]
     current = [scope for scope in scopes if scope is innermost_scope.get()]
     return bool(scopes) and (current or scopes)[-1].leave()
 
@@ -342,7 +344,7 @@ def is_staging() -> bool:
     """Whether operations are staged into a program, as in `jax.jit`, instead of run eagerly.
 
     Under `jax.grad` or `jax.vmap` alone they run eagerly. The check adds an unused equation to the
-    jaxpr, which JAX drops when lowering, so use it only before a warning or after an error.
+    jaxpr, which JAX drops when lowering, so call it only where it is needed.
     """
     return isinstance(jax.lax.neg(np.float32(0)), Tracer)
 
@@ -365,7 +367,7 @@ LIBRARY_FOLDERS = tuple(
 def _mismatch() -> EinshardError:
     scope, jax_rules = innermost_scope.get(), _rules_text(_in_cache_keys.value)
     task_rules = _rules_text(None if scope is None else scope.key)
-    if _thread.scopes:
+    if _thread.open_scopes:
         return EinshardError(
             'axis_rules cannot span an await: another task in this thread has entered other rules',
             facts={

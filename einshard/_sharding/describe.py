@@ -17,7 +17,7 @@ from .._notation.expression import ELLIPSIS, Expression, Term, axis_letters
 from .._notation.layout import Layout, Split, merge_neighbors
 from .._notation.words import is_mesh_axis
 from .._notation.write import with_unsharded, write
-from .leaf_spec import in_memory, signed_terms
+from .leaf_spec import signed_terms, with_memory_kind
 from .lower import lower
 from .mesh import (
     UNCONSTRAINED,
@@ -61,10 +61,10 @@ def describe(x: Any) -> Any:
             has no rank, so the axes after the last sharded one are '...'.
 
     Returns:
-        An expression. Host arrays, arrays with a `SingleDeviceSharding` and tracers sharded by the
-        compiler have none; for these, returns a description such as 'on one device: cpu:0', which
-        is not a valid spec. For a pytree, a pytree of expressions and descriptions, with None for
-        leaves that are not arrays.
+        An expression, or a description such as 'on one device: cpu:0', which is not a valid spec.
+        Host arrays, arrays with a `SingleDeviceSharding` and tracers sharded by the compiler have
+        only a description. For a pytree, returns a pytree of these, with None for leaves that are
+        not arrays.
 
     Raises:
         EinshardError: `x` is a leaf that is neither an array nor a sharding.
@@ -95,7 +95,7 @@ class Description(str):
 
 
 def _describe_leaf(x: Any) -> str | None:
-    """Returns the expression or description of an array or sharding; None for other leaves."""
+    """Returns the expression or description of an array or sharding, or None for any other leaf."""
     sharding: Any = x if isinstance(x, Sharding) else sharding_of(x)
     if sharding is None or isinstance(sharding, Description):
         return sharding
@@ -111,23 +111,23 @@ def _describe_leaf(x: Any) -> str | None:
             f'sharded by a {type(sharding).__name__} over {len(sharding.device_set)} devices'
         )
     kind = sharding.memory_kind
-    return Description(in_memory(text, kind), in_memory(portable, kind))
+    return Description(with_memory_kind(text, kind), with_memory_kind(portable, kind))
 
 
 def describe_named(
     sharding: NamedSharding, ndim: int | None = None, names: Sequence[str] | None = None
 ) -> str:
-    """Describes a NamedSharding, with the axis names `names`, or a, b, c, ..."""
+    """Describes a NamedSharding. If `names` is None, axes are named a, b, c, ..."""
     expression = find_expression(sharding, ndim, names)
     if expression is not None:
-        return in_memory(expression.text, sharding.memory_kind)
+        return with_memory_kind(expression.text, sharding.memory_kind)
     axes, rest = _axis_names(sharding, ndim, names)
     named = write(map(Term, (*axes, *rest)), (*_terms_by_name(sharding, axes), *map(Term, rest)))
     return Description(f'{named.text}{_notes(sharding)}')
 
 
 def describe_in(expression: Expression, sharding: Sharding, ndim: int) -> str:
-    """Describes a sharding with the axis names of `expression`, or a, b, c, ... if it has '...'."""
+    """Describes a sharding with the axis names of `expression`, unless that has '...'."""
     if not isinstance(sharding, NamedSharding):
         return describe(sharding)
     names = expression.names
@@ -135,7 +135,10 @@ def describe_in(expression: Expression, sharding: Sharding, ndim: int) -> str:
 
 
 def sharding_of(x: Any) -> Sharding | Description | None:
-    """Returns the sharding of an array, or a description if it has none; None for other values."""
+    """Returns the sharding of an array.
+
+    Returns a description of an array without a known sharding, and None for other values.
+    """
     if isinstance(x, Tracer):
         sharding = jax.typeof(x).sharding
         if AxisType.Explicit not in sharding.mesh.axis_types:
@@ -153,21 +156,21 @@ def sharding_of(x: Any) -> Sharding | Description | None:
 
 
 def _entries(sharding: NamedSharding) -> list[tuple[Any, ...] | None]:
-    """Returns the mesh axes of each array axis; None for an unconstrained axis."""
+    """Returns the mesh axes of each array axis, with None for unconstrained axes."""
     return [None if axes == UNCONSTRAINED else axes for axes in spec_axes(sharding.spec)]
 
 
 def find_expression(
     sharding: NamedSharding, ndim: int | None = None, names: Sequence[str] | None = None
 ) -> Expression | None:
-    """Returns the expression that lowers to this sharding, apart from its memory kind; or None."""
+    """Returns the expression that lowers to `sharding`, or None. Ignores the memory kind."""
     spec, mesh = sharding.spec, sharding.mesh
     entries = _entries(sharding)
     if unreduced_kind(spec) != 'sum' or None in entries or not has_valid_names(mesh):
         return None
     axes, rest = _axis_names(sharding, ndim, names)
-    can_use_names = (any(entries) or is_partial(sharding)) and _has_writable_axes(sharding)
-    # on a mesh with named axes, use counts only if no axis is sharded, or a name is not valid
+    can_use_names = (any(entries) or is_partial(sharding)) and _can_name_mesh_axes(sharding)
+    # on a user's mesh, use counts only if no axis is sharded, or if a name is not valid
     if _fits_counts(sharding) and (is_device_mesh(mesh) or not can_use_names):
         right = (*_terms_by_count(sharding, axes), *map(Term, rest))
     elif can_use_names:
@@ -181,9 +184,10 @@ def find_expression(
 def _axis_names(
     sharding: NamedSharding, ndim: int | None, names: Sequence[str] | None
 ) -> tuple[Sequence[str], Sequence[str]]:
-    """Returns the names of the array axes, and ['...'] if the rank is unknown, else [].
+    """Returns the names of the array axes, and either ['...'] or [].
 
-    Scalars also have '...', because the right side of an expression cannot be empty.
+    '...' stands for the axes after these if the rank is unknown. A scalar also needs it, because
+    the right side of an expression cannot be empty.
     """
     n_named = len(_entries(sharding)) if ndim is None else ndim
     axes = list(itertools.islice(axis_letters(), n_named)) if names is None else names
@@ -197,7 +201,7 @@ def _terms_by_name(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
     return [Term(axis, mesh_axes=tuple(map(str, entry or ()))) for axis, entry in pairs]
 
 
-def _has_writable_axes(sharding: NamedSharding) -> bool:
+def _can_name_mesh_axes(sharding: NamedSharding) -> bool:
     """Whether an expression can name all mesh axes that a sharding uses."""
     sizes = sizes_of(sharding.mesh)
     spec = sharding.spec
@@ -216,14 +220,14 @@ def _terms_by_count(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
 
 
 def _fits_counts(sharding: NamedSharding) -> bool:
-    """Whether an expression with counts, in the order of the mesh axes, gives this sharding."""
+    """Whether an expression with counts lowers to this sharding."""
     grid = _device_grid(sharding)
     signs = [split.sign for split in grid if split.sign]
     # an expression has each sign at most once
     if AxisType.Manual in sharding.mesh.axis_types or len(signs) > len(set(signs)):
         return False
     lowered = lower(Layout(tuple(grid)), sharding.mesh)
-    assert lowered is not None, 'a device grid fits its mesh'
+    assert lowered is not None, 'the device grid does not fit its own mesh'
     entries = _entries(sharding)
     while entries and not entries[-1]:
         entries.pop()
@@ -232,7 +236,7 @@ def _fits_counts(sharding: NamedSharding) -> bool:
 
 
 def _device_grid(sharding: NamedSharding) -> list[Split]:
-    """Returns a Split per mesh axis, in mesh order; merges neighbors that shard one array axis."""
+    """Returns a Split for each mesh axis, in mesh order, with neighbors merged."""
     array_axis = {axis: i for i, entry in enumerate(_entries(sharding)) for axis in entry or ()}
     mesh = sharding.mesh
     sizes = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
@@ -247,7 +251,7 @@ def _device_grid(sharding: NamedSharding) -> list[Split]:
 
 
 def signs_of(sharding: NamedSharding) -> dict[Any, str]:
-    """Returns the sign of each unreduced mesh axis, '+', and of each reduced one, '='."""
+    """Maps each unreduced mesh axis to '+', and each reduced mesh axis to '='."""
     unreduced, reduced = partial_axes(sharding)
     return dict.fromkeys(unreduced, '+') | dict.fromkeys(reduced, '=')
 

@@ -37,7 +37,7 @@ class LeafSpec:
     on_missing: Fallback = 'error'  # 'replicate': ignore mesh axes that the mesh lacks
     on_indivisible: Fallback = 'error'  # 'replicate': replicate axes that are not divisible
     rule: str | None = None  # the rule that gave this spec, for errors
-    mesh: AnyMesh | None = None  # the mesh, if the spec was a NamedSharding
+    mesh: AnyMesh | None = None  # only of a NamedSharding
     partition: PartitionSpec | None = None  # None if the spec was an expression
 
     @property
@@ -47,24 +47,24 @@ class LeafSpec:
         return tuple(i for i, entry in enumerate(entries) if entry == UNCONSTRAINED)
 
     def __str__(self) -> str:
-        return in_memory(self.expression.text, self.memory_kind)
+        return with_memory_kind(self.expression.text, self.memory_kind)
 
 
 AnySpec: TypeAlias = str | LeafSpec  # the spec of one leaf, as text or parsed
 JAX_SPECS = (NamedSharding, PartitionSpec)
 LEAF_SPECS = (str, LeafSpec, *JAX_SPECS)
 
-_IN_MEMORY = re.compile(r'(.*\S)\s+\(in (\w+)\)\s*', re.DOTALL)
+_MEMORY_KIND = re.compile(r'(.*\S)\s+\(in (\w+)\)\s*', re.DOTALL)
 
 
-def in_memory(expression: str, memory_kind: str | None) -> str:
+def with_memory_kind(expression: str, memory_kind: str | None) -> str:
     """Appends a memory kind, as in 'a -> a8 (in pinned_host)'; leaves out None and 'device'."""
     return expression if memory_kind in (None, 'device') else f'{expression} (in {memory_kind})'
 
 
-def split_memory(text: str) -> tuple[str, str | None]:
-    """Splits 'a -> a8 (in pinned_host)' into the expression and the memory kind, or None."""
-    match = _IN_MEMORY.fullmatch(text)
+def split_memory_kind(text: str) -> tuple[str, str | None]:
+    """Splits 'a -> a8 (in pinned_host)' into the expression and the memory kind, if it has one."""
+    match = _MEMORY_KIND.fullmatch(text)
     return (match[1], match[2]) if match else (text, None)
 
 
@@ -79,7 +79,7 @@ def as_leaf_spec(spec: AnySpec | NamedSharding | PartitionSpec) -> LeafSpec:
 
 @cached
 def _parse_spec(text: str) -> LeafSpec:
-    text, memory_kind = split_memory(text)
+    text, memory_kind = split_memory_kind(text)
     return LeafSpec(parse(text), memory_kind)
 
 
@@ -106,7 +106,7 @@ def _from_partition(spec: PartitionSpec) -> LeafSpec:
 
 @cached
 def of_rank(spec: LeafSpec, ndim: int) -> LeafSpec:
-    """Adapts a spec to rank `ndim` if it was a PartitionSpec; returns other specs as they are."""
+    """Returns a spec for arrays of rank `ndim`. Changes only specs that were PartitionSpecs."""
     partition = spec.partition
     if partition is None:
         return spec
@@ -138,9 +138,9 @@ def _partition_to_expression(spec: PartitionSpec, ndim: int | None) -> Expressio
 
 
 def signed_terms(spec: PartitionSpec, order: Collection[Any]) -> list[Term]:
-    """Returns the '+' term of the unreduced and the '=' term of the reduced mesh axes, if any.
+    """Returns a '+' term for unreduced mesh axes and a '=' term for reduced ones, if there are any.
 
-    `order` lists the mesh axes in the order in which the terms name them.
+    `order` is the order of the mesh axes in a term.
     """
     groups = [
         (sign, tuple(str(axis) for axis in order if axis in axes))
@@ -157,9 +157,9 @@ def with_fallbacks(
     on_indivisible: Fallback = 'error',
     rule: str | None = None,
 ) -> LeafSpec:
-    """Returns the spec with these options; 'error' leaves an option of the spec unchanged.
+    """Returns the spec with these options. Where an option is 'error', keeps that of the spec.
 
-    Sets `rule` unless the spec has one, so that errors show the innermost of nested `Rules`.
+    Sets `rule` unless the spec has one, so that errors show the rule of the innermost `Rules`.
     """
     leaf_spec = as_leaf_spec(spec)
     if on_missing == 'error':
@@ -171,7 +171,7 @@ def with_fallbacks(
 
 
 def convert_jax_spec(spec: Any) -> Any:
-    """Converts a PartitionSpec or NamedSharding to a LeafSpec; returns other specs as they are."""
+    """Converts a PartitionSpec or NamedSharding to a LeafSpec; returns other specs unchanged."""
     return as_leaf_spec(spec) if isinstance(spec, JAX_SPECS) else spec
 
 
@@ -183,5 +183,5 @@ def reject_unconstrained(spec: LeafSpec) -> None:
 def with_expression(spec: AnySpec, expression: str) -> AnySpec:
     """Returns the spec with another expression, and the same memory kind and options."""
     if isinstance(spec, str):
-        return in_memory(expression, split_memory(spec)[1])
+        return with_memory_kind(expression, split_memory_kind(spec)[1])
     return replace(spec, expression=parse(expression), partition=None)

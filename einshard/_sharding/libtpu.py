@@ -1,4 +1,4 @@
-"""The environment variables of libtpu on a machine without TPUs."""
+"""Sets environment variables for libtpu on a machine without TPUs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import importlib.util
 import os
 from pathlib import Path
 
-# Without these variables, and without a TPU, libtpu waits for a metadata server, prints its failure
-# to standard error, and locks out other processes.
+# Without these variables, and without a TPU, libtpu waits for a metadata server, prints errors to
+# standard error, and locks out other processes.
 _WITHOUT_TPU = {
     'TPU_SKIP_MDS_QUERY': '1',
     'TPU_WORKER_HOSTNAMES': 'localhost',
@@ -23,7 +23,7 @@ def has_libtpu() -> bool:
 
 @functools.cache
 def quiet_libtpu() -> None:
-    """Stops libtpu from waiting for TPUs on a machine without any. Call it before libtpu loads."""
+    """Stops libtpu from waiting on a machine without TPUs. Call it before libtpu loads."""
     if has_libtpu() and not _has_tpu():
         for variable, value in _WITHOUT_TPU.items():
             os.environ.setdefault(variable, value)

@@ -15,11 +15,11 @@ from .mesh import AnyMesh, is_device_mesh, partition_spec, refactored_mesh, size
 def lower(
     layout: Layout, mesh: AnyMesh, mesh_is_ambient: bool = False, memory_kind: str | None = None
 ) -> NamedSharding | None:
-    """Lowers a layout to a sharding on `mesh`; None if its counts do not match the mesh axes.
+    """Lowers a layout to a sharding on `mesh`.
 
-    If the counts do not fit a canonical mesh (see `device_mesh`) with Auto axes, the sharding is on
-    a mesh of the same devices with other axis sizes. A mesh in JAX's context is never replaced,
-    because JAX rejects arrays on any other mesh.
+    Returns None if the counts do not match the mesh axes. Exception: instead of a canonical mesh
+    (see `device_mesh`) with Auto axes, uses a mesh of the same devices with other axis sizes. A
+    mesh in JAX's context is never replaced, because JAX rejects arrays on any other mesh.
 
     Because of the cache, arrays of many shapes share one sharding object, which makes `device_put`
     faster.
@@ -32,7 +32,7 @@ def lower(
             return None
         mesh = refactored_mesh(mesh, fitting_sizes(layout))
         fitted = fit(layout, sizes_of(mesh))
-        assert fitted is not None, 'a refactored mesh fits its layout'
+        assert fitted is not None, 'the refactored mesh does not fit its layout'
     names = {str(name): name for name in mesh.axis_names}
     entries = [tuple(names[axis] for axis in axes) for axes in spec_entries(layout, fitted)]
     unreduced, reduced = (

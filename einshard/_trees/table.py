@@ -15,7 +15,7 @@ from .._errors import EinshardError, combine_errors, plural, quoted
 from .._page import Column, Page, Section, page_text
 from .._page_html import page_html
 from .._sharding.context import Context
-from .._sharding.leaf_spec import AnySpec, in_memory
+from .._sharding.leaf_spec import AnySpec, with_memory_kind
 from .._sharding.resolve import Placement, resolve
 from .._text import deprecated_alias, first_of, format_bytes, shape_text
 from .paths import leaf_paths, leaf_text
@@ -231,7 +231,7 @@ def _row(path: str, aval: Any, rule: str, placement: Placement | None) -> Row:
     itemsize = aval.dtype.itemsize
     expression = None
     if placement:
-        expression = in_memory(placement.expression.text, placement.sharding.memory_kind)
+        expression = with_memory_kind(placement.expression.text, placement.sharding.memory_kind)
     return Row(
         path=path,
         shape=shape,
