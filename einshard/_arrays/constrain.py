@@ -34,7 +34,7 @@ from .._sharding.mesh import (
     partition_spec,
     spec_axes,
 )
-from .._sharding.program_mesh import other_devices_error
+from .._sharding.program_mesh import device_mismatch_error
 from .._sharding.resolve import Placement
 from .reshard import reshard
 
@@ -239,9 +239,9 @@ def _check_context(x: Any, placement: Placement) -> None:
             mesh_in_context=mesh_fact(context),
             instead=USE_MESH_IN_CONTEXT,
         )
-    other_devices = other_devices_error(mesh, [x])
-    if other_devices is not None:
-        raise EinshardError(**other_devices.parts(expression=placement.expression.text))
+    mismatch = device_mismatch_error(mesh, [x])
+    if mismatch is not None:
+        raise EinshardError(**mismatch.parts(expression=placement.expression.text))
     types = _axis_types(mesh)
     entries = spec_axes(sharding.spec)
     explicit_first = [

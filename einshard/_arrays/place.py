@@ -238,7 +238,7 @@ def _apply(placement: Placement, leaf: Any, kind: _LeafKind) -> Any:
     if kind == 'ref':
         check_ref(leaf, placement)
         return leaf
-    if placement.shards_nothing:
+    if placement.replicated_by_default:
         warn_replicated(placement)
     # constants are constrained too, because jit drops their shardings
     return constrain(leaf, placement) if kind == 'tracer' else place_constant(leaf, placement)

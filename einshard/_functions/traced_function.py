@@ -15,7 +15,7 @@ from .._sharding.collective_axes import ShardedBy, find_sharded_by
 from .._sharding.context import Context, mesh_scope
 from .._sharding.legacy_mesh import warn_if_ignored
 from .._sharding.mesh import AnyMesh
-from .._sharding.program_mesh import other_devices_error
+from .._sharding.program_mesh import device_mismatch_error
 from .._trees.specs import is_none
 from .error_notes import ErrorNotes
 from .parameters import CallSignature, positional_signature
@@ -87,7 +87,7 @@ class TracedFunction:
 
     def check_devices(self, values: Sequence[Any]) -> None:
         """Raises if the function is called in a program that runs on other devices."""
-        error = other_devices_error(self.mesh, jtu.tree_leaves(values))
+        error = device_mismatch_error(self.mesh, jtu.tree_leaves(values))
         if error is not None and self.has_shardings:
             raise error.about(function=self.setup.name)
 

@@ -1,9 +1,9 @@
 """The canonical mesh, and helpers for meshes.
 
 All expressions over the same devices are lowered onto the same mesh: the devices in hardware order,
-with one mesh axis per prime factor of their number. So equal placements are equal shardings,
-arrays sharded by different expressions can be used in one program, and explicit sharding, which
-requires a single mesh, works. One mesh per expression would fail on TPU, where `jax.make_mesh`
+with one mesh axis for each prime factor of the device count. So equal placements are equal
+shardings, and one program can use arrays sharded by different expressions. Explicit sharding, which
+requires a single mesh, works too. One mesh per expression would fail on TPU, where `jax.make_mesh`
 orders the devices by the mesh shape.
 """
 
@@ -46,7 +46,7 @@ def device_mesh(
 def device_mesh(
     devices: MeshLike | None = None, *, axis_types: AxisType | None = None, **axes: int
 ) -> AnyMesh:
-    """Returns a mesh of some devices: with named axes, or the canonical mesh.
+    """Returns a mesh with named axes, or the canonical mesh.
 
         >>> import jax
         >>> from einshard import device_mesh
@@ -73,8 +73,8 @@ def device_mesh(
         axes: the mesh axes and their sizes. One size may be -1, for the remaining devices.
 
     Returns:
-        A `jax.sharding.Mesh`; equal calls return the same object. If `devices` is an
-        `AbstractMesh`, an `AbstractMesh`.
+        A `jax.sharding.Mesh`, or an `AbstractMesh` if `devices` is one. Equal calls return the same
+        object.
 
     Raises:
         EinshardError: there are no devices, a device is listed twice, or the sizes do not use all
@@ -86,14 +86,14 @@ def device_mesh(
 
 
 def types_text(axis_types: AxisType | None) -> str:
-    """Writes the argument `axis_types=` and a comma after it; '' if it is None."""
+    """Formats the argument `axis_types=` with a comma after it, or returns '' if it is None."""
     return '' if axis_types is None else f'axis_types=AxisType.{axis_types.name}, '
 
 
 def named_mesh(mesh: AnyMesh, axes: Mapping[str, int], call: str) -> AnyMesh:
     """Reshapes a canonical mesh, such as `device_mesh()` returns, to named axes.
 
-    `call` is the start of the call in suggested fixes, such as 'device_mesh('.
+    `call` is the first part of suggested fixes, such as 'device_mesh('.
     """
     sizes = solve_sizes(axes, mesh.size, call)
     return _named_mesh(mesh, tuple(sizes), tuple(sizes.values()))
@@ -242,14 +242,14 @@ _MAX_DEVICES = 2**31 - 1  # above this, JAX raises the C++ exception std::bad_ca
 
 
 def entry_axes(entry: Any) -> tuple[Any, ...]:
-    """Converts a PartitionSpec entry to a tuple: None to (), 'x' to ('x',), tuples as they are."""
+    """Converts an entry of a PartitionSpec to a tuple of mesh axes: () for None, ('x',) for 'x'."""
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 def spec_axes(spec: PartitionSpec) -> list[tuple[Any, ...]]:
-    """Returns the mesh axes of each entry of a PartitionSpec; omits unreduced and reduced axes."""
-    # Newer JAX refuses to iterate over a spec with unreduced axes. JAX 0.8.1 has no `partitions`;
-    # iterating over its specs skips those axes.
+    """Returns the mesh axes of each entry of a PartitionSpec. Omits unreduced and reduced axes."""
+    # Newer JAX refuses to iterate over a spec with unreduced axes. JAX 0.8.1 has no `partitions`,
+    # but iterating over a spec skips those axes.
     entries = spec.partitions if hasattr(spec, 'partitions') else tuple(spec)
     return [entry_axes(entry) for entry in entries]
 
@@ -265,7 +265,7 @@ def partition_spec(
 
 
 def partial_axes(sharding: Sharding) -> tuple[frozenset[Any], frozenset[Any]]:
-    """Returns the mesh axes with a sign in einshard: the unreduced (+) and the reduced ones (=)."""
+    """Returns the unreduced mesh axes, and the reduced ones."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
     return spec.unreduced, spec.reduced
 
@@ -275,13 +275,13 @@ def is_partial(sharding: Sharding) -> bool:
 
 
 def are_equivalent(sharding: Sharding, other: Sharding, ndim: int) -> bool:
-    """Whether two shardings are equivalent; compares reduced mesh axes too, which JAX ignores."""
+    """Whether two shardings are equivalent. Unlike JAX, compares reduced mesh axes too."""
     same = partial_axes(sharding) == partial_axes(other)
     return same and sharding.is_equivalent_to(other, ndim)
 
 
 def unreduced_kind(spec: PartitionSpec) -> str:
-    """Returns how unreduced values are combined: 'sum'; in newer JAX also 'max' or 'min'."""
+    """Returns how unreduced values are combined: 'sum', or in newer JAX 'max' or 'min'."""
     kind = getattr(spec, 'unreduced_kind', None)
     return 'sum' if kind is None else kind.name
 
@@ -308,7 +308,7 @@ def _entry_text(entry: tuple[Any, ...]) -> str:
 
 
 def is_device_mesh(mesh: AnyMesh) -> bool:
-    """Whether a mesh is the canonical mesh of its devices, or that mesh reshaped."""
+    """Whether a mesh is the canonical mesh of its devices, except for its axis sizes."""
     types = set(mesh.axis_types)
     if mesh.axis_names != _canonical_names(mesh.axis_sizes) or len(types) != 1:
         return False
@@ -318,7 +318,7 @@ def is_device_mesh(mesh: AnyMesh) -> bool:
 
 
 def is_refactored(mesh: AnyMesh, other: AnyMesh) -> bool:
-    """Whether both are the canonical mesh of the same devices, or that mesh reshaped."""
+    """Whether both are the canonical mesh of the same devices, except for axis sizes."""
     if mesh.size != other.size or not (is_device_mesh(mesh) and is_device_mesh(other)):
         return False
     return refactored_mesh(other, mesh.axis_sizes) == mesh
@@ -334,21 +334,21 @@ def of_size_one(mesh: AnyMesh, other: AnyMesh) -> AnyMesh:
 
 
 def memory_kind_of(sharding: Sharding) -> str | None:
-    """Returns the memory kind of a sharding; on abstract meshes, 'device' by default."""
+    """Returns the memory kind of a sharding. The default on an abstract mesh is 'device'."""
     if sharding.memory_kind is None and isinstance(getattr(sharding, 'mesh', None), AbstractMesh):
         return 'device'
     return sharding.memory_kind
 
 
 def memory_kinds(mesh: AnyMesh) -> list[str] | None:
-    """Returns the kinds of memory that the devices have; None for an abstract mesh."""
+    """Returns the kinds of memory that the devices have, or None for an abstract mesh."""
     if isinstance(mesh, AbstractMesh):
         return None
     return sorted({memory.kind for memory in mesh.devices.flat[0].addressable_memories()})
 
 
 def check_mesh(mesh: Any, option: str = 'mesh=') -> None:
-    """Raises if `mesh` is not a valid value of `option`. Starts no backend."""
+    """Raises if `mesh` is not a valid value of `option`. Does not start a backend."""
     if mesh is None or isinstance(mesh, Mesh | AbstractMesh):
         return
     ndim = getattr(mesh, 'ndim', 1)
@@ -370,7 +370,10 @@ _NAMES = 'xyzuvw'
 
 
 def _make_mesh_call(sizes: Any) -> str | None:
-    """Writes a `jax.make_mesh` call if `sizes` are mesh sizes: (4, 2) or {'data': 4}; else None."""
+    """Formats a `jax.make_mesh` call for sizes such as (4, 2) or {'data': 4}.
+
+    Returns None for other values.
+    """
     if isinstance(sizes, Mapping):
         names, numbers = tuple(sizes), tuple(sizes.values())
     elif isinstance(sizes, tuple):

@@ -15,28 +15,28 @@ from .context import innermost_scope, is_staging
 from .mesh import AnyMesh, mesh_fact
 
 
-def other_devices_error(mesh: AnyMesh, values: Iterable[Any]) -> EinshardError | None:
-    """Returns the error if the program that is being traced has other devices than `mesh`.
+def device_mismatch_error(mesh: AnyMesh, values: Iterable[Any]) -> EinshardError | None:
+    """Returns an error if `mesh` and the program being traced have different devices, or None.
 
-    JAX raises its error about this only after the trace. The program runs on the devices of the
-    enclosing `sharded` function. Without one, and for `jax.set_mesh`, only the number of devices is
-    known, from the types of `values` and from the abstract mesh in context.
+    JAX raises its own error only after the trace. Inside a `sharded` function, this compares the
+    devices of `mesh` with those of the function. Otherwise the program has only abstract meshes, in
+    context and in the types of `values`, so this compares the number of devices.
     """
     scope = innermost_scope.get()
     program_mesh = scope and scope.program_mesh()
     if program_mesh is None:
         types: list[Any] = [jax.typeof(x) for x in values if isinstance(x, Tracer)]
         meshes: list[AnyMesh] = [aval.sharding.mesh for aval in types]
-    else:  # a `sharded` function reshards its arguments, but in its trace their types remain
+    else:  # `sharded` may reshard its arguments, but their traced types name the old mesh
         meshes = [program_mesh]
     for other in (get_abstract_mesh(), *meshes):
-        if not other.empty and _have_other_devices(mesh, other):
+        if not other.empty and _have_different_devices(mesh, other):
             return _error(mesh, other) if is_staging() else None
     return None
 
 
 @cached
-def _have_other_devices(mesh: AnyMesh, other: AnyMesh) -> bool:
+def _have_different_devices(mesh: AnyMesh, other: AnyMesh) -> bool:
     if isinstance(mesh, Mesh) and isinstance(other, Mesh):
         return {*mesh.devices.flat} != {*other.devices.flat}
     return mesh.size != other.size

@@ -59,11 +59,11 @@ class Placement:
     layout: Layout
     sharding: NamedSharding
     missing_axes: tuple[str, ...] = ()  # mesh axes that were ignored because the mesh lacks them
-    # a short form without placements, on the user's mesh, with neither axis rules nor a `warning`
-    shards_nothing: bool = False
+    # whether the expression is a short form without placements, on a user's mesh without axis rules
+    replicated_by_default: bool = False
     is_unconstrained: bool = False  # some axes are P.UNCONSTRAINED; for traced values only
     warning: str | None = None  # about a likely typo in the expression
-    names_without_rule: tuple[str, ...] = ()  # if there are axis rules, but none shards an axis
+    names_without_rule: tuple[str, ...] = ()  # () if an axis is sharded or there are no axis rules
 
 
 def make_sharding(
@@ -105,7 +105,7 @@ def make_sharding(
         warnings.warn('n_dims= of make_sharding is now ndim=', DeprecationWarning, stacklevel=2)
         ndim = n_dims
     if ndim is not None and type(ndim) is not int:
-        check_types(expression, ndim, memory_kind)  # for the cache, 2.0 and 2 are equal
+        check_types(expression, ndim, memory_kind)  # the cache cannot tell 2.0 from 2
     return resolve(expression, ndim, current_context(mesh), memory_kind).sharding
 
 
@@ -120,13 +120,13 @@ def resolve(
     option: str | None = None,
     traced: bool = False,
 ) -> Placement:
-    """Finds the placement of an array with a spec; errors suggest a fix only if it was tested.
+    """Finds the placement of an array. Errors suggest only fixes that were tested.
 
     Args:
-        shape: the shape or the rank; None if both are unknown.
-        option: for errors, what to add to the call to ignore mesh axes that the mesh lacks, such as
-            "missing='replicate'"; None if the call has no such option.
-        traced: whether the arrays are traced values, which allow P.UNCONSTRAINED.
+        shape: the shape or the rank, or None if neither is known.
+        option: the fix to suggest for missing mesh axes, such as
+            "einshard(..., missing='replicate')". None if the caller has no such option.
+        traced: whether the array is a traced value, which allows P.UNCONSTRAINED.
     """
     try:
         if missing == 'replicate' or indivisible == 'replicate':
@@ -172,62 +172,62 @@ def find_placement(
     memory_kind = spec.memory_kind or memory_kind
     if spec.mesh is not None:
         context = context_on(spec.mesh, context)
-    ruled = _apply_axis_rules(spec, context)
+    applied = _apply_axis_rules(spec, context)
     try:
-        layout = _lay_out(ruled, spec, shape, context)
-        sharding = _lower(ruled.expression, layout, context, memory_kind)
+        layout = _lay_out(applied, spec, shape, context)
+        sharding = _lower(applied.expression, layout, context, memory_kind)
     except EinshardError as error:
-        if _is_ruled(spec.expression, context):
+        if _may_use_rules(spec.expression, context):
             raise error.about(before_axis_rules=f"'{spec.expression.text}'") from None
         raise
     if spec.unconstrained:
         sharding = _with_unconstrained(sharding, spec)
-    shards_nothing = (
+    replicated_by_default = (
         _is_users_mesh(context)
         and not context.axis_rules
         and spec.expression.short
         and not any(term.is_sharded for term in spec.expression.right)
     )
-    warning = _likely_typo(spec, shape, context, memory_kind, shards_nothing)
+    warning = _typo_warning(spec, shape, context, memory_kind, replicated_by_default)
     return Placement(
-        ruled.expression,
+        applied.expression,
         layout,
         sharding,
-        missing_axes=ruled.missing_axes,
-        shards_nothing=shards_nothing and warning is None,
+        missing_axes=applied.missing_axes,
+        replicated_by_default=replicated_by_default and warning is None,
         is_unconstrained=bool(spec.unconstrained),
         warning=warning,
-        names_without_rule=_names_without_rule(spec.expression, ruled.expression, context),
+        names_without_rule=_names_without_rule(spec.expression, applied.expression, context),
     )
 
 
 def _apply_axis_rules(spec: LeafSpec, context: Context) -> AppliedRules:
     # without a mesh, expressions cannot name the axes d0, d1, ... of the canonical mesh
     axis_sizes = sizes_of(context.mesh) if context.mesh else {}
-    ruled = apply_axis_rules(spec.expression, context.axis_rules, axis_sizes, spec.on_missing)
+    applied = apply_axis_rules(spec.expression, context.axis_rules, axis_sizes, spec.on_missing)
     if context.on_one_device:
-        ruled = ruled._replace(expression=ruled.expression.on_one_device())
-    return ruled
+        applied = applied._replace(expression=applied.expression.on_one_device())
+    return applied
 
 
 def _lay_out(
-    ruled: AppliedRules, spec: LeafSpec, shape: Shape | int | None, context: Context
+    applied: AppliedRules, spec: LeafSpec, shape: Shape | int | None, context: Context
 ) -> Layout:
     mesh = context.lowering_mesh
     axis_sizes = sizes_of(mesh)
     if mesh.axis_types and not axis_sizes:
-        raise ruled.expression.error(
+        raise applied.expression.error(
             'an array cannot be sharded inside shard_map with all mesh axes Manual: each device '
             'already has its own array',
             mesh=mesh_fact(mesh),
         )
     return lay_out(
-        ruled.expression,
+        applied.expression,
         shape,
         math.prod(axis_sizes.values()),
         axis_sizes if context.mesh else None,
         replicates_by_default=_is_users_mesh(context),
-        replicate_indivisible=spec.on_indivisible == 'replicate' or ruled.replicate_indivisible,
+        replicate_indivisible=spec.on_indivisible == 'replicate' or applied.replicate_indivisible,
         hints=_device_facts(mesh, context),
     )
 
@@ -258,40 +258,40 @@ def _check_memory_kind(expression: Expression, memory_kind: str | None, mesh: An
 
 
 def _names_without_rule(
-    written: Expression, ruled: Expression, context: Context
+    written: Expression, applied: Expression, context: Context
 ) -> tuple[str, ...]:
     is_bare = written.short and not any(term.is_sharded for term in written.right)
-    is_sharded = any(term.name and term.is_sharded for term in ruled.right)
+    is_sharded = any(term.name and term.is_sharded for term in applied.right)
     if not (context.axis_rules and is_bare) or is_sharded:
         return ()
     has_rule = {ELLIPSIS, *(rule.name for rule in context.axis_rules)}
     return tuple(name for name in written.names if name not in has_rule)
 
 
-def _likely_typo(
+def _typo_warning(
     spec: LeafSpec,
     shape: Shape | int | None,
     context: Context,
     memory_kind: str | None,
-    shards_nothing: bool,
+    replicated_by_default: bool,
 ) -> str | None:
-    """Returns a warning, with a tested fix, if a valid spec is likely a typo; else None."""
+    """Returns a warning with a tested fix if a valid spec is likely a typo, or None."""
 
     def attempt(text: str) -> Placement:
         return find_placement(with_expression(spec, text), shape, context, memory_kind)
 
-    if shards_nothing:
+    if replicated_by_default:
         names = [name for name, size in sizes_of(context.lowering_mesh).items() if size > 1]
         return mesh_axes_hint(spec.expression, names, attempt)
-    if _is_ruled(spec.expression, context):
+    if _may_use_rules(spec.expression, context):
         return None
     return spacing_hint(spec.expression, attempt)
 
 
-def _is_ruled(expression: Expression, context: Context) -> bool:
+def _may_use_rules(expression: Expression, context: Context) -> bool:
     """Whether an axis rule may shard an axis of the expression."""
-    ruled = {rule.name for rule in context.axis_rules if rule.placement}
-    return expression.short and not ruled.isdisjoint(expression.names)
+    have_rule = {rule.name for rule in context.axis_rules if rule.placement}
+    return expression.short and not have_rule.isdisjoint(expression.names)
 
 
 def _check_explicit(expression: Expression, mesh: AnyMesh) -> None:
@@ -323,7 +323,7 @@ def _with_unconstrained(sharding: NamedSharding, spec: LeafSpec) -> NamedShardin
 def _device_facts(mesh: AnyMesh, context: Context) -> dict[str, str]:
     """Returns facts for errors about the number of devices.
 
-    These are the axes of a user's mesh, or how to simulate devices if there is only one CPU device.
+    Shows the axes of a user's mesh. If JAX has only one CPU device, shows how to simulate more.
     """
     if _is_users_mesh(context):
         return {'mesh': mesh_fact(mesh)}
@@ -342,9 +342,9 @@ def _with_working_fix(
     memory_kind: str | None,
     option: str | None,
 ) -> EinshardError:
-    """Returns the error with its fix, or else with an option that ignores missing mesh axes.
+    """Returns the error with its own fix if that works.
 
-    If neither works, the error has no fix.
+    Otherwise suggests an option that ignores missing mesh axes, if that works, or no fix.
     """
 
     def attempt(candidate: AnySpec, context: Context = context) -> Placement:
@@ -362,8 +362,8 @@ def _with_working_fix(
             )
         )
     mesh, rules = context.mesh, context.axis_rules
-    # suggest no option: without a mesh, mesh= was probably forgotten; and an expression
-    # for which even the fix of the error fails is probably wrong on any mesh
+    # suggest no option if mesh= was probably forgotten, or if the error's own fix failed: then the
+    # expression is probably wrong on any mesh
     if mesh is None or error.fix is not None or not isinstance(spec, str | LeafSpec):
         return result
     lenient_rules = tuple(rule._replace(ignores_missing=True) for rule in rules)
@@ -374,7 +374,7 @@ def _with_working_fix(
         missing = attempt(with_fallbacks(spec, on_missing='replicate')).missing_axes
     except EinshardError:
         return result
-    if missing and is_device_mesh(mesh):  # to ignore all axes of the user would not help
+    if missing and is_device_mesh(mesh):  # ignoring every axis that the user named would not help
         sizes = (
             f'{missing[0]}={mesh.size}' if len(missing) == 1 else '=..., '.join(missing) + '=...'
         )

@@ -1,4 +1,4 @@
-"""Names of TPU slices: generation and shape, or Cloud accelerator types. Imports no JAX."""
+"""Names of TPU slices: generation and shape, or Cloud accelerator types. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 
 from .._errors import EinshardError, plural
 
-# Dimensions of the torus by generation. 'v4 lite' is v4i.
+# The number of torus dimensions of each generation. 'v4 lite' is v4i.
 _GENERATIONS = {
     'v2': 2,
     'v3': 2,
@@ -39,19 +39,22 @@ _GPU = re.compile(r'(?i)\b(a100|h100|h200|gh200|b100|b200|gb200|v100|l4|mi\d+|gp
 
 
 def topology_name(name: str) -> str:
-    """Converts a name to the form of libtpu: 'v5p-128' to 'v5p:4x4x4'; raises if it is invalid.
+    """Converts a name to one that libtpu knows: 'v5p-128' to 'v5p:4x4x4'. Raises if it is invalid.
 
-    An accelerator type gets its default shape, the one closest to a cube
+    An accelerator type gets its default shape, the one closest to a square or a cube
     (https://cloud.google.com/tpu/docs/types-topologies).
     """
     try:
         return _convert(name)
     except EinshardError as error:
-        raise error.with_fix(_respelled(name)) from None
+        raise error.with_fix(_corrected_name(name)) from None
 
 
-def _respelled(name: str) -> str | None:
-    """Corrects case, spaces and the separator before the shape; None if the name stays invalid."""
+def _corrected_name(name: str) -> str | None:
+    """Corrects case, spaces and the separator before the shape.
+
+    Returns the corrected name in quotes, or None if it is still invalid.
+    """
     compact = re.sub(r'\s*([-:/x])\s*', r'\1', name.strip().lower())
     text = re.sub(r'[-/](?=\d+x)', ':', compact)
     try:
@@ -82,7 +85,10 @@ def _convert(name: str) -> str:
 
 
 def _default_shape(chips: int, ndim: int) -> tuple[int, ...]:
-    """Chooses the shape closest to a square, or to a cube (of 4x4x4 blocks, from 64 chips on)."""
+    """Returns the 2D shape closest to a square, or the 3D shape closest to a cube.
+
+    From 64 chips on, a 3D shape consists of 4x4x4 blocks.
+    """
     if ndim == 3 and chips < 64:
         return {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}[chips]
     unit = 4 if ndim == 3 else 1
@@ -98,7 +104,7 @@ def _example(generation: str) -> str:
 
 
 def _check_name(name: str) -> None:
-    """Raises for invalid names, for which libtpu's own errors would show its internal names."""
+    """Raises for invalid names. libtpu's own errors would show names that users do not know."""
     if _GPU.search(name):
         raise EinshardError(
             f"'{name}' is not a TPU slice; topology() supports only TPUs",
