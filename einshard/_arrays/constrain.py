@@ -38,14 +38,15 @@ from .._sharding.program_mesh import device_mismatch_error
 from .._sharding.resolve import Placement
 from .reshard import reshard
 
-# For `explain`, because a compiled program has source lines but no axis names:
-# {'file:line': axis names of the value that the line constrains}; () if these names vary
+# For `explain`, because a compiled program has source lines but no axis names. Maps 'file:line' to
+# the axis names of the value that the line constrains, or to () if the names vary.
 names_at: dict[str, tuple[str, ...]] = register({})
-# {'file:line': axis names that have no axis rule, if the value is replicated because of that}
+# Maps 'file:line' to the axis names without an axis rule, if this leaves the value replicated.
 without_rule_at: dict[str, tuple[str, ...]] = register({})
-# {'file:line' of an einshard.einsum: {letter in its jnp.einsum: axis name}}; {} if the names vary
+# Maps 'file:line' of an einshard.einsum to {letter in its jnp.einsum: axis name}, or to {} if the
+# names vary.
 names_by_letter_at: dict[str, Mapping[str, str]] = register({})
-# the expressions of the constraints that `plan` has traced so far; None if it is not tracing
+# The expressions of the constraints that `plan` has traced so far, or None outside its traces.
 constraints_of_trace: ContextVar[list[Expression] | None] = ContextVar(
     'constraints_of_trace', default=None
 )
@@ -74,7 +75,7 @@ def _record(expression: Expression, without_rule: tuple[str, ...]) -> None:
     expressions = constraints_of_trace.get()
     if expressions is not None:
         expressions.append(expression)
-    for line in _lines_of_user():
+    for line in _user_lines():
         if names_at.setdefault(line, expression.names) != expression.names:
             names_at[line] = ()
         without_rule_at[line] = without_rule
@@ -82,15 +83,15 @@ def _record(expression: Expression, without_rule: tuple[str, ...]) -> None:
 
 def record_einsum(names: Mapping[str, str]) -> None:
     """Records the axis name of each letter of an einsum, for `explain`."""
-    for line in _lines_of_user():
+    for line in _user_lines():
         if names_by_letter_at.setdefault(line, names) != names:
             names_by_letter_at[line] = {}
 
 
-def _lines_of_user() -> list[str]:
-    """Returns 'file:line' of the call of einshard, and of the call of the function it is in.
+def _user_lines() -> list[str]:
+    """Returns 'file:line' of the first frame outside einshard and JAX, and of its caller.
 
-    That function may be a helper, such as `shard_activations`.
+    The first frame may be a helper, such as `shard_activations`.
     """
     user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
     frames = filter(None, (user, user.f_back))
@@ -160,7 +161,7 @@ def restrict_to_type(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
 
 
 def _axis_types(mesh: AnyMesh) -> dict[Any, AxisType]:
-    """Returns the type of each mesh axis, and as that of P.UNCONSTRAINED, Auto."""
+    """Maps each mesh axis to its type, and P.UNCONSTRAINED to Auto."""
     types: dict[Any, AxisType] = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return types | {PartitionSpec.UNCONSTRAINED: AxisType.Auto}
 
@@ -177,8 +178,8 @@ def type_matches(x: Any, sharding: NamedSharding) -> bool:
     return padded == actual_entries + [()] * (ndim - len(actual_entries))
 
 
-def rejected_by_jit(x: Any, in_shardings: Any) -> Sharding | None:
-    """Returns the sharding of `x` if jit with these `in_shardings` rejects `x`; else None.
+def sharding_rejected_by_jit(x: Any, in_shardings: Any) -> Sharding | None:
+    """Returns the sharding of `x` if jit with these `in_shardings` rejects `x`, or None.
 
     Calls jit to find out, because a tracer of jax.grad or jax.vmap does not expose its sharding.
     Inside jit, returns None.
@@ -200,7 +201,8 @@ def rejected_by_jit(x: Any, in_shardings: Any) -> Sharding | None:
 def reshard_traced(x: Any, sharding: NamedSharding, replicated: Any) -> Any:
     """Reshards an argument of a jitted function that is called under jax.grad or jax.vmap.
 
-    Uses a constraint, because `device_put` under jax.vmap would shard the wrong axes.
+    Uses a constraint, because `device_put` under jax.vmap would shard the wrong axes. `replicated`
+    replicates over the same mesh.
     """
     try:
         return _constrain_in_jit(x, sharding)
@@ -261,7 +263,10 @@ def _check_context(x: Any, placement: Placement) -> None:
 def _expression_of(
     entries: Sequence[tuple[Any, ...]], placement: Placement, ndim: int
 ) -> Expression | None:
-    """Returns the expression for these mesh axes of each array axis, with names of `placement`."""
+    """Returns an expression that shards each array axis over its mesh axes in `entries`.
+
+    Names the array axes as `placement` does.
+    """
     positions = axis_positions(placement.expression, ndim)
     names = {i: name for name, i in positions.items() if name != ELLIPSIS}
     letters = (letter for letter in axis_letters() if letter not in positions)

@@ -89,10 +89,10 @@ def from_local(batch: T, spec: Spec, *, mesh: MeshLike | None = None, check: boo
         return einshard(batch, spec, mesh=mesh)
     plan = _make_plan(batch, leaves, spec, context)
     if check:
-        # on every call, not only for new shapes: otherwise a process with a new shape would wait
-        # forever for a process whose shape is not new
+        # on every call: if only new shapes were checked, a process with a new shape would wait
+        # forever for a process with an old one
         try:
-            check_same_plan(plan.planned, device_mesh)
+            check_same_plan(plan.descriptions, device_mesh)
         except EinshardError as error:
             raise error from plan.error
     if plan.error is not None:
@@ -132,20 +132,20 @@ class _LocalArray(NamedTuple):
 
 @dataclass(slots=True)
 class _Plan:
-    """The global arrays to build, the descriptions that processes compare, and the first error."""
+    """The arrays that a process will build, by leaf index."""
 
-    arrays: dict[int, _LocalArray] = field(default_factory=dict[int, _LocalArray])  # by leaf index
-    planned: list[PlannedArray] = field(default_factory=list[PlannedArray])
-    error: Exception | None = None
+    arrays: dict[int, _LocalArray] = field(default_factory=dict[int, _LocalArray])
+    descriptions: list[PlannedArray] = field(default_factory=list[PlannedArray])  # to compare
+    error: Exception | None = None  # the first one
 
 
 def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) -> _Plan:
-    """Plans the global arrays. Stores the first error: if it raised, other processes would hang."""
+    """Plans the global arrays. Stores the first error: raising it would hang other processes."""
     plan = _Plan()
     try:
         specs = leaf_specs(batch, leaves, spec, context.mesh)
     except Exception as error:  # callables in specs may raise anything
-        return _Plan(planned=[(_error_sentence(error), '')], error=error)
+        return _Plan(descriptions=[(_error_sentence(error), '')], error=error)
     own = leaves_with_own_spec(batch, spec)
     for i, (path, leaf, leaf_spec) in enumerate(zip(leaf_paths(batch), leaves, specs, strict=True)):
         if leaf_spec is None:
@@ -169,7 +169,7 @@ def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) 
             if isinstance(error, EinshardError):
                 error = error.about(array=leaf_text(path, array))
             plan.error = plan.error or error
-        plan.planned.append((leaf_text(path, array) + sentence, str(leaf_spec)))
+        plan.descriptions.append((leaf_text(path, array) + sentence, str(leaf_spec)))
     return plan
 
 

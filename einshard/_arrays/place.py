@@ -64,9 +64,9 @@ def einshard(
       or by `jax.reshard` if the mesh axes are explicit.
     * A `jax.ShapeDtypeStruct` is returned with the sharding.
     * A `jax.Ref` is returned if it already has this sharding; otherwise it is an error.
-    * A leaf that is not an array (a function, a string) is returned as it is. A leaf that
-      contains arrays but is not a registered pytree is an error, and so is a function or string
-      that has its own entry, other than None, in a pytree of specs.
+    * A leaf that is not an array, such as a function or a string, is returned as it is. It is an
+      error if it has its own spec in a pytree of specs, or if it contains arrays but is not a
+      registered pytree.
 
     Args:
         x: an array or a pytree of arrays.
@@ -129,7 +129,7 @@ def _place_array(x: Any, spec: str, context: Context, memory_kind: str | None, d
         current = x.sharding
         if current is sharding or current == sharding or is_placed(x, sharding):
             return x
-    elif not _is_dtype_of_jax(x.dtype):
+    elif not _is_jax_dtype(x.dtype):
         return None
     return put_array(x, sharding, donate)
 
@@ -167,9 +167,9 @@ def _place_leaves(
     tracing: bool,
     donate: bool,
 ) -> list[Any]:
-    """Replaces the items of `leaves` with placed ones.
+    """Replaces each array in `leaves` with a placed one.
 
-    Raises one error for all that do not fit, before it moves any.
+    If some leaves do not fit, raises one error for all of them, and moves none.
     """
     moving: dict[int, NamedSharding] = {}  # leaf index to sharding
     others: set[int] = set()  # indices of leaves that are not arrays, but have a spec
@@ -245,7 +245,7 @@ def _apply(placement: Placement, leaf: Any, kind: _LeafKind) -> Any:
 
 
 def check_ref(ref: Any, placement: Placement) -> None:
-    """Raises if a `jax.Ref` has another sharding than `placement`.
+    """Raises if a `jax.Ref` is not sharded as `placement` says.
 
     Resharding would create a new Ref, and code with the old Ref would miss writes to the new one.
     """
@@ -284,12 +284,12 @@ def _kind(leaf_type: type) -> _LeafKind:
 
 
 def check_dtype(expression: Expression, dtype: np.dtype[Any]) -> None:
-    if not _is_dtype_of_jax(dtype):
+    if not _is_jax_dtype(dtype):
         raise EinshardError(f'JAX does not support dtype {dtype}', expression=expression.text)
 
 
 @cached
-def _is_dtype_of_jax(dtype: np.dtype[Any]) -> bool:
+def _is_jax_dtype(dtype: np.dtype[Any]) -> bool:
     try:
         jax.typeof(np.empty((), dtype))
     except TypeError:

@@ -107,7 +107,7 @@ def _mismatch_error(planned: Mapping[int, Sequence[str]]) -> EinshardError:
 
 
 def group_processes(texts: Mapping[int, str]) -> dict[str, str]:
-    """{0: 'a', 1: 'a', 2: 'b'} -> {'processes 0, 1': 'a', 'process 2': 'b'}; at most 8 entries."""
+    """Groups {0: 'a', 1: 'a', 2: 'b'} as {'processes 0, 1': 'a', 'process 2': 'b'}."""
     groups: dict[str, list[int]] = {}
     for process, text in sorted(texts.items()):
         groups.setdefault(text, []).append(process)
@@ -115,6 +115,6 @@ def group_processes(texts: Mapping[int, str]) -> dict[str, str]:
 
 
 def process_text(processes: Sequence[int]) -> str:
-    """[3] -> 'process 3'; [0, 1, 2, 3, 4] -> 'processes 0, 1, 2, 3, ...'."""
+    """Formats [3] as 'process 3', and [0, 1, 2, 3, 4] as 'processes 0, 1, 2, 3, ...'."""
     few = ', '.join(map(str, processes[:4])) + (', ...' if len(processes) > 4 else '')
     return f'process {few}' if len(processes) == 1 else f'processes {few}'

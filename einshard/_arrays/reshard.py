@@ -1,4 +1,4 @@
-"""Reshards values over Explicit mesh axes: `jax.sharding.reshard`, with its bugs avoided."""
+"""Reshards values over Explicit mesh axes: `jax.sharding.reshard` without its bugs."""
 
 from __future__ import annotations
 

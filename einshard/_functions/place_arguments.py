@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from .._arrays.constrain import rejected_by_jit, reshard_traced
+from .._arrays.constrain import reshard_traced, sharding_rejected_by_jit
 from .._arrays.device_put import device_put, make_movable, put
 from .._arrays.place import check_ref
 from .._arrays.process_agreement import PlannedArray, check_same_contents
@@ -94,7 +94,7 @@ def _rejected_sharding(
 ) -> Sharding | None:
     """Returns the sharding of `leaf`, or None if jit accepts `leaf` where it expects `sharding`."""
     if isinstance(leaf, Tracer) or _is_on_abstract_mesh(traced, sharding):
-        return rejected_by_jit(leaf, traced.for_jit(sharding))
+        return sharding_rejected_by_jit(leaf, traced.for_jit(sharding))
     if not _is_committed(leaf):
         return None
     return None if leaf.sharding.is_equivalent_to(sharding, leaf.ndim) else leaf.sharding

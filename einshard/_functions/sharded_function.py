@@ -10,7 +10,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, ove
 import jax
 import numpy as np
 
-from .._arrays.device_put import error_of_topology
+from .._arrays.device_put import topology_error
 from .._errors import EinshardError, hide_inner_frames
 from .._sharding.context import copy_into_thread, innermost_scope, is_tracing, matches_cache_keys
 from .._sharding.mesh import mesh_fact
@@ -184,7 +184,7 @@ class ShardedFunction(Generic[P, R]):
         except (ValueError, RuntimeError) as error:
             return self._retry(error, program.runnable, call, values, get_method)
         except AttributeError as error:
-            converted = error_of_topology(error)
+            converted = topology_error(error)
             if converted is None:
                 raise
             raise converted.about(function=self._setup.name) from None
