@@ -24,7 +24,7 @@ from .._cache import register
 from .._errors import EinshardError, Suggestion
 from .._notation.axis_positions import axis_positions
 from .._notation.expression import ELLIPSIS, Expression, axis_letters
-from .._sharding.context import USE_MESH_IN_CONTEXT, depth_of_user, is_staging
+from .._sharding.context import USE_MESH_IN_CONTEXT, is_staging, user_stacklevel
 from .._sharding.describe import find_expression
 from .._sharding.mesh import (
     AnyMesh,
@@ -93,7 +93,7 @@ def _user_lines() -> list[str]:
 
     The first frame may be a helper, such as `shard_activations`.
     """
-    user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
+    user = sys._getframe(user_stacklevel() - 1)  # type: ignore[reportPrivateUsage]
     frames = filter(None, (user, user.f_back))
     return [f'{frame.f_code.co_filename}:{frame.f_lineno}' for frame in frames]
 
@@ -122,7 +122,7 @@ def warn_replicated(placement: Placement) -> None:
         f"'{text}' has no placement, and no axis_rules apply: the value is replicated over the "
         f'mesh {mesh_fact(placement.sharding.mesh)}; to replicate it on purpose, write '
         f"'{' '.join(placement.expression.names)} -> {text}'",
-        stacklevel=depth_of_user(),
+        stacklevel=user_stacklevel(),
     )
 
 
@@ -202,7 +202,7 @@ def reshard_traced(x: Any, sharding: NamedSharding, replicated: Any) -> Any:
     """Reshards an argument of a jitted function that is called under jax.grad or jax.vmap.
 
     Uses a constraint, because `device_put` under jax.vmap would shard the wrong axes. `replicated`
-    replicates over the same mesh.
+    is a replicated sharding on the same devices, for `device_put`.
     """
     try:
         return _constrain_in_jit(x, sharding)

@@ -20,7 +20,7 @@ from .._inspect.findings.lines import line_of
 from .._inspect.findings.trace import inner_jaxprs
 from .._inspect.lowered import Stages
 from .._per_device.per_device import per_device
-from .._sharding.context import depth_of_user
+from .._sharding.context import user_stacklevel
 from .._sharding.mesh import unreduced_kind
 from .._text import array_text, short_source
 from .._trees.paths import leaf_paths
@@ -196,7 +196,7 @@ def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
     assert stages.traced is not None
     # Omit the reshards of arguments that `sharded` adds on Explicit axes. They have no source line
     # or, in JAX 0.8, the line that calls to_jax.
-    user = sys._getframe(depth_of_user() - 1)  # type: ignore[reportPrivateUsage]
+    user = sys._getframe(user_stacklevel() - 1)  # type: ignore[reportPrivateUsage]
     omitted_lines = '', f'{user.f_code.co_filename}:{user.f_lineno}'
     found: dict[tuple[str, str], str] = {}
     for eqn in _constraints(stages.traced.jaxpr.jaxpr):

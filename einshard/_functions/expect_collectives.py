@@ -11,7 +11,7 @@ import jax
 
 from .._errors import EinshardError
 from .._sharding.axis_rules import check_option
-from .._sharding.context import depth_of_user, is_tracing
+from .._sharding.context import is_tracing, user_stacklevel
 from .compile_events import is_listening, unwatch, watch
 from .promise import Promise, find_unexpected, read_promise
 
@@ -125,4 +125,4 @@ class expect_collectives:
                 self._warn(str(error))
 
     def _warn(self, message: str) -> None:
-        warnings.warn(message, stacklevel=depth_of_user())
+        warnings.warn(message, stacklevel=user_stacklevel())

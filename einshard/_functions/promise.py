@@ -23,7 +23,7 @@ from .._hlo.find_collectives import read_collectives
 from .._hlo.memory import parse_bytes, read_memory
 from .._hlo.module import Module
 from .._sharding.collective_axes import ShardedBy, along_text
-from .._sharding.context import depth_of_user, is_staging, is_tracing
+from .._sharding.context import is_staging, is_tracing, user_stacklevel
 from .._text import format_bytes, short_arrays, short_source
 
 # The collectives that a program may have: a kind such as 'all-reduce', several kinds, or the limit
@@ -245,7 +245,7 @@ class Budget:
             f'{" and ".join(options)} of {self.name} {verb} not checked inside jax.grad, jax.vmap '
             'or another transformation that runs outside jax.jit; '
             f'use sharded(..., {arguments})(jax.grad({self.name}))',
-            stacklevel=depth_of_user(),
+            stacklevel=user_stacklevel(),
         )
 
 

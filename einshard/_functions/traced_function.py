@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from .._errors import EinshardError
 from .._sharding.collective_axes import ShardedBy, find_sharded_by
 from .._sharding.context import Context, mesh_scope
-from .._sharding.legacy_mesh import warn_if_ignored
+from .._sharding.legacy_mesh import warn_if_legacy_mesh
 from .._sharding.mesh import AnyMesh
 from .._sharding.program_mesh import device_mismatch_error
 from .._trees.specs import is_none
@@ -183,7 +183,7 @@ class TracedFunction:
             ):
                 raise WrongShardings
             self.check_devices(())  # against an enclosing program or `jax.set_mesh`
-            warn_if_ignored(self.setup.name, context.mesh)
+            warn_if_legacy_mesh(self.setup.name, context.mesh)
             self.check(values)
             is_explicit = AxisType.Explicit in self.mesh.axis_types
             if is_explicit:

@@ -60,7 +60,7 @@ def _with_placements(
     pairs: Sequence[tuple[Term, AxisRule | None]],
     axis_sizes: Mapping[str, int],
 ) -> Expression:
-    """Replaces the terms of an expression, and adds '*' if unused devices need it to hold replicas.
+    """Replaces the terms of an expression. Adds '*' if it is needed to replicate over unused devices.
 
     Raises if two terms share a mesh axis.
     """
@@ -177,7 +177,7 @@ def _parse_placement(placement: str) -> Term:
 def fix_in_axis_rules(
     fix: str | None, error: EinshardError, spec: AnySpec, context: Context
 ) -> str | None:
-    """Suggests "axis_rules(batch='@data')" if a fix changes only a placement that a rule gave.
+    """Suggests "axis_rules(batch='@data')" if a fix changes only a placement from a rule.
 
     Returns any other fix unchanged.
     """

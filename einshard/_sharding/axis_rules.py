@@ -165,7 +165,7 @@ def check_option(
 
 
 def _rule_for_axis_named(option: str) -> dict[str, str]:
-    """Returns an error fact that shows a rule for an axis with the name of an option."""
+    """Returns a fact for errors: the rule for an axis that is named like an option."""
     return {f'for an axis named {option}': f"axis_rules({{'{option}': '@tp'}})"}
 
 

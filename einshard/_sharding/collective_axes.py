@@ -159,6 +159,6 @@ def axes_text(axes: tuple[str, ...] | None, mesh: AnyMesh, sharded_by: ShardedBy
         if sum(map(len, entries)) == len(target) and target == frozenset().union(*entries):
             in_order = sorted(entries, key=lambda entry: min(map(axes.index, entry)))
             names = [name_of[entry] for entry in in_order]
-            if len({*names}) == len(names):  # not 'b,b', for two entries of axis b
+            if len({*names}) == len(names):  # two entries of axis b would give 'b,b'
                 return ','.join(names)
     return 'all' if len(axes) == sum(size > 1 for size in mesh.axis_sizes) else ','.join(axes)

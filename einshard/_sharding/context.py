@@ -53,7 +53,7 @@ class Context:
     """The mesh and the axis rules that an expression is resolved with.
 
     `make_context` returns one object for equal arguments, so contexts compare by identity. Hashing
-    the fields would add 0.3 us to the 1.0 us that `einshard` takes for a placed array.
+    the fields would add 0.3 us to the 1.0 us for an array that is already placed.
     """
 
     mesh: AnyMesh | None = None  # None: `device_mesh()`, the canonical mesh of all devices
@@ -276,7 +276,7 @@ def one_device_scope(mesh: Mesh) -> AbstractContextManager[Any]:
 
 
 def _enclosing_context() -> Context:
-    """Returns the innermost context. While tracing, raises if JAX's cache keys have another one."""
+    """Returns the innermost context. While tracing, raises if JAX's cache keys disagree."""
     scope = innermost_scope.get()
     # most threads have no scopes, and the first check saves 0.1 us there
     if (scope is not None or _thread.open_scopes) and not matches_cache_keys() and is_tracing():
@@ -344,12 +344,12 @@ def is_staging() -> bool:
     """Whether operations are staged into a program, as in `jax.jit`, instead of run eagerly.
 
     Under `jax.grad` or `jax.vmap` alone they run eagerly. The check adds an unused equation to the
-    jaxpr, which JAX drops when lowering, so call it only where it is needed.
+    jaxpr, which JAX drops when lowering, so avoid it on fast paths.
     """
     return isinstance(jax.lax.neg(np.float32(0)), Tracer)
 
 
-def depth_of_user() -> int:
+def user_stacklevel() -> int:
     """Returns the `stacklevel` for a warning at the first frame outside einshard and JAX."""
     frame = inspect.currentframe()
     frame = frame and frame.f_back

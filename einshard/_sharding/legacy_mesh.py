@@ -14,15 +14,15 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._errors import EinshardError
-from .context import depth_of_user
+from .context import user_stacklevel
 
 _NOTE = "einshard does not use the mesh of 'with mesh:'; use 'with jax.set_mesh(mesh):'"
 
 
-def warn_if_ignored(function: str, mesh: object) -> None:
+def warn_if_legacy_mesh(function: str, mesh: object) -> None:
     """Warns in the trace of `function` if `mesh` is None, but `with mesh:` is in effect."""
     if mesh is None and _has_any_mesh():
-        warnings.warn(f'{function}: {_NOTE}', stacklevel=depth_of_user())
+        warnings.warn(f'{function}: {_NOTE}', stacklevel=user_stacklevel())
 
 
 def with_legacy_mesh_note(error: EinshardError, mesh: object) -> EinshardError:

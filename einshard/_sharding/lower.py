@@ -17,9 +17,9 @@ def lower(
 ) -> NamedSharding | None:
     """Lowers a layout to a sharding on `mesh`.
 
-    Returns None if the counts do not match the mesh axes. Exception: instead of a canonical mesh
-    (see `device_mesh`) with Auto axes, uses a mesh of the same devices with other axis sizes. A
-    mesh in JAX's context is never replaced, because JAX rejects arrays on any other mesh.
+    Returns None if the counts do not match the mesh axes. Exception: a canonical mesh with Auto
+    axes (see `device_mesh`) is replaced by a mesh of the same devices with other axis sizes, unless
+    it is in JAX's context, because JAX rejects arrays on any other mesh.
 
     Because of the cache, arrays of many shapes share one sharding object, which makes `device_put`
     faster.

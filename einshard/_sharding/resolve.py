@@ -1,4 +1,4 @@
-"""Resolves a spec in a context: to a Placement, and to a NamedSharding."""
+"""Resolves a spec in a context to a Placement, which has the NamedSharding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .._notation.layout import Layout
 from .._suggestions import with_working_fix, works
 from .apply_axis_rules import AppliedRules, apply_axis_rules, fix_in_axis_rules
 from .axis_rules import Fallback
-from .context import Context, context_on, current_context, depth_of_user, make_context
+from .context import Context, context_on, current_context, make_context, user_stacklevel
 from .leaf_spec import (
     AnySpec,
     LeafSpec,
@@ -148,7 +148,7 @@ def resolve(
         fix = fix_in_axis_rules(fix, error, spec, context)
         raise with_legacy_mesh_note(error, context.mesh).with_fix(fix) from None
     if placement.warning:  # Python shows a warning only once per line of user code
-        warnings.warn(placement.warning, stacklevel=depth_of_user())
+        warnings.warn(placement.warning, stacklevel=user_stacklevel())
     return placement
 
 
