@@ -18,17 +18,9 @@ from .leaf_spec import AnySpec, as_leaf_spec
 
 
 class AppliedRules(NamedTuple):
-    """The result of `apply_axis_rules`.
-
-    Attributes:
-        expression: the expression with placements from the rules, and without ignored mesh axes.
-        missing_axes: mesh axes of the expression and the applied rules that the mesh lacks.
-        replicate_indivisible: the names of array axes to replicate if their size is not divisible.
-    """
-
-    expression: Expression
-    missing_axes: tuple[str, ...]
-    replicate_indivisible: frozenset[str]
+    expression: Expression  # with placements from the rules, and without ignored mesh axes
+    missing_axes: tuple[str, ...]  # mesh axes of the expression and the rules that the mesh lacks
+    replicate_indivisible: frozenset[str]  # array axes to replicate if they are not divisible
 
 
 def apply_axis_rules(
@@ -60,10 +52,7 @@ def _with_placements(
     pairs: Sequence[tuple[Term, AxisRule | None]],
     axis_sizes: Mapping[str, int],
 ) -> Expression:
-    """Replaces the terms of an expression. Adds '*' if it is needed to replicate over unused devices.
-
-    Raises if two terms share a mesh axis.
-    """
+    """Replaces the terms of an expression. Raises if two of them share a mesh axis."""
     terms = [
         _keep_mesh_axes(term, axis_sizes) if rule and rule.ignores_missing else term
         for term, rule in pairs
@@ -71,7 +60,7 @@ def _with_placements(
     takes_devices = any(term.takes_devices for term in terms)
     has_mesh_axes = any(term.mesh_axes for term in terms)
     if not any(term.star for term in terms) and (takes_devices or not has_mesh_axes):
-        # placements that are all mesh axes replicate over unused mesh axes without a '*'
+        # replicates over unused devices; placements that are all mesh axes do so without a star
         terms.insert(0, Term(star=True))
     placed = write_short(terms)
     try:

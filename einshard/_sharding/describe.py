@@ -95,7 +95,6 @@ class Description(str):
 
 
 def _describe_leaf(x: Any) -> str | None:
-    """Returns the expression or description of an array or sharding, or None for any other leaf."""
     sharding: Any = x if isinstance(x, Sharding) else sharding_of(x)
     if sharding is None or isinstance(sharding, Description):
         return sharding
@@ -202,7 +201,6 @@ def _terms_by_name(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
 
 
 def _can_name_mesh_axes(sharding: NamedSharding) -> bool:
-    """Whether an expression can name all mesh axes that a sharding uses."""
     sizes = sizes_of(sharding.mesh)
     spec = sharding.spec
     entries = [*_entries(sharding), spec.unreduced, spec.reduced]

@@ -51,10 +51,7 @@ def topology_name(name: str) -> str:
 
 
 def _corrected_name(name: str) -> str | None:
-    """Corrects case, spaces and the separator before the shape.
-
-    Returns the corrected name in quotes, or None if it is still invalid.
-    """
+    """Corrects case, spaces and separators. Returns None if the name is still invalid."""
     compact = re.sub(r'\s*([-:/x])\s*', r'\1', name.strip().lower())
     text = re.sub(r'[-/](?=\d+x)', ':', compact)
     try:
