@@ -25,7 +25,7 @@ examples:
   {prog} 'a b -> a4 b2'
   {prog} 'b d -> b@data d@tp' --shape 32 512 --mesh data=4 tp=2
   {prog} '... -> * ...' --shape --devices 8
-other commands ('show' may be left out):
+other commands ('show' may be omitted):
   {prog} explain --help     compile a function and list its collectives
   {prog} plan --help        find the sharding of a function
   {prog} table --help       show how rules shard the arrays of a model

@@ -370,7 +370,7 @@ def test_results_as_data_text_and_html():
     assert (data['same'], data['n_devices'], data['notes']) == (True, 8, [])
     assert data['rows'][0]['array'] == 'float32[16,32]'
     assert data['rows'][0]['because'] == 'float32, longest sum: 64 terms'
-    assert str(comparison).startswith('product on 8 devices: the same on one device\n')
+    assert str(comparison).startswith('product on 8 devices: same results as on one device\n')
     assert 'gradient of w' in comparison._repr_html_()
 
 

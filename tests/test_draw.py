@@ -145,7 +145,7 @@ PICTURES = [
         a 2:4 │ 4,12  │ 5,13  │ 6,14  │ 7,15  │
               │       │       │       │       │
               └───────┴───────┴───────┴───────┘
-        a is in 2 parts, b in 4; each shard is replicated on 2 devices;
+        a is split into 2 parts, b into 4; each shard is replicated on 2 devices;
         a device holds [2,2], 1/8 of the array
         devices, slowest-varying first: 2 replicas x 2 parts of a x 4 parts of b
         """,
@@ -160,7 +160,7 @@ PICTURES = [
               ├───────┼───────┤        ├───────┼───────┤
         b 2:4 │   1   │   3   │  b 2:4 │   5   │   7   │
               └───────┴───────┘        └───────┴───────┘
-        a is in 2 parts, b in 2, c in 2; each shard is on one device;
+        a is split into 2 parts, b into 2, c into 2; each shard is on one device;
         a device holds [2,2,2], 1/8 of the array
         devices, slowest-varying first: 2 parts of a x 2 parts of c x 2 parts of b
         """,
@@ -191,7 +191,7 @@ PICTURES = [
         b 16:32 │    6,8,10     │    7,9,11     │
                 │               │               │
                 └───────────────┴───────────────┘
-        b is in 2 parts over data, d in 2 over tp; each shard is replicated on 3 devices;
+        b is split into 2 parts over data, d into 2 over tp; each shard is replicated on 3 devices;
         a device holds [16,32], 1/4 of the array
         mesh axes, slowest-varying first: data (2 parts of b), pp (3 replicas), tp (2 parts of d)
         """,
@@ -209,7 +209,7 @@ PICTURES = [
         a 2:4 │            2,3+6,7            │
               │                               │
               └───────────────────────────────┘
-        a is in 2 parts; each shard is a sum of 2 terms, each replicated on 2 devices;
+        a is split into 2 parts; each shard is a sum of 2 terms, each replicated on 2 devices;
         a device holds [2,4], 1/2 of the array
         devices, slowest-varying first: 2 terms of a sum x 2 parts of a x 2 replicas
         """,
@@ -245,7 +245,7 @@ def test_picture(arguments, text):
         (
             lambda: show(einshard(np.zeros((8, 4), np.uint8), 'a4 2 b', mesh=EIGHT[::-1])),
             [
-                'a is in 4 parts; each shard is replicated on 2 devices; '
+                'a is split into 4 parts; each shard is replicated on 2 devices;\n'
                 'a device holds uint8[2,4], 1/4 of the array\n',
                 'devices, slowest-varying first: 4 parts of a x 2 replicas\n',
                 "in the notation: 'a b -> a4 b 2'",
@@ -374,7 +374,7 @@ def test_rich_keeps_to_the_width_of_the_terminal():
     # boxes grow within it
     lines = printed(show('2 y8 z', (8, 800)), width=24)
     assert lines[1:3] == ['      ┌────────────────┐', 'y 0:1 │      0,8       │']
-    assert lines[18:20] == ['y is in 8 parts;', 'each shard is replicated']
+    assert lines[18:20] == ['y is split into 8 parts;', 'each shard is replicated']
 
 
 @pytest.mark.parametrize(
@@ -569,7 +569,7 @@ def test_notebooks_show_svg_and_text():
     picture = show('a b -> 2 a2* b*', (4, 8), 16)
     page = picture._repr_html_()
     assert picture.svg in page
-    assert 'a is in 4 parts, b in 2' in page
+    assert 'a is split into 4 parts, b into 2' in page
     for outside in ('<script', '<link', 'href', 'src='):
         assert outside not in page
 
@@ -715,9 +715,9 @@ def test_as_many_dimensions_as_numpy_has():
     names = [f'{a}{b}' for a in 'abcdefg' for b in 'abcdefghi']
     sizes = (8, *(1,) * 62)
     text = str(show(f'{names[0]}4 {" ".join(names[1:])}', sizes))
-    assert 'aa is in 4 parts' in text
+    assert 'aa is split into 4 parts' in text
     x = einshard(np.ones(sizes, np.float32), 'a8 ...', mesh=jax.devices()[:8])
-    assert 'a is in 8 parts' in str(show(x))
+    assert 'a is split into 8 parts' in str(show(x))
 
 
 def test_control_characters_in_paths_are_replaced(devices8):

@@ -71,7 +71,8 @@ def test_a_program_that_does_not_fit():
     ]
     assert report.findings[0].kind == 'does not fit'
     assert report.findings[0].text == (
-        'the program needs 67.1 GiB of memory, and a device has 15.8 GiB (it does not compile)'
+        'the program needs 67.1 GiB of memory, but a device has only 15.8 GiB, '
+        'so it does not compile'
     )
 
 

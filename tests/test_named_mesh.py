@@ -88,7 +88,7 @@ def test_invalid_sizes(size):
 
 @pytest.mark.parametrize('name', ['a b', ''])
 def test_invalid_names(name):
-    sentence = f'{name!r} is not a valid name of a mesh axis'
+    sentence = f'{name!r} is not a valid mesh axis name'
     assert refusal(device_mesh, **{name: 16}).sentence == sentence
 
 

@@ -160,30 +160,30 @@ def test_errors_in_functions_are_the_users():
     [
         ({'a': W}, {'b': ROWS}, "at the root, no spec for 'a'"),
         ({'a': W}, {'a': ROWS, 'b': ROWS}, "at the root, the tree has no 'b'"),
-        ({'a': W}, [ROWS], "at the root, the specs have 'list' where the tree has 'dict'"),
-        (W, {'a': ROWS}, "at the root, the specs have 'dict' where the tree has a leaf"),
+        ({'a': W}, [ROWS], 'at the root, the spec is of type list, but the tree is of type dict'),
+        (W, {'a': ROWS}, 'at the root, the spec is of type dict, but the tree has a leaf'),
         ({'net': [W, {'w': W}]}, {'net': [ROWS, {'v': ROWS}]}, "at 'net/1', no spec for 'w'"),
         (
             {'net': [W, W]},
             {'net': [ROWS, {'w': ROWS}]},
-            "at 'net/1', the specs have 'dict' where the tree has a leaf",
+            "at 'net/1', the spec is of type dict, but the tree has a leaf",
         ),
         (
             {'net': Layer(W, B)},
             {'net': (ROWS, VECTOR)},
-            "at 'net', the specs have 'tuple' where the tree has 'Layer'",
+            "at 'net', the spec is of type tuple, but the tree is of type Layer",
         ),
         (
             {'x': None},
             {'x': {'a': ROWS}},
-            "at 'x', the specs have 'dict' where the tree has 'NoneType'",
+            "at 'x', the spec is of type dict, but the tree is of type NoneType",
         ),
         ([Keyless(W, W)], [Keyless(ROWS)], "at '0', no spec for '1'"),
         ({'w': W}, {'v': lambda path, leaf: None}, "at the root, no spec for 'w'"),
         (
             collections.OrderedDict(a=W),
             {'a': ROWS},
-            "at the root, the specs have 'dict' where the tree has 'OrderedDict'",
+            'at the root, the spec is of type dict, but the tree is of type OrderedDict',
         ),
         (Block(W, W, 'one'), Block(ROWS, ROWS, 'other'), ''),
     ],
@@ -195,10 +195,11 @@ def test_mismatches_are_located(tree, specs, difference):
 
 @pytest.mark.parametrize('bad', [3, 2.5, b'a*', jax.devices()[0], object(), np.ones(3)])
 def test_bad_spec_leaves(bad):
-    assert " at '" not in refusal(einshard, W, bad).sentence
+    assert 'path in spec' not in refusal(einshard, W, bad).facts
     for first in (ROWS, lambda path, leaf: ROWS):
         error = refusal(einshard, {'net': [W, W]}, {'net': [first, bad]})
-        assert error.sentence.endswith(" at 'net/1' is not a spec")
+        assert error.sentence.endswith(' is not a spec')
+        assert error.facts['path in spec'] == "'net/1'"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from jax.sharding import (
 )
 
 from .._cache import register
-from .._errors import EinshardError, Suggestion
+from .._errors import EinshardError, Suggestion, quoted
 from .._notation.axis_positions import axis_positions
 from .._notation.expression import ELLIPSIS, Expression, axis_letters
 from .._sharding.context import USE_MESH_IN_CONTEXT, is_staging, user_stacklevel
@@ -253,8 +253,8 @@ def _check_context(x: Any, placement: Placement) -> None:
         if entry != in_order:
             fix = _expression_of(explicit_first, placement, np.ndim(x))
             raise error(
-                f'an axis is sharded over {", ".join(map(str, entry))}, with an Auto mesh axis '
-                'before an Explicit one; JAX needs Explicit axes first',
+                f'an array axis is sharded over {quoted(map(str, entry))}, with an Auto mesh axis '
+                'before an Explicit one; JAX requires Explicit axes first',
                 mesh=mesh_fact(mesh),
                 fix=fix and Suggestion(fix.text),
             )

@@ -111,7 +111,7 @@ def device_put(x: Any, sharding: Any, donate: bool = False) -> Any:
         if donate and 'different memory kinds' in str(error):
             converted = EinshardError(
                 'an array that moves to another kind of memory cannot be donated',
-                facts={'JAX says': str(error), 'try': 'leave out donate=True'},
+                facts={'JAX says': str(error), 'try': 'omit donate=True'},
             )
         if converted is None:
             raise

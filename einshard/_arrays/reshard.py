@@ -43,7 +43,7 @@ def _check_dtype(aval: Any, sharding: NamedSharding) -> None:
     if (is_key and is_partial(sharding)) or (sharding.spec.unreduced and not is_number):
         limit = 'it cannot be a partial sum'
         if not sharding.spec.unreduced:
-            limit = "it cannot have '=', for which gradients are partial sums"
+            limit = "its gradient cannot be a partial sum ('=')"
         raise EinshardError(
             f'{array_text(aval)} does not contain numbers, so {limit}',
             facts={'sharding': partition_text(sharding.spec)},

@@ -26,7 +26,7 @@ from .._sharding.leaf_spec import (
 )
 from .._sharding.mesh import AnyMesh, MeshLike
 from .._sharding.resolve import resolve
-from .._text import array_text, name_of
+from .._text import name_of
 from .._trees.paths import leaf_paths
 from .._trees.rules import Rules
 from .._trees.shard_largest import shard_largest
@@ -99,11 +99,10 @@ def to_jax(
     if _is_spec(what):
         if kwargs or len(args) > 1:
             raise EinshardError(
-                'with a spec, to_jax takes at most one pytree, as a positional argument',
-                facts={
-                    'got': ', '.join([*map(array_text, args), *(f'{name}=' for name in kwargs)]),
-                    'expected': 'to_jax(spec), or to_jax(spec, tree)',
-                },
+                f'with a spec, to_jax takes the arrays by position, not as {next(iter(kwargs))}='
+                if kwargs
+                else f'with a spec, to_jax takes at most one pytree of arrays, not {len(args)}',
+                facts={'expected': 'to_jax(spec), or to_jax(spec, tree)'},
             )
         check_specs(what, expected=_EXPECTED)
         context = current_context(mesh)
@@ -216,7 +215,7 @@ def _rules_of_patterns(rules: Rules, context: Context) -> list[PathRule]:
             convert_jax_spec(spec), on_missing=rules.missing, rule=f"'{pattern}'"
         )
         if needs_rank(leaf_spec.expression):
-            raise _needs_tree(f"the sharding of rule '{pattern}' depends on the array ranks")
+            raise _needs_tree(f"the sharding of rule '{pattern}' depends on the ndim of the arrays")
         path_rules.append((pattern, resolve(leaf_spec, None, context).sharding))
     return path_rules
 

@@ -77,7 +77,7 @@ def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
             near = difflib.get_close_matches(str(kind), KINDS, n=1)
             raise EinshardError(
                 f'{kind!r} is not a kind of collective',
-                facts={'kinds': ', '.join(KINDS)},
+                facts={'kinds': f'{", ".join(KINDS)} (a Pallas kernel that communicates)'},
                 fix=repr(near[0]) if near else None,
             )
     if not isinstance(promise, Mapping):

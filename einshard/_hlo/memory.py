@@ -73,7 +73,7 @@ def parse_bytes(value: object, given_as: str) -> int:
     match = re.fullmatch(r'\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B\s*', str(value))
     if not isinstance(value, str) or match is None:
         raise EinshardError(
-            f'{given_as} must be a size in bytes, not {value!r}',
+            f'{value!r} is not a valid size for {given_as}',
             facts={'expected': "'15 GB', '14.5 GiB' or a number of bytes"},
         )
     number, prefix, binary = match.groups()

@@ -94,7 +94,7 @@ class Comparison(Display):
         return {**as_json(self), 'rows': rows, 'same': self.same}
 
     def _page(self) -> Page:
-        verdict = 'the same on one device' if self.same else 'not the same on one device'
+        verdict = 'same results as on one device' if self.same else 'differs from one device'
         rows = tuple(
             (
                 row.path,

@@ -171,7 +171,7 @@ def _wrap_stage(stage: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh
         option = 'arguments' if args or kwargs else 'mesh='
         raise EinshardError(
             f'a {kind} already has its arguments and devices, so {option} cannot be given',
-            facts={'instead': f'leave out {option}, or pass the function'},
+            facts={'instead': f'omit {option}, or pass the function'},
         )
     if isinstance(stage, Compiled):
         return Stages('', compiled=stage)
@@ -270,12 +270,12 @@ def _check_devices(name: str, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[s
     for other, leaf in example_of.items():
         if isinstance(other, Mesh) and {*other.devices.flat} != {*mesh.devices.flat}:
             raise EinshardError(
-                f'an argument of {name} is sharded over a different set of devices from mesh=',
+                f'an argument of {name} is not on the devices of mesh=',
                 facts={
                     'array': array_text(leaf),
-                    'its mesh': mesh_fact(other),
+                    'mesh of the argument': mesh_fact(other),
                     'mesh=': mesh_fact(mesh),
-                    'instead': 'leave out mesh=, or the sharding of the argument',
+                    'instead': 'omit mesh=, or the sharding of the argument',
                 },
             )
 

@@ -70,7 +70,7 @@ def show(
               ├───────────────┼───────────────┤
         a 3:4 │     6,14      │     7,15      │
               └───────────────┴───────────────┘
-        a is in 4 parts, b in 2; each shard is replicated on 2 devices;
+        a is split into 4 parts, b into 2; each shard is replicated on 2 devices;
         a device holds [1,4], 1/8 of the array
         devices, slowest-varying first: 2 replicas x 4 parts of a x 2 parts of b
 
@@ -101,7 +101,7 @@ def show(
     if devices is not None:
         raise EinshardError(
             'devices= is only for expressions; arrays and shardings have their own devices',
-            facts={'instead': 'leave out devices='},
+            facts={'instead': 'omit devices='},
         )
     if isinstance(x_or_expression, Report):
         return _draw_report(x_or_expression)
@@ -205,7 +205,7 @@ def _draw_value(x: Any, shape: tuple[int, ...] | None) -> Picture:
     if shape is not None and shape != tuple(own_shape):
         raise EinshardError(
             f'shape= is {shape}, but the array has shape {tuple(own_shape)}',
-            facts={'instead': 'leave out shape='},
+            facts={'instead': 'omit shape='},
         )
     return _draw_sharding(sharding, tuple(own_shape), str(x.dtype))
 

@@ -91,7 +91,7 @@ def _works_with(multiple: int, n_stars: int) -> DeviceCounts:
     counts = [multiple * r**n_stars for r in range(1, 5)]
     text = f'{", ".join(map(str, counts))}, ... devices in total'
     if n_stars > 1:
-        text += ', since all stars have the same value'
+        text += ' (every star has the same value)'
     return DeviceCounts(text, counts)
 
 
@@ -124,8 +124,8 @@ def _wrong_product(
         sentence = f"nothing is sharded; add '*' to replicate over all {n} devices"
     else:
         use = 'uses' if len(counted) == 1 else 'use'
-        sentence = f'{quoted(map(str, counted))} {use} only {product} of {n} '
-        sentence += 'remaining devices; ' if devices.mesh_axis_terms else 'devices; '
+        which = f'the {n} remaining' if devices.mesh_axis_terms else str(n)
+        sentence = f'{quoted(map(str, counted))} {use} only {product} of {which} devices; '
         sentence += (
             'counts and stars must use all of them'
             if devices.mesh_axis_terms or devices.on_users_mesh

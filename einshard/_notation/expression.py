@@ -215,8 +215,8 @@ def _check_left(expression: Expression) -> None:
             raise expression.error(
                 f"'{written}' is not an axis name; the left side lists only the names of the axes",
                 [term],
-                names='letters and underscores, no digits',
-                placements='counts, stars and mesh axes go on the right side',
+                axis_names='letters and underscores, no digits',
+                right_side='counts, stars and mesh axes',
             )
     _check_ellipsis(expression, expression.left, ' on the left side')
     repeated = _repeated(expression.left)

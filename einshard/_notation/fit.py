@@ -43,7 +43,7 @@ def misfit(expression: Expression, layout: Layout, mesh: str) -> EinshardError:
         [term for term in expression.right if term.takes_devices],
         fix=with_star_after(expression),
         mesh=mesh,
-        expected='counts in mesh order, each a mesh axis size or a product of adjacent ones',
+        expected='counts in mesh order: sizes of mesh axes, or products of adjacent sizes',
     )
 
 

@@ -74,7 +74,7 @@ def read_mesh_axes(text: str, start: int, at: int, end: int, count: str) -> tupl
             fix = f'{text[: at + 1]}({written}){text[end:]}'
             sentence = f"'{word}' is not a valid term: several mesh axes need parentheses"
         elif is_grouped and (wrong := next((a for a in axes if a and not is_mesh_axis(a)), None)):
-            sentence = f"'{wrong}' is not a valid name of a mesh axis"
+            sentence = f"'{wrong}' is not a valid mesh axis name"
         raise EinshardError(
             sentence,
             expression=text,

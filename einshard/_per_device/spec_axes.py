@@ -133,7 +133,7 @@ class SpecAxes:
             in_order = sorted(listed, key=mesh_axes.index)
             if listed != in_order:
                 raise self.error(
-                    f"the mesh axes of '{name}' are out of device order: {', '.join(listed)}",
+                    f"the mesh axes of '{name}' ({', '.join(listed)}) must be in device order",
                     [term for term in self.expression.right if term.name == name],
                     device_order=', '.join(in_order),
                 )

@@ -11,7 +11,7 @@ from .blocks import Blocks
 
 
 def describe_shards(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...]]) -> str:
-    """Describes the shards: 'x is in 4 parts; each shard is on one device; a device holds ..'.
+    """Describes the shards: 'x is split into 4 parts; each shard is on one device; ..'.
 
     `entries` has the mesh axes that shard each array axis. If it is [], no mesh axes are named.
     """
@@ -28,8 +28,8 @@ def describe_shards(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...
         return f'nothing is sharded: {holds} the {noun}{type_text}'
     clauses: list[str] = []
     for i, axis in enumerate(sharded):
-        verb = ' is in' if i == 0 else ' in'
-        clause = f'{blocks.names[axis]}{verb} {blocks.parts[axis]}{"" if i else " parts"}'
+        verb = 'into' if i else 'is split into'
+        clause = f'{blocks.names[axis]} {verb} {blocks.parts[axis]}{"" if i else " parts"}'
         if entries:
             clause += f' over {_mesh_axes_text(entries[axis])}'
         clauses.append(clause)

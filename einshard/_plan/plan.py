@@ -173,7 +173,7 @@ def _check_has_no_mesh(fn: Any) -> None:
         raise EinshardError(
             f'{name_of(fn)} has its own mesh, so plan cannot try others',
             facts={
-                'instead': 'leave out mesh= of sharded, and pass the devices to plan, '
+                'instead': 'omit mesh= from sharded, and pass the devices to plan, '
                 "as in mesh=topology('v5e:4x4')"
             },
         )

@@ -42,7 +42,7 @@ def _check_axis(name: str, size: object) -> None:
             f'the size of mesh axis {name!r} must be a positive integer or -1, not {size!r}'
         )
     if not is_mesh_axis(name):
-        raise EinshardError(f'{name!r} is not a valid name of a mesh axis')
+        raise EinshardError(f'{name!r} is not a valid mesh axis name')
     if _RESERVED.fullmatch(name):
         raise EinshardError(f"{name!r} is reserved for einshard's own meshes; use another name")
 

@@ -76,7 +76,7 @@ class Context:
 
 
 # what to write instead of a mesh= that does not match the mesh in context
-USE_MESH_IN_CONTEXT = 'leave out mesh=, and name axes of the mesh in context'
+USE_MESH_IN_CONTEXT = 'omit mesh=, and use the axes of the mesh in context'
 
 _Key: TypeAlias = tuple[AnyMesh | None, AxisRules, bool]
 
@@ -145,7 +145,7 @@ def context_on(mesh: AnyMesh, context: Context) -> Context:
             other = 'the mesh in context' if context.mesh_is_ambient else source
             raise EinshardError(
                 f'the NamedSharding is on {where} from {other}',
-                facts={'its mesh': actual, source: expected},
+                facts={'mesh of the spec': actual, source: expected},
             )
     return make_context(mesh, False, context.axis_rules, context.on_one_device)
 

@@ -46,12 +46,12 @@ def _error(mesh: AnyMesh, other: AnyMesh) -> EinshardError:
     n, n_program = mesh.size, other.size
     sentence = f'the mesh has {plural(n, "device")}, but the program runs on {n_program}'
     if n == n_program:
-        sentence = 'the mesh has other devices than the program'
+        sentence = 'the mesh and the program are on different devices'
     return EinshardError(
         sentence,
         facts={
             'mesh': mesh_fact(mesh),
             'mesh of the program': mesh_fact(other),
-            'instead': 'use the mesh of the program; unused mesh axes replicate the array',
+            'instead': 'use the mesh of the program; arrays are replicated over unused mesh axes',
         },
     )

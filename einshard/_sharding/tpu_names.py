@@ -106,7 +106,7 @@ def _check_name(name: str) -> None:
         raise EinshardError(
             f"'{name}' is not a TPU slice; topology() supports only TPUs",
             facts={
-                'on a GPU machine': 'leave out mesh=, or pass mesh=jax.devices()',
+                'on a GPU machine': 'omit mesh=, or pass mesh=jax.devices()',
                 'without GPUs': 'simulate the same number of CPU devices: same shardings, mostly '
                 'the same collectives',
             },

@@ -139,7 +139,7 @@ def _hashable_path(path: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     steps = [tuple(step) if isinstance(step, list | tuple) else (step,) for step in path]
     if not all(isinstance(operand, int) for step in steps for operand in step):
         raise EinshardError(
-            f'optimize= must be a contraction path, not {path!r}',
+            f'optimize= must be a strategy or a contraction path, not {path!r}',
             facts={
                 'expected': "'greedy', 'optimal', or the operands of each step: [(0, 1), (0, 1)]"
             },

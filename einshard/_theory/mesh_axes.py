@@ -77,7 +77,7 @@ def array_axes_of(operand: Expression, mesh_shape: Mapping[str, int]) -> dict[st
             [term for term in operand.right if term.takes_devices],
             device_axes=mesh_text(mesh_shape),
             device_order='unnamed axes (d0, d1, ...), then the axes given by keyword',
-            expected='counts in this order, each a device axis size or a product of adjacent ones',
+            expected='counts in this order: sizes of device axes, or products of adjacent sizes',
         )
     return {
         axis: None if split.axis is None else operand.names[split.axis]

@@ -297,7 +297,7 @@ def read_min_size(size: Any, option: str, unit: str) -> int:
     except TypeError:
         n = -1
     if n < 0:
-        raise EinshardError(f'{option} must be a number of {unit}, not {size!r}')
+        raise EinshardError(f'{option} must be a non-negative number of {unit}, not {size!r}')
     return n
 
 

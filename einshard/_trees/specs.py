@@ -138,7 +138,7 @@ def check_spec_functions(specs: Sequence[Spec]) -> None:
     for spec in specs:
         if is_function(spec) and not _takes_path_and_leaf(spec):
             raise EinshardError(
-                f'{name_of(spec)} is read as a spec, but a spec function takes (path, leaf)',
+                f'{name_of(spec)} is read as a spec function, but does not take (path, leaf)',
                 facts={'try': f'sharded(...)({name_of(spec)})'},
             )
 
@@ -216,13 +216,14 @@ def _not_a_spec(
     text = repr(spec)
     facts = {'expected': expected}
     if isinstance(spec, Mesh | AbstractMesh | jax.Device):
-        facts['instead'] = "pass it as mesh=: einshard(x, 'b d -> b* d', mesh=mesh)"
+        facts['instead'] = 'pass it as mesh=, not as a spec'
     elif _has_shape_and_dtype(spec):
         text = array_text(spec)
         if swapped is not None:
             facts = {'got': f'{text}{where}, instead of a spec', 'try': swapped.call}
             return EinshardError(swapped.sentence, facts=facts)
-    return EinshardError(f'{text}{where} is not a spec', facts=facts)
+    path_fact = {'path in spec': repr(path_text(path))} if path else {}
+    return EinshardError(f'{text} is not a spec', facts={**path_fact, **facts})
 
 
 def check_registered_pytree(leaf: Any) -> None:
@@ -348,10 +349,10 @@ def _mismatch(spec: Spec, tree: Any, path: tuple[Any, ...]) -> EinshardError | N
 def _mismatch_text(spec: Any, tree: Any, keys: Sequence[str], tree_keys: Sequence[str]) -> str:
     """Describes how two nodes differ: "no spec for 'b'", or two types."""
     if jtu.all_leaves([tree]):
-        return f"the specs have '{type(spec).__name__}' where the tree has a leaf"
+        return f'the spec is of type {type(spec).__name__}, but the tree has a leaf'
     if type(spec) is not type(tree):
         types = type(spec).__name__, type(tree).__name__
-        return "the specs have '{}' where the tree has '{}'".format(*types)
+        return 'the spec is of type {}, but the tree is of type {}'.format(*types)
     if missing := [key for key in tree_keys if key not in keys]:
         return f'no spec for {_keys_text(tree, missing[:8])}'
     if extra := [key for key in keys if key not in tree_keys]:

@@ -21,8 +21,8 @@ def does_not_fit(facts: Facts) -> Iterator[Finding]:
         as_compiled = ', as compiled for a CPU' if facts.platform == 'cpu' else ''
         text = (
             f'the program needs {format_bytes(memory.total)} of memory{as_compiled}, '
-            f'and a device has {format_bytes(memory.capacity)}'
-            f'{" (it does not compile)" if is_refused else ""}'
+            f'but a device has only {format_bytes(memory.capacity)}'
+            f'{", so it does not compile" if is_refused else ""}'
         )
         yield Finding('does not fit', text, bytes=memory.total)
 
