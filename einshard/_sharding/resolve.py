@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from .._cache import cached
 from .._errors import EinshardError, Suggestion, quoted
@@ -18,7 +18,7 @@ from .._notation.fit import misfit
 from .._notation.hints import mesh_axes_hint, spacing_hint
 from .._notation.lay_out import lay_out
 from .._notation.layout import Layout
-from .._suggestions import with_working_fix, works
+from .._suggestions import keep_working_suggestions, with_working_fix, works
 from .apply_axis_rules import AppliedRules, apply_axis_rules, fix_in_axis_rules
 from .axis_rules import Fallback
 from .context import Context, context_on, current_context, make_context, user_stacklevel
@@ -37,6 +37,7 @@ from .mesh import (
     UNCONSTRAINED,
     AnyMesh,
     MeshLike,
+    device_mesh,
     is_device_mesh,
     memory_kinds,
     mesh_fact,
@@ -350,7 +351,17 @@ def _with_working_fix(
     def attempt(candidate: AnySpec, context: Context = context) -> Placement:
         return find_placement(candidate, shape, context, memory_kind)
 
-    result = with_working_fix(error, lambda text: attempt(with_expression(spec, text)))
+    def with_fix(text: str) -> Placement:
+        return attempt(with_expression(spec, text))
+
+    def on_devices(n: int) -> Placement:
+        mesh = device_mesh(AbstractMesh((n,), ('n',)))
+        return attempt(spec, make_context(mesh, False, context.axis_rules))
+
+    if isinstance(shape, tuple) and not _is_users_mesh(context):
+        result = keep_working_suggestions(error, with_fix, on_devices)
+    else:
+        result = with_working_fix(error, with_fix)
     if isinstance(result.fix, Suggestion):
         fixed = with_expression(spec, result.fix.expression)
         if not isinstance(spec, LeafSpec) or spec.partition is None:
