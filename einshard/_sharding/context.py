@@ -123,7 +123,9 @@ def current_context(mesh: MeshLike | None = None) -> Context:
             facts={
                 'mesh=': mesh_fact(given_mesh),
                 'mesh in context': mesh_fact(ambient),
-                'instead': USE_MESH_IN_CONTEXT,
+                'instead': 'shard arrays before shard_map, whose mesh axes are all Manual'
+                if {*ambient.axis_types} == {AxisType.Manual}
+                else USE_MESH_IN_CONTEXT,
             },
         )
     return make_context(given_mesh, False, enclosing.axis_rules, enclosing.on_one_device)
