@@ -109,7 +109,24 @@ class Rules:
         self._checked_paths: set[tuple[str, ...]] = set()
 
     def __repr__(self) -> str:
-        return f'Rules({list(self.rules)!r})'
+        options = {
+            'indivisible': (self.indivisible, 'error'),
+            'missing': (self.missing, 'error'),
+            'min_size': (self.min_size, 0),
+            'strict': (self.strict, False),
+        }
+        given = {name: value for name, (value, default) in options.items() if value != default}
+        if self.default is not _NO_DEFAULT:
+            given = {'default': self.default, **given}
+        return (
+            ', '.join(
+                [
+                    f'Rules({list(self.rules)!r}',
+                    *(f'{name}={value!r}' for name, value in given.items()),
+                ]
+            )
+            + ')'
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # without the caches, which other threads may change while this one pickles
