@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -44,9 +45,8 @@ class Model:
     """The arrays and costly operations of a function, with the names of their axes.
 
     Attributes:
-        sizes: the axis names in order of appearance, each with the size of its largest axis.
-        divisors: for each axis name, the greatest common divisor of the sizes of its axes. The
-            number of shards must divide it.
+        axis_sizes: the axis names in order of appearance, each with the distinct sizes of its axes
+            in ascending order.
         array_names: the axis names of each array that is an argument or has a constraint. Each
             combination of names occurs once.
         results: the results that do not reuse the memory of a donated argument.
@@ -54,21 +54,29 @@ class Model:
     """
 
     name: str
-    sizes: Mapping[str, int]
-    divisors: Mapping[str, int]
+    axis_sizes: Mapping[str, Sequence[int]]
     array_names: tuple[tuple[str, ...], ...]
     arrays: tuple[Array, ...]
     results: tuple[StoredArray, ...]
     costly_ops: tuple[CostlyOp, ...]
     live_sets: tuple[LiveSet, ...]
 
-    def size_text(self, name: str) -> str:
-        """Describes the sizes of the axes named `name`: '6', or 'up to 9 and divisible by 3'."""
-        size, divisor = self.sizes[name], self.divisors[name]
-        if size == divisor:
-            return str(size)
-        common = f'and divisible by {divisor}' if divisor > 1 else 'with no common divisor'
-        return f'up to {size} {common}'
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """The size of the largest axis with each name, or 0 if no axis has it."""
+        return {name: max(sizes, default=0) for name, sizes in self.axis_sizes.items()}
+
+    @functools.cached_property
+    def divisors(self) -> dict[str, int]:
+        """The greatest common divisor of the sizes, which the number of shards must divide."""
+        return {name: math.gcd(*sizes) for name, sizes in self.axis_sizes.items()}
+
+    def axis_text(self, name: str) -> str:
+        """Formats an axis name with its sizes: "'a' (size 6)" or "'a' (sizes 9 and 15)"."""
+        sizes = self.axis_sizes[name]
+        if len(sizes) < 2:
+            return f"'{name}' (size {sizes[0] if sizes else 'unknown'})"
+        return f"'{name}' (sizes {', '.join(map(str, sizes[:-1]))} and {sizes[-1]})"
 
 
 def find_model(
@@ -93,15 +101,14 @@ def find_model(
     found = name_axes(program, argument_names, result_names)
     axis_names = [tuple(axis or () for axis in value_names) for value_names in found]
     arguments = [() if value is None else axis_names[value] for value in program.arguments]
-    sizes, divisors, array_names = _sizes_divisors_array_names(program, axis_names, names)
+    axis_sizes, array_names = _sizes_and_array_names(program, axis_names, names)
     results = jtu.tree_leaves(stages.traced.out_info)
     arrays = _arrays(stages.traced.args_info, arguments, results)
     pairs = zip(program.arguments, arrays, strict=True)
     states = [value for value, one in pairs if value is not None and one.is_state]
     return Model(
         name=stages.name,
-        sizes=sizes,
-        divisors=divisors,
+        axis_sizes=axis_sizes,
         array_names=array_names,
         arrays=arrays,
         results=_new_results(program, axis_names, arrays, results),
@@ -120,11 +127,11 @@ def _with_flax_names(
     return [from_flax if names is None else names for names, from_flax in pairs]
 
 
-def _sizes_divisors_array_names(
+def _sizes_and_array_names(
     program: Program, axis_names: Sequence[tuple[AxisNames, ...]], names: Sequence[str]
-) -> tuple[dict[str, int], dict[str, int], tuple[tuple[str, ...], ...]]:
-    """Returns `Model.sizes`, `Model.divisors` and `Model.array_names`."""
-    sizes, divisors = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+) -> tuple[dict[str, list[int]], tuple[tuple[str, ...], ...]]:
+    """Returns `Model.axis_sizes` and `Model.array_names`."""
+    sizes: dict[str, set[int]] = {name: set() for name in names}
     array_names: dict[tuple[str, ...], None] = {}
     indices = [i for i in program.arguments if i is not None]
     indices += [i for i, value in enumerate(program.values) if value.spec is not None]
@@ -133,9 +140,8 @@ def _sizes_divisors_array_names(
         for axis, size in zip(axis_names[i], program.values[i].shape, strict=True):
             for name in axis:
                 if name in sizes:
-                    sizes[name] = max(sizes[name], size)
-                    divisors[name] = math.gcd(divisors[name], size)
-    return sizes, divisors, tuple(array_names)
+                    sizes[name].add(size)
+    return {name: sorted(sizes[name]) for name in names}, tuple(array_names)
 
 
 def _arrays(

@@ -53,8 +53,8 @@ def check_divisible(label: str, placed: AxesByName, model: Model, mesh: Mapping[
         n_shards = math.prod(mesh[axis] for axis in axes)
         if model.divisors[name] % n_shards:
             raise EinshardError(
-                f"{label} does not fit the mesh: axis '{name}' (size {model.size_text(name)}) is "
-                f'not divisible by {n_shards}, {mesh_size_text(axes)}',
+                f'{label} does not fit the mesh: axis {model.axis_text(name)} is not divisible by '
+                f'{n_shards}, {mesh_size_text(axes)}',
                 facts={'mesh': mesh_text(mesh)},
             )
 

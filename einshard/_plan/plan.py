@@ -180,11 +180,10 @@ def _check_has_no_mesh(fn: Any) -> None:
 
 
 def _nothing_to_shard(model: Model, devices: Mesh) -> EinshardError:
-    sizes = ', '.join(f'{name} {model.size_text(name)}' for name in model.sizes)
     return EinshardError(
         f'no axis of {model.name} can be sharded over this mesh',
         facts={
-            'sizes': sizes,
+            'axes': ', '.join(map(model.axis_text, model.axis_sizes)),
             'mesh': mesh_fact(devices),
             'expected': 'an axis whose size is divisible by the size of a mesh axis',
         },

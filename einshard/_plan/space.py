@@ -192,7 +192,7 @@ class Space:
             check_divisible('pin=', self.pinned, self.model, dict(self.mesh))
         elif not self.shapes():
             pinned = [
-                f"'{name}' (size {self.model.size_text(name)}) over {quoted(axes)}"
+                f'{self.model.axis_text(name)} over {quoted(axes)}'
                 for name, axes in self.pinned.items()
                 if axes
             ]
