@@ -132,8 +132,8 @@ def test_a_missing_constraint(platform):
     assert found_in(wrong)[0] == 'missing constraint'
     finding = wrong.findings[0]
     assert finding.text.startswith(
-        'activations are reduced or gathered along data, over which the batch is sharded, instead '
-        f'of gathering the weights state/w/layers/{layers}/'
+        'along data, which shards the batch, activations are reduced or gathered instead of the '
+        f'weights state/w/layers/{layers}/'
     )
     line = line_of("weights['embed'][tokens")
     assert Path(finding.source).name == line
@@ -158,7 +158,7 @@ def test_a_contracted_axis(platform):
     (finding,) = wrong.findings
     assert finding.kind == 'contracted axis'
     assert finding.text.startswith(
-        "axis 'f' is summed over, and sharded along tensor in the activations but not in "
+        "contracted axis 'f' is sharded along tensor in the activations but not in "
         f'state/w/layers/{layers}/down: all-'
     )
     line = line_of("@ w['down']")
@@ -679,7 +679,7 @@ def test_names_without_a_rule():
     wrong = ruled(other='@data')
     (finding,) = [f for f in wrong.findings if f.kind == 'names without a rule']
     assert finding.text == (
-        "no axis rule has 'batch', so this constraint replicates a value that is sharded: "
+        "'batch' has no axis rule, so this constraint replicates a sharded value: "
         "'batch sequence d -> batch@data sequence d'"
     )
     assert finding.suggestion == "write axis_rules(..., batch='@data')"

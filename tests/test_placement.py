@@ -400,7 +400,7 @@ def test_donation_to_another_kind_of_memory(devices8, tree):
     on_devices = tree(einshard(X, 'a b -> a8 b', mesh=devices8))
     options = {'mesh': devices8, 'memory_kind': 'pinned_host'}
     error = refusal(einshard, on_devices, 'a b -> a8 b', donate=True, **options)
-    assert error.sentence == 'an array that moves to another kind of memory cannot be donated'
+    assert error.sentence == 'an array cannot be donated if it moves to another kind of memory'
     assert error.facts['try'] == 'omit donate=True'
     moved = einshard(on_devices, 'a b -> a8 b', **options)
     jax.tree.map(np.testing.assert_array_equal, moved, tree(X))

@@ -78,7 +78,7 @@ def test_another_mesh_with_the_same_axes():
         mesh_of(devices, p=8) for devices in (EIGHT, EIGHT[::-1], jax.devices()[8:])
     )
     with jax.set_mesh(mesh):
-        sentence = 'the argument is sharded as its spec says, but over devices in another order'
+        sentence = 'the argument is sharded as its spec says, but in a different device order'
         f = sharded('a@p b')(plus)
         assert refusal(f, placed('a@p b', backwards)).sentence == sentence
         error = refusal(sharded('a@p b')(plus), placed('a@p b', others))
@@ -144,7 +144,7 @@ def test_an_argument_without_a_spec_may_be_anywhere_on_the_mesh(y, f):
         (placed(ROWS, EIGHT[:4]), '4 '),
         (jax.device_put(X, EIGHT[3]), '1 '),
         (placed(REPLICATED, jax.devices()), 'devices outside the mesh'),
-        (placed('a@p b', mesh_of(UNORDERED, p=8)), 'the devices of the mesh in another order'),
+        (placed('a@p b', mesh_of(UNORDERED, p=8)), 'the devices of the mesh in a different order'),
     ],
 )
 def test_an_argument_without_a_spec_on_other_devices_is_refused(y, where, f):

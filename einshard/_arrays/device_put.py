@@ -110,7 +110,7 @@ def device_put(x: Any, sharding: Any, donate: bool = False) -> Any:
         converted = topology_error(error)
         if donate and 'different memory kinds' in str(error):
             converted = EinshardError(
-                'an array that moves to another kind of memory cannot be donated',
+                'an array cannot be donated if it moves to another kind of memory',
                 facts={'JAX says': str(error), 'try': 'omit donate=True'},
             )
         if converted is None:

@@ -145,7 +145,7 @@ def _placed_differently(
             sentence = f"the argument is on devices outside the mesh, sharded as '{current_text}'"
             facts['outside the mesh'] = _devices_text(outside)
         elif current_text == str(placement.expression) and None not in order and len({*order}) > 1:
-            sentence = 'the argument is sharded as its spec says, but over devices in another order'
+            sentence = 'the argument is sharded as its spec says, but in a different device order'
     spec = with_memory_kind(str(placement.expression), placement.sharding.memory_kind)
     value = f'{argument.name}{jtu.keystr(tuple(path))}'
     return placement.expression.error(
@@ -173,7 +173,7 @@ def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> N
         elif len(leaf_devices) < len(devices):
             where = f'{len(leaf_devices)} of the {len(devices)} devices'
         elif _device_order(leaf.sharding) not in (None, devices):
-            where = 'the devices of the mesh in another order'
+            where = 'the devices of the mesh in a different order'
         else:
             continue
         device, *others = leaf_devices

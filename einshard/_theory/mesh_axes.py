@@ -73,11 +73,11 @@ def array_axes_of(operand: Expression, mesh_shape: Mapping[str, int]) -> dict[st
     if fitted is None:
         counts = _grid_text(split.count for split in layout.splits if not split.mesh_axes)
         raise operand.error(
-            f'the counts {counts} do not match the device axes',
+            f'the counts {counts} do not match the mesh axes',
             [term for term in operand.right if term.takes_devices],
-            device_axes=mesh_text(mesh_shape),
-            device_order='unnamed axes (d0, d1, ...), then the axes given by keyword',
-            expected='counts in this order: sizes of device axes, or products of adjacent sizes',
+            mesh=mesh_text(mesh_shape),
+            axis_order='unnamed axes (d0, d1, ...), then the axes given by keyword',
+            expected='counts in this order: sizes of mesh axes, or products of adjacent sizes',
         )
     return {
         axis: None if split.axis is None else operand.names[split.axis]

@@ -91,8 +91,8 @@ def missing_constraint(facts: Facts) -> Iterator[Finding]:
         paths = _paths_of(facts, [item.weight for item in items])
         yield Finding(
             'missing constraint',
-            f'activations are reduced or gathered along {largest.row.along}, over which the batch '
-            f'is sharded, instead of gathering the weights {paths}: {format_bytes(n_bytes)} in '
+            f'along {largest.row.along}, which shards the batch, activations are reduced or '
+            f'gathered instead of the weights {paths}: {format_bytes(n_bytes)} in '
             f'{lines_text(item.row for item in distinct)}',
             line,
             n_bytes,
@@ -186,11 +186,11 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
         distinct = {item.collective.name: item for item in items}.values()
         n_bytes = sum(item.row.total_bytes for item in distinct)
         paths = _paths_of(facts, [item.weight for item in items])
-        what = f"axis '{name}' is summed over, and" if name else 'the contracted axis is'
+        what = f"contracted axis '{name}'" if name else 'the contracted axis'
         kinds = ', '.join(dict.fromkeys(item.row.kind for item in distinct))
         yield Finding(
             'contracted axis',
-            f'{what} sharded along {items[0].row.along} in the activations '
+            f'{what} is sharded along {items[0].row.along} in the activations '
             f'but not in {paths}: {kinds} of {format_bytes(n_bytes)}',
             line,
             n_bytes,

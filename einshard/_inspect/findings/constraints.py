@@ -126,8 +126,9 @@ def names_without_rule(facts: Facts) -> Iterator[Finding]:
         rules = ', '.join(f"{name}='{_rule(mesh_axes, mesh)}'" for name, mesh_axes in sharded)
         yield Finding(
             'names without a rule',
-            f'no axis rule has {first_of([repr(name) for name, _ in sharded], 3)}, so this '
-            f"constraint replicates a value that is sharded: '{expression_of(axes, mesh)}'",
+            f'{first_of([repr(name) for name, _ in sharded], 3)} '
+            f'{"has" if len(sharded) == 1 else "have"} no axis rule, so this constraint replicates '
+            f"a sharded value: '{expression_of(axes, mesh)}'",
             constraint.line or None,
             sent,
             f'write axis_rules(..., {rules})',
