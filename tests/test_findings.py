@@ -132,8 +132,8 @@ def test_a_missing_constraint(platform):
     assert found_in(wrong)[0] == 'missing constraint'
     finding = wrong.findings[0]
     assert finding.text.startswith(
-        'along data, which shards the batch, activations are reduced or gathered instead of the '
-        f'weights state/w/layers/{layers}/'
+        'the compiler sends activations along data, which shards the batch, instead of gathering '
+        f'the weights state/w/layers/{layers}/'
     )
     line = line_of("weights['embed'][tokens")
     assert Path(finding.source).name == line
@@ -206,7 +206,7 @@ def test_replicated_compute(part):
     wrong = report_of(Choices(weights))
     (finding,) = wrong.findings
     assert finding.kind == 'replicated compute'
-    assert finding.text.startswith('4 devices repeat the matmuls in ')
+    assert finding.text.startswith('4 devices compute the same matmuls in ')
     assert line_of(text) in finding.text
     suggested = {
         name: expression
@@ -728,7 +728,7 @@ def test_a_finding_is_printed_with_its_line_and_suggestion():
     report = report_of(Choices(MEGATRON | {'down': 'f d@tensor'}))
     page = ' '.join(str(report).partition('\nfindings\n')[2].split())
     line = line_of("@ w['down']")
-    assert page.startswith(f"- {line}: axis 'f' is summed over")
+    assert page.startswith(f"- {line}: contracted axis 'f' is sharded")
     assert page.endswith("Shard state/w/layers/0-1/down with 'f d -> f@tensor d'.")
     assert report.to_dict()['findings'][0]['suggestion'] == report.findings[0].suggestion
 

@@ -242,7 +242,9 @@ def _write_function(stages: Stages, mesh: AnyMesh, title: str) -> str:
             sentence = f'{stages.name} has neither specs nor sharding constraints'
             expected = 'a sharded function, or sharding constraints in the function'
         else:
-            sentence = 'a traced function has no specs, and this one has no sharding constraints'
+            sentence = (
+                'a traced function has no specs, and no sharding constraints were found in this one'
+            )
             expected = 'a sharded function (not its trace), or constraints in the function'
         raise EinshardError(sentence, facts={'expected': expected})
     parts = [*tables.parts(), *call, *constraints]

@@ -115,8 +115,8 @@ def _wrong_product(
             **devices.hints,
             devices=fact,
             works_with=DeviceCounts(
-                f'{needed} devices, or a multiple of {needed} '
-                "if you add '*' to replicate over the rest",
+                f'{needed} devices; or any multiple of {needed}, '
+                "with '*' added to replicate over the rest",
                 [needed],
             ),
         )

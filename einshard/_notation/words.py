@@ -194,7 +194,7 @@ def _signed_name(text: str, start: int, at: int, end: int) -> EinshardError:
     sign, rest = text[start], text[at:end]
     fix = Suggestion(f'{text[:start]}{sign}@{rest}{text[end:]}') if is_mesh_axis(rest) else None
     return EinshardError(
-        f"'{text[start:end]}' is not a valid term: after '{sign}' comes a count, a star, or '@'",
+        f"'{text[start:end]}' is not a valid term: '{sign}' is followed by a count, a star or '@'",
         expression=text,
         spans=[(start, end)],
         facts=_sign_examples(sign),

@@ -91,8 +91,8 @@ def missing_constraint(facts: Facts) -> Iterator[Finding]:
         paths = _paths_of(facts, [item.weight for item in items])
         yield Finding(
             'missing constraint',
-            f'along {largest.row.along}, which shards the batch, activations are reduced or '
-            f'gathered instead of the weights {paths}: {format_bytes(n_bytes)} in '
+            f'the compiler sends activations along {largest.row.along}, which shards the batch, '
+            f'instead of gathering the weights {paths}: {format_bytes(n_bytes)} in '
             f'{lines_text(item.row for item in distinct)}',
             line,
             n_bytes,

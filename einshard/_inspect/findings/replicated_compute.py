@@ -52,8 +52,8 @@ def replicated_compute(facts: Facts) -> Iterator[Finding]:
         texts = first_of([short_source(repeated.line) for repeated in lines], 4)
         yield Finding(
             'replicated compute',
-            f'{n_repeats} devices repeat the matmuls in {texts}: {format_flops(wasted)} more on '
-            'each device in one run than if each computed a part',
+            f'{n_repeats} devices compute the same matmuls in {texts}: {format_flops(wasted)} of '
+            'redundant work on each device in one run',
             max(lines, key=lambda repeated: repeated.wasted).line,
             0,
             _suggestion(facts, unused, lines),

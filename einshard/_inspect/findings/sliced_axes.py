@@ -54,6 +54,6 @@ def _suggestion(facts: Facts, sliced: Slice) -> str:
     axes.insert(sliced.dim, Axis())
     n_parts, placement = sliced.size // sliced.part, expression_of(axes, facts.mesh)
     return (
-        f'give the {n_parts} parts an axis of their own, here and in the array that they come '
-        f"from: '{placement}'"
+        f'store the {n_parts} parts along a separate axis, here and in the array that is split: '
+        f"'{placement}'"
     )
