@@ -70,11 +70,12 @@ def test_note_of_a_contraction():
     line = line_of('return hidden @ w_out')
     assert note_of(mlp, X, W_IN, W_OUT) == textwrap.dedent(f"""\
         einshard: JAX cannot infer a sharding in mlp, because the mesh axes are Explicit
-          line:         {line}
-          operand 0:    float32[32@data,128@tensor]: axis 1 is sharded over 'tensor'
-          operand 1:    float32[128@tensor,16], parameter 'w_out': axis 'y' is sharded over 'tensor'
-          try:          out_sharding=make_sharding(expression), or einshard.einsum
-          or Auto axes: jax.make_mesh((4, 2), ('data', 'tensor'), \
+          line:           {line}
+          operand 0:      float32[32@data,128@tensor]: axis 1 is sharded over 'tensor'
+          operand 1:      float32[128@tensor,16], parameter 'w_out': \
+axis 'y' is sharded over 'tensor'
+          try:            out_sharding=make_sharding(expression), or einshard.einsum
+          with Auto axes: jax.make_mesh((4, 2), ('data', 'tensor'), \
 axis_types=(jax.sharding.AxisType.Auto,) * 2)""")
 
 
@@ -90,7 +91,7 @@ def test_the_ways_out_work():
 
     with jax.set_mesh(MESH):
         results = [f(X, W_IN, W_OUT) for f in (given, by_einsum)]
-    auto = facts_of(note_of(mlp, X, W_IN, W_OUT))['or Auto axes']
+    auto = facts_of(note_of(mlp, X, W_IN, W_OUT))['with Auto axes']
     with jax.set_mesh(eval(auto)):
         results.append(mlp(X, W_IN, W_OUT))
     for result in results:
@@ -103,13 +104,13 @@ def test_auto_axes_of_the_canonical_mesh_and_of_operands():
         return x + x.T
 
     note = note_of(sharded('a b -> a8 b2')(add), X[:, :32], mesh=device_mesh(axis_types=EXPLICIT))
-    assert facts_of(note)['or Auto axes'] == 'device_mesh()'
+    assert facts_of(note)['with Auto axes'] == 'device_mesh()'
     # without a mesh in context it is that of the operands
     x = jax.device_put(X[:, :32], jax.NamedSharding(MESH, jax.P('data')))
     with pytest.raises(Exception, match='add operation') as caught:
         add(x)
     (note,) = notes_of(caught.value)
-    assert facts_of(note)['or Auto axes'].startswith("jax.make_mesh((4, 2), ('data', 'tensor')")
+    assert facts_of(note)['with Auto axes'].startswith("jax.make_mesh((4, 2), ('data', 'tensor')")
     assert facts_of(note)['operand 0'].endswith("parameter 'x': axis 0 is sharded over 'data'")
 
 

@@ -238,7 +238,7 @@ def test_suggestions_for_results_that_may_vary_work(steps, spec, out, scalar):
     gather = next((f for text, f in REPLICATING.items() if text in said), lax.all_gather)
     found = re.search(r'with jax\.lax\.psum\(result, (.*?)\)', said)
     if found:
-        several = re.search('for each of (.*?):', said)
+        several = re.search(r'for each axis \((.*?)\):', said)
         names = tuple(re.findall("'(.)'", several[1] if several else found[1]))
         of_each = call(lambda x: body(x)[None, None], 'c d ... -> c@a d@b ...', check_vma=False)
         trace(functools.partial(body, gather=gather, end=lambda z: lax.psum(z, names)))

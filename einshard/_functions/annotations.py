@@ -309,7 +309,7 @@ def _make_check(spec: str) -> Callable[[Any], bool]:
         text = describe_in(placement.expression, sharding, x.ndim)
         raise _as_annotation_error(
             placement.expression.error(
-                f"the array is sharded as '{text}', not as its type says",
+                f"the array is sharded as '{text}', not as its annotation says",
                 [term for term in placement.expression.right if term.is_sharded],
                 array=array_text(x),
             )

@@ -137,7 +137,7 @@ def _sharding_note(
     user_frames = [i for i in callers if not _is_library(frames[i])]
     # the user's last line, and the line of another library that calls JAX, if any
     lines = dict.fromkeys([*user_frames[-1:], *callers[-1:]])
-    labels = ('line', 'which calls')
+    labels = ('line', 'library line')
     facts = {label: _source_line(frames[i]) for label, i in zip(labels, lines, strict=False)}
     operands = _operands(frames[callers[-1] + 1 :] if callers else ())
     meshes = [jax.typeof(operand).sharding.mesh for operand in operands]
@@ -148,7 +148,7 @@ def _sharding_note(
         text = _operand_text(operand, by_id.get(id(operand)), mesh_axes)
         facts[f'operand {i}' if len(operands) > 1 else 'operand'] = text
     facts['try'] = next(fix for text, fix in _FIXES.items() if text in str(error))
-    facts['or Auto axes'] = _auto_mesh_call(mesh)
+    facts['with Auto axes'] = _auto_mesh_call(mesh)
     sentence = f'JAX cannot infer a sharding in {function}, because the mesh axes are Explicit'
     return str(EinshardError(sentence, facts=facts))
 

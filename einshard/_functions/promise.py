@@ -194,7 +194,7 @@ def _collective_facts(with_axes: Sequence[tuple[Collective, str]]) -> dict[str, 
     for (kind, text), n in counts.items():
         number[kind] += 1
         label = kind if n_distinct[kind] == 1 else f'{kind} {number[kind]}'
-        facts[label] = text if n == 1 else f'{n} x {text}'
+        facts[label] = text if n == 1 else f'{n} times: {text}'
     return facts
 
 

@@ -133,7 +133,7 @@ def suggest_replication(
         over = 'it' if several else axis
         fixes = [f'sum over {over} with jax.lax.psum(result, {axis})'] if all(can_add) else []
         fixes += [f'shard the result over {over} in out='] if all(ranks) else []
-        each = f'for each of {quoted(varying)}: ' if several else ''
+        each = f'for each axis ({quoted(varying)}): ' if several else ''
         label = f'along {", ".join(varying)}' if gathered else 'try'
         facts |= {label: each + ', or '.join(fixes)} if fixes else {}
     return facts
