@@ -390,7 +390,7 @@ def test_donated_states_are_listed_once(report):
     assert len(report.results) == len(report.in_place) + 1
     results = str(report).partition('\nresults\n')[2].partition('\n\n')[0].splitlines()
     assert [line.split()[0] for line in results] == ['path', 'result/1', 'result/0:']
-    assert results[-1] == '  result/0: 37 arrays in place of state, sharded as before'
+    assert results[-1] == '  result/0: 37 arrays in place of state, with the same shardings'
 
 
 @pytest.mark.parametrize('width', [80, 100])

@@ -180,7 +180,7 @@ def test_nothing_fits():
     [warning] = found.warnings
     assert warning.startswith('no plan fits into memory: the closest one needs')
     assert 'per device, more than 976.6 KiB. To fit, ' in warning
-    assert warning.endswith('(weights and other state take 8.0 MiB before sharding)')
+    assert warning.endswith(' Weights and other state take 8.0 MiB before sharding')
 
 
 def test_candidates_of_the_user_are_evaluated():

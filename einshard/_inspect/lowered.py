@@ -65,7 +65,7 @@ class Stages:
             return self.lowered
         if self.traced is None:
             raise EinshardError(
-                'a Compiled does not list intermediate values',
+                'a Compiled has no intermediate values to list',
                 facts={'instead': 'pass the function, or the lowered function: f.lower(...)'},
             )
         return self.traced.lower()

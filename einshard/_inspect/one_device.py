@@ -219,8 +219,8 @@ class OneDeviceProgram:
                 f'{self._name} does not run on one device',
                 facts={
                     'JAX says': str(error).strip().partition('\n')[0],
-                    'instead': 'use PartitionSpecs and jax.set_mesh, not NamedShardings; or pass '
-                    'reference=, a function for one device',
+                    'instead': 'use PartitionSpecs and jax.set_mesh instead of NamedShardings, or '
+                    'pass a function for one device as reference=',
                 },
             ) from error
 
@@ -234,7 +234,7 @@ def _check_memory(name: str, device: Device, memory: Any) -> None:
 
 def _too_large(name: str, facts: Mapping[str, str]) -> EinshardError:
     return EinshardError(
-        f'{name} does not fit on one device, where check_same also runs it',
+        f'{name} does not fit on one device, but check_same also runs it on one',
         facts={**facts, 'instead': 'pass smaller arguments: fewer layers, a smaller batch'},
     )
 

@@ -189,7 +189,7 @@ def _result_section(report: Report) -> Section:
     section = _array_section('results', [r for r in report.results if r.path not in in_place])
     counts = Counter(_strip_common_suffix(*pair) for pair in report.in_place)
     lines = [
-        f'{result}: {plural(n, "array")} in place of {argument}, sharded as before'
+        f'{result}: {plural(n, "array")} in place of {argument}, with the same shardings'
         for (result, argument), n in counts.items()
     ]
     columns = section.columns if section.rows else ()

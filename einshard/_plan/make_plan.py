@@ -64,13 +64,13 @@ def _notes(choices: Sequence[Evaluation], search: Search) -> Iterator[str]:
     n = _n_indistinguishable(choices) if search.objective == 'bound' else 1
     if n > 1:
         yield (
-            f'the bounds do not tell plans 0 to {n - 1} apart: their ranges (column bound) '
-            'overlap that of plan 0'
+            f'plans 0 to {n - 1} are about equal: their ranges in column bound overlap that '
+            'of plan 0'
         )
     if search.compiler and not any(one.judge == 'compiler' for one in choices):
         yield (
-            "the target's compiler was not used; the memory is that of the partitioned program for "
-            'CPUs, and may be 40% too high'
+            'no plan was compiled for the target; the memory is that of the partitioned program '
+            'for CPUs, and may be 40% too high'
         )
 
 
@@ -98,6 +98,6 @@ def _warnings(best: Evaluation, search: Search, model: Model) -> Iterator[str]:
     yield (
         f'no plan fits into memory: the closest one needs {format_bytes(best.memory)} per device, '
         f'more than {format_bytes(search.limit)}. To fit, use a smaller batch or more accumulation '
-        'steps, jax.checkpoint around each layer, or more chips (weights and other state take '
-        f'{format_bytes(state)} before sharding)'
+        'steps, jax.checkpoint around each layer, or more chips. Weights and other state take '
+        f'{format_bytes(state)} before sharding'
     )

@@ -137,7 +137,7 @@ def _devices(mesh: MeshLike | None) -> Mesh:
     target = concrete(current_context(mesh).lowering_mesh, 'plan for')
     if target.size == 1:
         raise EinshardError(
-            'there is nothing to plan for one device',
+            'plan needs at least two devices',
             facts={
                 'mesh': mesh_fact(target),
                 'instead': "mesh=topology('v5e:4x4'), or simulated devices: "

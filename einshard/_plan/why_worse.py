@@ -27,7 +27,7 @@ def why_worse(worse: Evaluation, better: Evaluation, limit: int | None) -> str:
         parts.append(f'needs {format_bytes(memory)} of memory, more than {format_bytes(limit)}')
     elif not parts[0] and memory > (better.memory or 0):
         parts.append(f'needs {format_bytes(memory)} of memory')
-    return '; '.join(filter(None, parts)) or 'about equal by this objective'
+    return '; '.join(filter(None, parts)) or 'about equal'
 
 
 def _largest_increase(worse: Evaluation, better: Evaluation) -> str:

@@ -371,7 +371,8 @@ def _mismatch() -> EinshardError:
     task_rules = _rules_text(None if scope is None else scope.key)
     if _thread.open_scopes:
         return EinshardError(
-            'axis_rules cannot span an await: another task in this thread has entered other rules',
+            'axis_rules cannot span an await: another task in this thread has entered different '
+            'rules',
             facts={
                 'rules in this task': task_rules,
                 'rules in the other task': jax_rules,
@@ -379,7 +380,8 @@ def _mismatch() -> EinshardError:
             },
         )
     return EinshardError(
-        "this thread runs in a copied contextvars context: JAX's cache keys lack its axis_rules",
+        'this thread runs in a copied contextvars context, whose axis_rules are not in the cache '
+        'keys of JAX',
         facts={
             'rules': task_rules,
             'instead': 'enter axis_rules in the function that the thread runs',

@@ -144,7 +144,7 @@ def _mesh_of_devices(devices: tuple[Device, ...], axis_type: AxisType) -> Mesh:
     platforms = sorted({device.platform for device in devices})
     if len(platforms) > 1:
         raise EinshardError(
-            f'all devices of a mesh must be of one platform, not {" and ".join(platforms)}',
+            f'all devices of a mesh must be on one platform, not on {" and ".join(platforms)}',
         )
     in_order = tuple(sorted(devices, key=position))
     if in_order != devices:

@@ -107,8 +107,8 @@ def _check_name(name: str) -> None:
             f"'{name}' is not a TPU slice; topology() supports only TPUs",
             facts={
                 'on a GPU machine': 'omit mesh=, or pass mesh=jax.devices()',
-                'without GPUs': 'simulate the same number of CPU devices: same shardings, mostly '
-                'the same collectives',
+                'without GPUs': 'simulate the same number of CPU devices; shardings are the same, '
+                'and so are most collectives',
             },
         )
     match = _NAME.fullmatch(name)
