@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from einshard._errors import EinshardError, Suggestion
 from einshard._notation.counts import prime_factors
 from einshard._notation.expression import Expression, parse
-from einshard._notation.fit import fit, fitting_sizes, misfit, signed_axes, spec_entries
+from einshard._notation.fit import fit, fitting_sizes, misfit_error, signed_axes, spec_entries
 from einshard._notation.hints import mesh_axes_hint, spacing_hint
 from einshard._notation.lay_out import lay_out
 from einshard._notation.mesh_text import mesh_text
@@ -61,7 +61,8 @@ def _answer(text: str, shape: tuple[int, ...] | None, mesh: int | Mapping[str, i
         raise keep_working_suggestions(
             error, attempt, (lambda n: find(parse(text), shape, n)) if by_number else None
         ) from None
-    if not isinstance(mesh, int) and expression.short and not _is_sharded(expression):
+    is_bare = expression.short and not any(term.spans_devices for term in expression.right)
+    if not isinstance(mesh, int) and is_bare:
         names = [name for name, size in mesh.items() if size > 1]
         warning = mesh_axes_hint(expression, names, attempt)
     else:
@@ -73,10 +74,6 @@ def _answer(text: str, shape: tuple[int, ...] | None, mesh: int | Mapping[str, i
         'mesh': found.mesh,
         'warning': warning,
     }
-
-
-def _is_sharded(expression: Expression) -> bool:
-    return any(term.is_sharded for term in expression.right)
 
 
 def find(
@@ -105,7 +102,7 @@ def find(
     fitted = fit(layout, sizes)
     if fitted is None:
         if named or signs:
-            raise misfit(expression, layout, f'{mesh_text(sizes)} ({kind})')
+            raise misfit_error(expression, layout, f'{mesh_text(sizes)} ({kind})')
         sizes = _canonical(fitting_sizes(layout))
         fitted = fit(layout, sizes) or ()
     entries = spec_entries(layout, fitted)

@@ -310,7 +310,7 @@ def _make_check(spec: str) -> Callable[[Any], bool]:
         raise _as_annotation_error(
             placement.expression.error(
                 f"the array is sharded as '{text}', not as its annotation says",
-                [term for term in placement.expression.right if term.is_sharded],
+                [term for term in placement.expression.right if term.spans_devices],
                 array=array_text(x),
             )
         )

@@ -150,7 +150,7 @@ def _placed_differently(
     value = f'{argument.name}{jtu.keystr(tuple(path))}'
     return placement.expression.error(
         sentence,
-        [term for term in placement.expression.right if term.is_sharded],
+        [term for term in placement.expression.right if term.spans_devices],
         array=argument.leaf_text(path, leaf),
         **facts,
         **{'try': f'reshard=True in the decorator, or {_einshard_call(traced, value, spec)}'},

@@ -144,7 +144,7 @@ def _draw_report(report: Report) -> Gallery:
         axes = {axis for term in terms for axis in term.mesh_axes}
         mesh = next((mesh for mesh in meshes if axes <= {*mesh.axis_names}), None)
         # an expression with counts uses all devices of the program, not the user's mesh
-        has_counts = not axes and any(term.takes_devices for term in terms)
+        has_counts = not axes and any(term.is_counted for term in terms)
         devices = report.n_devices if mesh is None or has_counts else mesh
         return f': {row.array}, {row.placement}', _draw_text(row.placement, row.shape, devices)
 

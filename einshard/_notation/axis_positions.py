@@ -54,5 +54,5 @@ def terms_of_axis(expression: Expression, axis: int, ndim: int) -> tuple[str, li
 def needs_rank(expression: Expression) -> bool:
     """Whether the sharding depends on ndim: a sharded axis comes after '...' on the left side."""
     names = expression.names
-    late = names[names.index(ELLIPSIS) + 1 :] if ELLIPSIS in names else ()
-    return any(term.name in late and term.is_sharded for term in expression.right)
+    after = names[names.index(ELLIPSIS) + 1 :] if ELLIPSIS in names else ()
+    return any(term.name in after and term.spans_devices for term in expression.right)

@@ -16,11 +16,11 @@ class Devices:
     """The devices of a layout, as errors describe them.
 
     Attributes:
-        mesh_axis_terms: the terms with mesh axes, such as 'b@data'. They take devices first.
+        mesh_axis_terms: the terms with mesh axes, such as 'b@data'. Counts divide the rest.
         taken: the product of the sizes of the mesh axes in `mesh_axis_terms`.
         hints: facts to add to errors, by label.
-        on_users_mesh: whether the user chose the mesh. If so, errors do not suggest adding '*',
-            because its count may not fit the mesh axes.
+        on_users_mesh: whether the user chose the mesh. If so, error sentences do not suggest '*',
+            which may not fit its axes.
     """
 
     total: int
@@ -55,25 +55,24 @@ def solve_counts(
         raise _wrong_product(expression, terms, product, n, devices)
     if n % product:
         raise _not_a_multiple(expression, terms, product, n, devices)
-    star_count = _root(n // product, len(stars)) if stars else 1
-    if star_count is None:
+    star_value = _root(n // product, len(stars)) if stars else 1
+    if star_value is None:
         counted = [term for term in terms if term.factor > 1 and not term.star]
         left = n // math.prod(term.factor for term in counted)
         factors = [term.factor for term in stars]
         ratio = f'counts in the ratio {":".join(map(str, factors))}'
-        which = plural(left, 'device')
-        if left < n * devices.taken:
-            which = f'the {left} remaining devices'
+        all_left = left == devices.total
+        which = plural(left, 'device') if all_left else f'the {left} remaining devices'
         raise expression.error(
             f'{quoted(map(str, stars))} cannot have '
             f'{"equal counts" if len(set(factors)) == 1 else ratio} on {which}',
             stars,
-            fix=_first_star_takes_all(expression, stars, left),
+            fix=_one_star_takes_all(expression, stars, left),
             **devices.hints,
             devices=devices.fact(counted),
             works_with=_works_with(product * devices.taken, len(stars)),
         )
-    return tuple(term.factor * (star_count if term.star else 1) for term in terms)
+    return tuple(term.factor * (star_value if term.star else 1) for term in terms)
 
 
 def _root(n: int, k: int) -> int | None:
@@ -87,7 +86,7 @@ def _root(n: int, k: int) -> int | None:
 
 
 def _works_with(multiple: int, n_stars: int) -> DeviceCounts:
-    """Lists the device counts multiple * r ** n_stars for r = 1, 2, 3 and 4, as a fact."""
+    """Lists device counts that work: multiple * r ** n_stars for r = 1, 2, 3 and 4."""
     counts = [multiple * r**n_stars for r in range(1, 5)]
     text = f'{", ".join(map(str, counts))}, ... devices in total'
     if n_stars > 1:
@@ -189,8 +188,8 @@ def _counts_that_fit(
     return with_terms(expression, replacements)
 
 
-def _first_star_takes_all(expression: Expression, stars: Sequence[Term], n: int) -> Suggestion:
-    """Suggests count n for the first axis with a star, and 1 for the other stars."""
+def _one_star_takes_all(expression: Expression, stars: Sequence[Term], n: int) -> Suggestion:
+    """Replaces one star by count n, that of an axis if possible, and removes the other stars."""
     taker = next((term for term in stars if term.name is not None), stars[0])
     replacements = [
         (term, replace(term, count=n if term is taker else 1, star=False)) for term in stars
@@ -199,7 +198,7 @@ def _first_star_takes_all(expression: Expression, stars: Sequence[Term], n: int)
 
 
 def with_terms(expression: Expression, replacements: Sequence[tuple[Term, Term]]) -> Suggestion:
-    """Suggests the expression with some terms replaced; omits counts of 1.
+    """Suggests the expression with some terms replaced, and without counts of 1 in them.
 
     `replacements` are pairs of a term and its replacement, in the order of the text.
     """

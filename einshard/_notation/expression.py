@@ -36,7 +36,7 @@ class Term:
     """
 
     name: str | None = None
-    count: int | None = None  # None if not written, which means 1
+    count: int | None = None  # None if not written; see `factor`
     star: bool = False
     mesh_axes: tuple[str, ...] = ()
     sign: str = ''
@@ -47,13 +47,12 @@ class Term:
         return 1 if self.count is None else self.count
 
     @property
-    def takes_devices(self) -> bool:
+    def is_counted(self) -> bool:
         return self.star or self.factor > 1
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether the term uses mesh axes, a star or a count above 1, for shards or replicas."""
-        return self.takes_devices or bool(self.mesh_axes)
+    def spans_devices(self) -> bool:
+        return self.is_counted or bool(self.mesh_axes)
 
     def __str__(self) -> str:
         named = f'{self.sign}{self.name or ""}'
@@ -254,7 +253,7 @@ def _check_same_axes(expression: Expression) -> None:
 
 
 def _with_missing(expression: Expression) -> str:
-    """Returns the text with the axes that the right side lacks, in the order of the left side."""
+    """Inserts the missing axes on the right side, in the order of the left side."""
     names = [term.name for term in expression.left]
     right = [(term.name, str(term)) for term in expression.right]
     for i, name in reversed(list(enumerate(names))):

@@ -14,8 +14,8 @@ from .layout import Layout
 def fit(layout: Layout, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...] | None:
     """Returns the mesh axes of each split, or None if the counts do not match the mesh axes.
 
-    A split by count takes consecutive mesh axes that the expression does not name, until the
-    product of their sizes is its count.
+    In mesh order, each split by count takes the next mesh axes that the expression does not name,
+    until the product of their sizes is its count.
     """
     names = {axis for split in layout.splits for axis in split.mesh_axes}
     free = [(name, size) for name, size in axis_sizes.items() if name not in names and size > 1]
@@ -35,12 +35,11 @@ def fit(layout: Layout, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, ...],
     return tuple(fitted)
 
 
-def misfit(expression: Expression, layout: Layout, mesh: str) -> EinshardError:
-    """Returns the error for a layout that does not fit the axes of a mesh."""
+def misfit_error(expression: Expression, layout: Layout, mesh: str) -> EinshardError:
     counts = ' x '.join(str(split.count) for split in layout.splits if not split.mesh_axes)
     return expression.error(
         f'the counts {counts} do not match the axes of the mesh',
-        [term for term in expression.right if term.takes_devices],
+        [term for term in expression.right if term.is_counted],
         fix=with_star_after(expression),
         mesh=mesh,
         expected='counts in mesh order: sizes of mesh axes, or products of adjacent sizes',
@@ -49,7 +48,7 @@ def misfit(expression: Expression, layout: Layout, mesh: str) -> EinshardError:
 
 def with_star_after(expression: Expression) -> Suggestion | None:
     """Suggests 'b4 * d' for '* b4 d', or returns None if no '*' comes before all counts."""
-    counted = [term for term in expression.right if term.takes_devices]
+    counted = [term for term in expression.right if term.is_counted]
     if len(counted) < 2:
         return None
     text, (start, end), last = expression.text, counted[0].span, counted[-1].span[1]
@@ -77,6 +76,6 @@ def spec_entries(layout: Layout, fitted: Sequence[tuple[str, ...]]) -> tuple[tup
 
 
 def signed_axes(layout: Layout, fitted: Sequence[tuple[str, ...]], sign: str) -> tuple[str, ...]:
-    """Returns the mesh axes of the replicas with this sign."""
+    """Returns the mesh axes of the terms with this sign, '+' or '='."""
     splits = zip(layout.splits, fitted, strict=True)
     return tuple(axis for split, axes in splits if split.sign == sign for axis in axes)

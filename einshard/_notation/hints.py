@@ -17,7 +17,7 @@ def spacing_hint(expression: Expression, attempt: Callable[[str], object]) -> st
     Returns None if any name is sharded, or if no count or star follows a name, as in '8 a b'.
 
     Args:
-        attempt: resolves an expression; called to test what the warning suggests.
+        attempt: resolves an expression or raises. The warning suggests 'a8 b' only if it resolves.
     """
     separate = _separate_counts(expression)
     if not separate:
@@ -45,7 +45,7 @@ def mesh_axes_hint(
     Args:
         expression: an expression in the short form without placements.
         mesh_axes: the mesh axes, except those of size 1.
-        attempt: resolves an expression; called to test what the warning suggests.
+        attempt: resolves an expression or raises.
     """
     same = [term for term in expression.right if term.name in mesh_axes]
     named = expression.text
@@ -63,7 +63,7 @@ def mesh_axes_hint(
 
 def _separate_counts(expression: Expression) -> list[tuple[Term, Term]]:
     """Returns pairs of a name and the count or star after it, or [] if any name is sharded."""
-    if any(term.name and term.is_sharded for term in expression.right):
+    if any(term.name and term.spans_devices for term in expression.right):
         return []
     return [
         (term, after)
@@ -73,7 +73,7 @@ def _separate_counts(expression: Expression) -> list[tuple[Term, Term]]:
 
 
 def _is_replica(term: Term) -> bool:
-    return term.name is None and not term.sign and term.takes_devices
+    return term.name is None and not term.sign and term.is_counted
 
 
 def _is_bare_name(term: Term) -> bool:

@@ -64,12 +64,12 @@ def _lay_out(
     replicates_by_default: bool,
     hints: Mapping[str, str],
 ) -> Layout:
-    """Returns the layout, without checking sizes; `positions` are those of the named axes."""
+    """Returns the layout without checking the sizes of axes."""
     mesh_axis_terms = [term for term in expression.right if term.mesh_axes]
     other_terms = [term for term in expression.right if not term.mesh_axes]
     by_name = _splits_by_name(expression, mesh_axis_terms, positions, axis_sizes)
     taken = math.prod(split.count for split in by_name)
-    if (by_name or replicates_by_default) and not any(term.takes_devices for term in other_terms):
+    if (by_name or replicates_by_default) and not any(term.is_counted for term in other_terms):
         return Layout(tuple(by_name))
     devices = Devices(n_devices, mesh_axis_terms, taken, hints, replicates_by_default)
     counts = iter(solve_counts(expression, other_terms, n_devices // taken, devices))
@@ -92,23 +92,22 @@ def _lay_out(
 
 def _splits_by_name(
     expression: Expression,
-    terms: Sequence[Term],
+    mesh_axis_terms: Sequence[Term],
     positions: Mapping[str, int],
     axis_sizes: Mapping[str, int] | None,
 ) -> list[Split]:
-    """Returns the split of each term; all `terms` have mesh axes."""
-    if not terms:
+    if not mesh_axis_terms:
         return []
     if axis_sizes is None:
-        counts = [(term, count) for term in terms if (count := _as_count(term))]
+        counts = [(term, count) for term in mesh_axis_terms if (count := _as_count(term))]
         raise expression.error(
-            no_mesh_text(terms),
-            terms,
+            no_mesh_text(mesh_axis_terms),
+            mesh_axis_terms,
             fix=with_terms(expression, counts[:1]) if counts else None,
             expected="mesh=mesh or 'with jax.set_mesh(mesh):'",
         )
     splits: list[Split] = []
-    for term in terms:
+    for term in mesh_axis_terms:
         sizes = [_axis_size(expression, term, axis, axis_sizes) for axis in term.mesh_axes]
         axis = None if term.name is None else positions[term.name]
         splits.append(Split(math.prod(sizes), axis, term.mesh_axes, term.sign))
@@ -135,15 +134,15 @@ def _axis_size(expression: Expression, term: Term, axis: str, sizes: Mapping[str
 
 
 def _as_count(term: Term) -> Term | None:
-    """Converts 'a@8' to 'a8', or returns None if the mesh axis is not a number."""
+    """Converts 'a@8' to 'a8', or returns None if the term has anything else after '@'."""
     (axis, *others) = term.mesh_axes
     is_count = not others and re.fullmatch('[1-9][0-9]*', axis)
     return replace(term, count=int(axis), mesh_axes=()) if is_count else None
 
 
 def _similar_axes(term: Term, axis: str, free: Collection[str]) -> Term | None:
-    """Corrects a misspelled mesh axis, as in 'a@data+tp', or returns None if none is similar."""
-    meant = re.findall(r'\w+', axis)
+    """Corrects the mesh axis `axis` of a term, or returns None if no free axis is similar."""
+    meant = re.findall(r'\w+', axis)  # 'data+tp' means '(data,tp)'
     if len(meant) == 1 or not {*meant} <= {*free}:
         meant = difflib.get_close_matches(axis, free, n=1)
     axes = [name for old in term.mesh_axes for name in (meant if old == axis else [old])]

@@ -20,12 +20,12 @@ class Split:
 class Layout:
     """The device grid of an expression.
 
-    Splits by mesh axes come first, then splits by count, each in the order written. Splits by count
-    divide the remaining devices, slowest-varying first. Exception: if an array axis has splits of
-    both kinds, its splits by mesh axes stay among the splits by count, in the order written.
+    Splits by mesh axes come first, then splits by count, each kind in the order written. Splits by
+    count divide the remaining devices, slowest-varying first. Exception: if an array axis has
+    splits of both kinds, its splits by mesh axes stay among the splits by count, as written.
 
-    Every split by count has a count above 1, and neighbors are merged if they shard the same axis
-    or hold replicas with the same sign. So equal placements without mesh axes have equal layouts.
+    Every split by count has a count above 1, and neighboring splits by count are merged if they
+    have the same axis and sign. So equal placements without mesh axes have equal layouts.
     """
 
     splits: tuple[Split, ...]

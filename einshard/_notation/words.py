@@ -9,8 +9,7 @@ from collections.abc import Collection
 from .._errors import EinshardError, Suggestion
 
 ELLIPSIS = '...'
-# '+': devices hold partial sums (JAX: unreduced); '=': gradients are partial sums (JAX: reduced)
-SIGNS = '+='
+SIGNS = '+='  # see `Term`
 _MESH_AXIS = re.compile(r'[^\s(),@*]+')
 
 

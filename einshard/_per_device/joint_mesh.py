@@ -313,7 +313,7 @@ class _Specs:
         sizes = mesh_text({name: count for name, count in counts.items() if count > 1})
         return conflicting[0].expression.error(
             f'{subject} disagree on the device order',
-            [term for term in conflicting[0].expression.right if term.is_sharded],
+            [term for term in conflicting[0].expression.right if term.spans_devices],
             **_expression_facts(
                 conflicting, lambda spec: _order_text(spec.grid(counts, self.n_devices))
             ),

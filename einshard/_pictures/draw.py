@@ -132,7 +132,7 @@ def _find_mesh(
     expression also has counts, stars or signs.
     """
     names = list(dict.fromkeys(axis for term in expression.right for axis in term.mesh_axes))
-    if any(term.sign or (term.takes_devices and not term.mesh_axes) for term in expression.right):
+    if any(term.sign or (term.is_counted and not term.mesh_axes) for term in expression.right):
         return None
     n = 2 ** len(names) if n_devices is None else n_devices  # 2 for each axis
     if n > _MAX_FACTORED:

@@ -106,7 +106,7 @@ def _with_mesh_axes(spec: Any, axes: Mapping[str, tuple[str, ...]]) -> str:
     if not expression.short:
         return str(leaf_spec)
     terms = [
-        term if term.is_sharded else replace(term, mesh_axes=axes.get(term.name or '', ()))
+        term if term.spans_devices else replace(term, mesh_axes=axes.get(term.name or '', ()))
         for term in expression.right
     ]
     return with_memory_kind(write_short(terms).text, leaf_spec.memory_kind)

@@ -57,9 +57,9 @@ def _with_placements(
         _keep_mesh_axes(term, axis_sizes) if rule and rule.ignores_missing else term
         for term, rule in pairs
     ]
-    takes_devices = any(term.takes_devices for term in terms)
+    has_counts = any(term.is_counted for term in terms)
     has_mesh_axes = any(term.mesh_axes for term in terms)
-    if not any(term.star for term in terms) and (takes_devices or not has_mesh_axes):
+    if not any(term.star for term in terms) and (has_counts or not has_mesh_axes):
         # replicates over unused devices; placements that are all mesh axes do so without a star
         terms.insert(0, Term(star=True))
     placed = write_short(terms)
@@ -146,7 +146,7 @@ def _common_prefix_length(name: str, other: str) -> int:
 def _without_missing(expression: Expression, mesh_axes: Container[str]) -> Expression:
     """Removes mesh axes that the mesh lacks. If no placement is left, adds '*' to replicate."""
     right = tuple(_keep_mesh_axes(term, mesh_axes) for term in expression.right)
-    if not any(term.is_sharded for term in right):
+    if not any(term.spans_devices for term in right):
         right = (Term(star=True), *right)
     return replace(expression, right=right)
 

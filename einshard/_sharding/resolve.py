@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from .._cache import cached
 from .._errors import EinshardError, Suggestion, quoted
 from .._notation.expression import ELLIPSIS, Expression
-from .._notation.fit import misfit
+from .._notation.fit import misfit_error
 from .._notation.hints import mesh_axes_hint, spacing_hint
 from .._notation.lay_out import lay_out
 from .._notation.layout import Layout
@@ -187,7 +187,7 @@ def find_placement(
         _is_users_mesh(context)
         and not context.axis_rules
         and spec.expression.short
-        and not any(term.is_sharded for term in spec.expression.right)
+        and not any(term.spans_devices for term in spec.expression.right)
     )
     warning = _typo_warning(spec, shape, context, memory_kind, replicated_by_default)
     return Placement(
@@ -241,7 +241,7 @@ def _lower(
     _check_explicit(expression, mesh)
     sharding = lower(layout, mesh, context.mesh_is_ambient, memory_kind)
     if sharding is None:
-        raise misfit(expression, layout, mesh_fact(mesh))
+        raise misfit_error(expression, layout, mesh_fact(mesh))
     return sharding
 
 
@@ -261,8 +261,8 @@ def _check_memory_kind(expression: Expression, memory_kind: str | None, mesh: An
 def _names_without_rule(
     written: Expression, applied: Expression, context: Context
 ) -> tuple[str, ...]:
-    is_bare = written.short and not any(term.is_sharded for term in written.right)
-    is_sharded = any(term.name and term.is_sharded for term in applied.right)
+    is_bare = written.short and not any(term.spans_devices for term in written.right)
+    spans_devices = any(term.name and term.spans_devices for term in applied.right)
     if not (context.axis_rules and is_bare) or is_sharded:
         return ()
     has_rule = {ELLIPSIS, *(rule.name for rule in context.axis_rules)}

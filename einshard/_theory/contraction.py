@@ -64,7 +64,7 @@ class Contraction:
 
 
 def is_placed(array: Expression) -> bool:
-    return any(term.is_sharded for term in array.right)
+    return any(term.spans_devices for term in array.right)
 
 
 def array_text(array: Expression) -> str:

@@ -74,7 +74,7 @@ def array_axes_of(operand: Expression, mesh_shape: Mapping[str, int]) -> dict[st
         counts = _grid_text(split.count for split in layout.splits if not split.mesh_axes)
         raise operand.error(
             f'the counts {counts} do not match the mesh axes',
-            [term for term in operand.right if term.takes_devices],
+            [term for term in operand.right if term.is_counted],
             mesh=mesh_text(mesh_shape),
             axis_order='unnamed axes (d0, d1, ...), then the axes given by keyword',
             expected='counts in this order: sizes of mesh axes, or products of adjacent sizes',
@@ -107,7 +107,7 @@ def _mesh_axis_sizes(contraction: Contraction, counts: Mapping[str, int]) -> dic
 def _two_placements_error(contraction: Contraction, counts: Mapping[str, int]) -> EinshardError:
     return contraction.error(
         'shard axes either in the einsum or by keyword, not both',
-        [term.span for array in contraction.arrays for term in array.right if term.is_sharded],
+        [term.span for array in contraction.arrays for term in array.right if term.spans_devices],
         by_keyword=', '.join(f'{name}={count}' for name, count in counts.items()),
     )
 
@@ -131,7 +131,7 @@ def _mesh_from_placements(contraction: Contraction, n_devices: int | None) -> di
     if any(after % before for before, after in pairs):
         raise contraction.error(
             f'the expressions split the {n_devices} devices differently',
-            [term.span for array in placed for term in array.right if term.takes_devices],
+            [term.span for array in placed for term in array.right if term.is_counted],
             **{f'device grid of {text}': grid for text, grid in grids.items()},
         )
     return {f'd{i}': after // before for i, (before, after) in enumerate(pairs)}
