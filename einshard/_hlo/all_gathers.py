@@ -142,7 +142,7 @@ class _Finder:
         return blocks if blocks and any(len(set(indices)) > 1 for indices in blocks) else None
 
     def used_blocks(self, value: Value, array: ArrayType) -> Iterator[Blocks | None]:
-        """Yields the blocks of each slice of `value`, and None for other uses or unknown blocks."""
+        """Yields the blocks that each use of `value` reads. None means unknown, or not a slice."""
         comp = value.comp
         if value.name == comp.root.name:
             yield None
@@ -214,7 +214,7 @@ class _Finder:
 
 
 def _source_axes(op: Instruction, operand: Instruction, array: ArrayType) -> Sequence[int] | None:
-    """Returns the operand axis of each result axis, or None if `op` is not a transpose or copy.
+    """Returns the operand axis of each result axis, or None if `op` may do more than transpose.
 
     On GPU, a bitcast to another layout may be a transpose. `array` is the type of `operand`.
     """

@@ -16,8 +16,8 @@ class Temporary:
         array: the dtype and shape on one device: 'bf16[8,128]'.
         bytes: bytes per device, without padding.
         source: the source line, such as 'model.py:12'.
-        op_name: the JAX operation that computes it. If the compiler added it, an HLO opcode, such
-            as 'copy'.
+        op_name: the JAX operation that computes the array, or an HLO opcode such as 'copy' if the
+            compiler added the array.
     """
 
     array: str

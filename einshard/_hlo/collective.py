@@ -30,8 +30,8 @@ class Collective:
         operands: the inputs of each device; for a ragged all-to-all, only the array that is sent.
         results: the outputs of each device.
         groups: the devices that communicate with each other, as positions in the device list of the
-            program. For a permute, the connected devices. Empty if the HLO text has no groups, as
-            for custom calls, and with JAX 0.8 on a newer libtpu.
+            program. A permute connects the devices of a group. Empty if the HLO text has no groups,
+            as for custom calls, and with JAX 0.8 on a newer libtpu.
         pairs: the (source, target) pairs of a permute; empty for other kinds.
         executions: how often one run of the program executes it, if all branches of conditionals
             run. None if a trip count is unknown.
@@ -42,8 +42,8 @@ class Collective:
         n_devices: the number of devices of the program.
         widened: whether the compiled program runs it in f32 although the user's arrays are bf16 or
             f16, as on CPU. `operands` and `results` have the user's dtype.
-        called_at: if `source` is in a helper function (see `Sources.caller`), the nearest calling
-            line outside helpers, or None.
+        called_at: the nearest calling line outside helpers if `source` is in a helper function,
+            else None. See `Sources.caller`.
         sent: for a collective matmul (see windowed.py), the bytes that a device sends in one
             execution; None for other collectives.
         in_branch: whether it is in a branch of a conditional, which may not be taken.

@@ -77,7 +77,7 @@ _CHAIN_ID = re.compile(r'chain_id="(\d+)"')
 
 
 class _Record(NamedTuple):
-    order: tuple[int, ...]  # in execution order: the text offsets of the call sites, then of `site`
+    order: tuple[int, ...]  # the text offsets of the call sites and of `site`
     site: Site
     collective: Collective
 
@@ -86,7 +86,7 @@ class _Finder:
     def __init__(self, module: Module, device_ids: Sequence[int]):
         self.module = module
         self.slices = Slices(module.n_partitions, count_slices(module.text), device_ids)
-        # 'Start' or 'Done' by computation name, from its call of AsyncCollectiveStart or ..Done
+        # 'Start' for computations that call AsyncCollectiveStart, and 'Done' likewise
         self.phases: dict[str, str] = {}
         for _, comp, op in module.find('"AsyncCollective'):
             phase = _PHASE.search(op.attributes)
@@ -116,7 +116,7 @@ class _Finder:
         return self.merged(records, executions)
 
     def merged(self, records: list[_Record], executions: Executions) -> tuple[Collective, ...]:
-        """Merges the permutes of collective matmuls; returns the collectives in execution order."""
+        """Merges the permutes of collective matmuls, and sorts by execution order."""
         permutes = {site: c.group_size for _, site, c in records if c.kind == PERMUTE}
         by_site = {record.site: record for record in records}
         for kind, comp, sites in collective_matmuls(self.module, permutes):
@@ -204,8 +204,8 @@ class _Finder:
         """Returns the text offsets of the sites that repeat another site's collective.
 
         A TPU program may spread an asynchronous collective over several fusions, and repeat its
-        instruction in each. Only the site in phase 'Start' counts, or else the one that runs least
-        often.
+        instruction in each. Only the site in phase 'Start' counts. If no site has that phase, only
+        the one that runs least often counts.
         """
         by_id: dict[tuple[int, str], list[Site]] = {}
         repeated: set[int] = set()

@@ -76,7 +76,7 @@ def find_products(module: Module) -> Iterator[Product]:
 
 
 def _with_source(module: Module, site: Site) -> Instruction:
-    """Returns the instruction at `site`, its fusion or a consumer: the first with a source line."""
+    """Returns the first with a source line: the instruction at `site`, its fusion or a consumer."""
     if module.source(site.op) is not None:
         return site.op
     fusions = [call for call in module.call_sites(site.comp) if call.op.opcode == 'fusion']
@@ -137,7 +137,7 @@ _LABELS = re.compile(r'dim_labels=(\w+)_(\w+)->(\w+)')
 
 
 def _convolution_flops(site: Site) -> int:
-    """Counts 2 flops for each product of a kernel element and an input element, except padding.
+    """Counts 2 flops for each product of a kernel element and an input element, without padding.
 
     On TPU, XLA writes matrix products as convolutions, too. Batch axes become padded spatial axes.
     """
@@ -184,7 +184,7 @@ _FIELDS = (('stride', 1), ('pad', 0), ('lhs_dilate', 1), ('rhs_dilate', 1))
 
 
 def _field(fields: dict[str, str], name: str, axis: int, default: int) -> int:
-    """Reads the entry for `axis` in a field such as 'pad=3_3x0_0'; for padding, the low side."""
+    """Reads the number for `axis` in a field: for 'pad=3_2x0_1', 3 on axis 0, and 0 on axis 1."""
     values = fields[name].split('x') if name in fields else []
     return int(values[axis].partition('_')[0]) if axis < len(values) else default
 

@@ -23,7 +23,7 @@ def read_groups(text: str) -> Groups:
     >>> read_groups("mesh['a'=2,'b'=2] {'a'}")
     ((0, 2), (1, 3))
 
-    The second example reshapes 0, 1, 2, 3 to (2, 2), transposes it, and splits it into rows of two.
+    The second example reshapes 0, 1, 2, 3 to (2, 2), transposes, and splits into rows of two.
     The third groups devices along mesh axis 'a'.
     """
     if text.startswith('{'):
@@ -141,7 +141,7 @@ class Slices:
         self.n_devices = len(device_ids)
 
     def within(self, groups: Groups) -> Groups:
-        """Converts partition numbers to positions; returns the groups of every slice."""
+        """Converts groups of partition numbers to groups of positions in every slice."""
         if len(self._slices) == 1:
             return groups
         return tuple(
@@ -151,7 +151,7 @@ class Slices:
         )
 
     def parse_target(self, target: str) -> Groups:
-        """Parses the devices of a transfer between slices; returns their positions.
+        """Returns the positions of the devices in a transfer between slices.
 
         '{1,2}x{0:15}' has 16 groups: device i of slice 1 and device i of slice 2, for i from 0 to
         15. '{{100000,200000},...}' lists groups of device ids. A permute lists pairs of device ids:
@@ -171,7 +171,7 @@ _IDS_PER_SLICE = 100_000
 
 
 def count_slices(text: str) -> int:
-    """Returns the highest slice number in `text`, or 1. It is the count, as numbers start at 1."""
+    """Returns the number of slices: the highest slice number in `text`, or 1."""
     found = 1
     for target in set(re.findall(r'_xla_megascale_target=("[^"]*"|\{[\d,>{}-]*\})', text)):
         if listed := re.match(r'"\{([\d,]+)\}x', target):

@@ -33,8 +33,8 @@ class Chip:
 
     Attributes:
         name: the name shown in reports.
-        flops: {dtype: dense flops per second}, with 'bf16' (also used for float16), 'tf32' (for
-            float32; default: as 'bf16'), 'fp8', 'int8', 'fp4'. Other dtypes use the highest rate.
+        flops: {dtype: dense flops per second}, with 'bf16' (also for float16), 'tf32' (for float32,
+            by default as 'bf16'), 'fp8', 'int8', 'fp4'. Other dtypes use the highest rate.
         memory: bytes of HBM that programs can use.
         memory_bandwidth: HBM bytes per second.
         link: bytes per second that a chip can send. In a torus: over one link, in one direction.

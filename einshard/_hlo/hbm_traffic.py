@@ -101,8 +101,8 @@ _LIBRARY = 'custom_call_target="__'  # calls of cuBLAS and cuDNN, which read all
 class _Reads:
     """Finds the regions of values that a program reads.
 
-    A fusion or call (where a `Value` has `arguments`) computes its root in full. It computes only
-    those parts of other values that their uses need.
+    A fusion or call (where a `Value` has `arguments`) computes its root in full, and only the
+    needed parts of its other values.
     """
 
     def __init__(self, module: Module):
@@ -112,7 +112,7 @@ class _Reads:
     def of(self, value: Value, element: int = -1, loop: Value | None = None) -> list[_Region]:
         """Returns the regions of an array, or of an element of a tuple, that the program reads.
 
-        `loop` is the loop whose body contains `value`, if any.
+        `element` is -1 for an array. `loop` is the loop whose body contains `value`, if any.
         """
         key = value.comp.name, value.name, element
         if key not in self._cache:

@@ -71,7 +71,7 @@ def find_counter(module: Module, loop: Value) -> Counter | None:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """An element of the loop state that counts iterations: `start`, `start + step`, .."""
+    """An element of the loop state that counts iterations: `start`, `start + step`, ..."""
 
     loop: _Loop
     element: int
@@ -153,7 +153,7 @@ class _Loop:
         return sum_
 
     def sum(self, value: Value, element: int | None = None) -> _Sum | None:
-        """Returns a value, or an element of a tuple, as a `_Sum`, or None if it is not one."""
+        """Reads a value, or an element of a tuple, as a `_Sum`. Returns None for other values."""
         value, element = self.find_source(value, element)
         op = value.op
         if op.integer_constant is not None:

@@ -44,16 +44,16 @@ class Memory:
 
 def read_memory(compiled: Any, capacity: int | None = None) -> Memory | None:
     """Returns None if the compiler does not report memory use."""
-    figures = compiled.memory_analysis()
-    if figures is None:
+    stats = compiled.memory_analysis()
+    if stats is None:
         return None
-    peak = getattr(figures, 'peak_memory_in_bytes', 0)
+    peak = getattr(stats, 'peak_memory_in_bytes', 0)
     return Memory(
-        arguments=figures.argument_size_in_bytes,
-        results=figures.output_size_in_bytes,
-        temporaries=figures.temp_size_in_bytes,
-        code=figures.generated_code_size_in_bytes,
-        aliased=figures.alias_size_in_bytes,
+        arguments=stats.argument_size_in_bytes,
+        results=stats.output_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        code=stats.generated_code_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
         peak=peak if peak > 0 else None,
         capacity=capacity,
     )

@@ -49,7 +49,7 @@ _ARRAY = re.compile(r'\b([a-z]\w*)\[([\d,<=]*)\]')
 
 
 def array_types(text: str) -> tuple[ArrayType, ...]:
-    """Parses an HLO type; returns its array, or all arrays of a tuple.
+    """Returns the arrays in an HLO type, which may be a tuple.
 
     >>> from einshard._hlo.module import array_types
     >>> [str(array) for array in array_types('(f32[8,128]{1,0:T(8,128)}, s32[])')]
@@ -65,7 +65,7 @@ def array_types(text: str) -> tuple[ArrayType, ...]:
 
 _INSTRUCTION = re.compile(r'\s+(?:ROOT )?%?([^\s=]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*)')
 _OPERAND = re.compile(r'%([^\s,()]+)')
-_ATTRIBUTES = re.compile(r'\), (?=\w+=)')  # their start; types also contain '), '
+_BEFORE_ATTRIBUTES = re.compile(r'\), (?=\w+=)')  # types also contain '), '
 _CALLEE = re.compile(r'\b(?:calls|to_apply)=%?([^\s,]+)')
 _BODY = re.compile(r'\bbody=%?([^\s,]+)')
 _OTHER_MEMORY = re.compile(r'\{[^}]*S\([1-9]')
@@ -109,7 +109,7 @@ class Instruction(NamedTuple):
 
     @property
     def is_in_hbm(self) -> bool:
-        """False if the result is in host memory, or on TPU in VMEM."""
+        """False if the result is in host memory, or in the VMEM of a TPU."""
         return _OTHER_MEMORY.search(self.type) is None
 
     @property
@@ -151,7 +151,7 @@ def read_instruction(line: str) -> Instruction:
     if not match:
         raise ValueError(f'not an HLO instruction: {line}')
     name, type_, opcode, rest = match.groups()
-    operand_text, *after = _ATTRIBUTES.split(rest, maxsplit=1)
+    operand_text, *after = _BEFORE_ATTRIBUTES.split(rest, maxsplit=1)
     if not after:
         operand_text = rest.rpartition(')')[0]
     attributes = ''.join(after)
@@ -217,7 +217,7 @@ class Computation:
         names = {name: name for name in self._lines}  # to save memory, stores each name once
         for match in _LINE.finditer(self._text, *self._span):
             start, end = match.end(), self._text.index('\n', match.end())
-            operands = _ATTRIBUTES.split(self._text[start:end], maxsplit=1)[0]
+            operands = _BEFORE_ATTRIBUTES.split(self._text[start:end], maxsplit=1)[0]
             for operand in _OPERAND.findall(operands):
                 name = names.get(operand) or operand
                 users.setdefault(name, []).append(names[match[2]])

@@ -35,8 +35,6 @@ class Origins:
         """Traces an array (`element` -1), or an element of a tuple, in at most `steps` steps."""
         key = (value.comp.name, value.name, element)
         if key not in self._cache:
-            # breaks the cycle if one call of a computation uses the result of another
-            self._cache[key] = None
             self._cache[key] = self._trace_uncached(value, element, steps - 1) if steps else None
         return self._cache[key]
 
@@ -62,7 +60,7 @@ class Origins:
         if comp.is_entry:
             return op.parameter_number
         if self._module.is_shared(comp):
-            return None  # each call may pass another value
+            return None  # each call may pass a different value
         for _, caller, call in self._module.call_sites(comp):
             if call.opcode == 'while':
                 if not self._is_invariant(call, element):
@@ -88,8 +86,8 @@ class Origins:
                     return op.element == element
                 if state.opcode != 'while' or not self._is_invariant(state, op.element):
                     return False
-                state, at = body[state.operands[0]], op.element
-                operand = state.operands[at] if state.opcode == 'tuple' else None
+                state = body[state.operands[0]]
+                operand = state.operands[op.element] if state.opcode == 'tuple' else None
             if operand is None:
                 return False
             op = body[operand]

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 _PACKAGE = str(Path(__file__).parent.parent)
 _JAX_FILE = re.compile(r'[\\/](?:site|dist)-packages[\\/]jax(?:lib)?[\\/]|[\\/]jax[\\/]_src[\\/]')
-# In a library such as Flax, the line of the user's model that calls a layer is more useful.
+# A line of the user's model is more useful than the line of Flax that it calls.
 _LIBRARY_FILE = re.compile(
     r'[\\/](?:(?:site|dist)-packages|lib[\\/]python3\.\d+)[\\/]|^<frozen ', re.IGNORECASE
 )
@@ -60,7 +60,7 @@ class Sources:
         return innermost_user_line(self._file_line(location) for _, location in stack)
 
     def caller(self, metadata: str) -> str | None:
-        """If `line` is in a helper, returns the nearest calling line outside helpers, else None.
+        """Returns the nearest calling line outside helpers if `line` is in a helper, else None.
 
         A helper is a function with only one line in the stack frames, or one that another function
         calls from several lines. If all callers are helpers, returns the outermost line.

@@ -106,7 +106,7 @@ class _Reductions:
                 yield collective
 
     def _classify(self, key: _Key, reduction: _Reduction) -> None:
-        """Sets the kind of a reduction; may join it with an all-reduce that is its only use."""
+        """Sets the kind of a reduction, or joins it to the all-reduce that is its only use."""
         site = self._sites[key[0]]
         uses = list(self._array_uses(site, key))
         terms = {use.terms for use in uses}
@@ -161,7 +161,7 @@ class _Reductions:
                 yield _Use(root, -1, terms)
 
     def _terms(self, comp: Computation, name: str) -> frozenset[_Key] | None:
-        """If the value `name` is a sum of all-reduces, returns their keys, else None."""
+        """Returns the keys of the all-reduces whose sum is the value `name`, or None."""
         op = comp[name]
         if op.opcode in _MOVES:
             return self._terms(comp, op.operands[0])

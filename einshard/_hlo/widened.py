@@ -14,7 +14,7 @@ _PROMOTED = re.compile(r'to_apply=%?\S+_promoted\b')  # suffix from XLA's all-re
 def widened_dtypes(module: Module, comp: Computation, op: Instruction) -> tuple[str, ...]:
     """Returns the original dtype of each operand that XLA widened to f32, and '' for others.
 
-    A convert that XLA added has no op_name. One from the user's program has an op_name.
+    A convert that XLA added has no op_name, unlike a convert in the user's program.
     """
     if 'f32[' not in op.type:
         return ('',) * len(op.operands)

@@ -48,7 +48,7 @@ def collective_matmuls(
         yield kind, loop.comp, sites
     for kind, sites in _unrolled(others):
         n = permutes[sites[0]]
-        if max(2, n - 1) <= len(sites) <= n + 1:  # as for one matmul
+        if max(2, n - 1) <= len(sites) <= n + 1:  # the permutes of one matmul
             yield kind, sites[0].comp, sites
 
 
@@ -129,7 +129,7 @@ def _chains(permutes: Sequence[Site]) -> Iterator[tuple[list[Site], str]]:
         op = comp[sent]
         operands = map(functools.partial(_origin, comp), op.operands)
         added = next((name for name in operands if name in by_name), None)
-        # this permute sends the result of the permute before it, or a fusion that adds to that
+        # this permute sends the result of the one before, or of a fusion that adds to that result
         before = by_name.get(sent) or (by_name[added] if added and op.opcode == 'fusion' else None)
         chain = next((chain for chain in chains if before in chain.permutes), None)
         if chain is None:

@@ -262,7 +262,7 @@ def _names_without_rule(
     written: Expression, applied: Expression, context: Context
 ) -> tuple[str, ...]:
     is_bare = written.short and not any(term.spans_devices for term in written.right)
-    spans_devices = any(term.name and term.spans_devices for term in applied.right)
+    is_sharded = any(term.name and term.spans_devices for term in applied.right)
     if not (context.axis_rules and is_bare) or is_sharded:
         return ()
     has_rule = {ELLIPSIS, *(rule.name for rule in context.axis_rules)}
