@@ -15,7 +15,7 @@ from ._text import display_width
 
 Segment: TypeAlias = tuple[str, str]  # text and its rich style
 
-_MIN_ELASTIC_WIDTH = 12
+_MIN_SHORTENED_WIDTH = 12
 _MIN_COLUMNS = 4  # this many stay side by side on a narrow page; the others go below
 
 
@@ -23,8 +23,8 @@ _MIN_COLUMNS = 4  # this many stay side by side on a narrow page; the others go 
 class Column:
     head: str
     right: bool = False  # align right, for numbers
-    # the part of a cell to omit in narrow text: 'middle' or 'start'. HTML breaks the cell after '/'
-    elastic: str = ''
+    # the part of a long cell to omit in text: 'middle' or 'start'. HTML breaks lines after '/'
+    shorten: str = ''
     below: bool = False  # write the cell on a line below its row; such columns come last
 
 
@@ -115,7 +115,7 @@ def _section_lines(section: Section, width: int | None) -> Iterator[list[Segment
     yield from ([(f'{indent}{line}'.rstrip(), '')] for line in section.code)
     if section.columns:
         room = None if width is None else width - len(indent)
-        n, widths = _columns_that_fit(section, room)
+        n, widths = _columns_in_row(section, room)
         in_row, below = section.columns[:n], section.columns[n:]
         heads = [column.head for column in in_row]
         yield [(indent, ''), (_line(heads, in_row, widths), 'dim')]
@@ -147,8 +147,8 @@ def _wrap_below(text: str, width: int | None) -> list[str]:
     return textwrap.wrap(text, room, break_on_hyphens=False) if text else []
 
 
-def _columns_that_fit(section: Section, width: int | None) -> tuple[int, list[int]]:
-    """Returns the number of columns of a table that fit side by side, and their widths."""
+def _columns_in_row(section: Section, width: int | None) -> tuple[int, list[int]]:
+    """Returns how many columns to put side by side, and their widths."""
     n = sum(not column.below for column in section.columns)
     while True:
         widths = _widths(section.columns[:n], section.rows, width)
@@ -160,13 +160,13 @@ def _columns_that_fit(section: Section, width: int | None) -> tuple[int, list[in
 def _widths(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None
 ) -> list[int]:
-    """Computes column widths; shrinks the widest elastic column until a row fits."""
+    """Computes column widths. If rows are too long, narrows the widest column with `shorten`."""
     texts = [[column.head for column in columns], *(row[: len(columns)] for row in rows)]
     widths = [max(map(display_width, column)) for column in zip(*texts, strict=True)]
-    elastic = [i for i, column in enumerate(columns) if column.elastic]
+    narrowable = [i for i, column in enumerate(columns) if column.shorten]
     while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
-        widest = max(elastic, key=lambda i: widths[i], default=None)
-        if widest is None or widths[widest] <= _MIN_ELASTIC_WIDTH:
+        widest = max(narrowable, key=lambda i: widths[i], default=None)
+        if widest is None or widths[widest] <= _MIN_SHORTENED_WIDTH:
             break
         widths[widest] -= 1
     return widths
@@ -181,12 +181,12 @@ def _line(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int]
 
 
 def _fit_cell(cell: str, column: Column, width: int) -> str:
-    """Replaces the middle or start of a cell that is too long with '..'."""
+    """Shortens a cell that is too wide: 'layers/..kernel'."""
     if display_width(cell) <= width:
         return cell
     cell = unicodedata.normalize('NFC', cell)
     ends = list(itertools.accumulate(map(display_width, cell)))  # where each character ends
-    head = cell[: bisect.bisect(ends, (width - 2) // 2)] if column.elastic == 'middle' else ''
-    # the tail starts after this character and its combining marks
-    last = bisect.bisect_left(ends, ends[-1] - (width - 2 - display_width(head)))
-    return f'{head}..{cell[bisect.bisect(ends, ends[last]) :]}'
+    head = cell[: bisect.bisect(ends, (width - 2) // 2)] if column.shorten == 'middle' else ''
+    # also omit the combining marks of the last omitted character
+    last_omitted = bisect.bisect_left(ends, ends[-1] - (width - 2 - display_width(head)))
+    return f'{head}..{cell[bisect.bisect(ends, ends[last_omitted]) :]}'

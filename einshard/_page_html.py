@@ -14,15 +14,15 @@ _MONO = f'font-family: {MONOSPACED}'
 _FRAME = 'font: 13px/1.45 system-ui, sans-serif; text-align: left; max-width: 70em'
 _TITLE = 'font-size: 15px; font-weight: 600; margin: 2px 0 8px'
 _SECTION = 'font-weight: 600; margin: 12px 0 2px'
-# Notebooks style all tables. These styles override that: text inherits the page's text color, which
-# is readable on light and on dark backgrounds.
+# These styles override the table styles of notebooks. Text inherits the color of the page, so it is
+# readable on light and on dark backgrounds.
 _TABLE = 'border-collapse: collapse; border: none; margin: 0; font-size: 12px; color: inherit'
 _HEAD = 'border: none; padding: 2px 14px 2px 0; font-weight: normal; opacity: 0.65'
 _CELL = 'border: none; border-top: 1px solid rgba(128,128,128,0.3); padding: 2px 14px 2px 0'
 _CODE = f'margin: 4px 0; overflow: auto; font-size: 12px; {_MONO}'
 _LINES = 'list-style: none; margin: 4px 0; padding: 0'
 _WARNING = 'border-left: 3px solid #d9a400; background: rgba(217,164,0,0.12); padding: 3px 10px'
-# In notebooks, tables of hundreds of rows scroll, so that totals stay visible.
+# In notebooks, long tables scroll, so that the totals below stay visible.
 _SCROLL = 'overflow: auto; max-height: 32em'
 _BELOW = f'border: none; padding: 0 0 4px 28px; text-align: left; {_MONO}; opacity: 0.75'
 # On a narrow page, each row of a table becomes a list of its cells, with their headings.
@@ -127,7 +127,7 @@ def _row(row: Sequence[str], columns: Sequence[Column]) -> str:
 
 
 def _cell(text: str, column: Column) -> str:
-    return _breakable(text, '/') if column.elastic else html.escape(text)
+    return _breakable(text, '/') if column.shorten else html.escape(text)
 
 
 def _breakable(text: str, separators: str) -> str:
@@ -140,4 +140,4 @@ def _breakable(text: str, separators: str) -> str:
 
 def _align(column: Column) -> str:
     align = f'text-align: {"right" if column.right else "left"}'
-    return align + ('; overflow-wrap: normal' if column.elastic else '; white-space: nowrap')
+    return align + ('; overflow-wrap: normal' if column.shorten else '; white-space: nowrap')

@@ -88,9 +88,9 @@ def test_text_counts_the_bytes_of_collectives_that_it_leaves_out():
 @pytest.mark.parametrize(
     'name', ['模型/编码器/第一层/权重', 'e\u0301' * 30, '한글/경로/이름', 'ab' * 15]
 )
-@pytest.mark.parametrize('elastic', ['middle', 'start'])
-def test_cells_of_wide_and_combining_characters_fit(name, elastic):
-    columns = (Column('path', elastic=elastic), Column('n', right=True))
+@pytest.mark.parametrize('shorten', ['middle', 'start'])
+def test_cells_of_wide_and_combining_characters_fit(name, shorten):
+    columns = (Column('path', shorten=shorten), Column('n', right=True))
     rows = (('short', '1'), (f'{name}{"x" * 20}{name}', '22'))
     for width in range(16, 40):
         *lines, last = page_text(Page('', (Section('', columns, rows),)), width).split('\n')

@@ -52,7 +52,7 @@ class Collectives(Display, tuple[CollectiveRow, ...]):
 _COLUMNS = (
     Column('runs', right=True),
     Column('kind'),
-    Column('array', elastic='middle'),
+    Column('array', shorten='middle'),
     Column('groups'),
     Column('along'),
     Column('sent', right=True),

@@ -113,8 +113,8 @@ class Comparison(Display):
 
 
 _COLUMNS = (
-    Column('of', elastic='middle'),
-    Column('array', elastic='middle'),
+    Column('of', shorten='middle'),
+    Column('array', shorten='middle'),
     Column('difference', right=True),
     Column('relative to'),
     Column('tolerance', right=True),

@@ -127,8 +127,8 @@ class Report(Display):
 # --- the page -----------------------------------------------------------------------------------
 
 _ARRAYS = (
-    Column('path', elastic='middle'),
-    Column('array', elastic='middle'),
+    Column('path', shorten='middle'),
+    Column('array', shorten='middle'),
     Column('placement'),
     Column('on a device', right=True),
 )
@@ -208,7 +208,7 @@ def _intermediate_section(rows: Sequence[ArrayRow]) -> Section:
         (row.path, row.array, row.placement, format_bytes(row.bytes), short_source(row.source))
         for row in rows
     ]
-    path = Column('name', elastic='start')
+    path = Column('name', shorten='start')
     columns = path, *_ARRAYS[1:], _SOURCE
     return Section('intermediates', columns, tuple(shown), max_rows=_MAX_ROWS)
 
