@@ -1,4 +1,4 @@
-"""The command `einshard`: draws expressions, explains and plans functions, and more."""
+"""The command `einshard`: show, explain, plan, table and eject."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ examples:
   {prog} eject model:rules --args model:init_params --mesh data=4 tp=2
   {prog} eject model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
 """
-_ARGUMENT = (
+_ARGUMENT_HELP = (
     "arguments of the call: 'f32[8,128]' for an array, a Python number, or module:name for a value "
     'or a function that returns it; name=... passes an argument by keyword'
 )
@@ -78,18 +78,17 @@ def _run(arguments: Sequence[str]) -> str:
     name = arguments[0]
     if name in commands:
         return commands[name](arguments[1:])
-    # a misspelled command would parse as an expression: one unsharded axis
+    # a misspelled command is also a valid expression, with one unsharded axis
     if near := difflib.get_close_matches(name, commands, n=1, cutoff=0.7):
         raise EinshardError(f"'{name}' is not a command", fix=f'{_program()} {near[0]}')
     return _show(arguments)
 
 
 def _print(text: str) -> None:
-    """Prints text, unless the reader, such as `head`, has closed the pipe."""
     try:
         print(_encodable(text, sys.stdout.encoding), end='', flush=True)
     except BrokenPipeError:
-        # redirect stdout, because Python flushes it again at exit
+        # a reader such as `head` has closed the pipe; Python flushes stdout again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -130,7 +129,7 @@ def _show(arguments: Sequence[str]) -> str:
 
 
 def _explain(arguments: Sequence[str]) -> str:
-    parser = _compiling_parser(
+    parser = _function_parser(
         'explain',
         'Compiles a function and lists its placements, collectives and memory.',
         _EXPLAIN_EXAMPLES,
@@ -149,7 +148,7 @@ def _explain(arguments: Sequence[str]) -> str:
 
 
 def _plan(arguments: Sequence[str]) -> str:
-    parser = _compiling_parser(
+    parser = _function_parser(
         'plan',
         'Finds how to shard a function that names its axes.\n'
         '--mesh fixes the mesh shape, so that only the placement of each named axis is planned.',
@@ -209,7 +208,7 @@ def _table(arguments: Sequence[str]) -> str:
     parser.add_argument(
         'tree', metavar='module:init', help='a pytree of arrays, or a function that returns one'
     )
-    parser.add_argument('--args', nargs='*', default=[], metavar='ARG', help=_ARGUMENT)
+    parser.add_argument('--args', nargs='*', default=[], metavar='ARG', help=_ARGUMENT_HELP)
     options = parser.parse_args(arguments)
     rules, tree = load(options.rules), load(options.tree)
     if not isinstance(rules, Rules):
@@ -238,7 +237,7 @@ def _eject(arguments: Sequence[str]) -> str:
         nargs='*',
         default=[],
         metavar='ARG',
-        help=f'the pytree that rules shard, or {_ARGUMENT}',
+        help=f'the pytree that rules shard, or {_ARGUMENT_HELP}',
     )
     parser.add_argument('--topology', metavar='NAME', help='a TPU slice such as v5e:4x4')
     options = parser.parse_args(arguments)
@@ -287,10 +286,10 @@ def _pin(text: str) -> tuple[str, str]:
     return name, placement
 
 
-def _compiling_parser(command: str, description: str, examples: str) -> argparse.ArgumentParser:
+def _function_parser(command: str, description: str, examples: str) -> argparse.ArgumentParser:
     parser = _parser(command, description, examples, 'simulated CPU devices')
     parser.add_argument('function', metavar='module:function')
-    parser.add_argument('--args', nargs='*', default=[], metavar='ARG', help=_ARGUMENT)
+    parser.add_argument('--args', nargs='*', default=[], metavar='ARG', help=_ARGUMENT_HELP)
     parser.add_argument('--json', action='store_true', help='print the result as JSON')
     parser.add_argument(
         '--topology',
@@ -307,7 +306,7 @@ def _parser(
     command: str,
     description: str,
     examples: str,
-    kind_of_devices: str = 'devices, which do not have to exist',
+    devices: str = 'devices, which do not have to exist',
 ) -> argparse.ArgumentParser:
     """Makes a parser with the options --devices and --mesh."""
     parser = argparse.ArgumentParser(
@@ -317,21 +316,19 @@ def _parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     group = parser.add_mutually_exclusive_group()
-    group.add_argument(
-        '--devices', type=_positive_int, metavar='N', help=f'number of {kind_of_devices}'
-    )
+    group.add_argument('--devices', type=_positive_int, metavar='N', help=f'number of {devices}')
     group.add_argument(
         '--mesh',
         type=_mesh_axis,
         nargs='+',
         metavar='AXIS=SIZE',
-        help=f'a mesh of {kind_of_devices}: its axes, slowest-varying first',
+        help=f'a mesh of {devices}: its axes, slowest-varying first',
     )
     return parser
 
 
 def _encodable(text: str, encoding: str | None) -> str:
-    """Replaces characters that the encoding lacks with ASCII or '?'."""
+    """Substitutes ASCII or '?' for characters that the encoding lacks."""
     encoding = encoding or 'utf-8'
     try:
         text.encode(encoding)

@@ -1,4 +1,4 @@
-"""Creates caches that `clear_caches` clears."""
+"""`clear_caches`, and the caches that it clears."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def cached(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return cast(Callable[_P, _R], wrapped)
 
 
-def register(cache: dict[_K, _V]) -> dict[_K, _V]:
+def register_cache(cache: dict[_K, _V]) -> dict[_K, _V]:
     """Registers a dictionary for `clear_caches` to clear, and returns it."""
     _caches.append(cache.clear)
     return cache
 
 
 def clear_caches() -> None:
-    """Clears the caches of parsed expressions, shardings and meshes.
+    """Clears all caches of einshard, such as parsed expressions, shardings and meshes.
 
         >>> from einshard import clear_caches
         >>> clear_caches()

@@ -87,7 +87,7 @@ def result_shapes(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def load(text: str) -> Any:
-    """Imports a module, and returns its attribute: `step` of `model` for 'model:step'."""
+    """Imports a module and returns one of its attributes: `model.step` for 'model:step'."""
     module_name, _, path = text.partition(':')
     if not (module_name and path):
         raise EinshardError(
@@ -125,7 +125,7 @@ def _import(name: str) -> ModuleType:
 
 
 def _names_in(owner: Any, module_name: str) -> list[str]:
-    """Lists the public names that a module or class defines, or if none, those it imports."""
+    """Lists the public attributes of `owner`. Omits imported ones unless all are imported."""
 
     def is_imported(value: Any) -> bool:
         if inspect.isroutine(value) or inspect.isclass(value) or hasattr(value, '__wrapped__'):
@@ -150,7 +150,7 @@ def mesh_of(
 ) -> AnyMesh | None:
     """Builds the mesh for --devices, --mesh and --topology.
 
-    Returns None without these options. Without --topology, starts simulated devices for the mesh.
+    Returns None if no option is given. Simulates the devices unless --topology is given.
     """
     requested = None if axes is None else abstract_mesh(axes)
     n_devices = n_devices if requested is None else requested.size

@@ -1,4 +1,4 @@
-"""Shows an object as a page: as text, in color with rich, as HTML in notebooks and files."""
+"""Base class of reports: printed as text, in color with rich, and as HTML in notebooks."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ Span = tuple[int, int]
 class EinshardError(ValueError):
     """An invalid expression, spec, shape, mesh or device count.
 
-    The message consists of a sentence, the expression with carets, labeled facts, and a fix after
-    `try:`.
+    The message is a sentence. It may be followed by the expression with carets, labeled facts, and
+    a fix after `try:`.
 
         >>> from einshard import EinshardError, make_sharding
         >>> try:
@@ -37,7 +37,7 @@ class EinshardError(ValueError):
         expression: the expression as written, or None.
         spans: (start, end) offsets of the marked terms in `expression`.
         facts: facts by label, in the order shown.
-        fix: an expression, option or call that was tested and works, or None.
+        fix: an expression (tested), option or call to write instead, or None.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class EinshardError(ValueError):
         super().__init__(self._render())
 
     def about(self, **facts: object) -> EinshardError:
-        """Returns a copy with more facts, before the existing ones."""
+        """Returns a copy with more facts, shown first. Does not replace existing facts."""
         return type(self)(
             **self.parts(facts={**{_label(key): fact for key, fact in facts.items()}, **self.facts})
         )
@@ -101,7 +101,7 @@ class EinshardError(ValueError):
 def combine_errors(errors: Sequence[EinshardError]) -> EinshardError:
     """Returns the first error, with a fact 'also' that lists the arrays of the other errors.
 
-    The sentence of an error follows its array if it differs from the first error's sentence.
+    A sentence that differs from that of the first error is listed too.
     """
     first, *others = errors
     if not others:
@@ -122,7 +122,7 @@ EinshardError.__module__ = 'einshard'  # tracebacks print the public name
 
 
 def hide_inner_frames(error: BaseException) -> None:
-    """Removes this package's frames from a traceback, but keeps its first frame."""
+    """Removes the frames of this package from a traceback, except the outermost one."""
     frame = error.__traceback__
     while frame is not None:
         while frame.tb_next and frame.tb_next.tb_frame.f_code.co_filename.startswith(_FOLDER):

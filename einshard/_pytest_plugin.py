@@ -1,8 +1,8 @@
 """The pytest plugin: `assert_collectives`, `einshard_golden` and the option `--einshard-update`.
 
 The wheel installs it as a module next to the package (see pyproject.toml). Inside the package, it
-would import einshard and JAX whenever pytest starts. That takes seconds, and happens before a
-conftest.py can set the environment variables that JAX reads on import.
+would import einshard and JAX whenever pytest starts: this takes seconds, and a conftest.py could no
+longer set the environment variables that JAX reads on import.
 """
 
 from __future__ import annotations

@@ -10,45 +10,44 @@ from ._errors import DeviceCounts, EinshardError, Suggestion
 
 def keep_working_suggestions(
     error: EinshardError,
-    with_fix: Callable[[str], object],
-    on_devices: Callable[[int], object] | None = None,
+    retry: Callable[[str], object],
+    retry_on: Callable[[int], object] | None = None,
 ) -> EinshardError:
     """Returns a copy of an error without the suggestions that fail.
 
     A fix that is not an expression is removed too.
 
     Args:
-        with_fix: repeats the failed call with another expression.
-        on_devices: repeats the failed call on n devices. If None, all facts with device counts are
-            removed.
+        retry: repeats the failed call with another expression.
+        retry_on: repeats it on n devices. If None, all facts with device counts are removed.
     """
 
     def works_as_stated(fact: str) -> bool:
         if not isinstance(fact, DeviceCounts):
             return True
-        if on_devices is None:
+        if retry_on is None:
             return False
-        return all(works(functools.partial(on_devices, n)) for n in fact.counts)
+        return all(works(functools.partial(retry_on, n)) for n in fact.counts)
 
     facts = {label: fact for label, fact in error.facts.items() if works_as_stated(fact)}
-    return with_working_fix(EinshardError(**error.parts(facts=facts)), with_fix)
+    return with_working_fix(EinshardError(**error.parts(facts=facts)), retry)
 
 
-def with_working_fix(error: EinshardError, with_fix: Callable[[str], object]) -> EinshardError:
+def with_working_fix(error: EinshardError, retry: Callable[[str], object]) -> EinshardError:
     """Returns a copy of an error with a fix that works, or without a fix.
 
-    `with_fix` repeats the failed call with another expression. If that fails too, for example
-    because several expressions are wrong, the fix of the new error is tested next. The fact 'also
-    wrong' lists the sentences of the new errors.
+    `retry` repeats the failed call with another expression. If this fails too, for example because
+    several expressions are wrong, tests the fix of the new error next. The fact 'also wrong' lists
+    the sentences of the new errors.
     """
     fix, others = error.fix, [*filter(None, [error.facts.get('also wrong')])]
     for _ in range(_MAX_FIXES):
         if not isinstance(fix, Suggestion):
             break
         try:
-            with_fix(fix.expression)
+            retry(fix.expression)
         except EinshardError as other:
-            # if its fix only reorders the last one, the error is not about the user's expression
+            # if only the order of terms in `fix` was wrong, the error is not about the user's code
             is_reordered = _terms(other.fix) == _terms(fix)
             if other.sentence not in (error.sentence, *others) and not is_reordered:
                 others.append(other.sentence)

@@ -44,7 +44,7 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def short_arrays(text: str) -> str:
-    """Shortens text that lists arrays: '7 x f32[8], f32[8,4] and 3 more'."""
+    """Counts equal arrays in a text, and lists two: '7 x f32[8], f32[8,4] and 3 more'."""
     counts = Counter(re.findall(r'\w+\[[^\]]*\]', text))
     arrays = [f'{n} x {array}' if n > 1 else array for array, n in counts.items()]
     if len(arrays) <= 2:
@@ -74,7 +74,7 @@ def display_width(text: str) -> int:
 
 
 def deprecated_alias(old: str, new: str) -> Any:
-    """Makes a property for the old name of the attribute `new`, with a deprecation warning."""
+    """Returns a property that reads the attribute `new` and warns that `old` is deprecated."""
 
     def read(thing: Any) -> Any:
         warnings.warn(f'.{old} is deprecated; use .{new}', DeprecationWarning, stacklevel=2)
@@ -104,7 +104,7 @@ def deferred_kind(function: Any) -> str | None:
 def array_text(x: Any) -> str:
     """Formats an array as 'float32[6,8]', a number as 'float 1.5', other values as their type."""
     shape, dtype = getattr(x, 'shape', None), getattr(x, 'dtype', None)
-    if shape is None or dtype is None or isinstance(x, type):  # numpy.float32 has both
+    if shape is None or dtype is None or isinstance(x, type):  # the type numpy.float32 has both
         value = f' {x!r}' if isinstance(x, int | float | complex) else ''
         return f'{type(x).__name__}{value}'
     return f'{dtype}{shape_text(shape)}'

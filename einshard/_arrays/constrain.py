@@ -20,7 +20,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from .._cache import register
+from .._cache import register_cache
 from .._errors import EinshardError, Suggestion, quoted
 from .._notation.axis_positions import axis_positions
 from .._notation.expression import ELLIPSIS, Expression, axis_letters
@@ -40,12 +40,12 @@ from .reshard import reshard
 
 # For `explain`, because a compiled program has source lines but no axis names. Maps 'file:line' to
 # the axis names of the value that the line constrains, or to () if the names vary.
-names_at: dict[str, tuple[str, ...]] = register({})
+names_at: dict[str, tuple[str, ...]] = register_cache({})
 # Maps 'file:line' to the axis names without an axis rule, if this leaves the value replicated.
-without_rule_at: dict[str, tuple[str, ...]] = register({})
+without_rule_at: dict[str, tuple[str, ...]] = register_cache({})
 # Maps 'file:line' of an einshard.einsum to {letter in its jnp.einsum: axis name}, or to {} if the
 # names vary.
-names_by_letter_at: dict[str, Mapping[str, str]] = register({})
+names_by_letter_at: dict[str, Mapping[str, str]] = register_cache({})
 # The expressions of the constraints that `plan` has traced so far, or None outside its traces.
 constraints_of_trace: ContextVar[list[Expression] | None] = ContextVar(
     'constraints_of_trace', default=None

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.tree_util as jtu
 
-from .._cache import register
+from .._cache import register_cache
 from .._text import array_text
 
 
@@ -28,7 +28,7 @@ def leaf_paths(tree: Any, treedef: Any = None) -> Sequence[str]:
     return cached_paths
 
 
-_paths: dict[Any, Sequence[str]] = register({})
+_paths: dict[Any, Sequence[str]] = register_cache({})
 
 
 def path_text(path: Sequence[Any]) -> str:
