@@ -19,7 +19,7 @@ from .._functions.error_notes import is_sharding_type_error
 from .._sharding.context import is_tracing
 from .._sharding.mesh import partition_spec, spec_axes
 from .._text import array_text, name_of
-from .._trees.paths import common_end
+from .._trees.paths import common_suffix_length
 from .arrays import argument_path, result_path
 from .comparison import ComparedRow, Comparison, Reference, compare, key_data
 from .lowered import check_arguments, positional_parameters
@@ -261,7 +261,9 @@ class _Check:
         leaves = self.call.leaves
         types = {i: (leaves[i].shape, leaves[i].dtype) for i in self.call.inputs}
         candidates = [i for i, key in types.items() if key == (result.shape, result.dtype)]
-        return max(candidates, key=lambda i: common_end(path, self.call.paths[i]), default=None)
+        return max(
+            candidates, key=lambda i: common_suffix_length(path, self.call.paths[i]), default=None
+        )
 
 
 def _put_cotangent(array: Any, sharding: jax.sharding.Sharding) -> Any:

@@ -15,7 +15,7 @@ from .._hlo.buffers import Temporary
 from .._hlo.memory import Memory
 from .._page import Column, Page, Section
 from .._text import format_bytes, short_source
-from .._trees.paths import common_end
+from .._trees.paths import common_suffix_length
 from .bounds import NO_BOUNDS, Bounds, bounds_section
 from .collectives import Collectives, collective_section
 from .diff import Diff, DiffInput, make_diff
@@ -199,7 +199,7 @@ def _result_section(report: Report) -> Section:
 def _strip_common_suffix(a: str, b: str) -> tuple[str, str]:
     """Turns 'result/0/w', 'state/w' into 'result/0', 'state'."""
     a_keys, b_keys = a.split('/'), b.split('/')
-    n = min(common_end(a, b), len(a_keys) - 1, len(b_keys) - 1)
+    n = min(common_suffix_length(a, b), len(a_keys) - 1, len(b_keys) - 1)
     return '/'.join(a_keys[: len(a_keys) - n]), '/'.join(b_keys[: len(b_keys) - n])
 
 

@@ -53,7 +53,7 @@ def state_specs(
         axis_maps: the ways to match axes of the state array to axes of the parameter. There are
             several only if parameter axes have the same size.
         also_over: shard the state array over these mesh axes too, unless they shard the parameter.
-        all_or_none: shard one array axis over all these mesh axes, or no axis if none is divisible.
+        all_or_none: shard one array axis over all of these mesh axes, or use none of them.
     """
     param_spec = as_leaf_spec(spec)
     placement = resolve(param_spec, param_shape, context)
@@ -97,7 +97,7 @@ def _add_mesh_axes(
 
     Each step shards one array axis over the first n free mesh axes, with the largest possible n. If
     several array axes are divisible, it picks the one with the largest shards. If none is, the
-    first free mesh axis stays unused. With `all_or_none`, n is the number of free mesh axes.
+    first free mesh axis stays unused. With `all_or_none`, one step uses all free mesh axes or none.
 
     New mesh axes become minor to those of the array axis, so that no data moves: each device keeps
     a part of its shard. But expressions on `device_mesh()` list mesh axes in mesh order, where a
@@ -141,7 +141,7 @@ def _n_shards(axes: Sequence[Any], sizes: Mapping[str, int]) -> int:
 
 
 class Option(NamedTuple):
-    """How errors show an argument that names mesh axes."""
+    """Texts of errors about an option that names mesh axes."""
 
     name: str
     expected: str  # comes after `name` in the error

@@ -1,4 +1,4 @@
-"""for_optimizer: specs for optimizer states, sharded like the parameters."""
+"""for_optimizer: shards optimizer states like the parameters."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def for_optimizer(
         {'w': 'a b -> a8 b2'}
 
     The path of a moment contains the path of its parameter: '0/mu/mlp/kernel' and 'mlp/kernel/mu'
-    belong to 'mlp/kernel'. If it contains several parameter paths, the longest is used; if these
-    are equally long, the last. The spec of a moment depends on its shape:
+    belong to 'mlp/kernel'. If several parameters fit by path and shape, the longest path is used;
+    of equally long ones, the last. The spec of a moment depends on its shape:
 
     * Same shape as the parameter: the spec of the parameter.
     * Fewer axes, as in Adafactor: the spec of the parameter without the missing axes. If several
@@ -54,8 +54,8 @@ def for_optimizer(
     are accepted; it also has a `table` method.
 
     With `zero=`, moments are also sharded over the mesh axes that replicate the parameter (ZeRO,
-    stage 1), along the largest divisible array axis. These mesh axes become minor to the ones that
-    already shard the array axis, so that a step gathers only the new parameters.
+    stage 1), along the largest divisible array axis. Where possible, the added mesh axes become
+    minor to those that already shard it, so that a step gathers only the new parameters.
 
     If parameters and moments are in one pytree, apply `zero=` to the moments only, with rules:
     `Rules([('opt_state/', for_optimizer(params, rules, zero=True))], default=rules)`.
@@ -129,7 +129,7 @@ class StateSpec:
     ) -> list[tuple[str, AnySpec | None]]:
         """Returns a (rule, spec) pair for each leaf.
 
-        The rule is 'as w' for a moment of parameter w, 'scalar', 'default' or 'not an array'.
+        The rule is 'scalar', 'default', 'not an array', or 'as w' for a moment of parameter w.
         """
         context = current_context(None)
         check_mesh_axes(self._zero, context, ZERO)
@@ -208,7 +208,7 @@ class StateSpec:
                 'array': leaf_text(path, leaf),
                 'parameter': leaf_text(self._paths[i], parameter, 'parameter'),
                 'could be': ' or '.join(f"'{text}'" for text in candidates),
-                'instead': _how_to_choose(path),
+                'instead': _ambiguity_advice(path),
             },
         )
 
@@ -233,8 +233,7 @@ class StateSpec:
         )
 
 
-def _how_to_choose(path: str) -> str:
-    """Returns the advice in the error about an ambiguous spec."""
+def _ambiguity_advice(path: str) -> str:
     if not path:
         return 'one of these as its spec'
     return (
@@ -252,7 +251,7 @@ def _shape_of(leaf: Any) -> Shape | None:
 
 
 def _subpaths(path: str) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yields (subpath, other keys) pairs: first 'a/b/c', then 'b/c', 'a/b', 'c', 'b', 'a', ''."""
+    """Yields (subpath, other keys) pairs. The subpaths of 'a/b' are 'a/b', 'b', 'a' and ''."""
     keys = path.split('/')
     for n in range(len(keys), 0, -1):
         for start in range(len(keys) - n, -1, -1):
@@ -263,7 +262,7 @@ def _subpaths(path: str) -> Iterator[tuple[str, Sequence[str]]]:
 
 
 def _axis_maps(param_shape: Shape, shape: Shape, other_keys: Sequence[str]) -> tuple[AxisMap, ...]:
-    """Finds all maps from axes of a state array to axes of its parameter that fit the shapes.
+    """Finds the possible maps from axes of a state array to axes of its parameter.
 
     `other_keys` are the keys in the path of the state array that are not in the parameter's path.
     """

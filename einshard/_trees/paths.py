@@ -35,7 +35,7 @@ def path_text(path: Sequence[Any]) -> str:
     return jtu.keystr(tuple(path), simple=True, separator='/')
 
 
-def common_end(path: str, other: str) -> int:
+def common_suffix_length(path: str, other: str) -> int:
     """Counts the equal keys at the ends of two paths: 2 for 'a/0/w' and 'b/0/w'."""
     pairs = zip(reversed(path.split('/')), reversed(other.split('/')), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -55,10 +55,9 @@ class Rules:
 
     The path of a leaf is its keys joined by '/', such as 'layers/0/w'. A leaf gets the spec of the
     first pattern that `re.search` finds in its path. Use `Rules` wherever a spec is expected, such
-    as in `einshard` and `sharded`, for arrays and for `jax.eval_shape` results. The rules for
-    parameters also match their optimizer moments, because the path of a moment contains the path of
-    its parameter. Scalar arrays are replicated. Leaves that are not arrays, such as Python numbers,
-    are skipped.
+    as in `einshard` and `sharded`, for arrays and for `jax.eval_shape` results. A pattern without
+    '^' also matches the optax moments of a parameter, because their paths end in its path. Scalar
+    arrays are replicated. Leaves that are not arrays, such as Python numbers, are skipped.
 
     Args:
         rules: (pattern, spec) pairs. A spec is an expression, None for no spec, a `PartitionSpec`,
@@ -156,7 +155,7 @@ class Rules:
         return [spec for _, spec in rules_and_specs]
 
     def find_all(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[_RuleAndSpec]:
-        """Calls `find` for each leaf. An error lists all leaves that fail, not only the first."""
+        """Calls `find` for each leaf. One error lists all unmatched leaves, or all failures."""
         rules_and_specs: list[_RuleAndSpec] = []
         errors: list[EinshardError] = []
         unmatched: list[tuple[str, Any]] = []
@@ -221,7 +220,7 @@ class Rules:
             >>> table.rows[0].shard_shape
             (8, 2)
 
-        Uses only the shapes of leaves, and allocates nothing. The table prints as text, and as HTML
+        Uses only shapes and dtypes, and allocates no arrays. The table prints as text, and as HTML
         in notebooks. `mesh` is as for `make_sharding`; an `AbstractMesh` needs no devices.
         """
         context = current_context(mesh)
@@ -266,7 +265,7 @@ class Rules:
 
 
 def _anchor_note(patterns: Sequence[str], path: str) -> dict[str, str]:
-    """Returns a note on the first pattern that matches `path` without its '^' or '$', or {}."""
+    """Returns a note if a pattern without its '^' or '$' matches `path`, and {} otherwise."""
     for pattern in patterns:
         for anchor, rest in (('$', pattern.removesuffix('$')), ('^', pattern.removeprefix('^'))):
             if rest != pattern and not rest.endswith('\\') and re.search(rest, path):

@@ -1,4 +1,4 @@
-"""shard_largest: a spec that shards the largest axis of each array."""
+"""shard_largest: a spec that shards the largest divisible axis of each array."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def shard_largest(
             does not fit.
     """
     if leaf is not _NO_LEAF:
-        return str(_over_largest_axis(REPLICATED, np.shape(leaf), True))
+        return str(_shard_largest_axis(REPLICATED, np.shape(leaf), True))
     min_bytes = read_min_size(min_bytes, 'min_bytes=', 'bytes')
     if not jtu.all_leaves([spec]):
         raise EinshardError(f'spec= of shard_largest must be one spec for all arrays, not {spec!r}')
@@ -74,7 +74,7 @@ def shard_largest(
 
 @dataclass(frozen=True)
 class LargestAxis:
-    """The spec that `shard_largest` returns if it is called with options."""
+    """The spec that a call such as `shard_largest('fsdp')` returns."""
 
     axes: MeshAxes
     spec: Spec
@@ -82,7 +82,7 @@ class LargestAxis:
 
     def __call__(self, path: str, leaf: Any) -> AnySpec | None:
         check_mesh_axes(self.axes, current_context(), LARGEST)
-        return self._shard_largest_axis(call_spec(self.spec, path, leaf), leaf)
+        return self._extend_spec(call_spec(self.spec, path, leaf), leaf)
 
     def for_leaves(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[AnySpec | None]:
         check_mesh_axes(self.axes, current_context(), LARGEST)
@@ -95,24 +95,22 @@ class LargestAxis:
         errors: list[EinshardError] = []
         for spec, (path, leaf) in zip(base_specs, pairs, strict=True):
             try:
-                specs.append(self._shard_largest_axis(spec, leaf))
+                specs.append(self._extend_spec(spec, leaf))
             except EinshardError as error:
                 errors.append(error.about(array=leaf_text(path, leaf)))
         if errors:
             raise combine_errors(errors) from None
         return specs
 
-    def _shard_largest_axis(self, spec: AnySpec | None, leaf: Any) -> AnySpec | None:
-        """Adds the sharding of the largest divisible axis to `spec`.
-
-        Returns `spec` if it is None, or if the array is a scalar or smaller than `min_bytes`.
-        """
+    def _extend_spec(self, spec: AnySpec | None, leaf: Any) -> AnySpec | None:
+        """Shards the largest axis too, unless `leaf` is a scalar, too small, or not an array."""
         shape: tuple[int, ...] = tuple(leaf.shape) if hasattr(leaf, 'dtype') else ()
         if spec is None or not shape or math.prod(shape) * leaf.dtype.itemsize < self.min_bytes:
             return spec
-        return _over_largest_axis(spec, shape, self.axes)
+        return _shard_largest_axis(spec, shape, self.axes)
 
 
-def _over_largest_axis(spec: AnySpec, shape: tuple[int, ...], axes: MeshAxes) -> LeafSpec:
-    axis_maps = (tuple(range(len(shape))),)  # only the identity
-    return state_specs(spec, shape, shape, axis_maps, axes, current_context(), all_or_none=True)[0]
+def _shard_largest_axis(spec: AnySpec, shape: tuple[int, ...], axes: MeshAxes) -> LeafSpec:
+    identity = tuple(range(len(shape)))
+    context = current_context()
+    return state_specs(spec, shape, shape, (identity,), axes, context, all_or_none=True)[0]

@@ -75,7 +75,7 @@ def leaf_specs(
 def leaves_with_own_spec(tree: Any, spec: Spec) -> set[int]:
     """Returns the indices of the leaves of `tree` that have their own entry in `spec`.
 
-    Functions, and entries for a subtree, do not count.
+    Functions, None, and entries for a subtree do not count.
     """
     prefix, prefix_def = jtu.tree_flatten(spec, is_leaf=is_none)
     own: set[int] = set()
@@ -133,7 +133,7 @@ def check_specs(spec: Spec, order: ArgumentOrder | None = None, expected: str = 
 def check_spec_functions(specs: Sequence[Spec]) -> None:
     """Raises if a function in `specs` does not take (path, leaf).
 
-    For example, the user passed a model function: `sharded(spec, f)`.
+    For example, `sharded(spec, f)` passes the function to shard as a spec.
     """
     for spec in specs:
         if is_function(spec) and not _takes_path_and_leaf(spec):
@@ -227,7 +227,7 @@ def _not_a_spec(
 
 
 def check_registered_pytree(leaf: Any) -> None:
-    """Raises for an unregistered pytree that contains arrays, or an array of another library.
+    """Raises for an array of another library, or an unregistered pytree that contains arrays.
 
     Functions, strings and other leaves without arrays are allowed, because models contain them.
     """
@@ -283,7 +283,7 @@ _MAX_READ = 2**24  # elements
 def _conversion(x: Any) -> str | None:
     """Returns the call that converts an array of another library, or None if none works.
 
-    Returns None for large arrays without `__dlpack__`, because they may be files.
+    Returns None for large arrays without `__dlpack__`, because converting one may read a file.
     """
     shape = getattr(x, 'shape', None)
     n_elements = math.prod(shape) if isinstance(shape, tuple) else 0
@@ -347,7 +347,7 @@ def _mismatch(spec: Spec, tree: Any, path: tuple[Any, ...]) -> EinshardError | N
 
 
 def _mismatch_text(spec: Any, tree: Any, keys: Sequence[str], tree_keys: Sequence[str]) -> str:
-    """Describes how two nodes differ: "no spec for 'b'", or two types."""
+    """Describes how two nodes differ, such as "no spec for 'b'"."""
     if jtu.all_leaves([tree]):
         return f'the spec is of type {type(spec).__name__}, but the tree has a leaf'
     if type(spec) is not type(tree):

@@ -1,4 +1,4 @@
-"""Builds the tables that `Rules.table` and `StateSpec.table` return: how leaves are sharded."""
+"""The tables of `Rules.table` and `StateSpec.table`, which show how leaves are sharded."""
 
 from __future__ import annotations
 
@@ -207,10 +207,7 @@ def _find_unused_rules(
 
 
 def _aval(leaf: Any, path: str, spec: AnySpec | None) -> Any:
-    """Returns the JAX type of a leaf.
-
-    Returns None if its dtype is unsupported and it has no spec.
-    """
+    """Returns the JAX type of a leaf, or None for an unsupported array without a spec."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..._text import first_of, format_bytes
-from ..._trees.paths import common_end
+from ..._trees.paths import common_suffix_length
 from ..fold_layers import fold_paths
 from ..report_rows import ArrayRow, Finding
 from .facts import Facts
@@ -53,7 +53,7 @@ def _paired(
         by_last_key.setdefault((other.array, other.path.split('/')[-1]), []).append(other)
     for row in rows:
         candidates = [
-            (common_end(row.path, other.path), other)
+            (common_suffix_length(row.path, other.path), other)
             for other in by_last_key.get((row.array, row.path.split('/')[-1]), ())
         ]
         longest = max((length for length, _ in candidates), default=0)
