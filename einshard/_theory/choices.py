@@ -101,7 +101,7 @@ def _array_axis_options(
         in_result: the array axis that it shards in the result.
     """
     options: list[str | None] = list(dict.fromkeys(name for name in in_operands if name))
-    # if the other operand has the array axis, but does not shard it, this one can be all-gathered
+    # an operand that shards this array axis can be all-gathered if the other one has it unsharded
     can_gather = len(options) == 1 and any(
         options[0] in operand.names and name is None
         for operand, name in zip(operands, in_operands, strict=True)
@@ -116,9 +116,9 @@ def _array_axis_options(
 def _sort_mesh_axes(
     arrays: Sequence[ShardedArray], array_axes: Mapping[str, str | None]
 ) -> dict[str, str | None]:
-    """Sorts the mesh axes of `array_axes`, which maps each to the array axis that it shards.
+    """Sorts {mesh axis: array axis}, so that the mesh axes of an array axis are major to minor.
 
-    Mesh axes of one array axis are in the order of the array that shards it over the most of them.
+    Takes their order from the array that shards this array axis over the most mesh axes.
     """
     ordered: dict[str, str | None] = {}
     for name in dict.fromkeys(array_axes.values()):
@@ -165,12 +165,12 @@ def _sum_steps(
 ) -> Iterable[Communication]:
     """Yields the collectives that sum `product` over `partial`, and reshard it to `final`."""
     scattered = {axis: final.array_axis(axis) for axis in partial if final.array_axis(axis)}
-    added = [axis for axis in partial if axis not in scattered]
+    all_reduced = [axis for axis in partial if axis not in scattered]
     if scattered:
         yield product.communication('reduce-scatter', list(scattered))
     summed = product.reassign(scattered)
-    if added:
-        yield summed.communication('all-reduce', added)
+    if all_reduced:
+        yield summed.communication('all-reduce', all_reduced)
     yield from resharding(summed, final)
 
 

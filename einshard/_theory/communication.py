@@ -63,10 +63,10 @@ class Space:
         return Layout(tuple(Split(size, None, (axis,)) for axis, size in self.mesh_shape.items()))
 
     def reassign(self, layout: Layout, array_axes: Mapping[str, str | None]) -> Layout:
-        """Returns `layout` with some mesh axes reassigned.
+        """Returns `layout` with the mesh axes in `array_axes` reassigned.
 
-        `array_axes` maps each of them to the array axis to shard, or to None to replicate. They
-        become minor to the mesh axes that already shard the array axis.
+        `array_axes` maps them to the array axes to shard, or to None to replicate. They become
+        minor to the mesh axes that already shard the array axis.
         """
         positions = {a: None if n is None else self.names.index(n) for a, n in array_axes.items()}
         splits = [split for split in layout.splits if split.mesh_axes[0] not in positions]

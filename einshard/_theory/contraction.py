@@ -37,7 +37,7 @@ class Contraction:
         return tuple(dict.fromkeys(name for operand in self.operands for name in operand.names))
 
     @property
-    def reduced(self) -> tuple[str, ...]:
+    def contracted(self) -> tuple[str, ...]:
         return tuple(name for name in self.names if name not in self.result.names)
 
     def numpy_subscripts(self) -> str:
@@ -67,7 +67,7 @@ def is_placed(array: Expression) -> bool:
     return any(term.spans_devices for term in array.right)
 
 
-def array_text(array: Expression) -> str:
+def placement_text(array: Expression) -> str:
     """Returns the text of an operand or the result, such as 'b x*'."""
     return ' '.join(map(str, array.right))
 
@@ -102,14 +102,12 @@ def _read(text: str) -> Contraction:
     return contraction
 
 
-def from_numpy_subscripts(text: object) -> Suggestion | None:
-    """Rewrites NumPy subscripts with one axis per letter.
+def from_numpy_subscripts(
+    text: object, shapes: Sequence[Sequence[int]] | None = None
+) -> Suggestion | None:
+    """Rewrites NumPy subscripts with one axis per letter: 'b x, x y -> b y' for 'bx,xy->by'.
 
-    Returns None if `text` is not NumPy subscripts, or if the einsum would be invalid.
-
-    >>> from einshard._theory.contraction import from_numpy_subscripts
-    >>> from_numpy_subscripts('bx,xy->by')
-    "'b x, x y -> b y'"
+    Returns None if `text` is not valid NumPy subscripts, or if they do not fit `shapes`.
     """
     sides = re.split(',|->', text) if isinstance(text, str) else []
     words = [side.strip() for side in sides]
@@ -118,7 +116,9 @@ def from_numpy_subscripts(text: object) -> Suggestion | None:
     *operands, result = [' '.join(word) for word in words]
     einsum = f'{", ".join(operands)} -> {result}'.rstrip()
     try:
-        read_contraction(einsum)
+        contraction = read_contraction(einsum)
+        if shapes is not None:
+            result_shape(contraction, shapes)
     except EinshardError:
         return None
     return Suggestion(einsum)

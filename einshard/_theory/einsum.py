@@ -22,9 +22,9 @@ from .._sharding.resolve import Placement, resolve
 from .._suggestions import keep_working_suggestions, works
 from .contraction import (
     Contraction,
-    array_text,
     from_numpy_subscripts,
     is_placed,
+    placement_text,
     read_contraction,
     result_shape,
 )
@@ -43,19 +43,19 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
         (True, (4, 3))
 
     Both operands shard x over all devices, and the result shards y, so the sum over x becomes a
-    reduce-scatter. Operands and result are expressions without '->'. Arrays with a placement are
-    placed or constrained, as `einshard` does; the compiler decides the sharding of the others.
-    `'+@tp'` makes the result a partial sum over mesh axis tp (JAX: unreduced).
+    reduce-scatter. Operands and result are expressions without '->'. `einshard` places or
+    constrains arrays with a placement; the compiler decides the sharding of the others. `'+@tp'`
+    makes the result a partial sum over mesh axis tp (JAX: unreduced).
 
     Args:
         expression: operands separated by commas, '->', and the result. An axis appears at most once
-            per operand; '...' stands for the same axes in all of them.
+            per operand; '...' stands for the same axes in all operands.
         arrays: one array or traced value per operand.
         mesh: a mesh, or a sequence of devices, as for `make_sharding`.
         options: options of `jnp.einsum`: `precision`, `preferred_element_type`, `optimize`.
 
     Returns:
-        The result, with one axis per name on the right side.
+        The result, with its axes in the order of the right side.
 
     Raises:
         EinshardError: the expression is invalid; an axis has different sizes in two arrays; or a
@@ -66,17 +66,17 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
         contraction = read_contraction(expression)
         shape = result_shape(contraction, shapes)
     except EinshardError as error:
-        raise error.with_fix(_from_numpy_subscripts(expression, shapes) or error.fix) from None
+        raise error.with_fix(from_numpy_subscripts(expression, shapes) or error.fix) from None
     operands, placement = [*arrays], None
     current = contraction.result  # the operand or result to name in errors
     try:
         for i, current in enumerate(contraction.operands):
             if is_placed(current):
-                operands[i] = einshard(arrays[i], array_text(current), mesh=mesh)
+                operands[i] = einshard(arrays[i], placement_text(current), mesh=mesh)
         current = contraction.result
         if is_placed(current):
             context = current_context(mesh)
-            placement = resolve(array_text(current), shape, context)
+            placement = resolve(placement_text(current), shape, context)
             if not context.on_one_device:  # on one device, '+' is ignored: there is nothing to sum
                 _check_partial_sum(contraction, operands, placement)
         else:
@@ -96,7 +96,7 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
 def _with_working_fix(
     error: EinshardError,
     contraction: Contraction,
-    operand: Expression,
+    array: Expression,
     arrays: Sequence[Any],
     mesh: MeshLike | None,
     options: Mapping[str, Any],
@@ -104,7 +104,7 @@ def _with_working_fix(
     """Rewrites an error about one array as an error about the einsum, and tests its suggestions."""
     text = contraction.text
     if error.expression != text:
-        start, end = operand.right[0].span[0], operand.right[-1].span[1]
+        start, end = array.right[0].span[0], array.right[-1].span[1]
         fix = error.fix
         if isinstance(fix, Suggestion):
             fix = Suggestion(f'{text[:start]}{fix.expression}{text[end:]}')
@@ -145,20 +145,6 @@ def _hashable_path(path: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
             },
         )
     return tuple(steps)
-
-
-def _from_numpy_subscripts(expression: str, shapes: Sequence[tuple[int, ...]]) -> str | None:
-    """Rewrites NumPy subscripts with one axis per letter.
-
-    Returns None if `expression` is not valid NumPy subscripts, or if `shapes` do not fit them.
-    """
-    fix = from_numpy_subscripts(expression)
-    try:
-        if fix is not None:
-            result_shape(read_contraction(fix.strip("'")), shapes)
-    except EinshardError:
-        return None
-    return fix
 
 
 def _contract(
@@ -215,19 +201,19 @@ def _check_partial_sum(
     if {*axes} == {*placement.sharding.spec.unreduced}:
         return
     (start, end), text = spans[0], contraction.text
-    meant = Term(sign='+', mesh_axes=tuple(map(str, axes)))
+    correct = Term(sign='+', mesh_axes=tuple(map(str, axes)))
     raise contraction.error(
         f"the result is a partial sum, '{signed[0]}', but the contracted axes are "
         + (f'sharded over {quoted(map(str, axes))}' if axes else 'not sharded'),
         spans,
-        fix=Suggestion(f'{text[:start]}{meant}{text[end:]}') if axes else None,
+        fix=Suggestion(f'{text[:start]}{correct}{text[end:]}') if axes else None,
     )
 
 
 def _sharded_contracted_axes(
     contraction: Contraction, operands: Sequence[Any]
 ) -> Iterator[tuple[int, str, set[Any]]]:
-    """Yields (operand number, axis name, explicit mesh axes) of each sharded contracted axis."""
+    """Yields (operand, name, mesh axes) of contracted axes sharded over explicit mesh axes."""
     for i, (operand, array) in enumerate(zip(contraction.operands, operands, strict=True)):
         sharding = jax.typeof(array).sharding
         types = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
@@ -235,5 +221,5 @@ def _sharded_contracted_axes(
         entries = spec_axes(sharding.spec)
         for name, at in axis_positions(operand, len(array.shape)).items():
             axes = explicit.intersection(entries[at] if at < len(entries) else ())
-            if name in contraction.reduced and axes:
+            if name in contraction.contracted and axes:
                 yield i, name, axes

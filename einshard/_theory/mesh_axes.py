@@ -14,7 +14,7 @@ from .._notation.expression import Expression
 from .._notation.fit import fit
 from .._notation.lay_out import lay_out
 from .._notation.mesh_text import mesh_text
-from .contraction import Contraction, array_text, is_placed
+from .contraction import Contraction, is_placed, placement_text
 
 
 def mesh_and_operands(
@@ -43,9 +43,10 @@ def mesh_and_operands(
     return {'*': n_replicas, **mesh_shape} if n_replicas > 1 else mesh_shape, operands
 
 
-def _shard_by_name(operand: Expression, counts: Mapping[str, int]) -> Expression:
+def _shard_by_name(operand: Expression, mesh_shape: Mapping[str, int]) -> Expression:
+    """Shards each array axis over the mesh axis of the same name, if there is one."""
     terms = (
-        replace(term, mesh_axes=(str(term.name),)) if term.name in counts else term
+        replace(term, mesh_axes=(str(term.name),)) if term.name in mesh_shape else term
         for term in operand.right
     )
     return replace(operand, right=tuple(terms))
@@ -126,7 +127,7 @@ def _mesh_from_placements(contraction: Contraction, n_devices: int | None) -> di
     for array in placed:
         layout = lay_out(array, len(array.names), n_devices)
         products.update(itertools.accumulate((s.count for s in layout.splits), operator.mul))
-        grids[f"'{array_text(array)}'"] = _grid_text(split.count for split in layout.splits)
+        grids[f"'{placement_text(array)}'"] = _grid_text(split.count for split in layout.splits)
     pairs = list(itertools.pairwise(sorted(products)))
     if any(after % before for before, after in pairs):
         raise contraction.error(

@@ -123,7 +123,7 @@ class Chain(tuple[Parallelism, ...], Display):
     """The parallelism of a sequence of einsums.
 
     Counts shard an axis in the same way in all einsums, so each result is sharded as the next
-    einsum needs. With placements instead, resharding between two einsums is not counted.
+    einsum needs. If the einsums have placements, resharding between them is not counted.
     """
 
     __slots__ = ()
@@ -294,7 +294,7 @@ def _analyze_once(
         _kind(sharded, contraction, bool(conflicts)),
         mesh_shape,
         contraction.result.names,
-        contraction.reduced,
+        contraction.contracted,
         tuple(array.expression() for array in operands),
         conflicts,
         choices,
@@ -304,7 +304,7 @@ def _analyze_once(
 def _kind(sharded: set[str], contraction: Contraction, has_conflicts: bool) -> Kind:
     if has_conflicts:
         return 'resharding'
-    free, reduced = sharded & set(contraction.result.names), sharded & set(contraction.reduced)
+    free, reduced = sharded & set(contraction.result.names), sharded & set(contraction.contracted)
     if free and reduced:
         return 'hybrid'
     return 'data parallelism' if free else 'tensor parallelism' if reduced else 'replicated'
