@@ -155,7 +155,6 @@ class Rules:
         return [spec for _, spec in rules_and_specs]
 
     def find_all(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[_RuleAndSpec]:
-        """Calls `find` for each leaf. One error lists all unmatched leaves, or all failures."""
         rules_and_specs: list[_RuleAndSpec] = []
         errors: list[EinshardError] = []
         unmatched: list[tuple[str, Any]] = []

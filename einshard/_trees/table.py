@@ -57,8 +57,8 @@ class Table:
         rows: one row per array, in the order of the leaves.
         n_devices: the number of devices of the mesh.
         unused: patterns that match no path.
-        shadowed: (pattern, earlier pattern) pairs: all paths that the pattern matches get the rule
-            of the earlier pattern.
+        shadowed: (pattern, earlier pattern) pairs: the earlier one matches first wherever the
+            pattern would apply.
         unneeded: patterns that never apply, because earlier patterns together match all their
             paths.
     """
