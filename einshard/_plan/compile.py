@@ -29,7 +29,7 @@ _PREFIX = 'jit(call)/call_exported/'  # in op names, added by jax.export
 
 
 class Compiled(NamedTuple):
-    """An optimized HLO program and its memory use. Op names do not start with `_PREFIX`."""
+    """The optimized HLO of a program, and the program's memory use."""
 
     text: str
     memory: Memory | None
@@ -38,14 +38,14 @@ class Compiled(NamedTuple):
 class Worker:
     """Compiles exported programs for simulated CPU devices, in a process of its own.
 
-    The process starts at the first `submit`. It ends at `close`, or when the user's process ends.
+    The process starts at the first `submit`, and ends at `close` or with the user's process.
     """
 
     def __init__(self, n_devices: int):
         self.n_devices = n_devices
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: Any = None  # the standard input of the process
-        self._answers: Any = None  # its standard output
+        self._responses: Any = None  # its standard output
         self._log = Path()
         self._stop: Any = None  # ends the process and deletes its folder
 
@@ -54,17 +54,17 @@ class Worker:
         return None if self._process is None else self._process.pid
 
     def submit(self, request: dict[str, Any]) -> None:
-        """Sends a request made by `export`, and returns without waiting for the answer."""
+        """Sends a request made by `export`, and returns without waiting for the response."""
         if self._process is None:
             self._start()
-        with contextlib.suppress(BrokenPipeError):  # the process has ended; `result` will raise
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, so `result` will raise
             pickle.dump(request, self._requests)
             self._requests.flush()
 
     def result(self) -> Compiled | str:
-        """Waits for the next answer, and returns the compiled program or the compiler's error."""
+        """Waits for the next response, and returns the compiled program or the compiler's error."""
         try:
-            answer = pickle.load(self._answers)
+            response = pickle.load(self._responses)
         except (EOFError, pickle.UnpicklingError):
             lines = self._log.read_text(encoding='utf-8', errors='replace').strip().splitlines()
             self.close()
@@ -75,18 +75,17 @@ class Worker:
                     or 'none; the process may have run out of memory'
                 },
             ) from None
-        except BaseException:  # for example, Ctrl-C after reading half of the answer
+        except BaseException:  # for example, Ctrl-C after reading half of the response
             self.close()
             raise
-        if isinstance(answer, str):
-            return answer
-        text = answer['text'].replace(_PREFIX, '')
-        # an object with the one method of `jax.stages.Compiled` that `read_memory` calls
-        sizes = SimpleNamespace(memory_analysis=lambda: read_sizes(answer['buffers']))
-        return Compiled(text, read_memory(sizes))
+        if isinstance(response, str):
+            return response
+        # `read_memory` calls no other method of `jax.stages.Compiled`
+        sizes = SimpleNamespace(memory_analysis=lambda: read_sizes(response['buffers']))
+        return Compiled(response['text'].replace(_PREFIX, ''), read_memory(sizes))
 
     def close(self) -> None:
-        """Ends the process; the next `submit` starts a new one."""
+        """Ends the process. The next `submit` starts a new one."""
         if self._stop is not None:
             self._stop()
         self._process = self._stop = None
@@ -96,14 +95,14 @@ class Worker:
         self._log = Path(folder.name) / 'log'
         with self._log.open('wb') as log:
             self._process = subprocess.Popen(
-                # without -P, sys.path has this folder, and its modules may shadow others
+                # with -P, modules of this folder, such as names.py, do not shadow others
                 [sys.executable, '-P', str(Path(__file__).with_name('worker.py'))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env={**_worker_environment(self.n_devices), 'TMPDIR': folder.name},
             )
-        self._requests, self._answers = self._process.stdin, self._process.stdout
+        self._requests, self._responses = self._process.stdin, self._process.stdout
         # also called when the interpreter exits
         self._stop = weakref.finalize(self, _end_process, self._process, folder)
 
@@ -120,7 +119,7 @@ def _end_process(
 
 
 # The first two passes change bf16 to f32, which doubles the bytes. The others combine all-reduces,
-# which keeps all their operands in memory at the same time.
+# whose operands are then all in memory at the same time.
 _DISABLED_PASSES = (
     'float-normalization-bf16',
     'all-reduce-promotion',
@@ -177,7 +176,7 @@ def export(stages: Stages, axes: Sequence[tuple[str, int]]) -> tuple[dict[str, A
     """Lowers a traced program for CPU, and serializes it for a `Worker`.
 
     Returns:
-        The request for `Worker.submit`, and the positions of the arguments that the program uses.
+        The request for `Worker.submit`, and the positions of the argument leaves that are used.
     """
     traced = stages.traced
     exported = jax.export.export(_Jitted(traced), platforms=['cpu'])()  # type: ignore[reportArgumentType]

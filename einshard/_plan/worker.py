@@ -1,9 +1,9 @@
-"""Compiles exported programs for simulated CPU devices; runs as a separate process.
+"""Compiles exported programs for simulated CPU devices, in a separate process without einshard.
 
 JAX fixes the number of simulated devices when it starts its backend, so the user's process cannot
 simulate as many as the target has. The worker reads pickled requests from standard input. Each is a
-dict with the arguments of `_compile`. For each request, the worker writes a pickled answer to
-standard output: the result of `_compile`, or the error as text. It does not import einshard.
+dict with the arguments of `_compile`. For each request, the worker writes a pickled response to
+standard output: the result of `_compile`, or the error as text.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any, BinaryIO
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the user's process ends this one
-    answers = os.fdopen(os.dup(1), 'wb')
-    os.dup2(2, 1)  # printed text must not mix with the answers
+    responses = os.fdopen(os.dup(1), 'wb')
+    os.dup2(2, 1)  # printed text must not mix with the responses
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sys.stdin.buffer, requests), daemon=True).start()
     while True:
-        pickle.dump(_answer(requests.get()), answers)
-        answers.flush()
+        pickle.dump(_respond(requests.get()), responses)
+        responses.flush()
 
 
 def _read(stream: BinaryIO, requests: queue.SimpleQueue[Any]) -> None:
@@ -39,7 +39,7 @@ def _read(stream: BinaryIO, requests: queue.SimpleQueue[Any]) -> None:
             os._exit(0)
 
 
-def _answer(request: dict[str, Any]) -> dict[str, Any] | str:
+def _respond(request: dict[str, Any]) -> dict[str, Any] | str:
     import jax
 
     try:
