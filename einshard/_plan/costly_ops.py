@@ -17,7 +17,7 @@ class OpArray:
     """An operand or the result of an operation.
 
     Attributes:
-        indices: the index of each axis, like the letters of an einsum.
+        indices: the einsum index of each axis, as in `Einsum`.
         names: the names of each axis. An axis without names has `()`, and is never sharded.
         share: 1 / n if n operations share the collective of this array. Operations share the
             all-gather of a common operand, and the all-reduce of results that are added up.
@@ -36,12 +36,11 @@ class CostlyOp:
     """An operation that has flops or may communicate.
 
     Attributes:
-        kind: 'contraction' for dots, convolutions, gathers and scatters; 'reduction'; or 'reshard'
-            for constraints and for operands that must be unsharded, such as those of a sort.
+        kind: 'contraction' (a dot, convolution, gather or scatter), 'reduction', or 'reshard' (a
+            constraint, or unsharding an axis before an operation such as a sort).
         flops: the flops of one execution.
         dtype: the HLO dtype of the first operand, or '' for a reshard.
-        executions: the number of executions in one run of the function. Equal operations are
-            merged, and their executions are added up.
+        executions: the number of executions in one run of the function.
     """
 
     kind: str
@@ -55,7 +54,7 @@ class CostlyOp:
 def find_costly_ops(
     program: Program, names: Sequence[tuple[AxisNames, ...]], states: Sequence[int]
 ) -> tuple[CostlyOp, ...]:
-    """Returns the operations that have flops or may communicate, with equal ones merged.
+    """Finds the costly operations of a program. Merges equal ones, and adds up their executions.
 
     Args:
         names: the axis names of each value in `program.values`.
@@ -72,7 +71,7 @@ def find_costly_ops(
 def _costly_ops(
     op: Op, program: Program, names: Sequence[tuple[AxisNames, ...]], usage: _Usage
 ) -> Iterator[CostlyOp]:
-    """Yields the reshards that `op` needs, then `op` itself if it has flops or may communicate."""
+    """Yields the reshards that `op` needs, then `op` itself if it is costly."""
     out = op.outs[0] if op.outs else None
     einsum = op.rule.einsum
     for operand, axis in op.rule.unsharded:
@@ -90,7 +89,7 @@ def _costly_ops(
     if len(values) < len(einsum.operands):  # an operand is a scalar
         return
     is_contraction = len(values) > 1
-    sides = tuple(
+    operands = tuple(
         OpArray(
             indices,
             names[value],
@@ -107,21 +106,18 @@ def _costly_ops(
         usage.share_of_result(out) if is_contraction else 1.0,
         usage.role_of_result(out),
     )
-    if einsum.flops or _may_communicate(sides, einsum):
+    if einsum.flops or _may_communicate(operands, einsum):
         dtype = _hlo_dtype(program.values[values[0]].dtype)
         kind = 'contraction' if is_contraction else 'reduction'
-        yield CostlyOp(kind, sides, result, einsum.flops, dtype, 1)
+        yield CostlyOp(kind, operands, result, einsum.flops, dtype, 1)
 
 
-def _may_communicate(sides: Sequence[OpArray], einsum: Einsum) -> bool:
-    """Whether sharding one of the named axes may cause a collective.
-
-    In a reduction, only sharding a reduced axis does. In a gather or a scatter, any axis may.
-    """
+def _may_communicate(operands: Sequence[OpArray], einsum: Einsum) -> bool:
+    # only the reduced axes of a reduction count, but all axes of a gather or scatter
     return any(
-        names and (len(sides) > 1 or index not in einsum.out)
-        for side in sides
-        for index, names in zip(side.indices, side.names, strict=True)
+        names and (len(operands) > 1 or index not in einsum.out)
+        for operand in operands
+        for index, names in zip(operand.indices, operand.names, strict=True)
     )
 
 
@@ -149,8 +145,8 @@ def _hlo_dtype(dtype: object) -> str:
 
 # a slice of a weight counts as a weight
 _SLICES = ('scan_input', 'slice', 'dynamic_slice')
-# 'add_any' adds gradients. The others may come between the contraction and 'add_any'.
-_SUMS = ('add_any', 'convert_element_type', 'transpose')
+# 'add_any' adds gradients. The others may come between a contraction and 'add_any'.
+_SUM_OPS = ('add_any', 'convert_element_type', 'transpose')
 
 
 class _Usage:
@@ -163,12 +159,12 @@ class _Usage:
         self._roots = roots = Roots(program)
         # the number of contractions that use an array, keyed by (loop, array)
         self._n_users: Counter[tuple[int, int]] = Counter()
-        # for each value that is a term of a sum of gradients, the sum; for others, the value itself
+        # for each value, the end of its chain of `_SUM_OPS`: for a gradient, the sum of gradients
         self._sum_of = list(range(len(program.values)))
         # the number of contractions whose results are added, keyed by the sum
         self._n_terms: Counter[int] = Counter()
         for op in reversed(program.ops):
-            if op.primitive in _SUMS and op.outs[0] is not None:
+            if op.primitive in _SUM_OPS and op.outs[0] is not None:
                 for value in op.arrays_in:
                     self._sum_of[value] = self._sum_of[op.outs[0]]
         for op in program.ops:
@@ -197,5 +193,4 @@ class _Usage:
         return 'weights' if self._roots(value) in self._weights else 'activations'
 
     def role_of_result(self, value: int) -> str:
-        """Returns 'gradients' if the value has the axis names of a weight, else 'activations'."""
         return 'gradients' if self._names[value] in self._weight_names else 'activations'

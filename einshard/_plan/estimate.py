@@ -79,7 +79,7 @@ class Estimator:
         self.chip = as_chip(_DEFAULT_CHIP) if chip is None else chip
         self.chip_share = self.chip.share(self.devices[0])  # 1/2 if each chip has 2 devices
         self.network = MeshNetwork(self.devices, self.chip)
-        self.costly_ops = [(one, _names_of([*one.operands, one.out])) for one in model.costly_ops]
+        self.costly_ops = [(op, _names_in([*op.operands, op.out])) for op in model.costly_ops]
         self.stored = _StoredArrays(model)
         # for each operation, the costs computed so far, keyed by the mesh axes of its names
         self._cached_costs: list[dict[Any, _Cost]] = [{} for _ in self.costly_ops]
@@ -109,22 +109,17 @@ class Estimator:
         for (op, _), cost in zip(self.costly_ops, self._costs(axes), strict=True):
             for one in cost.strategy.collectives:
                 along = ','.join(name for name, axis in mesh.items() if axis in one.axes)
-                n_bytes = op.executions * _sent_bytes(one)
-                sent[along] += round(n_bytes)
-                sent_by[one.kind, one.role] += round(n_bytes)
+                n_bytes = round(op.executions * _sent_bytes(one))
+                sent[along] += n_bytes
+                sent_by[one.kind, one.role] += n_bytes
                 per_byte = self.network.seconds_per_byte(one.kind, one.axes)
                 seconds[along] += op.executions * one.bytes * per_byte
         bounds = [Bound('compute', '', totals.compute), Bound('HBM', '', totals.hbm)]
         bounds += [Bound('network', along, time) for along, time in seconds.items()]
         positive = Bounds(bound for bound in bounds if bound.seconds)
-        return Evaluation(
-            candidate,
-            'estimate',
-            positive if self.chip_is_known else NO_BOUNDS,
-            round(totals.memory),
-            dict(sent),
-            dict(sent_by),
-        )
+        shown = positive if self.chip_is_known else NO_BOUNDS
+        memory = round(totals.memory)
+        return Evaluation(candidate, 'estimate', shown, memory, dict(sent), dict(sent_by))
 
     def _costs(self, axes: AxesByName) -> list[_Cost]:
         costs: list[_Cost] = []
@@ -154,8 +149,8 @@ def _sent_bytes(one: OpCollective) -> float:
     return ring_bytes(one.kind, round(one.bytes), group_size)
 
 
-def _names_of(sides: Sequence[OpArray]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for side in sides for one in side.names for name in one))
+def _names_in(arrays: Sequence[OpArray]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for x in arrays for names in x.names for name in names))
 
 
 class _StoredArrays:

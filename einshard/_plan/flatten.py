@@ -43,7 +43,7 @@ class Op:
         executions: the product of the trip counts of the loops around the operation. A while loop
             counts as one iteration, because its trip count is unknown.
         loop: the id of the innermost loop around the operation, or 0 if it is in no loop.
-        scan: the id of the scan of a 'scan_input' or 'scan_output'; 0 for others.
+        scan: for a 'scan_input' or 'scan_output', the id of its scan. For others, 0.
     """
 
     primitive: str
@@ -104,7 +104,7 @@ class _Flattener:
         self.n_loops = 0
 
     def new_value(self, aval: Any) -> int | None:
-        """Adds a value, and returns its index. Returns None if it is a scalar or has no shape."""
+        """Returns the index of a new value, or None for a scalar or an aval without a shape."""
         shape = getattr(aval, 'shape', ())
         if not shape:
             return None
@@ -157,7 +157,7 @@ class _Flattener:
     def constrain(self, value: int | None, sharding: Any) -> None:
         spec = getattr(sharding, 'spec', None)
         if value is not None and spec is not None:
-            self.program.values[value].spec = entries_of(spec, self.shape(value))
+            self.program.values[value].spec = mesh_axes_of(spec, len(self.shape(value)))
 
     def append(self, op: Op) -> None:
         op.executions, op.loop = self.executions, self.loop
@@ -258,14 +258,13 @@ def _open(jaxpr: Any) -> Any:
 
 
 def _has_same_ndim(one: Any, other: Any) -> bool:
-    shapes = [getattr(atom.aval, 'shape', ()) for atom in (one, other)]
-    return len(shapes[0]) == len(shapes[1])
+    return len(getattr(one.aval, 'shape', ())) == len(getattr(other.aval, 'shape', ()))
 
 
-def entries_of(spec: Any, shape: Shape) -> tuple[tuple[str, ...], ...]:
+def mesh_axes_of(spec: Any, ndim: int) -> tuple[tuple[str, ...], ...]:
     """Returns the mesh axes over which a PartitionSpec shards each axis of an array."""
     entries = [() if entry == UNCONSTRAINED else entry for entry in spec_axes(spec)]
-    entries += [()] * (len(shape) - len(entries))
+    entries += [()] * (ndim - len(entries))
     return tuple(tuple(map(str, entry)) for entry in entries)
 
 
@@ -276,8 +275,7 @@ def _used_ops(program: Program) -> list[Op]:
     n_before = -1
     while len(kept) > n_before:
         n_before = len(kept)
-        for i in range(len(program.ops) - 1, -1, -1):
-            op = program.ops[i]
+        for i, op in reversed([*enumerate(program.ops)]):
             if i not in kept and any(value in used for value in op.outs):
                 kept.add(i)
                 if op.primitive != 'scan_axis':  # 'scan_axis' links axes, but uses no value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -58,12 +58,12 @@ class Roots:
 def find_live_sets(program: Program, names: Sequence[tuple[AxisNames, ...]]) -> tuple[LiveSet, ...]:
     """Returns up to `_MAX_LIVE_SETS` sets of arrays that are live at the same time.
 
-    The sharding decides which one needs the most memory on a device. A set contains operands and
-    results of contractions, gathers and scatters, and arrays that loops stack or carry, but no
-    arguments. XLA may fuse other values. The set that is largest without sharding comes first.
+    How much memory each needs depends on the sharding. The set that is largest without sharding
+    comes first. A set contains operands and results of contractions, gathers and scatters, and
+    arrays that loops stack or carry, but no arguments of the program. XLA may fuse other values.
     """
     roots = Roots(program)
-    kept = {roots(value) for value in _in_memory(program.ops)}
+    kept = {roots(value) for value in _unfused_values(program.ops)}
     kept -= {roots(value) for value in program.arguments if value is not None}
     buffers = _buffers(program, names, roots, kept)
     if not buffers:
@@ -78,8 +78,7 @@ def find_live_sets(program: Program, names: Sequence[tuple[AxisNames, ...]]) -> 
     return tuple(_without_subsets(largest[: 4 * _MAX_LIVE_SETS])[:_MAX_LIVE_SETS])
 
 
-def _in_memory(ops: Iterable[Op]) -> Iterable[int]:
-    """Yields the values that XLA writes to memory instead of fusing them into their users."""
+def _unfused_values(ops: Iterable[Op]) -> Iterator[int]:
     for op in ops:
         einsum = op.rule.einsum
         if op.primitive in ('carry', 'scan_output'):
@@ -132,7 +131,7 @@ def _spans(program: Program) -> dict[int, tuple[int, int]]:
 
 
 def _outermost_within(loop: int, outer: int, parent_loops: Sequence[int]) -> int:
-    """Returns the loop directly inside `outer` that is or contains `loop`, or 0 if none is."""
+    """Returns the child loop of `outer` that is or contains `loop`, or 0 if there is none."""
     found = 0
     while loop != outer and loop:
         found, loop = loop, parent_loops[loop]

@@ -13,10 +13,7 @@ from .strategy import MeshAxis
 
 
 class MeshNetwork:
-    """Finds the minimum time of collectives along mesh axes, for all mesh shapes of `devices`.
-
-    `devices` are in hardware order, and each mesh is a row-major reshape of `devices`.
-    """
+    """The network between devices in hardware order. Meshes are row-major reshapes of `devices`."""
 
     def __init__(self, devices: Sequence[Any], chip: Chip):
         self.n_devices = len(devices)
@@ -24,10 +21,7 @@ class MeshNetwork:
         self._cache: dict[tuple[str, tuple[MeshAxis, ...]], float] = {}
 
     def seconds_per_byte(self, kind: str, axes: Sequence[MeshAxis]) -> float:
-        """Returns the minimum time of a collective per byte of its larger array.
-
-        The larger array is the operand or the result.
-        """
+        """Returns the minimum time per byte of a collective's operand or result (the larger)."""
         kind = 'all-gather' if kind == 'reduce-scatter' else kind  # both take the same time
         # the cache has unmerged axes, too, because merging in each call makes estimates 20% slower
         key = kind, tuple(axes)
@@ -41,11 +35,11 @@ class MeshNetwork:
         return found
 
     def _one_of_parallel(self, groups: Any) -> Any:
-        """Keeps one of the device groups if they are parallel rows or planes of a torus.
+        """Keeps one of several device groups that are parallel rows or planes of a torus.
 
-        Parallel groups use no common links, so they take the same time. Without this, `Network`
-        takes 100 ms for 8,192 devices. Keeps all groups if they extend over several TPU slices, or
-        if the devices have no coordinates.
+        Each takes the same time, because parallel groups share no links. For all groups of 8,192
+        devices, `Network` would take 100 ms. Keeps all groups if one of them extends over several
+        TPU slices, or if the devices have no coordinates.
         """
         network = self.network
         if not network.has_coords or len(set(network.slices[groups].ravel().tolist())) > 1:

@@ -120,7 +120,7 @@ def find_model(
 def _with_flax_names(
     spec_names: list[ArrayNames | None], flax_names: Sequence[ArrayNames | None]
 ) -> list[ArrayNames | None]:
-    # if the lengths differ, some entries of `flax_names` are for static arguments, unknown which
+    # `flax_names` may also have entries for static arguments, and nothing tells which these are
     if len(spec_names) != len(flax_names):
         return spec_names
     pairs = zip(spec_names, flax_names, strict=True)
@@ -130,7 +130,6 @@ def _with_flax_names(
 def _sizes_and_array_names(
     program: Program, axis_names: Sequence[tuple[AxisNames, ...]], names: Sequence[str]
 ) -> tuple[dict[str, list[int]], tuple[tuple[str, ...], ...]]:
-    """Returns `Model.axis_sizes` and `Model.array_names`."""
     sizes: dict[str, set[int]] = {name: set() for name in names}
     array_names: dict[tuple[str, ...], None] = {}
     indices = [i for i in program.arguments if i is not None]
@@ -163,16 +162,8 @@ def _arrays(
         argument = path[:2]
         has_weights = n_leaves[argument] > 1 and len(first_names[argument]) > 1
         is_state = info.donated or has_weights or (returns_state and returned[shape, dtype] > 0)
-        found.append(
-            Array(
-                shape,
-                dtype,
-                names,
-                is_state,
-                info.donated,
-                math.prod(shape) * info.dtype.itemsize,
-            )
-        )
+        n_bytes = math.prod(shape) * info.dtype.itemsize
+        found.append(Array(shape, dtype, names, is_state, info.donated, n_bytes))
     return tuple(found)
 
 

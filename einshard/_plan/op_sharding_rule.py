@@ -132,7 +132,8 @@ def _einsum_rule(einsum: Einsum, links: Iterable[Link] = ()) -> OpShardingRule:
 def _conv(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingRule:
     """Returns the rule of a convolution or of its gradient with respect to the kernel.
 
-    A convolution contracts the input features. A kernel gradient also contracts positions.
+    A convolution contracts the input features. A kernel gradient contracts the batch, which takes
+    their place in `dimension_numbers`, and the positions.
     """
     numbers, rhs, out = params['dimension_numbers'], ins[1], outs[0]
     groups = params['feature_group_count'] * params['batch_group_count']
@@ -239,10 +240,7 @@ def _window(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingR
 
 
 def _unsharded_axis(parameter: str) -> Callable[..., OpShardingRule]:
-    """Returns the rule for primitives that need one axis unsharded, such as a sort.
-
-    `parameter` is the name of the primitive's parameter that holds the axis, such as 'dimension'.
-    """
+    """Returns the rule of primitives such as sort that need axis `params[parameter]` unsharded."""
 
     def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingRule:
         axis = params.get(parameter, -1) % max(len(ins[0]), 1)
@@ -259,7 +257,6 @@ def _unsharded_axis(parameter: str) -> Callable[..., OpShardingRule]:
 
 
 def _gather(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingRule:
-    """Treats a gather as a contraction of its operand with one-hot indices."""
     numbers, sizes = params['dimension_numbers'], params['slice_sizes']
     operand, starts = ins[:2]
     new = itertools.count(len(starts))
@@ -278,7 +275,6 @@ def _gather(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingR
 
 
 def _scatter(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingRule:
-    """Treats a scatter as a contraction of its updates with one-hot indices."""
     numbers = params['dimension_numbers']
     array, positions, updates = ins[:3]
     new = itertools.count(len(positions))

@@ -13,11 +13,11 @@ from .._sharding.axis_rules import AxisPlacement, axis_rules
 from .candidate import Candidate
 from .model import Model
 
-# the mesh axes of each axis name: {'embed': ('x',), 'mlp': ('x', 'y'), 'layers': ()}
-AxesByName: TypeAlias = Mapping[str, tuple[str, ...]]
+# the mesh axes that shard each axis name: {'embed': ('x',), 'mlp': ('x', 'y'), 'layers': ()}
+MeshAxisNames: TypeAlias = Mapping[str, tuple[str, ...]]
 
 
-def read_pins(pin: Mapping[str, AxisPlacement], mesh_axes: Collection[str]) -> AxesByName:
+def read_pins(pin: Mapping[str, AxisPlacement], mesh_axes: Collection[str]) -> MeshAxisNames:
     """Reads `pin=`, such as {'embed': '@x', 'mlp': '@(x,y)', 'layers': ''}."""
     return _read_placements('pin=', pin, mesh_axes)
 
@@ -47,7 +47,9 @@ def read_candidate(number: int, given: Any, model: Model, n_devices: int) -> Can
     return Candidate(tuple(mesh.items()), tuple(axes.items()))
 
 
-def check_divisible(label: str, placed: AxesByName, model: Model, mesh: Mapping[str, int]) -> None:
+def check_divisible(
+    label: str, placed: MeshAxisNames, model: Model, mesh: Mapping[str, int]
+) -> None:
     """Raises if the size of an axis is not divisible by its number of shards."""
     for name, axes in placed.items():
         n_shards = math.prod(mesh[axis] for axis in axes)
@@ -61,7 +63,7 @@ def check_divisible(label: str, placed: AxesByName, model: Model, mesh: Mapping[
 
 def _read_placements(
     label: str, given: Mapping[str, AxisPlacement], mesh_axes: Collection[str]
-) -> AxesByName:
+) -> MeshAxisNames:
     found: dict[str, tuple[str, ...]] = {}
     for rule in axis_rules(given).rules:
         (term,) = parse(f'{rule.name}{rule.placement}').right

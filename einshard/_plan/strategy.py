@@ -1,9 +1,9 @@
 """Strategy: how to compute one operation whose operands and result are sharded.
 
 The axes of an operation have indices, like the letters of an einsum. A strategy shards at most one
-index over each mesh axis. It first reshards the operands that are sharded differently. If it shards
-a contracted index, it reduces the partial sums afterwards. `parallelism` lists these strategies for
-an einsum, but is too slow for a search over thousands of shardings.
+index over each mesh axis. It first reshards the operands to match. If it shards a contracted index,
+it reduces the partial sums afterwards. `parallelism` lists these strategies for an einsum, but is
+too slow for a search over thousands of shardings.
 """
 
 from __future__ import annotations
@@ -91,24 +91,22 @@ def fastest_strategy(
     sides = [_ShardedArray(side, axes) for side in (*op.operands, op.out)]
     used = sorted({axis for side in sides for axis in side.index_of})
     *operands, out = sides
-    best: Strategy | None = None
+    strategies: list[Strategy] = []
     for chosen in itertools.product(*(_choices(axis, sides, op) for axis in used)):
-        in_op = {axis: i for axis, i in zip(used, chosen, strict=True) if i is not None}
+        op_sharding = {axis: i for axis, i in zip(used, chosen, strict=True) if i is not None}
         collectives: list[OpCollective] = []
         extra_memory = 0.0
         for operand in operands:
-            n_bytes, found = operand.reshard(in_op)
+            n_bytes, found = operand.reshard(op_sharding)
             extra_memory += n_bytes
             collectives += found
-        collectives += out.reduce(in_op)
-        n_devices = _n_devices(in_op)
+        collectives += out.reduce(op_sharding)
+        n_devices = _n_devices(op_sharding)
         seconds = flop_seconds / n_devices
         for one in collectives:
             seconds += one.bytes * seconds_per_byte(one.kind, one.axes)
-        if best is None or seconds < best.seconds:
-            best = Strategy(seconds, n_devices, tuple(collectives), extra_memory)
-    assert best is not None, 'no strategy'
-    return best
+        strategies.append(Strategy(seconds, n_devices, tuple(collectives), extra_memory))
+    return min(strategies, key=lambda strategy: strategy.seconds)
 
 
 def _choices(axis: MeshAxis, sides: Sequence[_ShardedArray], op: CostlyOp) -> list[int | None]:
@@ -144,13 +142,13 @@ class _ShardedArray:
     def collective(self, kind: str, axes: list[MeshAxis], n_bytes: float) -> OpCollective:
         return OpCollective(kind, self.role, tuple(axes), n_bytes * self.share)
 
-    def reshard(self, in_op: Mapping[MeshAxis, int]) -> tuple[float, Sequence[OpCollective]]:
+    def reshard(self, op_sharding: Mapping[MeshAxis, int]) -> tuple[float, Sequence[OpCollective]]:
         """Returns the bytes per device of a resharded operand, and the collectives that reshard it.
 
-        `in_op` maps each mesh axis to the index that is sharded over it during the operation.
+        `op_sharding` maps each mesh axis to the index that is sharded over it during the operation.
         Slicing comes first, and is free. If slicing is enough, the bytes are 0.
         """
-        new = {axis: index for axis, index in in_op.items() if index in self.indices}
+        new = {axis: index for axis, index in op_sharding.items() if index in self.indices}
         old = self.index_of
         gathered = [axis for axis in old if axis not in new]
         exchanged = [axis for axis, index in old.items() if new.get(axis, index) != index]
@@ -165,14 +163,14 @@ class _ShardedArray:
             found.append(self.collective('all-gather', gathered, local))
         return local, found
 
-    def reduce(self, in_op: Mapping[MeshAxis, int]) -> Sequence[OpCollective]:
+    def reduce(self, op_sharding: Mapping[MeshAxis, int]) -> Sequence[OpCollective]:
         """Returns the collectives that reduce partial sums and reshard the result."""
-        old = {axis: index for axis, index in in_op.items() if index in self.indices}
+        old = {axis: index for axis, index in op_sharding.items() if index in self.indices}
         new = self.index_of
-        if old == new and len(old) == len(in_op):
+        if old == new and len(old) == len(op_sharding):
             return ()
-        partial = [axis for axis in in_op if axis not in old]  # each shards a contracted index
-        sliced = [axis for axis in new if axis not in in_op]  # slicing needs no communication
+        partial = [axis for axis in op_sharding if axis not in old]  # for contracted indices
+        sliced = [axis for axis in new if axis not in op_sharding]  # slicing needs no communication
         local = self.bytes / (_n_devices(old) * _n_devices(sliced))
         scattered = [axis for axis in partial if axis in new]
         added = [axis for axis in partial if axis not in new]

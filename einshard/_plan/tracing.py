@@ -30,7 +30,7 @@ from .._sharding.resolve import find_placement
 from .._text import name_of
 from .._trees.paths import path_text
 from .._trees.rules import Rules
-from .flatten import entries_of
+from .flatten import mesh_axes_of
 from .names import ArrayNames
 
 _trace_numbers = itertools.count()
@@ -58,10 +58,7 @@ def trace_with_names(
     names: Sequence[str],
     mesh_axes: Sequence[str],
 ) -> tuple[Stages, list[ArrayNames | None], list[ArrayNames | None]]:
-    """Returns the traced function, the axis names of each argument, and those of each result.
-
-    The axis names of an argument or a result without a spec are None.
-    """
+    """Returns the traced function, and the axis names of all arguments and results with specs."""
     with _scope(names, mesh_axes):
         stages = _trace(fn, args, kwargs)
         traced = stages.traced
@@ -76,16 +73,14 @@ def trace_with_names(
 def _names_of(
     specs: Sequence[AnySpec | None] | None, leaves: Sequence[Any]
 ) -> list[ArrayNames | None]:
-    """Returns the axis names of each leaf, or None if it has no spec."""
+    """Returns the axis names of each leaf, or None for a leaf without a spec."""
     context = current_context()
-    found: list[ArrayNames | None] = []
-    for spec, leaf in zip(specs or [None] * len(leaves), leaves, strict=True):
-        if spec is None:
-            found.append(None)
-            continue
-        placement = find_placement(spec, tuple(leaf.shape), context, None)
-        found.append(entries_of(placement.sharding.spec, tuple(leaf.shape)))
-    return found
+
+    def names_of(spec: AnySpec, shape: tuple[int, ...]) -> ArrayNames:
+        return mesh_axes_of(find_placement(spec, shape, context, None).sharding.spec, len(shape))
+
+    pairs = zip(specs or [None] * len(leaves), leaves, strict=True)
+    return [None if spec is None else names_of(spec, tuple(leaf.shape)) for spec, leaf in pairs]
 
 
 def _trace(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Stages:
@@ -124,7 +119,7 @@ def _scope(names: Sequence[str], mesh_axes: Sequence[str]) -> Generator[None]:
 def names_in(expression: Expression) -> list[str]:
     """Returns the names in an expression to which axis rules apply: those without a placement.
 
-    Axis rules do not apply to expressions with '->', to `...` and `None`, and to names such as `_`.
+    Axis rules do not apply to expressions with '->', nor to `...`, `None` and names such as `_`.
     """
     terms = expression.right if expression.short else ()
     names = [str(term.name) for term in terms if term == Term(term.name)]
