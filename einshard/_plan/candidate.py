@@ -35,8 +35,7 @@ class Candidate:
 
     def mesh_of(self, devices: Mesh) -> Mesh:
         """Arranges the devices of another mesh in the mesh of this candidate."""
-        sizes: dict[str, Any] = dict(self.mesh)
-        return device_mesh(devices, **sizes)
+        return device_mesh(devices, **dict[str, Any](self.mesh))
 
     @contextmanager
     def scope(self, devices: Mesh) -> Generator[Mesh, None, None]:

@@ -36,7 +36,7 @@ from .flax_names import flax_axis_names
 
 @dataclass(frozen=True)
 class Function:
-    """A function with the arguments of a call, which can be compiled for each candidate.
+    """A function and the arguments of a call, to be compiled for each candidate.
 
     Attributes:
         devices: the devices of the target. Each candidate arranges them in its own mesh.
@@ -82,7 +82,7 @@ class Function:
         yield from map(self.evaluate, candidates)
 
     def _structs(self, candidate: Candidate, mesh: Mesh) -> Any:
-        """Returns `args` and `kwargs` with ShapeDtypeStructs, sharded by their Flax axis names."""
+        """Replaces arrays in the arguments with ShapeDtypeStructs, sharded by Flax axis names."""
         arguments = tuple(self.args), dict(self.kwargs)
         leaves, treedef = jtu.tree_flatten(arguments)
         axes = dict(candidate.axes)
@@ -114,7 +114,7 @@ class Function:
 
 
 def as_sharded(fn: Any) -> ShardedFunction[..., Any] | None:
-    """Returns the `sharded` function behind `fn`, which may be a bound method, or None."""
+    """Returns the ShardedFunction of a `sharded` function or method. Returns None for others."""
     function = fn.func if isinstance(fn, BoundMethod) else fn
     return function if isinstance(function, ShardedFunction) else None
 
@@ -161,7 +161,7 @@ class Partitioner:
             except Exception:  # the program may have a TPU kernel or a host callback
                 return function.evaluate(candidate)
             self._worker.submit(request)
-            return _describe_program(candidate, stages, kept)
+            return _sent_program(candidate, stages, kept)
         except EinshardError as error:
             return _failed(candidate, 'partitioner', str(error))
 
@@ -200,9 +200,8 @@ class _SentProgram:
             devices = list(mesh.devices.flat)
             rows = list(zip(collectives, axes, strict=True))
             bounds = find_bounds(chip, devices, module, product_rows(module), rows, is_cpu=True)
-        kinds_and_roles = [
-            (one.kind, payload.role) for one, payload in zip(collectives, payloads, strict=True)
-        ]
+        kinds = [one.kind for one in collectives]
+        kinds_and_roles = zip(kinds, (payload.role for payload in payloads), strict=True)
         return Evaluation(
             self.candidate,
             'partitioner',
@@ -210,11 +209,11 @@ class _SentProgram:
             memory=compiled.memory and compiled.memory.total,
             sent=_sum_by_key(zip(axes, sent, strict=True)),
             sent_by=_sum_by_key(zip(kinds_and_roles, sent, strict=True)),
-            counts=Counter(one.kind for one in collectives),
+            counts=Counter(kinds),
         )
 
 
-def _describe_program(candidate: Candidate, stages: Stages, kept: Sequence[int]) -> _SentProgram:
+def _sent_program(candidate: Candidate, stages: Stages, kept: Sequence[int]) -> _SentProgram:
     traced: Any = stages.traced
     arguments = jtu.tree_leaves_with_path(traced.args_info)
     results = jtu.tree_leaves_with_path(traced.out_info)

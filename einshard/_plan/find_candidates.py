@@ -77,7 +77,7 @@ class _CandidateSearch:
         self.memory = math.inf if memory is None else memory
         self.objective: Objective = objective
         self.pruned: Counter[str] = Counter()
-        self._keys: dict[Point, tuple[float, ...]] = {}  # of the evaluated points
+        self._keys: dict[Point, tuple[float, ...]] = {}  # the sort key of each evaluated point
 
     # --- costs --------------------------------------------------------------------------------
 
@@ -90,16 +90,15 @@ class _CandidateSearch:
         The key consists of the bytes above the memory limit, the objective, the memory, the bytes
         sent, and the number of mesh axes.
         """
-        key = self._keys.get(point)
-        if key is None:
+        if point not in self._keys:
             totals = self.totals(point)
             excess = max(totals.memory - self.memory, 0)
             costs = {'bound': totals.seconds, 'bytes': totals.sent, 'memory': totals.memory}
             # rounded, because sums that should be equal may differ in their last digits
             numbers = (costs[self.objective], totals.memory, totals.sent)
-            key = excess, *(float(f'{number:.9g}') for number in numbers), len(point[0])
-            self._keys[point] = key
-        return key
+            rounded = (float(f'{number:.9g}') for number in numbers)
+            self._keys[point] = excess, *rounded, len(point[0])
+        return self._keys[point]
 
     def evaluate(self, points: Iterable[Point]) -> None:
         """Evaluates points. Skips invalid ones, and those whose mesh axes can be merged."""
@@ -129,7 +128,7 @@ class _CandidateSearch:
         return list(found.values())
 
     def simplified(self, point: Point) -> Point:
-        """Removes names from mesh axes if that does not raise the cost, and merges mesh axes."""
+        """Drops names from name sets if that does not raise the cost, and merges mesh axes."""
         sizes, name_sets = point
         for axis, names in enumerate(name_sets):
             for name in sorted(names - self.space.pinned.keys()):
@@ -165,7 +164,7 @@ class _CandidateSearch:
 
     def beam_search(self) -> None:
         """Runs a beam search for each mesh shape, over the names of one mesh axis at a time."""
-        # Up to two mesh axes, unless pinned names need three; `split_mesh_axes` adds more.
+        # two mesh axes are enough unless pins need three, because `split_mesh_axes` adds a third
         for sizes in self.space.shapes(2) or self.space.shapes():
             found = self.best_valid(self.start_points(sizes))
             # backward and forward: the best name set of a mesh axis depends on the other axes
@@ -179,11 +178,11 @@ class _CandidateSearch:
                 found = self.best_valid([*found, *changed])
 
     def start_points(self, sizes: Sizes) -> list[Point]:
-        """Returns points that combine, for each mesh axis, name sets that are good on their own."""
+        """Combines the name sets that are good for each mesh axis if the others have size 1."""
         good_alone: list[list[NameSet]] = []
         n_each = int(_MAX_STARTS ** (1 / len(sizes)))
         for axis, size in enumerate(sizes):
-            # the other mesh axes stay, with size 1, because specs may name them
+            # the other mesh axes have size 1 instead of being dropped, because specs may name them
             shape = _replace_at((1,) * len(sizes), axis, size)
             pairs = [
                 (names, self.totals((shape, _replace_at((frozenset(),) * len(sizes), axis, names))))

@@ -75,20 +75,18 @@ def _notes(choices: Sequence[Evaluation], search: Search) -> Iterator[str]:
 
 
 def _n_indistinguishable(choices: Sequence[Evaluation]) -> int:
-    """Counts the plans at the start of `choices` whose ranges overlap that of plan 0.
+    """Counts the plans at the start of `choices` whose ranges overlap the range of plan 0.
 
     The range of a plan goes from its largest bound to the sum of its bounds.
     """
     if not choices[0].bounds:
         return 1
     least, most = choices[0].seconds
-    # a plan that was not compiled for the target may be faster than plan 0
-    outside = (
-        i
-        for i, one in enumerate(choices)
-        if one.error or one.seconds[0] > most or one.seconds[1] < least
-    )
-    return next(outside, len(choices))
+    for i, one in enumerate(choices):
+        # a plan that was not compiled for the target may be faster than plan 0
+        if one.error or one.seconds[0] > most or one.seconds[1] < least:
+            return i
+    return len(choices)
 
 
 def _warnings(best: Evaluation, search: Search, model: Model) -> Iterator[str]:

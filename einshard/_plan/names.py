@@ -1,9 +1,9 @@
 """Propagates axis names through a flattened program.
 
-The sharding of an array axis depends on its names. Most axes have one name, as in ('embed',); an
-axis that is not sharded has none. Arguments, results and constraints have names. Names propagate
-forward through all operations. They propagate backward only up to the last contraction: its partial
-sums can be reduced directly to the sharding that a constraint or result requires.
+The sharding of an array axis depends on its names. Most axes have one name, as in ('embed',). An
+axis that is not sharded has none. The names of arguments, results and constraints propagate forward
+through all operations. They propagate backward only up to the last contraction or reduction, whose
+partial sums can be reduced directly to the sharding that a constraint or result requires.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _NameTable:
         self.names: list[list[AxisNames | None]] = [[None] * len(v.shape) for v in program.values]
 
     def fill(self, value: int, names: Sequence[AxisNames | None] | None) -> None:
-        """Names the axes of a value whose names are not known yet."""
+        """Sets the axis names of a value that are still unknown."""
         for axis, axis_names in enumerate(names or ()):
             if self.names[value][axis] is None:
                 self.names[value][axis] = axis_names
@@ -92,7 +92,7 @@ def _name_results(op: Op, forward: _NameTable, required: _NameTable) -> None:
         old, new = op.ins[i], op.outs[o]
         if old is not None and new is not None and forward.names[new][out_axis] is None:
             forward.names[new][out_axis] = forward.names[old][axis]
-    # other operations may still name the values that a loop carries or stacks
+    # what a loop carries or stacks stays unnamed here, because other operations may still name it
     if op.primitive not in ('carry', 'scan_input', 'scan_output', 'scan_axis'):
         for out in op.arrays_out:
             forward.fill(out, required.names[out])

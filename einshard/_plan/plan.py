@@ -29,8 +29,8 @@ from .result import Plan
 from .search import Search
 from .space import AXES, Space
 
-# an element of `candidates=`: the sizes of the mesh axes, and the placement of each axis name
-GivenSharding: TypeAlias = tuple[Mapping[str, int], Mapping[str, AxisPlacement]]
+# the sizes of the mesh axes, and the placement of each axis name
+UserCandidate: TypeAlias = tuple[Mapping[str, int], Mapping[str, AxisPlacement]]
 
 
 def plan(
@@ -41,7 +41,7 @@ def plan(
     memory: str | int | None = None,
     objective: Objective = 'bound',
     pin: Mapping[str, str] | None = None,
-    candidates: Iterable[GivenSharding] = (),
+    candidates: Iterable[UserCandidate] = (),
     compilations: int = 40,
     seconds: float | None = None,
     **kwargs: Any,
@@ -63,8 +63,8 @@ def plan(
     The function names its axes in expressions without placements: in the specs of `sharded`, in
     `Rules`, and in constraints such as `einshard(x, 'batch seq act')`. `plan` finds these names by
     tracing. A candidate is a mesh shape with up to three axes (x, y, z), and the mesh axes over
-    which each name is sharded. `plan` estimates the cost of every candidate, compiles the best ones
-    with XLA's partitioner (for simulated CPU devices, in another process), and compiles the best of
+    which each name is sharded. `plan` ranks candidates by estimates, compiles the best ones with
+    XLA's partitioner (for simulated CPU devices, in another process), and compiles the best of
     these for the target. Nothing runs, and arguments can be ShapeDtypeStructs.
 
     The cost of a candidate is a sum of lower bounds: compute, HBM, and the network along each
@@ -75,7 +75,7 @@ def plan(
         args, kwargs: the arguments of a call, as in `explain`.
         mesh: the devices, such as `topology('v5e:16x16')`. If the mesh has named axes, `plan` keeps
             its shape, and finds only placements. Default: the mesh in context, or all devices.
-        chip: the chip for the lower bounds, as in `explain`. Default: that of the devices.
+        chip: the chip for the lower bounds, as in `explain`. Default: the chip of the devices.
         memory: the bytes that a plan may use on a device, such as '14 GB'. Default: the memory of
             the device, or no limit if the chip is unknown.
         objective: what to minimize: 'bound' (the sum of the lower bounds), 'bytes' (sent by a

@@ -79,7 +79,7 @@ class Plan(Display):
 
     @property
     def fits(self) -> bool:
-        """Whether the best plan needs at most `limit` bytes. True if either is unknown."""
+        """Whether the best plan fits into memory. True if its memory or the limit is unknown."""
         return self.best.fits(self.limit)
 
     def explain(self, i: int = 0) -> Report:
@@ -91,7 +91,7 @@ class Plan(Display):
         return self._function.trace(self.best.candidate)
 
     def why(self, name: str) -> Why:
-        """Compares the best plan with the plans that shard only axis `name` differently."""
+        """Compares the best plan with those that differ only in the placement of axis `name`."""
         if name not in self.sizes:
             raise EinshardError(
                 f"the model has no axis named '{name}'",
@@ -107,10 +107,7 @@ class Plan(Display):
         return Why(name, tuple(rows), self.limit)
 
     def diff(self, other: Plan | int) -> Diff:
-        """Compares the best plan with another one.
-
-        `other` is a number of a plan in `choices`, or a `Plan`, which stands for its best plan.
-        """
+        """Compares the best plan with plan number `other`, or with the best plan of a `Plan`."""
         ours, theirs = self.best, other.best if isinstance(other, Plan) else self._choice(other)
         before, after = (
             {'mesh shape': one.candidate.mesh_text, **one.candidate.placements}

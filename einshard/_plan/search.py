@@ -22,7 +22,7 @@ EvaluateAll: TypeAlias = Callable[[Sequence[Candidate]], Generator[Evaluation, N
 _FINALISTS = 3  # this many of the best plans are compiled for the target at first
 _MAX_FINALISTS = 5  # after this many, another one is compiled only if the newest is the best
 _TIE = 1.02  # plans whose costs have at most this ratio count as equally good
-# for large models, the partitioner reports 0.95 to 1.42 times the memory that the TPU compiler does
+# for large models, the partitioner reports 0.95 to 1.42 times as much memory as the TPU compiler
 _MEMORY_MARGIN = 1.5
 
 
@@ -99,10 +99,8 @@ class Search:
 
     def _explore(self) -> None:
         """Compiles the user's candidates, those with the best estimates, then others in batches."""
-        first = [
-            *self.user_candidates,
-            *_mix_shapes(self.estimates, max(1, self.compilations // 2)),
-        ]
+        by_estimate = _mix_shapes(self.estimates, max(1, self.compilations // 2))
+        first = [*self.user_candidates, *by_estimate]
         self._compile(self.partitioner, first[: self.compilations])
         while not self.stopped and (left := self.compilations - len(self.evaluated)) > 0:
             batch = self._next_batch(min(left, max(2, self.compilations // 8)))
@@ -111,7 +109,7 @@ class Search:
             self._compile(self.partitioner, batch)
 
     def _next_batch(self, n: int) -> list[Candidate]:
-        """Chooses up to n candidates: up to n/2 neighbors of the best plan, then best estimates."""
+        """Chooses up to n candidates by estimate, first up to n/2 neighbors of the best plan."""
         new = [one.candidate for one in self.estimates if one.candidate not in self.evaluated]
         best = self.ranking()[0].candidate
         neighbors = [candidate for candidate in new if is_neighbor(best, candidate)]
@@ -122,9 +120,9 @@ class Search:
     def _compile_for_target(self, evaluate_all: EvaluateAll) -> None:
         """Compiles the best plans, the user's plans, and a plan of another mesh shape.
 
-        Then compiles more plans, one at a time, while the target's compiler ranks the plans
-        differently than the partitioner. After `_MAX_FINALISTS` plans, goes on only while the
-        newest plan is the best.
+        Then compiles more plans, one at a time, while the target's compiler disagrees with the
+        partitioner's ranking. After `_MAX_FINALISTS` plans, goes on only while the newest plan is
+        the best.
         """
         ranked = self.ranking()
         high_limit = None if self.limit is None else _MEMORY_MARGIN * self.limit
@@ -166,15 +164,15 @@ class Search:
         return sum(one.judge == 'compiler' for one in self.evaluated.values())
 
     def _compile(self, evaluate_all: EvaluateAll, candidates: Sequence[Candidate]) -> None:
-        if self._is_out_of_time():
+        if self._should_stop():
             return
         with closing(evaluate_all(candidates)) as evaluations:
             for evaluation in evaluations:
                 self.evaluated[evaluation.candidate] = evaluation
-                if self._is_out_of_time():
+                if self._should_stop():
                     return
 
-    def _is_out_of_time(self) -> bool:
+    def _should_stop(self) -> bool:
         if self.seconds is not None and time.monotonic() - self._started > self.seconds:
             self.stopped = f'stopped after {self.seconds:g} s'
         return bool(self.stopped)

@@ -49,8 +49,7 @@ def mesh_call(devices: Mesh, candidate: Candidate) -> str:
 def find_devices_call(devices: Sequence[Device]) -> tuple[str, list[Device]]:
     """Finds a call of `jax.devices` that returns all of `devices`, and maybe others.
 
-    This machine may not have the devices of a topology. Then the call is 'jax.devices()', because
-    the written code will run on a machine that has them.
+    If this machine does not have the devices of a topology, the call is 'jax.devices()'.
 
     Returns:
         The source text of the call, and the devices that it returns, in order.
@@ -73,10 +72,10 @@ def spec_lines(arguments: Sequence[tuple[str, Spec]], candidate: Candidate) -> t
     axes = dict(candidate.axes)
     # the name of an argument in *args is 'args[0]'
     named = [(re.sub(r'\W+', '_', name).strip('_'), spec) for name, spec in arguments]
-    return tuple(line for name, spec in named for line in _assigned(name, spec, axes))
+    return tuple(line for name, spec in named for line in _assignment(name, spec, axes))
 
 
-def _assigned(name: str, spec: Spec, axes: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+def _assignment(name: str, spec: Spec, axes: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
     if isinstance(spec, Rules):
         yield f'{name} = Rules(['
         for pattern, leaf_spec in spec.rules:

@@ -55,11 +55,7 @@ class Space:
         return AXES if self.mesh is None else tuple(name for name, _ in self.mesh)
 
     def shapes(self, max_axes: int = len(AXES)) -> list[Sizes]:
-        """Returns the mesh shapes to try.
-
-        If the user chose a mesh, this is its shape. Otherwise, these are all shapes with up to
-        `max_axes` axes that fit the pins.
-        """
+        """Returns the shape of the user's mesh, or all shapes that fit the pins and `max_axes`."""
         if self.mesh is not None:
             return [tuple(size for _, size in self.mesh)]
         first = (self.n_slices,) if self.n_slices > 1 else ()
@@ -98,15 +94,13 @@ class Space:
         )
 
     def axes(self, point: Point) -> dict[str, tuple[MeshAxis, ...]]:
-        """Maps each name that specs may contain to the mesh axes that it is sharded over.
-
-        Specs contain axis names, and may name the user's mesh axes.
-        """
+        """Maps the names that specs may contain to the mesh axes that shard them."""
         sizes, name_sets = point
         found: dict[str, tuple[MeshAxis, ...]] = dict.fromkeys(self.model.sizes, ())
         for axis, names in zip(axes_of_shape(sizes), name_sets, strict=True):
             for name in names:
                 found[name] += (axis,)
+        # specs may name the user's mesh axes
         user_axes = zip(self.mesh or (), axes_of_shape(sizes), strict=False)
         return {name: (axis,) for (name, _), axis in user_axes} | found
 
@@ -132,10 +126,7 @@ class Space:
     def _find_name_sets(
         self, size: int, is_across_slices: bool, pinned: NameSet, user_axis: frozenset[str]
     ) -> list[NameSet]:
-        """Lists the name sets for a mesh axis, and adds what it leaves out to `pruned`.
-
-        `user_axis` contains the name of the mesh axis if the user chose the mesh.
-        """
+        """Lists the name sets for a mesh axis, and adds what it leaves out to `pruned`."""
         free = [name for name in self.model.sizes if name not in self.pinned]
         divisible = [name for name in free if self.model.divisors[name] % size == 0]
         self.pruned['indivisible'] += len(free) - len(divisible)
@@ -155,7 +146,7 @@ class Space:
         return [names for names in found if names] or [frozenset()]
 
     def _conflicts(self) -> dict[str, set[str]]:
-        """Maps each axis name to the names that occur with it in an array."""
+        """Maps each axis name to the names that occur in the same array."""
         found: dict[str, set[str]] = {name: set() for name in self.model.sizes}
         for names in self.model.array_names:
             for name, other in itertools.permutations(names, 2):

@@ -15,10 +15,7 @@ _VERBS = {
 
 
 def why_worse(worse: Evaluation, better: Evaluation, limit: int | None) -> str:
-    """Explains why one plan is worse than another.
-
-    For example: 'gathers 2.0 GiB of weights per run (instead of 0 B)'.
-    """
+    """Returns, for example, 'gathers 2.0 GiB of weights per run (instead of 0 B)'."""
     if worse.error:
         return f'does not compile: {worse.error}'
     parts = [_largest_increase(worse, better)]
@@ -31,10 +28,9 @@ def why_worse(worse: Evaluation, better: Evaluation, limit: int | None) -> str:
 
 
 def _largest_increase(worse: Evaluation, better: Evaluation) -> str:
-    """Describes the resource whose bound grows most.
+    """Describes the bound that grows most, or the bytes sent if there are no bounds.
 
-    If the chip is unknown, there are no bounds, and this describes the bytes sent. Returns '' if
-    the bound grows by at most 1% of the sum of the bounds, or the bytes sent do not grow.
+    Returns '' if no bound grows by more than 1% of their sum, or if the bytes do not grow.
     """
     before, after = _seconds_by_resource(better), _seconds_by_resource(worse)
     if not after:
@@ -60,8 +56,8 @@ def _seconds_by_resource(evaluation: Evaluation) -> dict[str, float]:
 def _sends(worse: Evaluation, better: Evaluation) -> str:
     """Describes the collectives whose bytes grow most, or all bytes sent if none grow."""
     growth = {key: n - better.sent_by.get(key, 0) for key, n in worse.sent_by.items()}
-    kind, payload = key = max(growth, key=growth.__getitem__)
+    kind, role = key = max(growth, key=growth.__getitem__)
     if growth[key] <= 0:  # the same bytes, but along slower mesh axes
         return f'sends {worse.sent_text}'
     sent, instead = format_bytes(worse.sent_by[key]), format_bytes(better.sent_by.get(key, 0))
-    return f'{_VERBS.get(kind, "sends")} {sent} of {payload} per run (instead of {instead})'
+    return f'{_VERBS.get(kind, "sends")} {sent} of {role} per run (instead of {instead})'
