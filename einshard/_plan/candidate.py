@@ -34,7 +34,7 @@ class Candidate:
         return {name: str(Term('', mesh_axes=axes)) if axes else '' for name, axes in self.axes}
 
     def mesh_of(self, devices: Mesh) -> Mesh:
-        """Arranges the devices of another mesh in the mesh of this candidate."""
+        """Returns the mesh of this candidate, made of the devices of another mesh."""
         return device_mesh(devices, **dict[str, Any](self.mesh))
 
     @contextmanager

@@ -102,10 +102,7 @@ class Function:
         return treedef.unflatten(structs)
 
     def _copy(self) -> Any:
-        """Copies `fn` if it is a `sharded` function.
-
-        Without the copy, the user's function would cache the programs of all candidates.
-        """
+        """Copies a `sharded` function, to keep the programs of candidates out of its cache."""
         function = as_sharded(self.fn)
         if function is None:
             return self.fn

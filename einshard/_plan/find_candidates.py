@@ -101,7 +101,7 @@ class _CandidateSearch:
         return self._keys[point]
 
     def evaluate(self, points: Iterable[Point]) -> None:
-        """Evaluates points. Skips invalid ones, and those whose mesh axes can be merged."""
+        """Evaluates the points that are valid and have no mesh axes that can be merged."""
         for point in points:
             if not self.space.is_valid(point):
                 self.pruned['indivisible'] += 1

@@ -92,10 +92,7 @@ def flatten(closed: Any) -> Program:
 
 
 class _Flattener:
-    """Appends the operations of jaxprs to one program.
-
-    New operations get the current `executions` and `loop`.
-    """
+    """Appends operations to one program, each with the current `executions` and `loop`."""
 
     def __init__(self) -> None:
         self.program = Program()
@@ -230,8 +227,7 @@ class _Flattener:
     def cond(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
         outs = self.new_values(eqn.outvars)
         for branch in map(_open, eqn.params['branches']):
-            results = self.read(branch, ins[1:])
-            self.carry(results, outs)
+            self.carry(self.read(branch, ins[1:]), outs)
         return outs
 
     def read_loop(

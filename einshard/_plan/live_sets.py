@@ -68,7 +68,7 @@ def find_live_sets(program: Program, names: Sequence[tuple[AxisNames, ...]]) -> 
     buffers = _buffers(program, names, roots, kept)
     if not buffers:
         return ()
-    # leaves out arrays that are 1000 times smaller than the largest one
+    # smaller arrays are left out
     least = max(buffer.stored[1] for buffer in buffers) // 1000
     found: dict[LiveSet, None] = {}
     for end in sorted({buffer.end for buffer in buffers}):

@@ -62,13 +62,14 @@ def plan(
 
     The function names its axes in expressions without placements: in the specs of `sharded`, in
     `Rules`, and in constraints such as `einshard(x, 'batch seq act')`. `plan` finds these names by
-    tracing. A candidate is a mesh shape with up to three axes (x, y, z), and the mesh axes over
-    which each name is sharded. `plan` ranks candidates by estimates, compiles the best ones with
-    XLA's partitioner (for simulated CPU devices, in another process), and compiles the best of
-    these for the target. Nothing runs, and arguments can be ShapeDtypeStructs.
+    tracing, and reads those that Flax keeps with arrays. A candidate is a mesh shape with up to
+    three axes (x, y, z), and the mesh axes over which each name is sharded. `plan` ranks candidates
+    by estimates, compiles the best ones with XLA's partitioner (for simulated CPU devices, in
+    another process), and compiles the best of these for the target. Nothing runs, and arguments can
+    be ShapeDtypeStructs.
 
-    The cost of a candidate is a sum of lower bounds: compute, HBM, and the network along each
-    mesh axis. It is not a prediction of the step time.
+    By default, the cost of a candidate is a sum of lower bounds: compute, HBM, and the network
+    along each mesh axis. It is not a prediction of the step time.
 
     Args:
         fn: a `sharded` or jitted function, or any other function that names its axes.
