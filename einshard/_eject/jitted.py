@@ -33,8 +33,8 @@ _CONSTRAINTS = {
     'sharding_constraint': 'jax.lax.with_sharding_constraint',
     'reshard': 'jax.sharding.reshard',
 }
-_MAX_LITERAL = 8  # pytrees with more shardings than this are written as path rules
-# names that the written module may define or import; function parameters get other names
+_MAX_LITERAL_LEAVES = 8
+# names that the written module may define or import, so that parameters cannot have them
 _RESERVED = re.compile(
     'function|by_position|shardings|hardware_order|jax|np|re|P|AxisType|Mesh|NamedSharding'
     r'|(mesh|devices)(_\d+)?'
@@ -56,7 +56,7 @@ def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
             f"to_jax cannot convert '{setup.name}', a per_device function",
             facts={'instead': 'jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)'},
         )
-    trees = _Trees(writer, tables)
+    trees = _TreeWriter(writer, tables)
     wrapper = list[str]()
     rows = list(zip(program.in_shardings, program.names, stages.values, strict=True))
     dynamic = [row for i, row in enumerate(rows) if i not in static]
@@ -90,9 +90,8 @@ def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
 def _by_position(program: TracedFunction) -> list[str]:
     """Writes a function that takes all arguments of a call by position.
 
-    `jax.jit` with in_shardings takes no keyword arguments. `sharded` passes arguments by position
-    if it can. It cannot for keyword-only parameters, `**kwargs`, and parameters after one that the
-    call omits.
+    `jax.jit` with in_shardings takes no keyword arguments, but `sharded` passes some by keyword:
+    keyword-only parameters, `**kwargs`, and parameters after one that the call omits.
     """
     n, keywords = program.call.n_positional, program.call.keywords
     parameters = list[str]()
@@ -120,7 +119,7 @@ def _argument_options(prefix: str, positions: Sequence[int], call: CallSignature
     return {option: value for option, value in options.items() if value}
 
 
-class _Trees:
+class _TreeWriter:
     """Writes pytrees of shardings.
 
     Attributes:
@@ -142,7 +141,7 @@ class _Trees:
         leaves = jtu.tree_leaves(shardings, is_leaf=is_none)
         if leaves and all(leaf == leaves[0] for leaf in leaves):
             return self._writer.sharding(leaves[0])
-        if len(leaves) <= _MAX_LITERAL:
+        if len(leaves) <= _MAX_LITERAL_LEAVES:
             literal = self._literal(shardings)
             if literal is not None:
                 return literal
@@ -192,16 +191,16 @@ def _unused(name: str, used: Collection[str]) -> str:
 
 
 def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
-    """Writes a comment that lists the constraints inside a function. Returns [] without any."""
+    """Writes a comment that lists the constraints inside a function. Without any, returns []."""
     assert stages.traced is not None
-    # Omit the reshards of arguments that `sharded` adds on Explicit axes. They have no source line
-    # or, in JAX 0.8, the line that calls to_jax.
+    # Omit the reshards that `sharded` adds for arguments on Explicit axes. Their source line is
+    # unknown or, in JAX 0.8, the one that calls to_jax.
     user = sys._getframe(user_stacklevel() - 1)  # type: ignore[reportPrivateUsage]
     omitted_lines = '', f'{user.f_code.co_filename}:{user.f_lineno}'
     found: dict[tuple[str, str], str] = {}
     for eqn in _constraints(stages.traced.jaxpr.jaxpr):
         sharding = eqn.params.get('sharding', eqn.params.get('dst_sharding'))
-        # specs without unreduced axes also have the kind 'sum'; einshard makes no other kind
+        # einshard makes no unreduced 'max' or 'min'; specs without unreduced axes count as 'sum'
         if isinstance(sharding, NamedSharding) and unreduced_kind(sharding.spec) == 'sum':
             line, aval = line_of(eqn), eqn.outvars[0].aval
             if eqn.primitive.name == 'reshard' and line in omitted_lines:

@@ -15,10 +15,8 @@ from .._text import first_of
 from .shardings import Writer, has_default_memory, spec_code
 from .source import Brackets, Code, statement
 
-# (path of an array, its sharding); None leaves the sharding to JAX
-Leaf: TypeAlias = tuple[str, NamedSharding | None]
-# (regular expression, sharding); the first pattern that `re.search` finds in a path applies
-PathRule: TypeAlias = tuple[str, NamedSharding | None]
+Leaf: TypeAlias = tuple[str, NamedSharding | None]  # path, sharding; JAX chooses it if None
+PathRule: TypeAlias = tuple[str, NamedSharding | None]  # regular expression, sharding
 K = TypeVar('K')
 
 _FUNCTION = '''\
@@ -26,7 +24,7 @@ def shardings(rules, tree):
     """Returns the shardings of a pytree: the first pattern found in a path applies."""
 
     def find(path, leaf):
-{conditions}        path = jax.tree_util.keystr(path, simple=True, separator='/')
+{early_returns}        path = jax.tree_util.keystr(path, simple=True, separator='/')
         for pattern, {value} in rules:
             if re.search(pattern, path):
                 return {result}
@@ -36,7 +34,7 @@ def shardings(rules, tree):
 
 
 def find_path_rules(
-    leaves: Sequence[Leaf], matched: Sequence[int] = (), patterns: Sequence[str] = ()
+    leaves: Sequence[Leaf], pattern_indices: Sequence[int] = (), patterns: Sequence[str] = ()
 ) -> list[PathRule]:
     """Finds rules that give the leaves of a pytree their shardings.
 
@@ -46,12 +44,13 @@ def find_path_rules(
     path gets its own rule instead.
 
     Args:
-        matched: for each leaf, the index in `patterns` of the pattern that matched it.
+        pattern_indices: for each leaf, the index in `patterns` of the pattern that matched it.
 
     Raises:
         EinshardError: leaves with different shardings have the same path.
     """
-    groups = _grouped(leaves, matched or [-1] * len(leaves))  # -1: matched by no pattern
+    # -1: matched by no pattern
+    groups = _grouped(leaves, pattern_indices or [-1] * len(leaves))
     rest = groups.pop(-1, [])
     kept: list[PathRule] = []
     for i, group in sorted(groups.items()):
@@ -71,10 +70,6 @@ def find_path_rules(
 
 
 def _merged_rules(leaves: Sequence[Leaf]) -> Iterator[PathRule]:
-    """Yields one rule for paths that differ only in numbers if their leaves have the same sharding.
-
-    Other leaves have one rule each.
-    """
     rules = [(_exact_pattern(path), sharding) for path, sharding in leaves]
     patterns = [re.sub(r'\d+', r'\\d+', pattern) for pattern, _ in rules]
     for pattern, group in _grouped(rules, patterns).items():
@@ -111,24 +106,20 @@ class Tables:
         self._tables: dict[str, Sequence[PathRule]] = {}
 
     def add(self, name: str, rules: Sequence[PathRule]) -> str:
-        """Returns the variable of a list: `name` or, if it is taken, `name` with '_' appended.
-
-        Equal lists share a variable.
-        """
-        for existing, others in self._tables.items():
-            if others == rules:
+        """Adds a list of rules and returns its variable. Equal lists share a variable."""
+        for existing, table in self._tables.items():
+            if table == rules:
                 return existing
         while name in self._tables:
             name += '_'
         self._tables[name] = rules
         return name
 
-    def parts(self, conditions: Sequence[str] = ()) -> list[str]:
+    def parts(self, early_returns: Sequence[str] = ()) -> list[str]:
         """Writes the lists of rules, and the function `shardings` that applies a list to a pytree.
 
         Args:
-            conditions: the first lines of the inner function `find`, which return the shardings of
-                leaves without a path rule, such as scalars.
+            early_returns: lines at the start of `find`, for leaves without a rule, such as scalars.
         """
         if not self._tables:
             return []
@@ -144,8 +135,8 @@ class Tables:
         for name, rules in self._tables.items():
             pairs = tuple(Brackets('(', (raw_string(p), write(s))) for p, s in rules)
             parts.append(statement(Brackets(f'{name} = [', pairs, ']')))
-        first_lines = ''.join(f'        {line}\n' for line in conditions)
-        return [*parts, _FUNCTION.format(conditions=first_lines, value=value, result=result)]
+        first_lines = ''.join(f'        {line}\n' for line in early_returns)
+        return [*parts, _FUNCTION.format(early_returns=first_lines, value=value, result=result)]
 
 
 def _spec_of(sharding: NamedSharding | None) -> Code:

@@ -36,8 +36,8 @@ class Writer:
     """Writes shardings and their meshes.
 
     Args:
-        mesh: the mesh in context. It is also written for its abstract mesh, which the shardings of
-            traced values have.
+        mesh: the mesh in context. It is written in place of its abstract mesh, which the shardings
+            of traced values have.
     """
 
     def __init__(self, mesh: AnyMesh) -> None:
@@ -70,7 +70,7 @@ class Writer:
         return Brackets('NamedSharding(', tuple(items))
 
     def definitions(self) -> list[str]:
-        """Writes the assignments of the mesh variables, and the sorted devices that they use."""
+        """Defines the mesh variables and the sorted devices that they use."""
         meshes = [self._definition(mesh, name) for mesh, name in self._meshes.items()]
         if not self._devices:
             return meshes
@@ -116,8 +116,8 @@ class Writer:
         return self._devices.setdefault(call, _numbered('devices', len(self._devices)))
 
 
-def _numbered(name: str, n_before: int) -> str:
-    return f'{name}_{n_before + 1}' if n_before else name
+def _numbered(name: str, index: int) -> str:
+    return f'{name}_{index + 1}' if index else name
 
 
 def _uses_make_mesh(mesh: AnyMesh) -> bool:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 _WIDTH = 88  # the default of ruff
-# imports, keyed by the names that need them; an empty line follows the standard library
-_IMPORTS = {
+_IMPORTS = {  # keyed by the names that they define
     're': 'import re\n',
     'jax': 'import jax',
     'np': 'import numpy as np',
@@ -22,10 +21,10 @@ _IMPORTS = {
 
 @dataclass(frozen=True, slots=True)
 class Brackets:
-    """Code in brackets; `start` ends with the opening bracket, as in 'P(' or "'w': [".
+    """Code in brackets. `start` ends with the opening bracket, as in 'P(' or "'w': [".
 
-    Code that does not fit on one line has one item per line. The items of a call share a line if
-    they fit.
+    Code that does not fit on one line has its items on the next line if it is a call and they fit
+    there. If not, it has one item per line.
     """
 
     start: str
@@ -35,7 +34,7 @@ class Brackets:
     @property
     def is_call(self) -> bool:
         """Whether the bracket follows a name, as in 'P(' but not in 'x = ('."""
-        return self.start.endswith('(') and (self.start[:-1] or '=')[-1] not in '= '
+        return re.search(r'\w\($', self.start) is not None
 
     def __str__(self) -> str:
         is_one_tuple = len(self.items) == 1 and self.start.endswith('(') and not self.is_call
@@ -70,7 +69,7 @@ def statement(code: Code) -> str:
 
 def module(header: str, parts: Sequence[str]) -> str:
     """Returns the text of a module: `header` as a comment, its imports, and the parts."""
-    # the constraints in comments are code to paste elsewhere, which also needs the imports
+    # constraints are written as comments, but users paste them as code, which needs the imports
     code = re.sub(r'^#     (?=x = )', '', '\n'.join(parts), flags=re.MULTILINE)
     used = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
     found = ((text, [n for n in names.split() if n in used]) for names, text in _IMPORTS.items())
@@ -79,7 +78,7 @@ def module(header: str, parts: Sequence[str]) -> str:
 
 
 def _spaced(parts: Iterable[str]) -> str:
-    """Joins parts with one empty line between them, or two before and after functions."""
+    """Joins parts with one blank line between them, or two before and after functions."""
     kept = list(filter(None, parts))
     gaps = [
         '\n\n\n' if any(line.startswith('def ') for line in f'{a}\n{b}'.split('\n')) else '\n\n'

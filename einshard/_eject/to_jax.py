@@ -62,14 +62,14 @@ def to_jax(
 
     * An expression, `PartitionSpec` or `NamedSharding`: `sharding`.
     * `Rules`: `RULES`, a list of patterns with their PartitionSpecs, and `shardings(RULES,
-      tree)`, the pytree of shardings for `jax.device_put` or `jax.jit`. Without a pytree of arrays,
-      `to_jax(rules)` raises an error if the shardings depend on the arrays. They do if a spec is a
-      function or shards an axis after '...', as in `'... d*'`, and with `indivisible='replicate'`.
+      tree)`, the pytree of shardings for `jax.device_put` or `jax.jit`. `to_jax(rules)` raises an
+      error if a sharding depends on the arrays: if a spec is a function, if it shards an axis after
+      '...', as in `'... d*'`, or if the rules have `indivisible='replicate'`.
     * A pytree of specs, or `for_optimizer(...)`, with a pytree of arrays: the same, with patterns
       that match the paths of the arrays.
     * A `sharded` function `step` with the arguments of a call: `jit_step(function)`, which calls
-      `jax.jit` with the shardings of `step`. If `jit_step` has more parameters, as in
-      `jit_step(function, state)`, it finds the shardings of these arguments by path. A comment
+      `jax.jit` with the shardings of `step`. If `jit_step` finds the shardings of an argument or
+      of the result by path, it takes that pytree too, as in `jit_step(function, state)`. A comment
       lists the sharding constraints inside the function, with source lines. For functions that are
       not `sharded`, the text has only this comment.
     * A `Plan`: the same for its function, with the shardings of the best plan.
@@ -157,22 +157,22 @@ def _write_rules(
             'shape= is for a single spec', facts={'instead': 'pass a pytree: to_jax(rules, params)'}
         )
     writer = Writer(context.lowering_mesh)
-    tables, conditions = Tables(writer), list[str]()
+    tables, early_returns = Tables(writer), list[str]()
     if args:
         rules, skips_non_arrays = _rules_of_tree(spec, args[0], mesh, context)
     elif isinstance(spec, Rules):
         # the written code may be called with leaves that are not arrays
         rules, skips_non_arrays = _rules_of_patterns(spec, context), True
     else:
-        raise _needs_tree('these specs depend on the paths or shapes of the arrays')
+        raise _missing_tree_error('these specs depend on the paths or shapes of the arrays')
     if skips_non_arrays:
-        conditions += ["if not hasattr(leaf, 'shape'):", '    return None']
+        early_returns += ["if not hasattr(leaf, 'shape'):", '    return None']
     if isinstance(spec, Rules):
         replicated = writer.sharding(resolve(REPLICATED, None, context).sharding)
         or_small = f' or leaf.size < {spec.min_size}' if spec.min_size > 1 else ''
-        conditions += [f'if not leaf.shape{or_small}:', f'    return {replicated}']
+        early_returns += [f'if not leaf.shape{or_small}:', f'    return {replicated}']
     tables.add('RULES', rules)
-    parts = tables.parts(conditions)
+    parts = tables.parts(early_returns)
     return module(_title(spec, context.lowering_mesh), [*writer.definitions(), *parts])
 
 
@@ -202,7 +202,7 @@ def _rules_of_tree(
 
 def _rules_of_patterns(rules: Rules, context: Context) -> list[PathRule]:
     if rules.indivisible == 'replicate' or context.replicates_indivisible:
-        raise _needs_tree("indivisible='replicate' depends on the shapes of the arrays")
+        raise _missing_tree_error("indivisible='replicate' depends on the shapes of the arrays")
     default = [] if rules.default is ... else [('', rules.default)]
     path_rules: list[PathRule] = []
     for pattern, spec in (*rules.rules, *default):
@@ -210,17 +210,19 @@ def _rules_of_patterns(rules: Rules, context: Context) -> list[PathRule]:
             path_rules.append((pattern, None))
             continue
         if not isinstance(spec, LEAF_SPECS):
-            raise _needs_tree(f"the spec of rule '{pattern}' is a function of the arrays")
+            raise _missing_tree_error(f"the spec of rule '{pattern}' is a function of the arrays")
         leaf_spec = with_fallbacks(
             convert_jax_spec(spec), on_missing=rules.missing, rule=f"'{pattern}'"
         )
         if needs_rank(leaf_spec.expression):
-            raise _needs_tree(f"the sharding of rule '{pattern}' depends on the ndim of the arrays")
+            raise _missing_tree_error(
+                f"the sharding of rule '{pattern}' depends on the ndim of the arrays"
+            )
         path_rules.append((pattern, resolve(leaf_spec, None, context).sharding))
     return path_rules
 
 
-def _needs_tree(reason: str) -> EinshardError:
+def _missing_tree_error(reason: str) -> EinshardError:
     return EinshardError(
         f'{reason}, so to_jax needs the arrays or their shapes',
         facts={'expected': 'to_jax(spec, tree); the tree may be a result of jax.eval_shape'},
