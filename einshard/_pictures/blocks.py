@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Colors of blocks in the order of their first devices. They go from light to dark, to differ in
+# Colors of blocks, in the order of their first devices, from light to dark. So they differ in
 # grayscale and for color-blind readers. Black text has a contrast ratio of at least 4.5 on each.
 _COLORS = ((255, 244, 184), (172, 224, 178), (105, 192, 190), (94, 151, 205), (128, 104, 190))
 
@@ -68,9 +68,9 @@ class Blocks:
         groups = (holders[i : i + step] for i in range(0, len(holders), step))
         return _shorten([_device_list(group, limit) for group in groups], '+', limit)
 
-    def color(self, first: int) -> str:
-        """Returns the color of the block whose first device is `first`, as '#rrggbb'."""
-        position = self._color_order[first] / max(self.n_blocks - 1, 1) * (len(_COLORS) - 1)
+    def color(self, first_device: int) -> str:
+        """Returns the color of a block as '#rrggbb'."""
+        position = self._color_order[first_device] / max(self.n_blocks - 1, 1) * (len(_COLORS) - 1)
         i = min(int(position), len(_COLORS) - 2)
         channels = zip(_COLORS[i], _COLORS[i + 1], strict=True)
         return '#' + ''.join(f'{round(a + (b - a) * (position - i)):02x}' for a, b in channels)
@@ -106,7 +106,6 @@ def blocks_on_mesh(
     Args:
         mesh: mesh axes and their sizes, slowest-varying first.
         entries: for each array axis, the mesh axes that shard it, major to minor.
-        names: the names of the array axes.
         sizes: the sizes of the array axes; None if unknown.
         signs: the signs of mesh axes: '+' if devices along the axis hold partial sums (unreduced in
             JAX), '=' if they hold partial sums of the gradient (reduced in JAX).
@@ -133,7 +132,7 @@ class Slices:
     two axes, unsharded axes are omitted.
 
     Attributes:
-        titles: for each slice, the shards of the other axes: 'a 0:2, b 4:8', or '' without any.
+        titles: for each slice, its shards of the other axes, such as 'a 0:2, b 4:8'. May be ''.
     """
 
     blocks: Blocks

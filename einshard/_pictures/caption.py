@@ -13,7 +13,7 @@ from .blocks import Blocks
 def describe_shards(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...]]) -> str:
     """Describes the shards: 'x is split into 4 parts; each shard is on one device; ..'.
 
-    `entries` has the mesh axes that shard each array axis. If it is [], no mesh axes are named.
+    `entries` has the mesh axes that shard each array axis, or is [] to leave them out.
     """
     n_shards = blocks.n_blocks
     sharded = [axis for axis, count in enumerate(blocks.parts) if count > 1]
@@ -62,10 +62,10 @@ def describe_device_order(
     entries: Sequence[tuple[Any, ...]],
     signs: Mapping[Any, str],
 ) -> list[str]:
-    """Lists the dimensions of the device grid, such as '2 replicas x 4 parts of a'.
+    """Returns one line, such as 'devices, slowest-varying first: 2 replicas x 4 parts of a'.
 
-    Returns one line in a list. Without signs, returns [] if nothing is sharded or if the grid has
-    fewer than two dimensions. For the arguments, see `draw`.
+    Without signs, returns [] if nothing is sharded or if the device grid has fewer than two
+    dimensions. For the arguments, see `draw`.
     """
     array_axis = {axis: names[i] for i, entry in enumerate(entries) for axis in entry}
     dimensions: list[tuple[str, Any, int]] = []  # label, mesh axis, size

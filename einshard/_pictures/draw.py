@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +21,7 @@ from .picture import Picture
 
 _MAX_DEVICES = 1_000_000
 _NO_SIGNS: Mapping[Any, str] = MappingProxyType({})
-_MAX_FACTORED = 4096  # the largest number of devices to factor; 720,720 would take 2 s
+_MAX_FACTORED = 4096  # devices; factoring 720,720 takes 2 s
 _MAX_DIMS = 63
 
 
@@ -49,7 +50,7 @@ def draw(
 def draw_expression(
     expression: Expression, shape: tuple[int, ...] | None, n_devices: object = None
 ) -> Picture:
-    """Draws an expression without mesh axes; raises if it names any.
+    """Draws an expression. Raises an error if it names mesh axes.
 
     Args:
         shape: the shape of the array; if None, '...' stands for no axes.
@@ -108,7 +109,6 @@ def _device_count(expression: Expression, devices: Any) -> int:
 def _no_mesh_error(
     expression: Expression, shape: tuple[int, ...] | None, n_devices: int | None
 ) -> EinshardError:
-    """Returns an error that suggests a mesh whose axes have the names in the expression."""
     terms = [term for term in expression.right if term.mesh_axes]
     sentence = no_mesh_text(terms)
     mesh = _find_mesh(expression, shape, n_devices)
@@ -128,8 +128,8 @@ def _find_mesh(
 ) -> Mapping[str, int] | None:
     """Finds sizes for the mesh axes of an expression: {'data': 4, 'tensor': 2} for 8 devices.
 
-    Sizes are as equal as possible, larger ones first. Returns None if no sizes fit, or if the
-    expression also has counts, stars or signs.
+    Sizes are as equal as possible, larger ones first. Returns None if no sizes fit, if there are
+    more than `_MAX_FACTORED` devices, or if the expression also has counts, stars or signs.
     """
     names = list(dict.fromkeys(axis for term in expression.right for axis in term.mesh_axes))
     if any(term.sign or (term.is_counted and not term.mesh_axes) for term in expression.right):
@@ -140,11 +140,9 @@ def _find_mesh(
     by_spread = sorted(_factorizations(n, len(names)), key=lambda s: (max(s) - min(s), -s[0]))
     for sizes in by_spread:
         mesh = dict(zip(names, sizes, strict=True))
-        try:
+        with suppress(EinshardError):
             lay_out(expression, shape or drawn_ndim(expression, shape), n, mesh)
             return mesh
-        except EinshardError:
-            continue
     return None
 
 

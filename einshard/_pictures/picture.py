@@ -44,8 +44,8 @@ class Picture(ColorRepr):
     """A picture of a placement, made by `show`.
 
     `str` returns plain text. If rich is installed, `repr` adds color on a terminal. Notebooks show
-    an SVG. Each block has the color of its first device, and is labeled with its devices. The SVG
-    hatches replicated blocks. Arrays of the same shape have about the same size in all pictures.
+    an SVG. Each block is colored by its first device and labeled with its devices. The SVG hatches
+    replicated blocks. Arrays of the same shape have about the same size in all pictures.
 
     Attributes:
         blocks: the blocks of the array and their devices.

@@ -29,7 +29,7 @@ _MAX_BOXES = 20_000
 class _LabelStyle:
     max_devices: int  # the most devices, or ranges of them, that a label lists
     font_size: float
-    row_step: int = 1  # every k-th row is labeled
+    row_step: int = 1  # label every `row_step`-th row
     column_step: int = 1
 
 
@@ -56,7 +56,7 @@ class _Sheet:
 
 
 def svg_text(blocks: Blocks) -> str:
-    """Draws blocks in the colors of their first devices; replicated blocks are hatched.
+    """Draws blocks, colored by their first devices. Replicated blocks are hatched.
 
     An array with more than two sharded axes is drawn as several matrices (slices). If it has more
     than `_MAX_BOXES` blocks, only the first slices are drawn.
@@ -200,9 +200,9 @@ def _column_labels(slices: Slices, box_width: float) -> Iterator[tuple[str, floa
             yield labels[i], (i + 0.5) * box_width
 
 
-def _every_kth(needed: float, box: float, n: int) -> range:
-    """Chooses every k-th of n boxes for a label, where k boxes have the `needed` space."""
-    return range(0, n, max(1, math.ceil(needed / box)))
+def _every_kth(label_size: float, box_size: float, n: int) -> range:
+    """Returns every k-th of n boxes, where k is the number of boxes that a label takes."""
+    return range(0, n, max(1, math.ceil(label_size / box_size)))
 
 
 def _text_width(text: str) -> float:

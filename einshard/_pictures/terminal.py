@@ -68,10 +68,10 @@ def text_lines(blocks: Blocks, width: int) -> list[Line]:
     return lines
 
 
-# Styles of column labels, from clearest to shortest. Each is a tuple of
-#   whether each label includes the axis name; if not, the name is in the corner
-#   the number of spaces on each side of the widest label or cell
-#   whether only every k-th column has a label, like the ticks of a ruler
+# Styles of column labels, from clearest to shortest, as tuples (has_names, padding, is_ruler)
+#   has_names: whether each label includes the axis name; if not, the name is in the corner
+#   padding: the number of spaces on each side of the widest label or cell
+#   is_ruler: whether only every k-th column has a label, like the ticks of a ruler
 _LABEL_STYLES = (
     (True, 1, False),
     (False, 1, False),
@@ -134,7 +134,7 @@ def _column_labels(slices: Slices, has_names: bool) -> tuple[list[str], str]:
 
 
 def _every_kth(labels: Sequence[str], box_width: int) -> list[str]:
-    """Blanks all but every k-th label, where the widest label needs the width of k boxes."""
+    """Blanks all but every k-th label. The widest label takes the width of k boxes."""
     step = max(map(display_width, labels)) // (box_width + 1) + 1
     last = len(labels) - step
     return [label if i % step == 0 and i <= last else '' for i, label in enumerate(labels)]
