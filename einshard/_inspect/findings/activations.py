@@ -102,7 +102,7 @@ def missing_constraint(facts: Facts) -> Iterator[Finding]:
 
 
 def _is_cheaper_to_gather_weight(facts: Facts, item: _ProductCollective) -> bool:
-    """Whether the collective runs along the batch, and gathering the weight would send less."""
+    """Whether a collective along mesh axes of the batch sends more than gathering the weight."""
     batch = item.data.axes[0] if item.data.axes else Axis()
     # the batch's sharding comes from an input or a constraint, not from a weight
     is_batch = facts.is_data(batch.origin) or isinstance(batch.origin, str)
@@ -136,15 +136,15 @@ def _value_to_constrain(
 ) -> tuple[str, Sequence[Axis], str] | None:
     """Returns the line, axes and description of the value to constrain, or None.
 
-    First choice: the result of an embedding lookup whose indices are sharded over mesh axes in
-    `along`, unless the user's code constrains it. The compiler may shard it like the table. Second
-    choice: the data of the first matmul whose batch has the sharding of an input.
+    First choice: the unconstrained result of a lookup whose indices are sharded over mesh axes in
+    `along`. The compiler may shard it like the table. Second choice: the data of the first matmul
+    whose batch has the sharding of an input.
     """
     assert facts.trace is not None
     constrained = {constraint.before for constraint in facts.trace.constraints}
     for product in facts.trace.products:
-        is_inherited = product.is_lookup and along & product.right.mesh_axes
-        if is_inherited and product.result not in constrained:
+        is_unconstrained_lookup = product.is_lookup and product.result not in constrained
+        if is_unconstrained_lookup and along & product.right.mesh_axes:
             return product.line, product.result.axes, 'the result of the lookup'
     for item in items:
         if facts.is_data(item.data.axes[0].origin):
@@ -218,7 +218,7 @@ def _mismatched_axes(facts: Facts, item: _ProductCollective) -> Iterator[tuple[A
 def _weight_sharded_like_data(
     facts: Facts, item: _ProductCollective, data_axis: Axis, weight_axis: Axis
 ) -> str | None:
-    """Returns the expression of a weight whose contracted axis is sharded like that of the data.
+    """Returns an expression that shards the contracted axis of a weight like that of the data.
 
     Returns None if `weight_axis` is already sharded, is not divisible, or is not an axis of the
     argument itself.
@@ -276,6 +276,6 @@ def _inherited_sharding(
 
 
 def _paths_of(facts: Facts, values: Sequence[Value]) -> str:
-    """Formats 'params/layers/{gate,up}'."""
+    """Returns text such as 'params/layers/{gate,up}'."""
     indices = [value.argument for value in values if value.argument is not None]
     return first_of(fold_paths(facts.arguments[i].path for i in indices), 3)

@@ -46,7 +46,8 @@ def _paired(
 ) -> Iterator[tuple[ArrayRow, ArrayRow]]:
     """Pairs each row with one of `others` that has the same shape, dtype and last key of the path.
 
-    If several match, chooses the one whose path has the longest common suffix. Omits ties.
+    If several match, chooses the one whose path has the longest common suffix. Omits rows without
+    a match, and rows with a tie.
     """
     by_last_key: dict[object, list[ArrayRow]] = {}
     for other in others:

@@ -77,17 +77,17 @@ class _Constrained:
 def _last_products(jaxpr: Any) -> Iterator[Any]:
     """Yields the last matmul on each path to a constraint or a result, also in nested jaxprs."""
     producers = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    constrained = [id(v) for v in jaxpr.outvars]
+    targets = [id(v) for v in jaxpr.outvars]
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in _CONSTRAINTS:
-            constrained.append(id(eqn.invars[0]))
+            targets.append(id(eqn.invars[0]))
         for inner in inner_jaxprs(eqn.params.values()):
             yield from _last_products(inner)
-    yield from _last_products_before(constrained, producers)
+    yield from _last_products_before(targets, producers)
 
 
 def _last_products_before(variable_ids: Sequence[int], producers: dict[int, Any]) -> Iterator[Any]:
-    """Yields the last matmul on each path to the variables; `producers` is {id: equation}."""
+    """`producers` has the equation that computes each variable, by the id of the variable."""
     stack, seen = list(variable_ids), set(variable_ids)
     while stack:
         eqn = producers.get(stack.pop())

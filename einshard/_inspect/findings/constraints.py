@@ -42,7 +42,7 @@ def repeated_constraints(facts: Facts) -> Iterator[Finding]:
 def _no_effect(facts: Facts) -> Iterator[tuple[Finding, bool]]:
     """Yields (finding, is_repeated) for each line whose constraints all have no effect.
 
-    `is_repeated` says that the value already has the sharding.
+    `is_repeated` says whether the value already has the sharding.
     """
     if facts.stages.traced is None:
         return
@@ -68,23 +68,23 @@ def _constraints(jaxpr: Any, shardings: dict[Any, Any]) -> Iterator[tuple[str, s
     Also yields each `jax.device_put` without effect, and searches nested jaxprs. `shardings` has
     the shardings of the inputs; this function adds those of constrained values.
     """
-    read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
-    read |= {id(v) for v in jaxpr.outvars}
+    used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
+    used |= {id(v) for v in jaxpr.outvars}
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name == 'sharding_constraint':
             sharding, result = eqn.params['sharding'], eqn.outvars[0]
             before = shardings.get(eqn.invars[0])
-            why = None
-            if id(result) not in read:
-                why = _RESULT_UNUSED
+            reason = None
+            if id(result) not in used:
+                reason = _RESULT_UNUSED
             elif before is not None and _are_equal(before, sharding, result.aval.ndim):
                 text = sharding
                 if isinstance(sharding, NamedSharding):
                     text = describe_named(sharding, result.aval.ndim)
-                why = f"the value is already '{text}', so this constraint has no effect"
+                reason = f"the value is already '{text}', so this constraint has no effect"
             shardings[result] = sharding
-            yield line_of(eqn), why
+            yield line_of(eqn), reason
         elif name == 'device_put':
             targets = [s for s in eqn.params['devices'] if isinstance(s, NamedSharding)]
             if targets and all(map(_has_no_effect_in_jit, targets)):
@@ -123,7 +123,7 @@ def names_without_rule(facts: Facts) -> Iterator[Finding]:
             continue
         axes = [replace(before, name=after.name) for before, after in pairs]
         sent = sum(row.total_bytes for row in facts.rows if (row.source or '') == constraint.line)
-        rules = ', '.join(f"{name}='{_rule(mesh_axes, mesh)}'" for name, mesh_axes in sharded)
+        rules = ', '.join(f"{name}='{_rule_text(mesh_axes, mesh)}'" for name, mesh_axes in sharded)
         yield Finding(
             'names without a rule',
             f'{first_of([repr(name) for name, _ in sharded], 3)} '
@@ -135,8 +135,8 @@ def names_without_rule(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _rule(mesh_axes: tuple[str, ...], mesh: AnyMesh) -> str:
-    """Formats '@data' or '@(data,fsdp)', or '4' on the canonical mesh."""
+def _rule_text(mesh_axes: tuple[str, ...], mesh: AnyMesh) -> str:
+    """Returns '@data' or '@(data,fsdp)', or a count such as '4' on the canonical mesh."""
     if is_device_mesh(mesh):
         return str(prod(mesh.shape[name] for name in mesh_axes))
     return f'@{mesh_axes[0]}' if len(mesh_axes) == 1 else f'@({",".join(mesh_axes)})'

@@ -150,9 +150,9 @@ class Facts:
         return self.values[argument].axes
 
     @functools.cached_property
-    def places(self) -> Sequence[Site | None]:
-        """The HLO instruction of each collective; None if it is not found."""
-        by_name = {place.op.name: place for place in self.module.find(*MARKS)}
+    def sites(self) -> Sequence[Site | None]:
+        """The HLO instruction of each collective, or None if it is not found."""
+        by_name = {site.op.name: site for site in self.module.find(*MARKS)}
         return [by_name.get(collective.name) for collective in self.collectives]
 
     @functools.cached_property
@@ -161,7 +161,7 @@ class Facts:
         return self._by_groups(lambda groups, mesh: mesh_axes_of(groups, mesh) or ())
 
     @functools.cached_property
-    def along_parts(self) -> Sequence[frozenset[str]]:
+    def partly_along(self) -> Sequence[frozenset[str]]:
         """For each collective, the mesh axes that its groups span in full or in part."""
         return self._by_groups(
             lambda groups, mesh: mesh_axes_between(pairs_of_groups(groups), mesh)
@@ -178,6 +178,6 @@ class Facts:
         return [axes[groups] for groups in all_groups]
 
     @functools.cached_property
-    def least_bytes(self) -> float:
+    def min_bytes(self) -> float:
         """Collectives that send fewer bytes than this in one run are not worth a finding."""
         return _MIN_FRACTION * sum(row.total_bytes for row in self.rows)

@@ -59,7 +59,7 @@ def _before_and_after(
 ) -> tuple[str, str] | None:
     """Returns the expressions of an array before it is all-gathered, and after it is sliced again.
 
-    Returns None if no mesh has both shardings.
+    Returns None if no mesh fits both shardings.
     """
     ndim = len(gather.array.shape)
     assert gather.kept is not None
@@ -146,7 +146,7 @@ def _gather_before_loop(facts: Facts, repeated: _RepeatedGather) -> str:
 
 
 def _repeated_gathers(facts: Facts) -> Iterator[_RepeatedGather]:
-    """Yields weights once for the forward and the backward pass, other arrays once for each."""
+    """Groups the all-gathers of a weight over both passes, and those of other arrays by pass."""
     gathers: dict[object, list[tuple[AllGather, CollectiveRow, frozenset[str]]]] = {}
     weight_keys: set[object] = set()
     for collective, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
@@ -161,7 +161,7 @@ def _repeated_gathers(facts: Facts) -> Iterator[_RepeatedGather]:
     for key, repeats in gathers.items():
         gather, first, along = repeats[0]
         lines = list(dict.fromkeys(row.source for _, row, _ in repeats if row.source))
-        # not reported: XLA gathers activations again in the same line, to save memory
+        # not reported: activations that XLA gathers again in the same line to save memory
         if len(repeats) > 1 and (len(lines) > 1 or key in weight_keys):
             how_often = f'gathered {len(repeats)} times'
         elif gather.is_invariant:

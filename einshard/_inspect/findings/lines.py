@@ -25,10 +25,10 @@ def line_of(eqn: Any, innermost: bool = False) -> str:
     from jax.extend.source_info_util import summarize
 
     stack = summarize(eqn.source_info, _MAX_FRAMES).split('\n')
-    found = (_FRAME.match(frame.strip()) for frame in reversed(stack))
+    matches = (_FRAME.match(frame.strip()) for frame in reversed(stack))
+    frames = [(match[1], match[2]) for match in matches if match]
     if innermost:
-        return next((f'{frame[1]}:{frame[2]}' for frame in found if frame), '')
-    frames = [(frame[1], frame[2]) for frame in found if frame]
+        return ':'.join(frames[0]) if frames else ''
     return innermost_user_line(frames) or ''
 
 

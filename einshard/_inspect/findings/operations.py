@@ -117,7 +117,7 @@ def product_of(eqn: Any, values: Sequence[Value]) -> Product | None:
 
 
 def _result(left: Value, right: Value, batch_axes: Sequence[Axis], free: list[list[Axis]]) -> Value:
-    """Returns the result of a matmul; `free` has the free axes of the left and right operand."""
+    """`free` has the free axes of the left and of the right operand."""
     used = {name for axis in batch_axes for name in axis.mesh_axes}
     # if a mesh axis shards both operands, the data stays sharded and the weight is gathered
     order = (0, 1) if left.is_data or not right.is_data else (1, 0)

@@ -25,14 +25,14 @@ _MIN_BYTES = 1024  # smaller sums are not worth a change
 
 def sliced_sums(facts: Facts) -> Iterator[Finding]:
     """Reports all-reduces after matmuls if each device keeps only a slice of the result."""
-    for row, along, place in zip(facts.rows, facts.along, facts.places, strict=True):
-        if row.kind != 'all-reduce' or place is None or row.is_backward or row.bytes < _MIN_BYTES:
+    for row, along, site in zip(facts.rows, facts.along, facts.sites, strict=True):
+        if row.kind != 'all-reduce' or site is None or row.is_backward or row.bytes < _MIN_BYTES:
             continue
-        found = find_sliced_sum(facts.module, place)
+        found = find_sliced_sum(facts.module, site)
         # XLA replaces an all-reduce and a slice of it by a reduce-scatter, but not on CPU
         if found is None or (found.is_direct and facts.platform == 'cpu'):
             continue
-        suggestion = _constraint(facts, row.source or '', along, found)
+        suggestion = _constrain_result(facts, row.source or '', along, found)
         if not suggestion:
             continue
         yield Finding(
@@ -46,7 +46,7 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _constraint(facts: Facts, line: str, along: frozenset[str], found: SlicedSum) -> str:
+def _constrain_result(facts: Facts, line: str, along: frozenset[str], found: SlicedSum) -> str:
     """Suggests a constraint that makes XLA reduce-scatter the result of the matmul in `line`.
 
     Returns '' if none is sure to help, for example because the line has several matmuls.
@@ -64,9 +64,6 @@ def _constraint(facts: Facts, line: str, along: frozenset[str], found: SlicedSum
         replace(axis, mesh_axes=(*axis.mesh_axes, *mesh_axes)) if i == dim else axis
         for i, axis in enumerate(result.axes)
     ]
-    used = [name for axis in axes for name in axis.mesh_axes]
-    if len(set(used)) < len(used):  # another axis is already sharded over one of `mesh_axes`
-        return ''
     placement = expression_of(axes, facts.mesh)
     return f"constrain the result of the matmul in {short_source(line)}: '{placement}'"
 
@@ -87,14 +84,13 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
         if loop.length > 1 and any(value.axes for value in loop.sums)
     }
     found: dict[tuple[str, str], list[CollectiveRow]] = {}
-    for row, along, place in zip(facts.rows, facts.along, facts.places, strict=True):
-        loop = _loop_around(facts, place, loops) if row.kind == 'all-reduce' else None
+    for row, along, site in zip(facts.rows, facts.along, facts.sites, strict=True):
+        loop = _loop_around(facts, site, loops) if row.kind == 'all-reduce' else None
         if loop and along and row.role == 'gradients' and not _is_result_sharded(facts, row, along):
             found.setdefault((loop.line, row.along), []).append(row)
-    least = facts.least_bytes
     for (line, along), rows in found.items():
         n_bytes, n = sum(row.total_bytes for row in rows), loops[line].length
-        if n_bytes < least:
+        if n_bytes < facts.min_bytes:
             continue
         folded = ', '.join(fold_paths(path for row in rows for path in row.of))
         yield Finding(
@@ -124,13 +120,13 @@ def _reduce_after_loop(facts: Facts, line: str, along: str) -> str:
     )
 
 
-def _loop_around(facts: Facts, place: Site | None, loops: dict[str, Loop]) -> Loop | None:
-    """Finds the loop around the instruction at `place`; `loops` is {line: loop}."""
-    if not loops or place is None:
+def _loop_around(facts: Facts, site: Site | None, loops: dict[str, Loop]) -> Loop | None:
+    """Finds the loop around an instruction. `loops` is {line: loop}."""
+    if not loops or site is None:
         return None
-    for site in facts.module.path(place.comp) or ():
-        loop = loops.get(facts.module.source(site.op) or '')
-        if loop and site.op.opcode == 'while' and trip_count(facts.module, site) == loop.length:
+    for outer in facts.module.path(site.comp) or ():
+        loop = loops.get(facts.module.source(outer.op) or '')
+        if loop and outer.op.opcode == 'while' and trip_count(facts.module, outer) == loop.length:
             return loop
     return None
 
@@ -152,28 +148,27 @@ _SUMS = ('all-reduce', 'reduce-scatter')
 
 class _Sum(NamedTuple):
     row: CollectiveRow
-    place: Site | None
+    site: Site | None
 
 
 def recomputed_collectives(facts: Facts) -> Iterator[Finding]:
     """Notes activations that `jax.checkpoint` reduces again in the backward pass."""
     forward: dict[object, list[_Sum]] = {}
     recomputed: dict[object, list[_Sum]] = {}
-    for row, place in zip(facts.rows, facts.places, strict=True):
+    for row, site in zip(facts.rows, facts.sites, strict=True):
         if row.role != 'activations' or row.kind not in _SUMS:
             continue
         # in JAX 0.8, operations of the backward pass of a scan have the source line of the scan
         line = None if facts.has_only_innermost_lines else row.source
         key = row.kind, row.arrays, line
         if '/rematted_computation/' in row.op_name:
-            recomputed.setdefault(key, []).append(_Sum(row, place))
+            recomputed.setdefault(key, []).append(_Sum(row, site))
         elif not row.is_backward:
-            forward.setdefault(key, []).append(_Sum(row, place))
-    least = facts.least_bytes
+            forward.setdefault(key, []).append(_Sum(row, site))
     for key, again in recomputed.items():
         pairs = list(zip(forward.get(key, ()), again, strict=False))
         n_bytes = sum(repeated.row.total_bytes for _, repeated in pairs)
-        if not pairs or n_bytes < least:
+        if not pairs or n_bytes < facts.min_bytes:
             continue
         row, saved = again[0].row, [_saved_bytes(facts, *pair) for pair in pairs]
         memory = '' if None in saved else f', which takes {format_bytes(sum(filter(None, saved)))}'
@@ -196,11 +191,11 @@ def _saved_bytes(facts: Facts, forward: _Sum, again: _Sum) -> int | None:
     passes, such as one over microbatches, keeps one result at a time. Returns None if the loops or
     their trip counts are unknown.
     """
-    if forward.place is None or again.place is None:
+    if forward.site is None or again.site is None:
         return None
-    path = facts.module.path(forward.place.comp) or ()
-    path_again = facts.module.path(again.place.comp) or ()
-    loops = [site for site in path if site not in path_again and site.op.opcode == 'while']
+    path = facts.module.path(forward.site.comp) or ()
+    path_again = facts.module.path(again.site.comp) or ()
+    loops = [outer for outer in path if outer not in path_again and outer.op.opcode == 'while']
     trips = [trip_count(facts.module, loop) for loop in loops]
     row = forward.row
     result_bytes = row.bytes // (row.group_size if row.kind == 'reduce-scatter' else 1)

@@ -99,12 +99,7 @@ def _repeated_lines(facts: Facts) -> Iterator[_RepeatedLine]:
 def _suggestion(facts: Facts, unused: tuple[str, ...], lines: Sequence[_RepeatedLine]) -> str:
     """Suggests a change after which each device computes a part of the matmuls, or returns ''.
 
-    `unused` are the mesh axes that shard no operand of the matmuls. Suggests
-
-    * constraining the result, if there are none
-    * keeping the batch of a loop sharded over them, if they shard it before the loop
-    * sharding the batch over them, if they shard no argument
-    * sharding the weights over them, in all other cases
+    `unused` are the mesh axes that shard no operand of the largest matmul in each line.
     """
     if not unused:
         return _constrain_result(facts, lines[0])
@@ -116,17 +111,17 @@ def _suggestion(facts: Facts, unused: tuple[str, ...], lines: Sequence[_Repeated
 
 
 def _constrain_result(facts: Facts, repeated: _RepeatedLine) -> str:
-    """Suggests a constraint on the result of a matmul whose operands use all mesh axes.
+    """Suggests constraining the result of a matmul whose operands are sharded over all mesh axes.
 
-    If the compiler gathers an operand, suggests sharding the batch. Returns '' if neither is sure
-    to help.
+    If the compiler gathers an operand, suggests sharding the batch instead. Returns '' if neither
+    is sure to help.
     """
     assert facts.mesh is not None
     if any(_unused_mesh_axes(facts, product) for product in repeated.products):
         return ''  # the line has other matmuls, whose results the constraint may not fit
     product = repeated.products[0]
-    # if the compiler gathers an operand, as it gathers weights in FSDP, devices along the mesh axes
-    # that shard only this operand compute the same
+    # along mesh axes that shard only a gathered operand, such as a weight in FSDP, devices compute
+    # the same
     used = _mesh_axes_of_result(product)
     if unused := tuple(name for name in _mesh_axes(facts) if name not in used):
         return _shard_batch(facts, unused, product)

@@ -28,10 +28,10 @@ class _ShardedScan(NamedTuple):
 
 
 def sharded_loop_axis(facts: Facts) -> Iterator[Finding]:
-    """Reports scans over a sharded axis, such as that of microbatches or of stacked layers.
+    """Reports scans over a sharded axis, such as the axis of microbatches or of stacked layers.
 
-    The compiler gathers stacked weights, often in each iteration. In a scan over microbatches,
-    each microbatch is unsharded, and activations are sent where weights should be gathered.
+    The compiler gathers stacked weights, often in each iteration. In a scan over microbatches, each
+    microbatch is unsharded, so devices exchange activations instead of gathering weights.
     """
     for (line, mesh_axes, is_data), arrays in _arrays_of_scans(facts).items():
         if is_data:
@@ -39,7 +39,7 @@ def sharded_loop_axis(facts: Facts) -> Iterator[Finding]:
         else:
             rows = _collectives_of_weights(facts, mesh_axes, arrays)
         n_bytes = sum(row.total_bytes for row in rows)
-        if n_bytes <= facts.least_bytes:
+        if n_bytes <= facts.min_bytes:
             continue
         sent = format_bytes(n_bytes)
         effect = f': {sent} are sent to gather it'
@@ -51,14 +51,15 @@ def sharded_loop_axis(facts: Facts) -> Iterator[Finding]:
             f'along {_along_text(facts, arrays[0].value)}{effect} in {lines_text(rows)}',
             line,
             n_bytes,
-            _constraint(facts, line, arrays) or _other_axis(facts, arrays),
+            _reshard_before_loop(facts, line, arrays) or _shard_other_axis(facts, arrays),
         )
 
 
 def suggestion_for_batch(facts: Facts, mesh_axes: Collection[str]) -> str:
     """Suggests how to keep a scanned batch sharded over `mesh_axes` in a loop, or returns ''."""
     for (line, axes, _), arrays in _arrays_of_scans(facts).items():
-        if set(mesh_axes) & set(axes) and (suggestion := _constraint(facts, line, arrays)):
+        suggestion = _reshard_before_loop(facts, line, arrays)
+        if suggestion and set(mesh_axes) & set(axes):
             return suggestion
     return ''
 
@@ -68,7 +69,7 @@ def _arrays_of_scans(facts: Facts) -> dict[_ShardedScan, list[Scanned]]:
     # on Explicit mesh axes, JAX raises an error for a scan over a sharded axis
     loops = facts.trace.loops if facts.trace and not facts.is_explicit else ()
     for loop in loops:
-        for scanned in loop.over_shards:
+        for scanned in loop.sharded_xs:
             value = scanned.value
             if value.is_data or value.argument is not None:
                 scan = _ShardedScan(loop.line, value.axes[0].mesh_axes, value.is_data)
@@ -84,24 +85,24 @@ def _collectives_of_activations(facts: Facts, mesh_axes: Sequence[str]) -> list[
     Omits lines without a matmul of a weight, and lines in which `mesh_axes` shard the batch.
     """
     assert facts.trace is not None
-    is_sharded: dict[str, bool] = {}
+    lines: set[str] = set()
+    lines_with_sharded_batch: set[str] = set()
     for product in facts.trace.products:
         operands = None if product.in_shard_map or product.is_lookup else weight_and_data(product)
         if operands is not None:
-            _, data = operands
+            lines.add(product.line)
             # a sharding that comes from a weight is not that of the batch
-            has_sharded_batch = any(
+            if any(
                 set(mesh_axes) & set(axis.mesh_axes)
                 and (isinstance(axis.origin, str) or facts.is_data(axis.origin))
-                for axis in data.axes
-            )
-            is_sharded[product.line] = is_sharded.get(product.line, False) or has_sharded_batch
+                for axis in operands[1].axes
+            ):
+                lines_with_sharded_batch.add(product.line)
+    lines -= lines_with_sharded_batch
     return [
         row
-        for row, along in zip(facts.rows, facts.along_parts, strict=True)
-        if row.role == 'activations'
-        and along & set(mesh_axes)
-        and not is_sharded.get(row.source or '', True)
+        for row, along in zip(facts.rows, facts.partly_along, strict=True)
+        if row.role == 'activations' and along & set(mesh_axes) and (row.source or '') in lines
     ]
 
 
@@ -113,12 +114,12 @@ def _collectives_of_weights(
     }
     return [
         row
-        for row, along in zip(facts.rows, facts.along_parts, strict=True)
+        for row, along in zip(facts.rows, facts.partly_along, strict=True)
         if row.role == 'weights' and along & set(mesh_axes) and paths & set(row.of)
     ]
 
 
-def _constraint(facts: Facts, line: str, arrays: Sequence[Scanned]) -> str:
+def _reshard_before_loop(facts: Facts, line: str, arrays: Sequence[Scanned]) -> str:
     """Suggests sharding the second axis of reshaped `arrays` instead of the first.
 
     Returns '' if an array is an argument that is not reshaped, or if its second axis is missing or
@@ -141,8 +142,8 @@ def _constraint(facts: Facts, line: str, arrays: Sequence[Scanned]) -> str:
     return f'reshard the array before the loop of {source} runs over it: {text}'
 
 
-def _other_axis(facts: Facts, arrays: Sequence[Scanned]) -> str:
-    """Suggests sharding another axis of each argument, or returns '' if none is divisible."""
+def _shard_other_axis(facts: Facts, arrays: Sequence[Scanned]) -> str:
+    """Suggests sharding another axis of each array, or returns '' if one has no suitable axis."""
     assert facts.mesh is not None
     placements: dict[str, str] = {}
     for scanned in arrays:
@@ -166,7 +167,7 @@ def _other_axis(facts: Facts, arrays: Sequence[Scanned]) -> str:
 
 
 def _arrays_text(facts: Facts, arrays: Sequence[Scanned]) -> str:
-    """Formats the paths of arguments, or else shapes: 'params/{up,down}', 'int32[8,4,128]'."""
+    """Returns paths such as 'params/{up,down}', or shapes if an array is not an argument."""
     paths = [
         facts.arguments[value.argument].path for value, _ in arrays if value.argument is not None
     ]
@@ -176,7 +177,7 @@ def _arrays_text(facts: Facts, arrays: Sequence[Scanned]) -> str:
 
 
 def _along_text(facts: Facts, value: Value) -> str:
-    """Formats the mesh axes that shard the first axis or, on the canonical mesh, its name."""
+    """Returns the mesh axes of the first axis or, on the canonical mesh, its name if it has one."""
     first, *rest = value.axes
     names = [axis.name for axis in (first, *rest[:1]) if axis.name]
     if facts.mesh is not None and is_device_mesh(facts.mesh) and names:

@@ -27,11 +27,11 @@ def sliced_axis(facts: Facts) -> Iterator[Finding]:
     for (line, mesh_axes), sliced in slices.items():
         rows = [
             row
-            for row, along in zip(facts.rows, facts.along_parts, strict=True)
+            for row, along in zip(facts.rows, facts.partly_along, strict=True)
             if row.source == line and row.kind in _KINDS and along & set(mesh_axes)
         ]
         n_bytes = sum(row.total_bytes for row in rows)
-        if n_bytes <= facts.least_bytes:
+        if n_bytes <= facts.min_bytes:
             continue
         name = f"axis '{sliced.axis.name}'" if sliced.axis.name else f'axis {sliced.dim}'
         largest = max(rows, key=lambda row: row.total_bytes)

@@ -36,13 +36,13 @@ def slow_network(facts: Facts) -> Iterator[Finding]:
             if name not in crossing and mesh.shape[name] == size and 2 * sent[name] < sent[axis]
         ]
         if candidates:
-            least = min(candidates, key=lambda name: sent[name])
-            swapped = [{axis: least, least: axis}.get(name, name) for name in axes]
+            other = min(candidates, key=lambda name: sent[name])
+            swapped = [{axis: other, other: axis}.get(name, name) for name in axes]
             sizes = ', '.join(f'{name}={mesh.shape[name]}' for name in swapped)
             yield Finding(
                 'slow network',
                 f'{format_bytes(sent[axis])} are sent along {axis} between slices, and '
-                f'{format_bytes(sent[least])} along {least} within them',
+                f'{format_bytes(sent[other])} along {other} within them',
                 None,
                 sent[axis],
                 f'swap the two mesh axes: {sizes}',

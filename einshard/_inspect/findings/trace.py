@@ -40,7 +40,7 @@ class Loop:
     line: str
     length: int
     sums: tuple[Value, ...]  # the elements of the carry to which the body only adds
-    over_shards: tuple[Scanned, ...]  # the arrays that it scans along a sharded axis
+    sharded_xs: tuple[Scanned, ...]  # the scanned arrays whose first axis is sharded
 
 
 class Slice(NamedTuple):
@@ -59,9 +59,9 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The operations of a function that diagnoses need, in program order."""
+    """The operations of a function that diagnoses need."""
 
-    products: list[Product] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)  # in program order
     constraints: list[Constraint] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
@@ -85,7 +85,7 @@ class _CallSite(NamedTuple):
 def read_trace(
     jaxpr: Any, arguments: Sequence[Value], mesh: AnyMesh, innermost_lines: bool = False
 ) -> Trace:
-    """Reads a jaxpr that is called with `arguments`; for `innermost_lines`, see `line_of`."""
+    """Reads a jaxpr that is called with `arguments`. For `innermost_lines`, see `line_of`."""
     reader = _Reader(Trace(), mesh, innermost_lines)
     reader.read(jaxpr, arguments, _CallSite())
     return reader.trace
@@ -209,12 +209,12 @@ class _Reader:
         carry = values[n_consts : n_consts + n_carry]
         results = self.read(inner, [*values[:n_consts], *carry, *slices], site)
         sums = tuple(results[i] for i in _indices_of_sums(inner, n_consts, n_carry))
-        over_shards = tuple(
+        sharded_xs = tuple(
             Scanned(value, v.aval)
             for value, v in zip(scanned, eqn.invars[n_consts + n_carry :], strict=True)
             if length > 1 and value.axes[0].mesh_axes
         )
-        self.trace.loops.append(Loop(self.line_of(eqn), length, sums, over_shards))
+        self.trace.loops.append(Loop(self.line_of(eqn), length, sums, sharded_xs))
         carried = [
             merged([value, after], len(value.axes))
             for value, after in zip(carry, results, strict=False)
@@ -284,7 +284,7 @@ def _typed(v: Any, value: Value) -> Value:
         return value
     entries = mesh_entries(sharding, v.aval.ndim)  # type: ignore[reportArgumentType]
     axes = (
-        axis if entry is None or entry == axis.mesh_axes else replace(axis, mesh_axes=entry)
+        axis if entry is None else replace(axis, mesh_axes=entry)
         for axis, entry in zip(value.axes, entries, strict=True)
     )
     return value.with_axes(axes)
@@ -318,10 +318,8 @@ def inner_jaxprs(parameters: Any) -> Iterator[Any]:
     for parameter in parameters:
         if isinstance(parameter, list | tuple):
             yield from inner_jaxprs(parameter)
-        elif hasattr(parameter, 'eqns'):
-            yield parameter
-        elif hasattr(parameter, 'jaxpr') and hasattr(parameter.jaxpr, 'eqns'):
-            yield parameter.jaxpr
+        elif hasattr(inner := jaxpr_in(parameter), 'eqns'):
+            yield inner
 
 
 def _indices_of_sums(jaxpr: Any, n_consts: int, n_carry: int) -> Iterator[int]:

@@ -36,7 +36,7 @@ class Value:
 
     Attributes:
         axes: one for each array axis.
-        argument: the index of the argument that the value equals, except for casts, reshapes,
+        argument: the index of an argument, if the value differs from it only by casts, reshapes,
             slices and arithmetic with scalars. None for other values.
         is_data: whether it depends on an argument that is not a weight.
     """
@@ -108,7 +108,7 @@ def merged_axis(axes: Sequence[Axis]) -> Axis:
 def drop_repeats(axes: Iterable[Axis], keep_dim: bool = False) -> tuple[Axis, ...]:
     """Removes each mesh axis from all array axes but the first that it shards.
 
-    Sets `dim` to -1 unless `keep_dim` is true, as for a part of an argument.
+    Also sets `dim` to -1, unless `keep_dim` is true.
     """
     seen: set[str] = set()
     result: list[Axis] = []
