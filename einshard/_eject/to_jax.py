@@ -164,7 +164,7 @@ def _write_rules(
         # the written code may be called with leaves that are not arrays
         rules, skips_non_arrays = _rules_of_patterns(spec, context), True
     else:
-        raise _missing_tree_error('these specs depend on the paths or shapes of the arrays')
+        raise _no_tree_error('these specs depend on the paths or shapes of the arrays')
     if skips_non_arrays:
         early_returns += ["if not hasattr(leaf, 'shape'):", '    return None']
     if isinstance(spec, Rules):
@@ -202,7 +202,7 @@ def _rules_of_tree(
 
 def _rules_of_patterns(rules: Rules, context: Context) -> list[PathRule]:
     if rules.indivisible == 'replicate' or context.replicates_indivisible:
-        raise _missing_tree_error("indivisible='replicate' depends on the shapes of the arrays")
+        raise _no_tree_error("indivisible='replicate' depends on the shapes of the arrays")
     default = [] if rules.default is ... else [('', rules.default)]
     path_rules: list[PathRule] = []
     for pattern, spec in (*rules.rules, *default):
@@ -210,19 +210,19 @@ def _rules_of_patterns(rules: Rules, context: Context) -> list[PathRule]:
             path_rules.append((pattern, None))
             continue
         if not isinstance(spec, LEAF_SPECS):
-            raise _missing_tree_error(f"the spec of rule '{pattern}' is a function of the arrays")
+            raise _no_tree_error(f"the spec of rule '{pattern}' is a function of the arrays")
         leaf_spec = with_fallbacks(
             convert_jax_spec(spec), on_missing=rules.missing, rule=f"'{pattern}'"
         )
         if needs_rank(leaf_spec.expression):
-            raise _missing_tree_error(
+            raise _no_tree_error(
                 f"the sharding of rule '{pattern}' depends on the ndim of the arrays"
             )
         path_rules.append((pattern, resolve(leaf_spec, None, context).sharding))
     return path_rules
 
 
-def _missing_tree_error(reason: str) -> EinshardError:
+def _no_tree_error(reason: str) -> EinshardError:
     return EinshardError(
         f'{reason}, so to_jax needs the arrays or their shapes',
         facts={'expected': 'to_jax(spec, tree); the tree may be a result of jax.eval_shape'},

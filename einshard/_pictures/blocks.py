@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Colors of blocks, in the order of their first devices, from light to dark. So they differ in
-# grayscale and for color-blind readers. Black text has a contrast ratio of at least 4.5 on each.
+# Colors of blocks in the order of their first devices. Their lightness differs, for gray prints
+# and color-blind readers. Black text has a contrast ratio of at least 4.5 on each.
 _COLORS = ((255, 244, 184), (172, 224, 178), (105, 192, 190), (94, 151, 205), (128, 104, 190))
 
 
