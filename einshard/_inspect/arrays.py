@@ -43,10 +43,7 @@ def find_arguments(
     shardings: Sequence[Sharding | None],
     module: Module,
 ) -> list[ProgramArray]:
-    """Returns all argument leaves, including those that the program does not use.
-
-    `shardings` has one entry for each leaf: its sharding, or None if the program does not use it.
-    """
+    """Returns all argument leaves. Those that the program does not use have None in `shardings`."""
     leaves = jtu.tree_leaves_with_path(compiled.args_info)
     specs = stages.argument_specs() or [None] * len(leaves)
     names = stages.argument_names
@@ -54,17 +51,18 @@ def find_arguments(
         names = _names_in_program([path for path, _ in leaves], shardings, module)
         # if an argument is a `jax.Ref`, JAX names the parameters Arg_0, Arg_1, ..
         if any(name.startswith('Arg_') for name in names.values()):
-            names = _names_in_signature(stages.parameters, len(compiled.args_info[0]))
+            # static parameters, which `args_info` omits, shift the positions
+            is_shifted = len(stages.parameters) != len(compiled.args_info[0])
+            names = {} if is_shifted else dict(enumerate(stages.parameters))
     return [
         _make_array(argument_path(path, names), leaf, sharding, spec)
         for (path, leaf), sharding, spec in zip(leaves, shardings, specs, strict=True)
     ]
 
 
-def find_results(stages: Stages, results: Any) -> list[ProgramArray]:
-    """Returns the result leaves. `results` is the `out_info` of a `Compiled`."""
-    leaves = jtu.tree_leaves_with_path(results)
-    specs = stages.result_specs(results) or [None] * len(leaves)
+def find_results(stages: Stages, out_info: Any) -> list[ProgramArray]:
+    leaves = jtu.tree_leaves_with_path(out_info)
+    specs = stages.result_specs(out_info) or [None] * len(leaves)
     return [
         _make_array(result_path(path), leaf, leaf.sharding, spec)
         for (path, leaf), spec in zip(leaves, specs, strict=True)
@@ -79,10 +77,7 @@ def _make_array(
 
 
 def argument_path(path: Sequence[Any], names: Mapping[int, str]) -> str:
-    """Formats a key path into (args, kwargs): 'params/w', or 'args[0]/w' for an unnamed argument.
-
-    `names` has the names of positional arguments, by position.
-    """
+    """Formats a key path of (args, kwargs) as 'params/w', or as 'args[0]/w' without a name."""
     container, key, *rest = path
     by_keyword = container.idx == 1
     name = str(key.key) if by_keyword else names.get(key.idx, f'args[{key.idx}]')
@@ -97,10 +92,7 @@ def result_path(path: Sequence[Any]) -> str:
 def _names_in_program(
     paths: Sequence[Sequence[Any]], shardings: Sequence[Sharding | None], module: Module
 ) -> dict[int, str]:
-    """Returns the names of the positional arguments that the program uses, by position.
-
-    `paths` and `shardings` have one entry for each argument leaf, used or not.
-    """
+    """Reads the names of positional arguments, by position, from the program's parameters."""
     parameters = module.entry.parameters()
     in_program = {op.parameter_number: re.split(r'[\[.]', op.op_name)[0] for op in parameters}
     used = [path for path, s in zip(paths, shardings, strict=True) if s is not None]
@@ -110,15 +102,10 @@ def _names_in_program(
     return {i: name for i, name in names.items() if name and counts[name] == 1}
 
 
-def _names_in_signature(parameters: Sequence[str], n_arguments: int) -> Mapping[int, str]:
-    """Returns parameter names by position, or {} if static parameters shift the positions."""
-    return dict(enumerate(parameters)) if len(parameters) == n_arguments else {}
-
-
 def _axis_names(spec: AnySpec | None, ndim: int) -> tuple[str, ...] | None:
-    """Returns the axis names in `spec`. The axes of '...' get unused letters.
+    """Returns the axis names in `spec`, with unused letters for the axes of '...'.
 
-    Returns None if the spec is missing or names no axis but '...'.
+    Returns None if '...' is the only name.
     """
     if spec is None:
         return None

@@ -70,11 +70,10 @@ def find_bounds(
 ) -> Bounds:
     """Returns the lower bounds on the time of one run of `module`.
 
-    Ignores branches of conditionals. Assumes that a loop with an unknown trip count runs once.
+    Ignores branches of conditionals. A loop with an unknown trip count counts as one iteration.
 
     Args:
         devices: the devices of the program, in the order in which it numbers them.
-        products: the flops of the program.
         collectives: the collectives of the program, each with its `CollectiveRow.along`.
         is_cpu: whether the program is compiled for CPUs that simulate the devices.
     """
@@ -86,7 +85,7 @@ def find_bounds(
         if not collective.in_branch:
             by_axes.setdefault(axes, []).append(collective)
     unconditional = [row for row in products if not row.in_branch]
-    # the CPU backend widens bf16 and fp8 matmuls to f32 or f16: use the rate of the narrow dtype
+    # the CPU backend widens bf16 and fp8 matmuls to f32 or f16, so assume the narrow dtype
     narrow = 'f8e4m3fn' if ' f8e' in module.text else 'bf16'
     dtypes = {'f32': narrow, 'f16': narrow} if is_cpu else {}
     compute = sum(

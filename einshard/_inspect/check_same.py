@@ -75,7 +75,7 @@ def check_same(
     The gradients are those of a weighted sum of all elements of the results, with fixed random
     weights. A difference larger than the tolerance is an error. The tolerance is the larger of two
     numbers: the expected rounding error, given the dtype and the longest sum; and 4 times the
-    change in the results when each argument changes by about one rounding error. The replicas of a
+    change in the results when the arguments change by about two rounding errors. The replicas of a
     result must also agree within the tolerance.
 
     Args:
@@ -147,8 +147,8 @@ def _compare(
     differentiable = {i: x for i, x in enumerate(results) if is_inexact(x)}
     if not gradients:
         notes.append('gradients were not compared: gradients=False')
-    elif not (differentiable and call.inputs):
-        where = 'result' if call.inputs else 'argument'
+    elif not (differentiable and call.float_indices):
+        where = 'result' if call.float_indices else 'argument'
         notes.append(f'there are no gradients: no {where} is a floating-point array')
     else:
         rows += check.gradients(differentiable)
@@ -181,16 +181,16 @@ class _Check:
         def leaves(arrays: Arrays) -> list[Any]:
             return jtu.tree_leaves(self.single.result(arrays))
 
-        run = OneDeviceProgram(self.call.name, self.mesh, leaves, self.single.arrays)
-        rounding = largest_rounding(run.jaxpr, self.n_devices, self.device.platform)
-        samples = self._arguments(rounding)
-        expected, *perturbed = [run(arrays) for arrays in samples]
+        program = OneDeviceProgram(self.call.name, self.mesh, leaves, self.single.arrays)
+        rounding = largest_rounding(program.jaxpr, self.n_devices, self.device.platform)
+        arguments = self._arguments(rounding)
+        expected, *perturbed = [program(arrays) for arrays in arguments]
         self._check_shapes(results, expected)
-        inputs = [gather(arrays) for arrays in samples]
+        gathered = [gather(arrays) for arrays in arguments]
         rows: list[ComparedRow] = []
         for i, (path, result) in enumerate(zip(paths, results, strict=True)):
-            argument = self._updated_argument(path, result)
-            before, *perturbed_before = [0 if argument is None else x[argument] for x in inputs]
+            updated = self._updated_argument(path, result)
+            before, *perturbed_before = [0 if updated is None else x[updated] for x in gathered]
             reference = Reference(expected[i], [x[i] for x in perturbed], before, perturbed_before)
             rows.append(compare(path, result, reference, rounding))
         return rows
@@ -234,9 +234,10 @@ class _Check:
                 },
             ) from error
         name, single = self.call.name, self.single
-        run = OneDeviceProgram(name, self.mesh, single.gradients, single.arrays, weights_on_one)
-        rounding = largest_rounding(run.jaxpr, self.n_devices, self.device.platform)
-        expected, *perturbed = [run(arrays, weights_on_one) for arrays in self._arguments(rounding)]
+        program = OneDeviceProgram(name, self.mesh, single.gradients, single.arrays, weights_on_one)
+        rounding = largest_rounding(program.jaxpr, self.n_devices, self.device.platform)
+        arguments = self._arguments(rounding)
+        expected, *perturbed = [program(arrays, weights_on_one) for arrays in arguments]
         return [
             compare(
                 f'gradient of {self.call.paths[i]}',
@@ -244,7 +245,7 @@ class _Check:
                 Reference(expected[i], [x[i] for x in perturbed], 0, [0] * len(perturbed)),
                 rounding,
             )
-            for i in self.call.inputs
+            for i in self.call.float_indices
         ]
 
     def _arguments(self, rounding: Rounding) -> list[Arrays]:
@@ -255,31 +256,30 @@ class _Check:
     def _updated_argument(self, path: str, result: jax.Array) -> int | None:
         """Returns the index of the argument that `result` may update, such as weights, or None.
 
-        `compare` divides the differences of an update by the largest change of an element. Dividing
-        by the weights would hide a large error in a small update.
+        `compare` divides differences by the largest change of this argument, because dividing by
+        the weights would hide a large error in a small update.
         """
         leaves = self.call.leaves
-        types = {i: (leaves[i].shape, leaves[i].dtype) for i in self.call.inputs}
+        types = {i: (leaves[i].shape, leaves[i].dtype) for i in self.call.float_indices}
         candidates = [i for i, key in types.items() if key == (result.shape, result.dtype)]
         return max(
             candidates, key=lambda i: common_suffix_length(path, self.call.paths[i]), default=None
         )
 
 
-def _put_cotangent(array: Any, sharding: jax.sharding.Sharding) -> Any:
-    """Shards the cotangent of a result with sharding `sharding`, if that is a `NamedSharding`."""
-    if not isinstance(sharding, NamedSharding):
-        return array
+def _put_cotangent(cotangent: Any, result_sharding: jax.sharding.Sharding) -> Any:
+    if not isinstance(result_sharding, NamedSharding):
+        return cotangent
     # in JAX, the cotangent of an unreduced value is reduced, and vice versa
-    spec = sharding.spec
-    cotangent = partition_spec(spec_axes(spec), unreduced=spec.reduced, reduced=spec.unreduced)
-    return put_array(array, NamedSharding(sharding.mesh, cotangent))
+    old = result_sharding.spec
+    spec = partition_spec(spec_axes(old), unreduced=old.reduced, reduced=old.unreduced)
+    return put_array(cotangent, NamedSharding(result_sharding.mesh, spec))
 
 
 def _perturb(arrays: Arrays, unit: float, seed: int) -> Arrays:
-    """Multiplies each float by 1 plus or minus twice its rounding unit, with random signs.
+    """Returns copies in which each float is multiplied by 1 + e or 1 - e, at random.
 
-    The rounding unit is that of the dtype, but at least `unit`.
+    e is twice the rounding unit of the dtype, or twice `unit` if that is larger.
     """
     random = np.random.default_rng(seed)
     changed: dict[int, Any] = dict(arrays)

@@ -11,7 +11,7 @@ from .._text import format_bytes, short_arrays, short_source
 from .fold_layers import fold_paths
 from .report_rows import CollectiveRow
 
-_MAX_ROWS = 40  # of a table in text
+_MAX_ROWS = 40  # in a printed table
 _LARGE_FRACTION = 0.01  # rows that send more than this fraction of all bytes show their role
 
 
@@ -27,17 +27,13 @@ class Collectives(Display, tuple[CollectiveRow, ...]):
 
     @property
     def network_bytes(self) -> dict[str, int]:
-        """Bytes that a device sends in one run of the program, by kind.
-
-        Counts all iterations of loops. Does not count custom calls.
-        """
+        """Bytes that a device sends in one run, by kind. Custom calls do not count."""
         return self.bytes_by('kind')
 
     def bytes_by(self, field: str) -> dict[str, int]:
-        """Bytes that a device sends in one run, for each value of a field, most bytes first.
+        """Bytes that a device sends in one run, by a field of the rows, most bytes first.
 
-        `field` names a field of the rows, such as 'kind', 'along', 'role' or 'source'. Does not
-        count custom calls.
+        `field` is, for example, 'kind', 'along', 'role' or 'source'. Custom calls do not count.
         """
         total: Counter[str] = Counter()
         for row in self:
@@ -74,9 +70,8 @@ def collective_section(collectives: Collectives) -> Section:
     shown = [_collective_cells(rows, _total_bytes(rows) > threshold) for rows in in_order]
     if not shown:
         return Section('collectives', lines=('none',))
-    # 'of' and 'called at' are omitted if empty
-    n = len(_COLUMNS)
-    kept = [i for i in range(n) if i < n - 2 or any(cells[i] for cells in shown)]
+    filled = [any(cells) for cells in zip(*shown, strict=True)]
+    kept = [i for i, column in enumerate(_COLUMNS) if filled[i] or not column.below]
     columns = tuple(_COLUMNS[i] for i in kept)
     rows = tuple(tuple(cells[i] for i in kept) for cells in shown)
     # the last of _MAX_ROWS lines shows the bytes of all remaining rows

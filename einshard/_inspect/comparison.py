@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,9 +33,9 @@ class ComparedRow:
         difference: the largest absolute difference from the array on one device, or between
             replicas, divided as `relative_to` says. For integers, the fraction of elements that
             differ.
-        relative_to: the number by which `difference` is divided. 'largest element' is the largest
-            absolute value in the array. 'largest change' replaces it if the array updates an
-            argument. 'elements' is the number of elements of an integer array.
+        relative_to: what `difference` is divided by. 'largest element' is the largest absolute
+            value in the array. 'largest change' replaces it if the array updates an argument.
+            'elements' is the number of elements of an integer array.
         tolerance: the largest difference that rounding can explain.
         because: the reason for the tolerance: a dtype and a sum, as in 'float32, longest sum: 512
             terms'; 'integers'; or 'rounding of arguments', if the tolerance comes from runs with
@@ -62,9 +63,7 @@ class ComparedRow:
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Display):
-    """The results of a function on several devices, compared with those on one device.
-
-    Made by `check_same`.
+    """The differences between results on several devices and on one device, from `check_same`.
 
     Attributes:
         name: the name of the function.
@@ -128,7 +127,7 @@ class Reference:
 
     Attributes:
         value: the array.
-        perturbed: the array, computed from each perturbed copy of the arguments.
+        perturbed: the array as computed from each perturbed copy of the arguments.
         before: the argument that the array updates, or the number 0 if it updates none.
         perturbed_before: `before` in each perturbed copy of the arguments.
     """
@@ -143,41 +142,30 @@ def compare(path: str, found: jax.Array, reference: Reference, rounding: Roundin
     value, *replicas = _copies(found)
     array = f'{found.dtype}{shape_text(found.shape)}'
     expected = _as_wide_numpy(reference.value)
-    if not jnp.issubdtype(found.dtype, jnp.inexact):
-        difference, tolerance, because = _fraction_different(value, expected), 0.0, 'integers'
-        relative_to = 'elements'
-        rounding_changes = [
-            _fraction_different(_as_wide_numpy(x), expected) for x in reference.perturbed
-        ]
-        between_replicas = [_fraction_different(replica, value) for replica in replicas]
-    else:
+    change = expected - reference.before
+    if jnp.issubdtype(found.dtype, jnp.inexact):
         # if the argument did not change, differences are relative to its value
-        change = _largest(expected - reference.before)
-        scale = change or _largest(expected)
-        is_update = not isinstance(reference.before, int)
-        relative_to = 'largest change' if is_update and change else 'largest element'
-        difference = _distance(value, expected, scale)
+        scale = _largest(change) or _largest(expected)
+        is_update = not isinstance(reference.before, int) and _largest(change)
+        relative_to = 'largest change' if is_update else 'largest element'
         # each of the two arrays is rounded to its dtype
         rounding_error = 2 * rounding_unit(found.dtype) * _largest(expected)
         tolerance = rounding.tolerance + _relative(rounding_error, scale)
         because = str(rounding)
-        rounding_changes = [
-            _distance(_as_wide_numpy(after) - before, expected - reference.before, scale)
-            for after, before in zip(reference.perturbed, reference.perturbed_before, strict=True)
-        ]
-        between_replicas = [_distance(replica, value, scale) for replica in replicas]
+        distance = functools.partial(_distance, scale=scale)
+    else:
+        relative_to, tolerance, because = 'elements', 0.0, 'integers'
+        distance = _fraction_different
+    rounding_changes = [
+        distance(_as_wide_numpy(after) - before, change)
+        for after, before in zip(reference.perturbed, reference.perturbed_before, strict=True)
+    ]
     if _SAFETY * max(rounding_changes, default=0.0) > tolerance:
         tolerance, because = _SAFETY * max(rounding_changes), 'rounding of arguments'
-    disagreement = max(between_replicas, default=0.0)
-    return ComparedRow(
-        path,
-        array,
-        max(difference, disagreement),
-        relative_to,
-        tolerance,
-        because,
-        replicas_differ=disagreement > tolerance,
-    )
+    disagreement = max((distance(replica, value) for replica in replicas), default=0.0)
+    difference = max(distance(value, expected), disagreement)
+    differ = disagreement > tolerance
+    return ComparedRow(path, array, difference, relative_to, tolerance, because, differ)
 
 
 def _copies(array: jax.Array) -> Iterator[Any]:

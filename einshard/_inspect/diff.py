@@ -19,13 +19,13 @@ class Diff:
     """The differences between two reports, made by `Report.diff`.
 
     Attributes:
-        arrays: (path, before, after) of changed arguments and results. Before and after are texts
-            such as "float32[8,4] 'a b -> a8 b'", or None if the report does not have the array.
-        collectives: (text, executions before, executions after) of collectives whose number of
+        arrays: (path, before, after) for each changed argument or result. Before and after are
+            texts such as "float32[8,4] 'a b -> a8 b'", or None if the report has no such array.
+        collectives: (text, executions before, executions after) for each collective whose number of
             executions changed, the largest change in bytes first. Executions are 0 if the report
-            does not have the collective, and None if a loop has an unknown trip count.
-        numbers: (name, before, after) of bytes and flops whose printed values differ.
-        details: (increase in bytes, source lines) of each entry of `collectives`. The bytes are
+            has no such collective, and None if a loop has an unknown trip count.
+        numbers: (name, before, after) for each total of bytes or flops that prints differently.
+        details: (increase in bytes, source lines) for each entry of `collectives`. The bytes are
             those that a device sends in one run. The lines come from the later report, or from the
             earlier one if the collective no longer runs.
     """

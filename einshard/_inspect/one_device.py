@@ -55,8 +55,7 @@ class Call:
         return {i: self.leaves[i] for i in self.paths}
 
     @property
-    def inputs(self) -> list[int]:
-        """The indices of the floating-point arrays, which have gradients."""
+    def float_indices(self) -> list[int]:
         return [i for i in self.paths if is_inexact(self.leaves[i])]
 
     def result(self, arrays: Arrays) -> Any:
@@ -83,7 +82,7 @@ class Call:
             results = jtu.tree_leaves(self.result({**arrays, **inputs}))
             return {i: results[i] for i in weights}
 
-        _, pull_back = jax.vjp(weighted_results, {i: arrays[i] for i in self.inputs})
+        _, pull_back = jax.vjp(weighted_results, {i: arrays[i] for i in self.float_indices})
         return pull_back(dict(weights))[0]
 
 
