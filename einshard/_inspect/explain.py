@@ -99,7 +99,6 @@ def explain_stages(
     replicated_above: int = 2**20,
     intermediates: bool = False,
 ) -> Report:
-    """Compiles a program and reports on it, as `explain` does."""
     facts = _read_program(stages, compile_stages(stages, mesh), chip, replicated_above)
     return _make_report(facts, intermediates)
 
@@ -197,7 +196,7 @@ def _memory_capacity(
 def _read_collectives(
     module: Module, device_ids: Sequence[int], n_inputs: int
 ) -> tuple[Sequence[Collective], dict[str, AllGather]]:
-    """Returns all collectives, and an `AllGather` for each all-gather, by instruction name.
+    """Returns all collectives, and an `AllGather` for each all-gather of one array, by name.
 
     Parameters numbered `n_inputs` and up are Refs that the function closes over. They have no
     path, so their all-gathers get `parameter=None`.
@@ -226,7 +225,7 @@ def _output_paths(
 ) -> Mapping[int, str]:
     """Returns the path of each output, by number.
 
-    Outputs after the results are the final values of `jax.Ref` arguments, and have their paths.
+    An output after the results is the final value of a `jax.Ref` argument, and has its path.
     """
     paths = dict(enumerate(results))
     for output, parameter in module.aliases.items():

@@ -11,9 +11,9 @@ _Parts: TypeAlias = tuple[tuple[str, ...], ...]  # (('0', '1'), ('w',)) for '0-1
 def fold(
     paths: Sequence[str], values: Sequence[Hashable], few: int = 12
 ) -> list[tuple[str, list[int]]]:
-    """Folds paths with equal values. Returns (pattern, indices of its paths) pairs.
+    """Folds paths with equal values, unless there are at most `few` paths.
 
-    Folds nothing if there are at most `few` paths.
+    Returns pairs: a pattern, and the indices of the paths that it replaces.
 
     >>> from einshard._inspect.fold_layers import fold
     >>> fold(['0/w', '0/b', '1/w', '1/b'], ['big', 'small', 'big', 'small'], few=2)

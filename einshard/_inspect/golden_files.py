@@ -53,7 +53,6 @@ def _array_lines(rows: Sequence[ArrayRow]) -> list[str]:
 
 
 def _without_device_names(placement: str) -> str:
-    """Removes device names, which differ between platforms."""
     return placement.portable if isinstance(placement, Description) else placement
 
 
@@ -69,7 +68,7 @@ class Goldens:
     """The golden files of one test.
 
     Attributes:
-        test: the name of the test; file names start with it.
+        test: the name of the test, with which file names start.
         shown_from: the folder that paths in messages are relative to.
         update: whether to write files that differ.
         written: messages such as 'wrote golden/test_model/test_step.txt'.

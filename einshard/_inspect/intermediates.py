@@ -29,35 +29,35 @@ from .._sharding.describe import describe_named
 from .._sharding.mesh import AnyMesh, partition_spec, spec_axes
 from .report_rows import ArrayRow
 
-_SHARDING = re.compile(r'\bsharding=\{(?!\{)((?:[^{}]|\{[^{}]*\})*)\}')  # not of a tuple
-# one element of a tuple's sharding
+# the sharding of an array, and of one element of a tuple
+_SHARDING = re.compile(r'\bsharding=\{(?!\{)((?:[^{}]|\{[^{}]*\})*)\}')
 _ELEMENT = re.compile(r'\{((?:[^{}]|\{[^{}]*\})*)\}')
 _OUTERMOST = re.compile(r'jit\([^)]*\)/')
 _TILES = re.compile(r'devices=\[([\d,]+)\](<=\S+|[\d,]+)')
 _MESH = re.compile(r'(mesh\[.*?\](?:, device_ids=\(.*?\))?), \[(.*)\]')
-# opcodes that compute nothing
-_NO_VALUES = {'parameter', 'constant', 'tuple', 'get-tuple-element', 'broadcast', 'copy', 'bitcast'}
+# opcodes of instructions that compute no new numbers
+_TRIVIAL = {'parameter', 'constant', 'tuple', 'get-tuple-element', 'broadcast', 'copy', 'bitcast'}
 
 
 def find_intermediates(lowered: Lowered, meshes: Sequence[AnyMesh]) -> list[ArrayRow]:
     """Finds the intermediate arrays with a source line.
 
-    Finds none without a mesh or on one device, because nothing is then partitioned.
+    Returns [] without a mesh or on one device, because XLA then partitions nothing.
     """
     if not meshes or meshes[0].size == 1:
         return []
-    text = _before_partitioning(lowered)
+    text = _hlo_before_partitioning(lowered)
     if not text:
         # the program came from JAX's persistent cache, whose key ignores xla_dump options
         with _no_persistent_cache():
-            text = _before_partitioning(lowered)
+            text = _hlo_before_partitioning(lowered)
     if not text:
         raise EinshardError('the compiler did not dump the program before partitioning')
     return list(dict.fromkeys(_read_values(text, meshes)))
 
 
-def _before_partitioning(lowered: Lowered) -> str:
-    """Returns the HLO before partitioning, or '' if it was not dumped."""
+def _hlo_before_partitioning(lowered: Lowered) -> str:
+    """Returns '' if XLA does not dump it."""
     with tempfile.TemporaryDirectory() as folder:
         compile_with_dumps(lowered, folder)
         return newest_dump(folder, 'before_*spmd-partitioning*')
@@ -107,20 +107,18 @@ def _no_persistent_cache() -> Generator[None, None, None]:
 
 
 def _read_values(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
-    """Yields a row for each value in HLO text that has a sharding and a source line."""
+    """Yields a row for each computed array that has a sharding and a source line."""
     module = Module(text)
     placements: dict[tuple[str, int], tuple[str, int, bool]] = {}
     for _, _, op in module.find(' sharding={'):
         source, sharding = module.source(op), _SHARDING.search(op.attributes)
-        is_value = op.op_name.startswith('jit(') and op.opcode not in _NO_VALUES
+        is_value = op.op_name.startswith('jit(') and op.opcode not in _TRIVIAL
         if not is_value or source is None or sharding is None:
             continue
         (array,) = op.results
         key = sharding[1], len(array.shape)
         if key not in placements:
-            placement, shard_counts = _placement(*key, meshes)
-            is_partial_sum = any(_term_indices(*key, meshes[0].size))
-            placements[key] = placement, math.prod(shard_counts), is_partial_sum
+            placements[key] = _placement(*key, meshes)
         placement, n_shards, is_partial_sum = placements[key]
         yield ArrayRow(
             path=_OUTERMOST.sub('', op.op_name, count=1),
@@ -136,13 +134,7 @@ def _read_values(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
 def read_shardings(
     op: Instruction, ndims: Sequence[int], mesh: AnyMesh
 ) -> list[NamedSharding | None]:
-    """Reads the sharding of each result of an instruction.
-
-    Returns None for a result whose sharding cannot be written on the mesh.
-
-    Args:
-        ndims: the ndim of each result.
-    """
+    """Reads the sharding of each result of an instruction, or None if `mesh` cannot express it."""
     if mesh.size == 1:
         return [NamedSharding(mesh, PartitionSpec()) for _ in ndims]
     _, _, text = op.attributes.partition('sharding=')
@@ -155,16 +147,16 @@ def read_shardings(
     return shardings
 
 
-def _placement(text: str, ndim: int, meshes: Sequence[AnyMesh]) -> tuple[str, tuple[int, ...]]:
-    """Returns the expression for a sharding in HLO text, and the number of shards along each axis.
+def _placement(text: str, ndim: int, meshes: Sequence[AnyMesh]) -> tuple[str, int, bool]:
+    """Returns the expression for a sharding, the number of shards, and whether it is a partial sum.
 
-    If no expression describes the sharding, returns `text` in place of one.
+    If no expression describes the sharding, returns `text`, which is in HLO syntax.
     """
-    blocks = _block_indices(text, ndim, meshes[0].size)
+    n_devices = meshes[0].size
+    blocks, terms = _block_indices(text, ndim, n_devices), _term_indices(text, ndim, n_devices)
     if blocks is None:
-        return text, (1,) * ndim
-    shard_counts = tuple(max(indices) + 1 for indices in blocks)
-    terms = _term_indices(text, ndim, meshes[0].size)
+        return text, 1, any(terms)
+    n_shards = math.prod(max(indices) + 1 for indices in blocks)
     for mesh in meshes:
         # pass the terms of a partial sum as the blocks of one more axis
         sharding = sharding_of_blocks([*blocks, terms], mesh)
@@ -175,15 +167,12 @@ def _placement(text: str, ndim: int, meshes: Sequence[AnyMesh]) -> tuple[str, tu
         # JAX has partial sums only on Explicit axes; on other axes, the HLO text is returned
         if not unreduced or AxisType.Explicit in mesh.axis_types:
             sharding = NamedSharding(mesh, partition_spec(entries[:ndim], unreduced))
-            return describe_named(sharding, ndim), shard_counts
-    return text, shard_counts
+            return describe_named(sharding, ndim), n_shards, any(terms)
+    return text, n_shards, any(terms)
 
 
 def _term_indices(text: str, ndim: int, n_devices: int) -> list[int]:
-    """Returns the index of the term of a partial sum that each device holds.
-
-    All indices are 0 if the array is not a partial sum.
-    """
+    """Returns which term of a partial sum each device holds, or only zeros for other arrays."""
     terms = [0] * n_devices
     kinds = re.search(r'last_tile_dims=\{(.*unreduced.*?)\}', text)
     if kinds and (tiles := _TILES.match(text)):
@@ -208,7 +197,7 @@ def _tile_devices(tiles: re.Match[str]) -> np.ndarray[Any, Any]:
 def _block_indices(text: str, ndim: int, n_devices: int) -> list[list[int]] | None:
     """Returns `blocks[axis][device]`, the index of the block that a device holds along an axis.
 
-    Returns None if the sharding in HLO text is of an unknown kind.
+    Returns None if the sharding is manual or of an unknown kind.
     """
     blocks = [[0] * n_devices for _ in range(ndim)]
     if text.startswith('replicated') or text.endswith(' replicated'):

@@ -281,7 +281,6 @@ def _check_devices(name: str, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[s
 
 
 def concrete(mesh: AnyMesh, use: str) -> Mesh:
-    """Returns the mesh. Raises if it is abstract: an abstract mesh has no devices."""
     if isinstance(mesh, AbstractMesh):
         raise EinshardError(
             f'an abstract mesh has no devices to {use}',
