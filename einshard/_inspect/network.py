@@ -32,7 +32,7 @@ Ints = Sequence[int]
 
 
 class Network:
-    """The devices of a program, as chips at positions in slices (or GPUs in nodes).
+    """The location of each device of a program: its slice (or GPU node), chip and coordinates.
 
     Attributes:
         slices: the index of the slice (or node) of each device.
@@ -55,16 +55,17 @@ class Network:
             ranks = np.argsort(np.argsort([device.id for device in devices]))
             slices = list(ranks // chip.node)
         self.slices: Any = np.unique(slices, return_inverse=True)[1]
+        self.n_slices = int(self.slices.max()) + 1
         self.sizes: tuple[int, ...] = ()
         self.positions: Any = np.zeros((n, 0), int)
+        chip_keys = np.arange(n)
         if self.has_coords:
             coords = np.array([list(c)[: chip.torus] for c in coords])  # type: ignore[reportArgumentType]
             self.positions = coords - coords.min(0)
             self.sizes = tuple(int(size) + 1 for size in self.positions.max(0))
-        chip_keys = np.arange(n)
-        if self.has_coords:
             chip_keys = np.concatenate([self.slices[:, None], self.positions], 1)
         self.chips: Any = np.unique(chip_keys, axis=0, return_inverse=True)[1].reshape(-1)
+        self.n_chips = int(self.chips.max()) + 1
         wraps = [size % chip.wraps_at == 0 for size in self.sizes]
         self.wraps = wraps if chip.torus < 3 else [all(wraps)] * len(wraps)
         self._crossings: dict[Any, Any] = {}
@@ -73,10 +74,10 @@ class Network:
     def seconds(self, *collectives: Collective) -> float:
         """Returns the minimum time of collectives that may run at the same time.
 
-        Collectives whose senders and receivers are unknown count as 0 seconds.
+        Collectives with unknown senders or bytes count as 0 seconds.
         """
         by_pattern: dict[_Pattern, Any] = {}
-        for pattern, n_bytes in self._all_crossings(collectives):
+        for pattern, n_bytes in self._bytes_per_run(collectives):
             by_pattern[pattern] = by_pattern.get(pattern, 0) + n_bytes
         bounds = [
             _max_seconds(n_bytes, self.bandwidths((pattern,)))
@@ -94,16 +95,16 @@ class Network:
 
     def seconds_in_turn(self, *collectives: Collective) -> float:
         """Returns the minimum time if every chip runs the collectives one after another."""
-        n_slices, n_chips = int(self.slices.max()) + 1, int(self.chips.max()) + 1
-        start = 2 * (n_slices + n_chips)  # index of the first entry for bytes within a slice
-        busy = np.zeros(n_chips)
-        for pattern, n_bytes in self._all_crossings(collectives):
-            seconds = _seconds(n_bytes, self.bandwidths((pattern,)))[start : start + 2 * n_chips]
-            busy += seconds.reshape(2, n_chips).max(0)  # a chip receives and sends at the same time
+        start = 2 * (self.n_slices + self.n_chips)  # index of the first entry for bytes in a slice
+        entries = slice(start, start + 2 * self.n_chips)
+        busy = np.zeros(self.n_chips)
+        for pattern, n_bytes in self._bytes_per_run(collectives):
+            received, sent = _seconds(n_bytes, self.bandwidths((pattern,)))[entries].reshape(2, -1)
+            busy += np.maximum(received, sent)  # a chip receives and sends at the same time
         return max(float(busy.max()), self.seconds(*collectives))
 
-    def _all_crossings(self, collectives: Sequence[Collective]) -> Iterator[tuple[_Pattern, Any]]:
-        """Yields each collective's pattern, and its `crossings` for all bytes and executions."""
+    def _bytes_per_run(self, collectives: Sequence[Collective]) -> Iterator[tuple[_Pattern, Any]]:
+        """Yields the pattern of each collective, and its bytes for each entry listed below."""
         for collective in collectives:
             devices = collective.pairs or collective.groups
             if not devices or collective.kind in ('custom-call', 'ragged-all-to-all'):
@@ -139,13 +140,12 @@ class Network:
         """Returns the bytes per second of each entry of `crossings`."""
         key = frozenset(patterns)
         if key not in self._bandwidths:
-            chip, n_slices = self.chip, int(self.slices.max()) + 1
-            slice_size = len(self.slices) / n_slices if chip.torus else chip.node
-            n_chips = int(self.chips.max()) + 1
+            chip = self.chip
+            slice_size = len(self.slices) / self.n_slices if chip.torus else chip.node
             all_links = (2 * chip.torus or 1) * chip.link
             parts: list[Any] = [
-                np.full(2 * n_slices, slice_size * chip.network),
-                np.full(2 * n_chips, all_links + chip.network),
+                np.full(2 * self.n_slices, slice_size * chip.network),
+                np.full(2 * self.n_chips, all_links + chip.network),
             ]
             if self.has_coords:
                 links = _Links(self, patterns)
@@ -158,7 +158,7 @@ class Network:
                     parts.append(np.ravel(np.array(across, float).reshape(-1, 2)) * chip.link)
                 parts.append([links.total * chip.link])
             else:
-                parts += [np.full(2 * n_chips, all_links), [0.0]]
+                parts += [np.full(2 * self.n_chips, all_links), [0.0]]
             self._bandwidths[key] = np.concatenate(parts)
         return self._bandwidths[key]
 
@@ -247,7 +247,7 @@ def _entering(kind: str, inside: Any, n: Any) -> Any:
         'all-gather': (n - inside) / n,  # the shards of the devices outside
         'reduce-scatter': inside / n,  # a partial sum of each result shard inside
         'all-to-all': inside * (n - inside) / n,  # 1/n from each device outside to each inside
-    }.get(kind, 1.0)  # an all-reduce needs a partial sum of each element
+    }.get(kind, 1.0)  # each element, or in an all-reduce, a partial sum of it
     return is_split * fraction
 
 
@@ -270,7 +270,7 @@ class _Links:
 
     def __init__(self, network: Network, patterns: Sequence[_Pattern]):
         self.network = network
-        shape = (int(network.slices.max()) + 1, *network.sizes)
+        shape = (network.n_slices, *network.sizes)
         axes = range(len(network.sizes))
         self.plus, self.minus = ([np.zeros(shape, bool) for _ in axes] for _ in range(2))
         for pattern in patterns:
@@ -302,11 +302,9 @@ class _Links:
         for axis, (plus, minus) in enumerate(zip(self.plus, self.minus, strict=True), 1):
             into += np.roll(plus, 1, axis) + minus.astype(int)
             out += plus + np.roll(minus, 1, axis).astype(int)
-        positions = (network.slices, *network.positions.T)
-        counts = [np.zeros(int(network.chips.max()) + 1, int) for _ in range(2)]
-        for chip_counts, position_counts in zip(counts, (into, out), strict=True):
-            chip_counts[network.chips] = position_counts[positions]
-        return counts[0], counts[1]
+        _, devices = np.unique(network.chips, return_index=True)  # one device of each chip
+        positions = (network.slices[devices], *network.positions[devices].T)
+        return into[positions], out[positions]
 
     def across(self, axis: int, start: int, end: int, wraps: bool) -> tuple[int, int]:
         """Returns the number of links into and out of the positions from start to end - 1."""

@@ -39,12 +39,11 @@ def find_payloads(
     """Yields the payload of each collective.
 
     Args:
-        module, collectives: the compiled program and its collectives.
         weights: the result of `find_weights`.
         inputs: (path, dtype) of each parameter of the program.
         outputs: the paths of the program's outputs, by number.
     """
-    by_name = {place.op.name: place for place in module.find(*MARKS)} if collectives else {}
+    by_name = {site.op.name: site for site in module.find(*MARKS)} if collectives else {}
     origins = Origins(module)
     uses = output_uses(module, [collective.name for collective in collectives])
     updated = _updated_inputs(module, inputs, outputs)
@@ -96,9 +95,9 @@ def _updated_inputs(
 ) -> Mapping[int, Sequence[int]]:
     """Returns {output number: the parameters that the output replaces}.
 
-    An output replaces a parameter that is donated to it. It also replaces parameters with the same
-    path, such as 'state/w' for 'result/state/w', 'result/w' or 'result/0/w'. In inference, the
-    shape and dtype must also be the same.
+    An output replaces a parameter that is donated to it. It also replaces parameters with a
+    matching path, such as 'state/w' for 'result/state/w', 'result/w' or 'result/0/w'. In inference,
+    parameters with a matching path must also have the shape and dtype of the output.
     """
     by_path: dict[str, list[int]] = {}
     for i, (path, _) in enumerate(inputs):
