@@ -77,7 +77,7 @@ def _make_array(
 
 
 def argument_path(path: Sequence[Any], names: Mapping[int, str]) -> str:
-    """Formats a key path of (args, kwargs) as 'params/w', or as 'args[0]/w' without a name."""
+    """Formats a key path of (args, kwargs): 'params/w', or 'args[0]/w' for an unnamed argument."""
     container, key, *rest = path
     by_keyword = container.idx == 1
     name = str(key.key) if by_keyword else names.get(key.idx, f'args[{key.idx}]')

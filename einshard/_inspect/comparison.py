@@ -63,7 +63,7 @@ class ComparedRow:
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Display):
-    """The differences between results on several devices and on one device, from `check_same`.
+    """A comparison of results on several devices with those on one, made by `check_same`.
 
     Attributes:
         name: the name of the function.

@@ -225,7 +225,7 @@ def _output_paths(
 ) -> Mapping[int, str]:
     """Returns the path of each output, by number.
 
-    An output after the results is the final value of a `jax.Ref` argument, and has its path.
+    An output after the results is the final value of a `jax.Ref`, and has the path of the Ref.
     """
     paths = dict(enumerate(results))
     for output, parameter in module.aliases.items():

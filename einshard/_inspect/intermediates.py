@@ -29,7 +29,7 @@ from .._sharding.describe import describe_named
 from .._sharding.mesh import AnyMesh, partition_spec, spec_axes
 from .report_rows import ArrayRow
 
-# the sharding of an array, and of one element of a tuple
+# the sharding of an array, and that of one element of a tuple
 _SHARDING = re.compile(r'\bsharding=\{(?!\{)((?:[^{}]|\{[^{}]*\})*)\}')
 _ELEMENT = re.compile(r'\{((?:[^{}]|\{[^{}]*\})*)\}')
 _OUTERMOST = re.compile(r'jit\([^)]*\)/')
@@ -134,7 +134,7 @@ def _read_values(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
 def read_shardings(
     op: Instruction, ndims: Sequence[int], mesh: AnyMesh
 ) -> list[NamedSharding | None]:
-    """Reads the sharding of each result of an instruction, or None if `mesh` cannot express it."""
+    """Returns the sharding of each result of `op`, or None if `mesh` cannot express it."""
     if mesh.size == 1:
         return [NamedSharding(mesh, PartitionSpec()) for _ in ndims]
     _, _, text = op.attributes.partition('sharding=')

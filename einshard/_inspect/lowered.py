@@ -90,9 +90,8 @@ class Stages:
         if self.program is None:
             return None
         specs: list[AnySpec | None] = []
-        for i, (argument, value) in enumerate(
-            zip(self.program.arguments, self.values, strict=True)
-        ):
+        pairs = zip(self.program.arguments, self.values, strict=True)
+        for i, (argument, value) in enumerate(pairs):
             if i not in self.program.static:
                 leaves = jtu.tree_leaves(value)
                 specs += leaf_specs(value, leaves, argument.spec, self.program.mesh)

@@ -75,19 +75,19 @@ class Call:
     def gradients(self, arrays: Arrays, weights: Arrays) -> Arrays:
         """Returns the gradients of a weighted sum of the results.
 
-        `weights[i]` has a weight for each element of result i. Other results are ignored.
+        `weights[i]` has a weight for each element of result i. Results without weights are ignored.
         """
 
-        def weighted_results(inputs: Arrays) -> Arrays:
+        def results_with_weights(inputs: Arrays) -> Arrays:
             results = jtu.tree_leaves(self.result({**arrays, **inputs}))
             return {i: results[i] for i in weights}
 
-        _, pull_back = jax.vjp(weighted_results, {i: arrays[i] for i in self.float_indices})
+        _, pull_back = jax.vjp(results_with_weights, {i: arrays[i] for i in self.float_indices})
         return pull_back(dict(weights))[0]
 
 
 def make_call(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Makes a `Call`. Places the arguments of a `sharded` function, as an ordinary call does."""
+    """Places the arguments of a `sharded` function, as an ordinary call does."""
     fn = sharded_call(fn)
     if isinstance(fn, BoundMethod):
         fn, args = fn.func, (*fn.args, *args)
@@ -105,12 +105,8 @@ def make_call(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 def _make_placer(program: Program) -> Callable[..., Any]:
     """Returns a function that places the arguments of a call, and returns (args, kwargs)."""
-
-    def place(*values: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        placed = place_arguments(program.traced, values, running=False)
-        return program.traced.call.split(placed)
-
-    return place
+    traced = program.traced
+    return lambda *values: traced.call.split(place_arguments(traced, values, running=False))
 
 
 def is_inexact(array: Any) -> bool:
@@ -140,7 +136,6 @@ def on_one_device(call: Call, function: Callable[..., Any], mesh: Mesh) -> Call:
 
 
 def _put_on_one_device(array: Any, mesh: Mesh) -> Any:
-    """Moves an array to the device of `mesh`. Keeps the axes of the array's mesh, with size 1."""
     sharding = getattr(array, 'sharding', None)
     if not isinstance(sharding, NamedSharding):
         sharding = NamedSharding(mesh, PartitionSpec())
@@ -163,7 +158,7 @@ def sharding_on(sharding: Any, device: Device) -> NamedSharding:
 
 @contextmanager
 def _use_mesh(mesh: Any) -> Generator[None, None, None]:
-    """Sets the mesh for expressions, and for code that reads the mesh in context."""
+    """Sets the mesh of expressions, and JAX's mesh in context if there is one."""
     ambient = ambient_mesh()
     with ExitStack() as stack:
         if ambient is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,27 +30,25 @@ _UNITS = {'': 0, 'K': 1, 'M': 2, 'G': 3, 'T': 4}
 _ALLOCATION = re.compile(r'^allocation \d+: size (\d+), (.*)', re.MULTILINE)
 
 
+@dataclass(frozen=True)
 class Oversized:
     """A program that does not fit into memory, with the attributes of `Compiled` that reports use.
 
     `available` is the memory that a device has for programs, in bytes.
     """
 
-    def __init__(
-        self, args_info: Any, shardings: Any, out_info: Any, text: str, memory: Any, available: int
-    ):
-        self.args_info = args_info
-        self.input_shardings = shardings
-        self.out_info = out_info
-        self.available = available
-        self._text = text
-        self._memory = memory
+    args_info: Any
+    input_shardings: Any
+    out_info: Any
+    text: str
+    memory: Any
+    available: int
 
     def as_text(self) -> str:
-        return self._text
+        return self.text
 
     def memory_analysis(self) -> Any:
-        return self._memory
+        return self.memory
 
 
 def find_compile_mesh(stages: Stages, args: Any, mesh: MeshLike | None) -> AnyMesh | None:
@@ -119,12 +118,12 @@ def _read_oversized(stages: Stages, mesh: AnyMesh, available: int) -> Oversized 
         jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=sharding)
         for result, sharding in zip(results, result_shardings, strict=True)
     )
-    memory = read_sizes(buffers)
-    return Oversized(lowered.args_info, shardings, out_info, after, memory, available)
+    sizes = read_sizes(buffers)
+    return Oversized(lowered.args_info, shardings, out_info, after, sizes, available)
 
 
 def _used_arguments(stages: Stages, n_leaves: int) -> Sequence[int]:
-    """Returns the indices of the argument leaves that JAX keeps, or of all leaves if unknown."""
+    """Returns the indices of the argument leaves that JAX keeps, or all indices without a jaxpr."""
     if stages.traced is None:
         return range(n_leaves)
     jaxpr = stages.traced.jaxpr.jaxpr

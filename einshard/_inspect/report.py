@@ -24,7 +24,7 @@ from .report_rows import ArrayRow, Finding, ProductRow
 from .temporaries import temporaries_section
 from .totals import compute_line, network_lines
 
-_MAX_ROWS = 40  # of a table in text
+_MAX_ROWS = 40  # in a printed table
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,7 +54,7 @@ class Report(Display):
         chip: the name of the chip that `bounds` are for, or None if it is unknown, as for CPUs.
         bounds: lower bounds on the time of one run, for compute, HBM, and the network along each
             mesh axis. `bounds.largest` is the largest. Empty without a chip.
-        products: where the flops come from, by source line.
+        products: the flops of each source line.
         in_place: (result path, argument path) for each result that reuses the memory of a donated
             argument and has its shape, dtype and sharding.
         notes: facts that are worth knowing but often intended, such as large replicated arrays.
@@ -121,10 +121,25 @@ class Report(Display):
         }
 
     def _page(self) -> Page:
-        return _page(self)
+        unknown_loops = any(row.at_least for row in self.products) or any(
+            row.executions is None for row in self.collectives
+        )
+        sections = (
+            _array_section('arguments', self.arguments),
+            _result_section(self),
+            _intermediate_section(self.intermediates or ()),
+            collective_section(self.collectives),
+            Section('on each device', lines=tuple(_resources(self))),
+            temporaries_section(self.temporaries, self.memory),
+            bounds_section(self.chip or '', self.bounds, unknown_loops),
+        )
+        devices, meshes = plural(self.n_devices, 'device'), meshes_text(self)
+        title = f'{self.name} on {devices} ({self.device_kind}{"; " * bool(meshes)}{meshes})'
+        filled = tuple(section for section in sections if section.rows or section.lines)
+        return Page(title, filled, _finding_texts(self.findings), _finding_texts(self.notes))
 
 
-# --- the page -----------------------------------------------------------------------------------
+# --- sections -----------------------------------------------------------------------------------
 
 _ARRAYS = (
     Column('path', shorten='middle'),
@@ -132,27 +147,6 @@ _ARRAYS = (
     Column('placement'),
     Column('on a device', right=True),
 )
-_SOURCE = Column('line')
-
-
-def _page(report: Report) -> Page:
-    sections = [
-        _array_section('arguments', report.arguments),
-        _result_section(report),
-        collective_section(report.collectives),
-    ]
-    if report.intermediates is not None:
-        sections.insert(2, _intermediate_section(report.intermediates))
-    sections.append(Section('on each device', lines=tuple(_resources(report))))
-    sections.append(temporaries_section(report.temporaries, report.memory))
-    unknown_loops = any(row.at_least for row in report.products) or any(
-        row.executions is None for row in report.collectives
-    )
-    sections.append(bounds_section(report.chip or '', report.bounds, unknown_loops))
-    devices, meshes = plural(report.n_devices, 'device'), meshes_text(report)
-    title = f'{report.name} on {devices} ({report.device_kind}{"; " * bool(meshes)}{meshes})'
-    filled = tuple(section for section in sections if section.rows or section.lines)
-    return Page(title, filled, _finding_texts(report.findings), _finding_texts(report.notes))
 
 
 def meshes_text(report: Report) -> str:
@@ -208,8 +202,7 @@ def _intermediate_section(rows: Sequence[ArrayRow]) -> Section:
         (row.path, row.array, row.placement, format_bytes(row.bytes), short_source(row.source))
         for row in rows
     ]
-    path = Column('name', shorten='start')
-    columns = path, *_ARRAYS[1:], _SOURCE
+    columns = Column('name', shorten='start'), *_ARRAYS[1:], Column('line')
     return Section('intermediates', columns, tuple(shown), max_rows=_MAX_ROWS)
 
 

@@ -48,13 +48,12 @@ class CollectiveRow:
         arrays: the results of an all-gather, the operands of other kinds, as in HLO: 'f32[8,16]'.
         bytes: bytes of `arrays`, per device.
         group_size: the number of devices in each group.
-        groups: the number of groups, or 0 if the program does not list them. Custom calls have no
-            groups. Programs of JAX 0.8 with a newer libtpu do not list them either; `network_bytes`
-            assumes one group of all devices.
+        groups: the number of groups, or 0 for a custom call. Programs of JAX 0.8 with a newer
+            libtpu do not list groups: `groups` is 0, and `network_bytes` assumes one group.
         along: the mesh axes that it runs along. For a permute, the mesh axes along which senders
-            and receivers differ. For expressions with counts, which do not name mesh axes, the
-            array axes that these shard: 'b,x' for the mesh axes of b and x, and 'h|k' for mesh axes
-            that shard h in one array and k in another. Empty if unknown.
+            and receivers differ. In expressions with counts, mesh axes have no names: 'b,x' then
+            means the mesh axes that shard the array axes b and x, and 'h|k' those that shard h in
+            one array and k in another. Empty if unknown.
         executions: how often it runs in one run of the program, or None if it is in a loop with an
             unknown trip count.
         network_bytes: bytes that a device sends per execution, or None for a custom call.
@@ -107,10 +106,7 @@ class CollectiveRow:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that a device sends in one run of the program.
-
-        A loop with an unknown trip count counts as one iteration, a custom call as 0 bytes.
-        """
+        """Bytes sent in one run. An unknown trip count counts as 1, a custom call as 0 bytes."""
         return (self.network_bytes or 0) * (1 if self.executions is None else self.executions)
 
 
@@ -124,8 +120,7 @@ class ProductRow:
         dtype: the dtype of the first operand, as in HLO: 'bf16'.
         is_backward: whether these operations belong to the backward pass.
         source: the source line, such as 'model.py:12', or None.
-        at_least: whether they are in a loop with an unknown trip count, which counts as one
-            iteration.
+        at_least: whether they are in a loop whose trip count is unknown and counts as 1.
         in_branch: whether they are in a branch of a conditional. Totals include all branches.
     """
 

@@ -10,14 +10,7 @@ from typing import Any, TypeGuard, TypeVar, overload
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import (
-    AbstractMesh,
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    Sharding,
-)
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._errors import EinshardError, plural, printable
 from .._notation.expression import Expression, axis_letters, parse
@@ -236,10 +229,7 @@ def _draw_sharding(sharding: Sharding, shape: tuple[int, ...] | None, dtype: str
 
 
 def _draw_named_sharding(
-    sharding: NamedSharding,
-    names: tuple[str, ...],
-    shape: tuple[int, ...] | None,
-    dtype: str = '',
+    sharding: NamedSharding, names: tuple[str, ...], shape: tuple[int, ...] | None, dtype: str = ''
 ) -> Picture:
     mesh = sharding.mesh
     axis_sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))

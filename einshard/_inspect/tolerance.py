@@ -48,9 +48,8 @@ class Rounding:
         if self.terms == 1:
             return self.dtype
         n = f'{self.terms:,}'
-        return f'{self.dtype}, ' + (
-            f'{n} roundings' if self.is_narrow else f'longest sum: {n} terms'
-        )
+        terms = f'{n} roundings' if self.is_narrow else f'longest sum: {n} terms'
+        return f'{self.dtype}, {terms}'
 
 
 def largest_rounding(jaxpr: Any, n_devices: int, platform: str) -> Rounding:

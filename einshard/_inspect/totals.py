@@ -23,7 +23,7 @@ def product_rows(module: Module) -> tuple[ProductRow, ...]:
     return tuple(ProductRow(n, *key) for key, n in flops.most_common())
 
 
-_ALL_BRANCHES = ' (all branches counted)'  # of conditionals
+_ALL_BRANCHES = ' (all branches counted)'
 
 
 def network_lines(rows: Collectives) -> Iterator[str]:
