@@ -18,7 +18,7 @@ from .resolver import Resolver
 _MAX_ARGUMENTS = 4  # listed in an error
 
 
-def find_different_sizes(
+def explain_different_sizes(
     function: str, error: Exception, shards: Iterable[SpecLeaf]
 ) -> EinshardError | None:
     """Rewrites a JAX error about an axis that has different sizes in two arguments.
@@ -42,20 +42,20 @@ def find_different_sizes(
     return EinshardError(f'the shards of the arguments do not match: {sizes}', facts=facts)
 
 
-def find_unknown_axis(
+def explain_unknown_axis(
     function: str,
     resolver: Resolver,
     manual: Collection[str],
     mapped: Callable[..., Any],
     arguments: Sequence[Any],
 ) -> EinshardError | None:
-    """Returns the error for a collective along a mesh axis that does not exist or is not manual.
+    """Returns an error if a collective uses a mesh axis that does not exist or is not manual.
 
-    Returns None if the function has no such collective.
+    Returns None otherwise.
 
     Args:
         manual: the mesh axes in `axis_names=`, or an empty collection for all mesh axes.
-        mapped: `jax.shard_map` with all arguments but `out_specs` and `check_vma`.
+        mapped: a partial of `jax.shard_map` that lacks only `out_specs` and `check_vma`.
         arguments: the arguments of the function, as global arrays.
     """
     try:
@@ -64,13 +64,13 @@ def find_unknown_axis(
         jax.eval_shape(unchecked, *arguments)
     except NameError as error:
         match = re.search(r'unbound axis name: ([^\s,.]+)', str(error))
-        return match and _unknown_axis(function, resolver, manual, match[1])
+        return match and _unknown_axis_error(function, resolver, manual, match[1])
     except Exception:
         return None  # the caller reraises JAX's error
     return None
 
 
-def _unknown_axis(
+def _unknown_axis_error(
     function: str, resolver: Resolver, manual: Collection[str], axis: str
 ) -> EinshardError:
     facts = {'mesh axes': mesh_text(resolver.axes) or 'none'}

@@ -29,7 +29,7 @@ class JointMesh:
     @property
     def mesh_shape(self) -> dict[str, int]:
         """The axis sizes, keyed by name; unnamed axes become 'replica0', 'replica1' and so on."""
-        numbers = itertools.count()  # names of array axes have no digits
+        numbers = itertools.count()  # no clash, because names of array axes have no digits
         return {name or f'replica{next(numbers)}': count for name, count in self.axes}
 
     @property
@@ -66,7 +66,7 @@ class JointMesh:
 
 
 def _write(expression: Expression, sharded: Collection[str], terms: Sequence[str]) -> str:
-    """Returns an expression with `terms` and then the unsharded axes to the right of '->'."""
+    """Writes `terms` and then the unsharded axes to the right of '->'."""
     unsharded = [name for name in expression.names if name not in sharded]
     return ' '.join([*expression.names, '->', *terms, *unsharded])
 
@@ -77,11 +77,11 @@ def joint_mesh(
 ) -> JointMesh:
     """Finds the mesh that fits all expressions. Raises if no mesh fits, or several fit.
 
-    A count in one expression applies to all of them. An expression with replicas, such as '4 x*',
-    uses all devices, which determines the sizes of its starred axes. Starred axes of the other
-    expressions share the remaining devices.
+    A count in one expression applies to all of them. An expression with replicas uses all devices,
+    so '4 x*' gives x 2 shards on 8 devices. Starred axes of the other expressions share the
+    remaining devices.
 
-    `axis_sizes` are the axis sizes of the user's mesh, if any. The fixes in errors fit them.
+    `axis_sizes` are the axis sizes of the user's mesh, if any. Fixes in errors work on this mesh.
     """
     all_specs = _Specs(specs, n_devices, axis_sizes)
     try:
@@ -180,7 +180,7 @@ class _Specs:
                     )
 
     def solve_stars(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """Returns the sizes of starred axes not in `counts`, which share the remaining devices."""
+        """Returns the sizes of starred axes not in `counts`. They share the remaining devices."""
         starred: dict[str, SpecAxes] = {}
         for spec in self.specs:
             for name, term in spec.defines.items():
@@ -332,7 +332,7 @@ def _orders(
     """
 
     def extend(
-        order: tuple[MeshAxis, ...], grids: Sequence[tuple[MeshAxis, ...]]
+        order: tuple[MeshAxis, ...], rests: Sequence[tuple[MeshAxis, ...]]
     ) -> Iterator[tuple[MeshAxis, ...]]:
         candidates = [axis for axis in sharded if axis not in order]
         n_in_order = math.prod(count for name, count in order if name is None)
@@ -341,15 +341,15 @@ def _orders(
             yield order
         # two axes of replicas are never adjacent, because they would be one axis
         if n_replicas > 1 and (not order or order[-1][0] is not None):
-            pairs = zip(specs, grids, strict=True)
-            replica_counts = (leading_replicas(grid) for spec, grid in pairs if spec.lists_replicas)
+            pairs = zip(specs, rests, strict=True)
+            replica_counts = (leading_replicas(rest) for spec, rest in pairs if spec.lists_replicas)
             common = math.gcd(n_replicas, *replica_counts)
             candidates += [(None, common)] if common > 1 else []
         for axis in candidates:
-            rests = [spec.take(axis, grid) for spec, grid in zip(specs, grids, strict=True)]
-            accepted = [grid for grid in rests if grid is not None]
-            if len(accepted) == len(rests):
-                yield from extend((*order, axis), accepted)
+            taken = [spec.take(axis, rest) for spec, rest in zip(specs, rests, strict=True)]
+            new_rests = [rest for rest in taken if rest is not None]
+            if len(new_rests) == len(specs):
+                yield from extend((*order, axis), new_rests)
 
     sharded: list[MeshAxis] = [(name, count) for name, count in counts.items() if count > 1]
     yield from extend((), [spec.grid(counts, n_devices) for spec in specs])
@@ -358,7 +358,7 @@ def _orders(
 def _expression_facts(
     specs: Sequence[SpecAxes], note: Callable[[SpecAxes], str] = lambda _: ''
 ) -> dict[str, str]:
-    """Returns each distinct expression, with its `note`, keyed by its first owner."""
+    """Returns {owner: quoted expression + note}. An expression of several owners is listed once."""
     first = {spec.expression: spec for spec in reversed(specs)}
     shown = [spec for spec in specs if first[spec.expression] is spec]
     return {spec.owner: f"'{spec.expression.text}'{note(spec)}" for spec in shown}

@@ -27,8 +27,8 @@ from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact, sizes_of, spec_axes
 from .._text import array_text, name_of
 from .._trees.paths import leaf_text, path_text
 from .._trees.specs import Spec, check_specs, is_array, is_none, leaf_specs, mesh_of
-from .body_errors import find_different_sizes, find_unknown_axis
-from .replication import read_varying, suggest_replication
+from .body_errors import explain_different_sizes, explain_unknown_axis
+from .replication import read_varying, suggest_fixes
 from .resolver import Resolver, make_resolver
 from .spec_axes import SpecAxes, read_spec
 
@@ -60,8 +60,8 @@ def per_device(
         ((8, 5), True)
 
     Each sharded axis of the expressions becomes a mesh axis of the same name, for collectives such
-    as `jax.lax.psum(z, 'x')`. An expression lists the axes that it shards in device order. Its
-    array is replicated over the other mesh axes. A count in one expression applies to all of them.
+    as `jax.lax.psum(z, 'x')`. An expression lists its sharded axes in device order. Its array is
+    replicated over the other mesh axes. A count in one expression applies to all of them.
     `'y@x'` shards y over the devices of x, as after `psum_scatter` over 'x'. If a mesh is in
     context or passed as `mesh=`, collectives use the axis names of that mesh instead.
 
@@ -69,9 +69,9 @@ def per_device(
 
     Args:
         in_specs: specs by position: expressions, PartitionSpecs, NamedShardings, or pytree prefixes
-            of these. '...' replicates an argument. Every argument that is not static needs a spec,
-            unless all manual mesh axes are explicit. Then an argument without a spec is sharded as
-            its type says. The `self` of a method is replicated.
+            of these. '...' replicates an argument. Every argument that is not static needs a spec.
+            Exception: if all manual mesh axes are explicit, an argument without a spec is sharded
+            as its type says. The `self` of a method is replicated.
         out: the spec of the result, or a pytree prefix of specs.
         mesh: a mesh or a sequence of devices. Default: the mesh of the NamedShardings among the
             specs, or else the mesh in context, or else all devices.
@@ -112,18 +112,18 @@ def per_device(
         check_traceable(function)
         specs_by_name = {name: spec for name, spec in named.items() if name not in JIT_OPTIONS}
         options = {name: value for name, value in named.items() if name in JIT_OPTIONS}
-        mapped = _PerDeviceFunction(
+        on_shards = _PerDeviceFunction(
             function, in_specs, specs_by_name, out, mesh, spec_mesh, axis_names, check_vma, options
         )
         return sharded(
-            *map(mapped.resolved_at_call, in_specs),
-            out=mapped.resolved_at_call(out),
+            *map(on_shards.resolved_at_call, in_specs),
+            out=on_shards.resolved_at_call(out),
             mesh=spec_mesh or mesh,
             reshard=reshard,
             collectives=collectives,
-            **{name: mapped.resolved_at_call(spec) for name, spec in specs_by_name.items()},
+            **{name: on_shards.resolved_at_call(spec) for name, spec in specs_by_name.items()},
             **options,
-        )(mapped.global_function())
+        )(on_shards.global_function())
 
     return decorate
 
@@ -180,7 +180,7 @@ class _PerDeviceFunction:
             self.manual = frozenset(names)  # empty: all mesh axes
             self.specs = self.parameters.assign(in_specs, named_specs)
             self.static = self.parameters.pop_labels({**jit_options}, 'static')
-            self.spec_axes = tuple(self._spec_axes())
+            self.spec_axes = tuple(self._read_specs())
         except EinshardError as error:
             raise error.about(function=self.name) from None
 
@@ -198,26 +198,25 @@ class _PerDeviceFunction:
         on_global_arrays.__name__ = self.name
         return on_global_arrays
 
-    def _spec_axes(self) -> Iterator[SpecAxes]:
-        """Checks all specs, and yields the expressions in them."""
+    def _read_specs(self) -> Iterator[SpecAxes]:
         for label, spec in [*self.specs.items(), (None, self.out)]:
             owner = 'the result' if label is None else f"parameter '{label}'"
             try:
                 check_specs(spec, expected=_SPECS)
             except EinshardError as error:
                 raise error.about(spec_of=owner) from None
-            for path, text in jtu.tree_leaves_with_path(spec, is_leaf=is_none):
+            for path, leaf in jtu.tree_leaves_with_path(spec, is_leaf=is_none):
                 if label is not None:
                     owner = f"parameter '{'/'.join([label, path_text(path)]).rstrip('/')}'"
                 elif path:
                     owner = f"the result '{path_text(path)}'"
-                if callable(text):
+                if callable(leaf):
                     raise EinshardError(
                         'per_device takes expressions, not callables or Rules',
-                        facts={'spec of': owner, 'got': repr(text)},
+                        facts={'spec of': owner, 'got': repr(leaf)},
                     )
-                if text is not None:
-                    yield read_spec(owner, text)
+                if leaf is not None:
+                    yield read_spec(owner, leaf)
 
     def _resolver(self) -> Resolver:
         """Returns the resolver for the mesh of the current call."""
@@ -259,11 +258,11 @@ class _PerDeviceFunction:
                     )
             return resolver
         except EinshardError as error:
-            # `sharded` adds the parameter to errors, but not if they have the fact 'function'
+            # the fact 'function' keeps `sharded` from blaming one parameter
             raise with_legacy_mesh_note(error, self.mesh).about(function=self.name) from None
 
     def _resolve(self, text: str | None, path: str, leaf: Any) -> str | None:
-        """Checks that an expression fits a leaf, and extends it to all devices for `sharded`."""
+        """Extends an expression to all devices, for `sharded`. Raises if the leaf does not fit."""
         if text is None:
             return None
         resolver = self._resolver()
@@ -310,16 +309,16 @@ class _PerDeviceFunction:
         except (NameError, AssertionError, KeyError, ValueError, TypeError) as error:
             varying = read_varying(error)
             if varying is not None:
-                facts = suggest_replication(varying, body, in_specs, arguments, shard_map)
+                facts = suggest_fixes(varying, body, in_specs, arguments, shard_map)
                 raise varying.error(self.name, facts) from None
             dynamic_labels = [labels[i] for i in dynamic]
             shards = self._shards(resolver, dynamic_labels, arguments, in_specs)
-            different = find_different_sizes(self.name, error, shards)
+            different = explain_different_sizes(self.name, error, shards)
             if different is not None:
                 raise different from error
             if isinstance(error, TypeError):  # JAX never raises it for an unknown axis
                 raise
-            unknown = find_unknown_axis(self.name, resolver, self.manual, mapped, arguments)
+            unknown = explain_unknown_axis(self.name, resolver, self.manual, mapped, arguments)
             if unknown is not None:
                 raise unknown from None
             raise
@@ -337,8 +336,8 @@ class _PerDeviceFunction:
         for text, leaf in zip(texts, leaves, strict=True):
             if isinstance(text, str):
                 specs.append(resolver.partition_spec(text, np.ndim(leaf), self.manual))
-            elif resolver.infers_specs(self.manual):
-                specs.append(resolver.inferred_spec(leaf, self.manual))
+            elif resolver.all_explicit(self.manual):
+                specs.append(resolver.spec_of_type(leaf, self.manual))
             else:
                 raise _no_spec_error(f"parameter '{label}' of {self.name}", leaf)
             self._check_explicit_axes(resolver, label, leaf)
@@ -383,7 +382,7 @@ class _PerDeviceFunction:
     ) -> Any:
         texts = jtu.tree_leaves(self.out)
         if resolver.size_one_axes(self.manual) or any(map(resolver.needs_rank, texts)):
-            # traces the body for the ranks of its results, which out_specs do not affect
+            # traces the body for the ranks of its results; any out_specs give the same ranks
             unchecked = mapped(out_specs=PartitionSpec(), check_vma=False)
             shapes = jax.eval_shape(unchecked, *arguments)
             leaves = self._result_leaves(resolver, shapes)
@@ -392,7 +391,7 @@ class _PerDeviceFunction:
         return jtu.tree_map(lambda text: resolver.partition_spec(text, None, self.manual), self.out)
 
     def _result_leaves(self, resolver: Resolver, result: Any) -> list[tuple[str, int]]:
-        """Returns the expression and rank of each array in a result. Raises if one does not fit."""
+        """Returns the expression and rank of each array. Raises if an array does not fit."""
         leaves = jtu.tree_leaves(result)
         try:
             texts = leaf_specs(result, leaves, self.out)

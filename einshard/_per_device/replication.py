@@ -1,12 +1,12 @@
-"""Rewrites JAX's error about a result that `out=` replicates but that may vary over devices."""
+"""Rewrites JAX's error about a result that `out=` declares replicated, but that may vary."""
 
 from __future__ import annotations
 
-import functools
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -55,10 +55,10 @@ def read_varying(error: Exception) -> VaryingResult | None:
 
 @dataclass(frozen=True)
 class VaryingAxes:
-    """The mesh axes along which a value varies according to JAX, in one set for each reason.
+    """The mesh axes along which a value varies according to JAX, by reason.
 
     Attributes:
-        varying: the axes that shard arguments, the axes of `axis_index`, and `exchanged`.
+        varying: the axes that shard arguments, and the axes of `axis_index`.
         gathered: the axes of an `all_gather`. The value is replicated along them, but JAX does not
             infer that.
         exchanged: the axes of collectives such as `ppermute`, and of all collectives in a loop, a
@@ -82,19 +82,18 @@ class VaryingAxes:
 
     def reason(self, axis: str) -> str | None:
         """Returns 'exchanged', 'varying', 'gathered', or None if the value does not vary."""
-        if axis in self.exchanged:
-            return 'exchanged'
-        return 'varying' if axis in self.varying else 'gathered' if axis in self.gathered else None
+        sets = {'exchanged': self.exchanged, 'varying': self.varying, 'gathered': self.gathered}
+        return next((reason for reason, axes in sets.items() if axis in axes), None)
 
 
-def suggest_replication(
+def suggest_fixes(
     result: VaryingResult,
     body: Callable[..., Any],
     in_specs: Sequence[Any],
     arguments: Sequence[Any],
     shard_map: Callable[..., Any],
 ) -> dict[str, str]:
-    """Returns facts that suggest how to fix `result`, or {} without a suggestion.
+    """Returns the fixes for `result` as facts of an error, or {} if no fix is known.
 
     Args:
         in_specs: a pytree of PartitionSpecs for each argument.
@@ -144,14 +143,12 @@ def _sharded_axes(spec: PartitionSpec) -> VaryingAxes:
 
 
 def _replicating_gather(axes: Sequence[str], shard_map: Callable[..., Any]) -> str | None:
-    """Returns the text of an `all_gather` call whose result JAX infers as replicated, or None."""
+    """Returns the `all_gather` call whose result JAX infers to be replicated, or None."""
     lax: Any = jax.lax
     # JAX 0.8.1 has the first, newer versions have the second
     gathers: dict[str, Callable[..., Any]] = {
         'jax.lax.all_gather_invariant(...)': lambda x, axis: lax.all_gather_invariant(x, axis),
-        "jax.lax.all_gather(..., to='invarying')": lambda x, a: lax.all_gather(
-            x, a, to='invarying'
-        ),
+        "jax.lax.all_gather(..., to='invarying')": partial(lax.all_gather, to='invarying'),
     }
     for text, gather in gathers.items():
 
@@ -183,27 +180,26 @@ def _varying_axes(jaxpr: Jaxpr, arguments: Sequence[VaryingAxes]) -> list[Varyin
         return [by_variable.get(x, no_axes) if isinstance(x, Var) else no_axes for x in atoms]
 
     for equation in jaxpr.eqns:
-        operands = functools.reduce(operator.or_, read(equation.invars), VaryingAxes())
-        by_variable.update(dict.fromkeys(equation.outvars, _varying_after(equation, operands)))
+        operands = reduce(operator.or_, read(equation.invars), VaryingAxes())
+        by_variable.update(dict.fromkeys(equation.outvars, _result_axes(equation, operands)))
     return read(jaxpr.outvars)
 
 
-def _varying_after(equation: Any, before: VaryingAxes) -> VaryingAxes:
-    """Returns the varying axes of an equation's results. Those of its operands are `before`."""
+def _result_axes(equation: Any, operands: VaryingAxes) -> VaryingAxes:
     name, axes = equation.primitive.name, _mesh_axes(equation)
     if name == 'axis_index':
-        return before | VaryingAxes(varying=axes)
+        return operands | VaryingAxes(varying=axes)
     if equation.params.get('axis_index_groups') is None:
         if name in _REPLICATING:
-            return before.without(axes)
+            return operands.without(axes)
         if name == 'all_gather':
-            return before.without(axes) | VaryingAxes(gathered=axes)
+            return operands.without(axes) | VaryingAxes(gathered=axes)
     exchanged = axes.union(*map(_mesh_axes, _equations_inside(equation)))
-    return before | VaryingAxes(varying=exchanged, exchanged=exchanged)
+    return operands | VaryingAxes(exchanged=exchanged)
 
 
 def _mesh_axes(equation: Any) -> frozenset[str]:
-    """Returns the mesh axes of a collective. The axes of other primitives are numbers."""
+    """Returns the mesh axes that an equation names. Array axes, as in `reduce_sum`, are numbers."""
     axes = equation.params.get('axis_name', equation.params.get('axes', ()))
     return frozenset(axis for axis in entry_axes(axes) if isinstance(axis, str))
 

@@ -35,7 +35,7 @@ from .spec_axes import SpecAxes
 class Resolver(NamedTuple):
     """Resolves the expressions of a per-device function on its mesh.
 
-    Methods take the manual mesh axes as `manual`; an empty `manual` means all mesh axes.
+    If the argument `manual` of a method is empty, all mesh axes are manual.
     """
 
     mesh: AnyMesh  # for `jax.shard_map`
@@ -80,13 +80,13 @@ class Resolver(NamedTuple):
         rows = map(entry_axes, spec)
         return PartitionSpec(*(tuple(axis for axis in row if axis in manual) for row in rows))
 
-    def infers_specs(self, manual: frozenset[str]) -> bool:
-        """Whether all manual axes are explicit. If so, the types of arguments have their specs."""
+    def all_explicit(self, manual: frozenset[str]) -> bool:
+        """Whether all manual mesh axes are explicit."""
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         manual_types = {axis_type for name, axis_type in types if not manual or name in manual}
         return manual_types == {AxisType.Explicit}
 
-    def inferred_spec(self, leaf: Any, manual: frozenset[str]) -> PartitionSpec:
+    def spec_of_type(self, leaf: Any, manual: frozenset[str]) -> PartitionSpec:
         spec = jax.typeof(leaf).sharding.spec
         rows = [tuple(a for a in row if not manual or a in manual) for row in spec_axes(spec)]
         return PartitionSpec(*partition_spec(rows), unreduced=spec.unreduced, reduced=spec.reduced)

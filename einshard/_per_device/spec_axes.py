@@ -53,10 +53,10 @@ class SpecAxes:
         return any(term.name is None for term in self.expression.right)
 
     def grid(self, counts: Mapping[str, int], n_devices: int) -> tuple[MeshAxis, ...]:
-        """Returns the device grid of the expression, without axes of size 1.
+        """Returns the mesh axes that the expression defines, and its replicas, in device order.
 
-        `counts` has the sizes of mesh axes. Starred axes that are not in it share the remaining
-        devices. If the expression lists no replicas, the grid has only the axes that it defines.
+        Leaves out axes of size 1. `counts` has the sizes of the axes. It may lack starred axes of
+        an expression with replicas: they share the remaining devices.
         """
         if not self.lists_replicas:
             return tuple((name, counts[name]) for name in self.defines if counts[name] > 1)
