@@ -49,14 +49,14 @@ else:
         parameters and the result, including those inside tuples, lists, dicts, NamedTuples,
         TypedDicts, dataclasses and Equinox modules.
 
-        Under beartype, with or without `jaxtyping.jaxtyped`, an array raises EinshardError if it is
-        not sharded as the expression in its annotation says. Pytree types, and specs that are not
-        expressions, are not checked. Traced arrays are checked only if all mesh axes are explicit,
-        because only then is the sharding part of the array's type.
+        Under beartype, with or without `jaxtyping.jaxtyped`, a call raises EinshardError if an
+        array is not sharded as the expression in its annotation says. Pytree types, and specs that
+        are not expressions, are not checked. Traced arrays are checked only if all mesh axes are
+        explicit, because only then is the sharding part of the array's type.
 
         The array type may be a jaxtyping type, `jax.Array`, or a pytree type. All leaves of a
         pytree have the same spec. The axis names of an expression must match the dimensions of a
-        jaxtyping type, where '...' matches any number of dimensions.
+        jaxtyping type. '...' in the expression matches any number of dimensions.
 
         Raises:
             EinshardError: the expression is invalid, or its axis names differ from the dimensions
@@ -190,7 +190,7 @@ def _union_members(hint: Any) -> list[Any]:
 
 
 def _element_types(hint: Any, key: str) -> list[Any]:
-    """Returns the types that a container may have at a key such as '0' or 'w'."""
+    """Returns the possible types of a container's element at a key such as '0' or 'w'."""
     hint = _unwrapped(hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if _find_metadata(hint) is not None:
@@ -208,7 +208,7 @@ def _element_types(hint: Any, key: str) -> list[Any]:
 
 
 def _fields(cls: Any) -> dict[str, Any]:
-    """Returns {field: type} of a NamedTuple, TypedDict, dataclass or Equinox module, or else {}."""
+    """Returns {field: type} of a NamedTuple, TypedDict, dataclass or Equinox module, or {}."""
     has_fields = (
         dataclasses.is_dataclass(cls) or typing.is_typeddict(cls) or hasattr(cls, '_fields')
     )
@@ -333,7 +333,7 @@ def _as_annotation_error(error: EinshardError) -> EinshardError:
 
 
 def _known_sharding(x: Any) -> Any:
-    """Returns the sharding of an array, or None for a tracer on a mesh that is not all explicit."""
+    """Returns the sharding of an array, or None for a tracer unless all mesh axes are explicit."""
     if not isinstance(x, Tracer):
         return x.sharding
     sharding: Any = jax.typeof(x).sharding

@@ -22,8 +22,8 @@ LOWERED = '/jax/core/compile/jaxpr_to_mlir_module_duration'
 COMPILED = '/jax/core/compile/backend_compile_duration'
 _PING = '/einshard/ping'
 
-# Called with the name of a jitted function and the HLO texts of the programs compiled for it. A
-# program on devices that this process does not have is reported without texts.
+# Called with the name of a jitted function and the HLO texts of the programs compiled for it. There
+# are no texts if the program is on devices that this process does not have.
 Watcher: TypeAlias = Callable[[str, Sequence[str]], None]
 
 
@@ -49,7 +49,8 @@ class _Compilation:
 _thread = _Thread()
 _lock = threading.Lock()
 _n_watchers = 0  # in all threads
-# Keyed by thread id. Includes threads without watchers, to exclude their programs in other threads.
+# Keyed by thread id. Includes threads without watchers, so that other threads do not take the
+# programs of these threads for their own.
 _compilations: dict[int, _Compilation] = {}
 
 
@@ -65,7 +66,7 @@ def watch(watcher: Watcher) -> None:
 
 def unwatch(watcher: Watcher) -> None:
     _thread.watchers.reverse()
-    _thread.watchers.remove(watcher)  # the one added last
+    _thread.watchers.remove(watcher)  # the last occurrence
     _thread.watchers.reverse()
     global _n_watchers
     with _lock:
@@ -100,11 +101,11 @@ def _on_event(event: str, duration_secs: float, **fields: Any) -> None:
             for program in _compiled_since(programs, name, compilation.newest.get(platform))
             if program not in compilation.others
         ]
-        # a single new program belongs to this thread; some of several may belong to others
+        # a single new program is this thread's; several may include programs of other threads
         if compilation.newest and len(found) == 1:
             for other in _compilations.values():
                 other.others += found
-    # JAX also reports a compilation that failed, which has no program
+    # JAX also reports failed compilations, which have no program
     failed = sys.exc_info()[0] is not None
     if _thread.watchers and (found or not failed):
         name = re.sub(r'^\w+\((.*)\)$', r'\1', name)  # 'jit(f)' to 'f'

@@ -97,7 +97,7 @@ class SpecLeaf(NamedTuple):
 
     @property
     def axes(self) -> dict[str, int]:
-        """{axis name: its position in the shape}."""
+        """The position of each named axis in the shape."""
         if self.expression is None:
             return {}
         positions = axis_positions(self.expression, len(self.value.shape))
@@ -135,10 +135,10 @@ def _sharding_note(
 ) -> str:
     callers = [i for i, frame in enumerate(frames) if _package(frame) not in {*_JAX, _OURS}]
     user_frames = [i for i in callers if not _is_library(frames[i])]
-    # the user's last line, and the line of another library that calls JAX, if any
-    lines = dict.fromkeys([*user_frames[-1:], *callers[-1:]])
+    # the innermost user frame and, if it calls another library, the frame that calls JAX
+    shown = dict.fromkeys([*user_frames[-1:], *callers[-1:]])
     labels = ('line', 'library line')
-    facts = {label: _source_line(frames[i]) for label, i in zip(labels, lines, strict=False)}
+    facts = {label: _source_line(frames[i]) for label, i in zip(labels, shown, strict=False)}
     operands = _operands(frames[callers[-1] + 1 :] if callers else ())
     meshes = [jax.typeof(operand).sharding.mesh for operand in operands]
     mesh = next((operand_mesh for operand_mesh in meshes if operand_mesh.axis_names), mesh)
@@ -220,8 +220,8 @@ def sizes_that_differ(leaves: Iterable[SpecLeaf], message: str) -> Iterator[str]
     """Yields sentences such as "axis 'x' has size 6 in parameter 'x' and 8 in 'w'".
 
     Compares only sizes that JAX's `message` contains, because in a valid program, two expressions
-    may use one name for axes of different sizes. Skips leaves of one parameter that have the same
-    expression but different sizes, such as a list of layers.
+    may use one name for axes of different sizes. Skips an axis that has different sizes in leaves
+    of one parameter with the same expression, as in a list of layers.
     """
     # {axis name: {(parameter, expression): (size, name) of the first leaf}}
     first_leaves: dict[str, dict[tuple[str, str], tuple[int, str]]] = {}

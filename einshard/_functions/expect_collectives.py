@@ -15,9 +15,9 @@ from .._sharding.context import is_tracing, user_stacklevel
 from .compile_events import is_listening, unwatch, watch
 from .promise import Promise, find_unexpected, read_promise
 
-# The limits of the current block. JAX's cache keys include this context, so a block compiles, and
-# checks, programs that were compiled outside it or in a block with other limits. Created at import,
-# because creating a user context makes JAX retrace everything.
+# The limits of the current block. They are in JAX's cache keys, so that a block does not reuse
+# programs that were compiled without its limits. Created at import, because creating a user context
+# makes JAX retrace everything.
 _limits_context: Any = jax.make_user_context(default_value=None)
 
 

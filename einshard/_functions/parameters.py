@@ -48,7 +48,7 @@ class Parameters:
     Attributes:
         function: the name of the function.
         names: the names of the positional parameters, including `self`.
-        positional_only, keyword_only: names of parameters.
+        positional_only, keyword_only: the names of these parameters.
         var_positional, var_keyword: the names of `*args` and `**kwargs`, or None.
         n_self: 1 if the first parameter is the `self` or `cls` of a method, else 0.
     """
@@ -76,9 +76,8 @@ class Parameters:
     ) -> tuple[CallSignature, tuple[str, ...]]:
         """Returns the signature of a flattened call, and the order of its keywords.
 
-        Keywords of the positional parameters after the first `n_args` become positional. For
-        `def f(a, b, *, c)` and `f(1, c=3, b=2)`, returns `CallSignature(2, ('c',))` and
-        `('b', 'c')`.
+        Makes keyword arguments positional where it can. For `def f(a, b, *, c)` and
+        `f(1, c=3, b=2)`, returns `CallSignature(2, ('c',))` and `('b', 'c')`.
         """
         by_keyword = set(keywords)
         for name in self.names[:n_args]:
@@ -106,22 +105,22 @@ class Parameters:
         )
         return (*named, *rest, *by_keyword)
 
-    def assign(self, specs: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Merges `specs`, which are by position, with `named` specs. Returns {label: spec}."""
+    def assign(self, by_position: Sequence[Any], by_name: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns {label: spec}."""
         names = self.names[self.n_self :]
-        if len(specs) > len(names) and self.var_positional is None:
+        n_specs = len(by_position)
+        if n_specs > len(names) and self.var_positional is None:
             raise EinshardError(
                 f'{self.function} has {plural(len(names), "positional parameter")}, '
-                f'but {plural(len(specs), "spec")} {"was" if len(specs) == 1 else "were"} given',
+                f'but {plural(n_specs, "spec")} {"was" if n_specs == 1 else "were"} given',
                 facts={
                     'parameters': ', '.join(names) or 'none',
                     **({'keyword-only': ', '.join(self.keyword_only)} if self.keyword_only else {}),
                 },
             )
-        n_rest = len(specs) - len(names)
-        labels = (*names, *(f'{self.var_positional}[{i}]' for i in range(n_rest)))
-        assigned = dict(zip(labels, specs, strict=False))
-        for name, spec in named.items():
+        labels = (*names, *(f'{self.var_positional}[{i}]' for i in range(n_specs - len(names))))
+        assigned = dict(zip(labels, by_position, strict=False))
+        for name, spec in by_name.items():
             self._check_can_have_spec(name)
             if name in assigned:
                 raise EinshardError(
@@ -134,7 +133,7 @@ class Parameters:
     def spec_for(self, label: str, specs: Mapping[str, Any]) -> Any:
         """Returns the spec of the argument with this label (see `value_labels`), or None.
 
-        The spec of `*args` or `**kwargs` applies to all of their elements without their own spec.
+        The spec of `*args` or `**kwargs` applies to each element that has no spec of its own.
         """
         if label in specs:
             return specs[label]
@@ -226,8 +225,8 @@ class Declaration:
     ) -> tuple[CallSignature, tuple[str, ...], list[Any]]:
         """Returns the signature of a call, its keywords, and its values.
 
-        The values are `args`, and then the value of each keyword. For omitted parameters,
-        `_array_defaults` are added as keyword arguments.
+        The values are `args`, and then the value of each keyword. The keywords include omitted
+        parameters that have `_array_defaults`.
         """
         if self._defaults:
             taken = self.parameters.names[: len(args)]
@@ -243,18 +242,13 @@ class Declaration:
     def arguments(self, call: CallSignature) -> tuple[ValueSpec, ...]:
         value_specs = self._arguments.get(call)
         if value_specs is None:
-            parameters = self.parameters
-            value_specs = tuple(
-                ValueSpec(
-                    parameters.function,
-                    name,
-                    parameters.spec_for(name, self.specs),
-                    self.indivisible,
-                )
-                for name in parameters.value_labels(call)
-            )
+            value_specs = tuple(map(self._argument, self.parameters.value_labels(call)))
             self._arguments[call] = value_specs
         return value_specs
+
+    def _argument(self, label: str) -> ValueSpec:
+        spec = self.parameters.spec_for(label, self.specs)
+        return ValueSpec(self.parameters.function, label, spec, self.indivisible)
 
     def _read(self, name: str, spec: Spec) -> Spec:
         if name in self.static and spec is not None:
@@ -271,8 +265,8 @@ class Declaration:
     def _array_defaults(self) -> dict[str, Any]:
         """Returns {parameter: default} for parameters that have a spec and a default with arrays.
 
-        `flatten_call` passes these defaults by keyword, so that they are sharded. It cannot pass
-        positional-only parameters by keyword, so they are left out.
+        `flatten_call` passes these defaults by keyword, so that they are sharded. Positional-only
+        parameters are excluded, because they have no keyword.
         """
         return {
             name: parameter.default
@@ -344,7 +338,7 @@ def as_list(values: Any, item_type: type, option: str, expected: str, example: s
 
 
 def positional_signature(names: Sequence[str]) -> inspect.Signature:
-    """Returns a signature with positional-only parameters; the name 'args[0]' becomes 'args_0'."""
+    """Returns a signature with positional-only parameters. Renames 'args[0]' to 'args_0'."""
     valid_names: list[str] = []
     for name in names:
         name = re.sub(r'\W', '_', name.removesuffix(']'))

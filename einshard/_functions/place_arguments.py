@@ -1,4 +1,4 @@
-"""Places the arguments of a call that jit would reject or cannot place."""
+"""Places arguments of a `sharded` function before jit receives them."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
     Returns `values` itself if no argument changes.
 
     Raises for an array that is already sharded, but not as its spec says, unless `reshard=True`.
-    Raises for an array without a spec that is committed to devices outside the mesh or to only some
-    of its devices. If `running`, raises if the processes pass different data for an array that is
-    sharded over several of them.
+    Raises for an array without a spec that is committed to devices other than those of the mesh. If
+    `running`, raises if the processes pass different data for an array sharded over several
+    processes.
     """
     context = traced.setup.context()
     pairs = [*zip(traced.arguments, values, strict=True)]
     # check all before resharding any
     placements = [argument.find_placements(value, context) for argument, value in pairs]
-    placed = list(values)
+    placed: dict[int, Any] = {}
     to_compare: list[tuple[PlannedArray, Any]] = []
     for i, (argument, value) in enumerate(pairs):
         if i in traced.static:
@@ -60,8 +60,7 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
             placed[i] = jtu.tree_unflatten(jtu.tree_structure(value), leaves)
     if to_compare and running and isinstance(traced.mesh, Mesh) and not is_tracing():
         check_same_contents(to_compare, traced.mesh)
-    is_unchanged = all(new is old for new, old in zip(placed, values, strict=True))
-    return values if is_unchanged else placed
+    return [placed.get(i, value) for i, value in enumerate(values)] if placed else values
 
 
 def _place(
@@ -71,7 +70,6 @@ def _place(
     leaf: Any,
     placement: Placement,
 ) -> Any:
-    """Places one leaf if jit would reject it or cannot place it."""
     if isinstance(leaf, jax.Ref) and not isinstance(leaf, Tracer):
         try:
             check_ref(leaf, placement)
@@ -158,7 +156,7 @@ def _placed_differently(
 
 
 def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> None:
-    """Raises unless a committed array has the devices of the mesh, in the same order."""
+    """Raises if an array is committed to other devices than the mesh has, or in another order."""
     has_shardings = any(traced.in_shardings) or bool(jtu.tree_leaves(traced.out_shardings))
     if isinstance(traced.mesh, AbstractMesh) or not has_shardings:
         return  # without shardings, jit runs on the devices of its arguments
@@ -243,8 +241,8 @@ def _must_put(leaf: Any, sharding: NamedSharding) -> bool:
 def _must_compare(leaf: Any, sharding: NamedSharding) -> bool:
     """Whether to check that all processes pass the same data for a leaf.
 
-    The check finds a process that passes only its own rows instead of the full array. Replicated
-    leaves are often scalars that change with each call, so they are not worth 2 ms.
+    The check finds a process that passes only its own rows instead of the full array. It takes
+    2 ms, so it skips replicated leaves, which are often scalars that change with each call.
     """
     if jax.process_count() == 1 or sharding.is_fully_addressable or sharding.is_fully_replicated:
         return False
