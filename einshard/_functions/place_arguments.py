@@ -50,10 +50,9 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
             continue
         leaves: list[Any] = []
         for path, leaf, placement in placements[i]:
-            leaves.append(
-                leaf if placement is None else _place(traced, argument, path, leaf, placement)
-            )
-            if placement and leaves[-1] is not leaf and _must_compare(leaf, placement.sharding):
+            new = leaf if placement is None else _place(traced, argument, path, leaf, placement)
+            leaves.append(new)
+            if placement and new is not leaf and _must_compare(leaf, placement.sharding):
                 planned = argument.leaf_text(path, leaf), placement.expression.text
                 to_compare.append((planned, leaf))
         if any(new is not old for new, (_, old, _) in zip(leaves, placements[i], strict=True)):

@@ -22,7 +22,7 @@ from .traced_function import TracedFunction
 
 @dataclass(eq=False)
 class Program:
-    """A function jitted with the shardings of its specs, for one call signature.
+    """A function jitted with the shardings of its specs.
 
     Attributes:
         options: options of jit, without shardings.
@@ -54,7 +54,6 @@ class Program:
         return isinstance(traced.mesh, AbstractMesh) and not traced.mesh_is_ambient
 
     def run(self, *values: Any) -> Any:
-        """Runs the program; inside a trace, calls `nested`."""
         if self.checked is None and is_tracing():
             return self.nested(*values)
         return self.runnable(*values)
@@ -85,13 +84,13 @@ class Program:
             self.checked.clear_cache()
 
     def trace_as_called(
-        self, n_args: int, given: Collection[str], order: Sequence[str], values: Sequence[Any]
+        self, n_args: int, keywords: Collection[str], order: Sequence[str], values: Sequence[Any]
     ) -> jax.stages.Traced:
-        """Traces a call that passes the parameters in `given` by keyword.
+        """Traces a call with keyword arguments.
 
         `jax.jit` with in_shardings rejects keyword arguments, so ShapeDtypeStructs have the
-        shardings instead. `order` has the names of `values[n_args:]`: the parameters in `given`,
-        and omitted parameters whose defaults contain arrays.
+        shardings instead. `order` has the names of `values[n_args:]`: the keywords, and omitted
+        parameters whose defaults contain arrays.
         """
         traced, names = self.traced, dict(enumerate(order, n_args))
         context = traced.setup.context()
@@ -101,7 +100,7 @@ class Program:
         ]
 
         def as_called(*args: Any, **kwargs: Any) -> Any:
-            omitted = {i: name for i, name in names.items() if name not in given}
+            omitted = {i: name for i, name in names.items() if name not in keywords}
             specs = traced.arguments
             defaults = {name: specs[i].constrain(values[i], context) for i, name in omitted.items()}
             return traced.wrapper(*args, *map({**defaults, **kwargs}.__getitem__, order))
@@ -118,12 +117,12 @@ class Program:
         }
         if traced.out_shardings is not None:
             options['out_shardings'] = traced.for_jit(traced.out_shardings)
-        by_keyword = {name: structs[i] for i, name in names.items() if name in given}
+        by_keyword = {name: structs[i] for i, name in names.items() if name in keywords}
         return jax.jit(as_called, **options).trace(*structs[:n_args], **by_keyword)
 
 
 def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Program:
-    """Makes the program for a call. This traces if out_shardings depend on the result's shapes."""
+    """Traces the function if its out_shardings depend on the shapes of the result."""
     traced = TracedFunction(setup, call, values)
     traced.out_shardings = traced.result_shardings(values)
     options: dict[str, Any] = {**setup.options, 'static_argnums': tuple(traced.static)}
@@ -141,7 +140,7 @@ def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Pr
     if traced.out_shardings is not None:
         with_shardings['out_shardings'] = traced.for_jit(traced.out_shardings)
     jitted = jax.jit(traced.wrapper, **with_shardings)
-    nested = _nested(traced, jitted, options, in_shardings)
+    nested = _make_nested(traced, jitted, options, in_shardings)
     runnable, checked, without_spec = jitted, None, list[int]()
     if budget is not None:
         checked = CheckedJit(budget, traced.wrapper, traced.sharded_by, with_shardings, nested)
@@ -154,13 +153,13 @@ def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Pr
     )
 
 
-def _nested(
+def _make_nested(
     traced: TracedFunction,
     jitted: Any,
     options: Mapping[str, Any],
     in_shardings: Mapping[str, Any],
 ) -> Any:
-    """Returns `Program.nested`, which constrains the result instead of using out_shardings.
+    """Returns `Program.nested`, which if possible has constraints instead of out_shardings.
 
     In a nested jit, JAX ignores out_shardings on explicit axes. In the backward pass, it uses them
     as in_shardings, which reject cotangents with other shardings.
@@ -194,7 +193,7 @@ def _constrained(traced: TracedFunction, options: Mapping[str, Any]) -> Any:
 
 
 def _choose_by_type(nested: Any, without_shardings: Any) -> Callable[..., Any]:
-    """Calls `without_shardings` if an argument is unreduced or reduced, and `nested` otherwise.
+    """Returns a function that calls `without_shardings` if an argument is unreduced or reduced.
 
     The gradient of a reduced argument is unreduced, but JAX gives it the reduced in_sharding of the
     argument. JAX 0.8.1 then returns a sum that is too large, and newer versions raise an error.

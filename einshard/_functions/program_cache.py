@@ -18,14 +18,14 @@ from .setup import Setup
 from .sharding_trees import shardings_of
 
 # call signature, `Setup.mesh_key`, axis rules, `Context.on_one_device`
-_Key: TypeAlias = tuple[CallSignature, tuple[AnyMesh, bool], AxisRules, bool]
+_OuterKey: TypeAlias = tuple[CallSignature, tuple[AnyMesh, bool], AxisRules, bool]
 
 
 class ProgramCache:
     """The programs of a `sharded` function.
 
-    The keys are the call signature, mesh, axis rules, and the shapes on which shardings depend. If
-    collectives or memory are limited, they include the shardings of arguments without a spec.
+    The keys contain the call signature, mesh, axis rules, the shapes on which shardings depend, and
+    under limits on collectives or memory, the shardings of arguments without a spec.
 
     Attributes:
         need_full_lookup: whether callers must call `find` for every call, because calls with the
@@ -34,7 +34,7 @@ class ProgramCache:
 
     def __init__(self, setup: Setup):
         self._setup = setup
-        self._programs: dict[_Key, dict[Any, Program]] = {}
+        self._programs: dict[_OuterKey, dict[Any, Program]] = {}
         self._lock = threading.Lock()
         self.need_full_lookup = False
 

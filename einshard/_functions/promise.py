@@ -97,9 +97,8 @@ def check_promise(
     """Raises if a compiled program has collectives that are not allowed.
 
     Args:
-        sharded_by: a function that returns, for each axis name, the mesh axes that shard it. None
-            if there are no specs. It is called only for an error, with the ShapeDtypeStructs of the
-            program's result, or with None if they are unknown.
+        sharded_by: takes the ShapeDtypeStructs of the result, or None if they are unknown. Returns
+            the mesh axes that shard each axis name, for the error. Pass None without specs.
     """
     too_many = exceeding(allowed, read_collectives(program_text(name, compiled)))
     if not too_many:
@@ -251,15 +250,10 @@ class Budget:
 
 @dataclass(slots=True, eq=False)
 class _Jitted:
-    """A jitted function, and the state of its checks.
-
-    Attributes:
-        unchecked: the ids of threads that have traced, but not checked, a program.
-        first_is_checked: whether the first program has been checked.
-    """
+    """A jitted function, and the state of its checks."""
 
     function: Any
-    unchecked: set[int]
+    unchecked_threads: set[int]  # ids of threads that have traced, but not checked, a program
     first_is_checked: bool = False
 
 
@@ -267,15 +261,13 @@ class CheckedJit:
     """A jitted function that checks the limits on collectives and memory of its programs.
 
     The first program is checked before it runs, later ones before their result is returned. JAX
-    does not report whether a call compiled, but each compilation follows a trace. So the function
-    records its traces, and a call that traced gets the compiled program from JAX's cache and checks
-    it. Checks inside the trace would make later calls take jit's slow path (80 to 250 us).
+    does not report whether a call compiled, but each compilation follows a trace: see
+    `Program.shardings_without_spec`. So the function records its traces, and a call that traced
+    gets the compiled program from JAX's cache and checks it. Checks inside the trace would make
+    later calls take jit's slow path (80 to 250 us).
 
-    A thread may run a program that another thread has traced but not checked. So after
-    each run, a call checks its program if any trace is unchecked or the function was replaced.
-
-    Attributes:
-        call: calls the jitted function and checks its programs.
+    A thread may run a program that another thread has traced but not checked. So after each run, a
+    call checks its program if any trace is unchecked or the function was replaced.
     """
 
     def __init__(
@@ -306,10 +298,10 @@ class CheckedJit:
         try:
             result = jitted.function(*values)
         except BaseException:
-            if jitted.unchecked:
+            if jitted.unchecked_threads:
                 self._reset()  # JAX keeps the trace, but its program was not checked
             raise
-        if jitted.unchecked or self._jitted is not jitted:
+        if jitted.unchecked_threads or self._jitted is not jitted:
             self._check(values)
         return result
 
@@ -319,14 +311,14 @@ class CheckedJit:
 
     def _reset(self) -> None:
         """Replaces the jitted function, so that all programs are checked again."""
-        unchecked = set[int]()
+        unchecked_threads = set[int]()
 
         @functools.wraps(self._function)
         def record_trace(*values: Any) -> Any:
-            unchecked.add(threading.get_ident())
+            unchecked_threads.add(threading.get_ident())
             return self._function(*values)
 
-        self._jitted = _Jitted(jax.jit(record_trace, **self._options), unchecked)
+        self._jitted = _Jitted(jax.jit(record_trace, **self._options), unchecked_threads)
 
     def _check_first(self, values: Sequence[Any]) -> None:
         with self._first_check_lock:
@@ -341,5 +333,5 @@ class CheckedJit:
         except BaseException:
             self._reset()
             raise
-        jitted.unchecked.discard(threading.get_ident())
+        jitted.unchecked_threads.discard(threading.get_ident())
         jitted.first_is_checked = True

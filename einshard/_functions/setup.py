@@ -1,4 +1,4 @@
-"""A decorated function and the options of `sharded`."""
+"""The setup of a `sharded` function."""
 
 from __future__ import annotations
 
@@ -18,22 +18,15 @@ from .sharding_trees import abstract_mesh
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Setup:
-    """A decorated function and the options of `sharded`.
-
-    Attributes:
-        mesh: the mesh from `mesh=` or the specs, or None to use the mesh in context at each call.
-        reshard: whether to reshard arguments that are sharded differently.
-        options: `jax.jit` options, except those that name parameters.
-        budget: checks the limits on collectives and memory. None if there are no limits.
-    """
+    """A decorated function, its specs, and the options of `sharded`."""
 
     function: Callable[..., Any]
     name: str
     declaration: Declaration
-    mesh: MeshLike | None
+    mesh: MeshLike | None  # None: the mesh in context at each call
     reshard: bool
-    options: Mapping[str, Any]
-    budget: Budget | None
+    options: Mapping[str, Any]  # `jax.jit` options, except those that select parameters
+    budget: Budget | None  # None: no limits on collectives and memory
 
     def context(self) -> Context:
         """Returns the mesh and axis rules. In a trace, a mesh from `jax.set_mesh` is abstract."""
@@ -49,7 +42,7 @@ class Setup:
         return (abstract_mesh(mesh) if is_ambient else mesh), is_ambient
 
     def is_ambient(self, mesh: AnyMesh) -> bool:
-        """Whether the mesh is from `jax.set_mesh`, which lets jit resolve PartitionSpecs on it."""
+        """Whether the mesh is from `jax.set_mesh`. If so, jit resolves PartitionSpecs on it."""
         if isinstance(mesh, AbstractMesh) and not is_tracing():
             return False  # from jax.sharding.use_abstract_mesh, without devices
         return self.mesh is None and is_mesh_in_context(mesh)

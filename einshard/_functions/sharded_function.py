@@ -36,13 +36,7 @@ class ShardedFunction(Generic[P, R]):
 
     # The state is in slots because `functools.wraps` copies `__dict__` to wrappers. `__dict__` has
     # only the attributes of the decorated function. Slots are also faster to read.
-    __slots__ = (
-        '__dict__',
-        '__weakref__',
-        '_fast_path',
-        '_programs',
-        '_setup',
-    )
+    __slots__ = ('__dict__', '__weakref__', '_fast_path', '_programs', '_setup')
 
     def __init__(self, setup: Setup):
         functools.update_wrapper(self, setup.function)
@@ -156,7 +150,7 @@ class ShardedFunction(Generic[P, R]):
         return self._call(args, kwargs, get_method)
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], get_method: _GetMethod) -> Any:
-        """Finds the program of a call, runs its `get_method`, and sets the fast path."""
+        """Finds the program of a call, and calls the method that `get_method` returns."""
         if entered_scope() and not (matches_cache_keys() or is_tracing()):
             # This thread has copied the contextvars of another thread. The copy includes the scope,
             # but not JAX's cache keys, which are per thread.
@@ -211,14 +205,14 @@ class ShardedFunction(Generic[P, R]):
     ) -> Any:
         """Retries a call in which the jitted function `failed` raised `error`.
 
-        If `failed` was the wrong program, tries the right one. If this raises too, or `failed` was
-        right, places the arguments and tries again. Raises if no argument changes.
+        If `failed` belongs to the wrong program, runs the right one. If that fails or `failed` was
+        right, places the arguments and tries again. Raises the last error if no argument changes.
         """
         if isinstance(error, EinshardError):
             raise error
         program = self._programs.find(call, values)
-        # The fast path may have run the wrong program. Then the error may come from jit, which
-        # checks shardings and meshes before it traces.
+        # If the fast path ran the wrong program, the trace raises WrongShardings, or jit raises its
+        # own error before the trace.
         is_wrong = isinstance(error, WrongShardings) or program.runnable is not failed
         if is_wrong or not program.traced.matches_arguments(values):
             self._fast_path = {}
@@ -237,7 +231,7 @@ class ShardedFunction(Generic[P, R]):
     def _traced_function(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[TracedFunction, Sequence[Any]]:
-        """Checks the arguments of a call, and returns its TracedFunction and their values."""
+        """Checks a call. Returns its TracedFunction and its flattened values."""
         call, _, values = self._setup.declaration.flatten_call(args, kwargs)
         program = self._programs.find(call, values)
         program.traced.check(values)

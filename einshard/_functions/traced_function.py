@@ -1,4 +1,4 @@
-"""The function that JAX traces for a call of a `sharded` function."""
+"""TracedFunction: the function that a `sharded` function passes to `jax.jit`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .value_spec import ValueSpec
 
 
 class WrongShardings(ValueError):
-    """Stops a trace that needs a mesh or shardings that differ from those given to jit.
+    """Stops a trace whose mesh or shardings differ from those given to jit.
 
     Callers handle it like jit's ValueErrors about shardings: they look up the right program.
     """
@@ -178,11 +178,10 @@ class TracedFunction:
         def wrapper(*values: Any) -> Any:
             context = self.setup.context()
             mesh = context.lowering_mesh
-            if abstract_mesh(mesh) != abstract_mesh(self.mesh) or not self.matches_arguments(
-                values
-            ):
+            same_mesh = abstract_mesh(mesh) == abstract_mesh(self.mesh)
+            if not (same_mesh and self.matches_arguments(values)):
                 raise WrongShardings
-            self.check_devices(())  # against an enclosing program or `jax.set_mesh`
+            self.check_devices(())  # `jax.set_mesh` or an enclosing program sets the devices
             warn_if_legacy_mesh(self.setup.name, context.mesh)
             self.check(values)
             is_explicit = AxisType.Explicit in self.mesh.axis_types

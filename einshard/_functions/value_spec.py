@@ -92,7 +92,7 @@ class ValueSpec:
         return placements
 
     def shardings(self, value: Any, context: Context) -> Any:
-        """Returns the shardings for `jax.jit`, in a pytree prefix, or per leaf if `needs_leaves`.
+        """Returns the shardings for `jax.jit`: a pytree prefix, or one per leaf if `needs_leaves`.
 
         The sharding of a value or a leaf without a spec is None.
         """
@@ -132,7 +132,7 @@ class ValueSpec:
         return f"{array_text(leaf)}, parameter '{self.name}{suffix}' of {self.function}"
 
     def _not_an_array(self, path: Sequence[Any], leaf: Any) -> EinshardError | None:
-        """Returns the error if a leaf that has a spec is not an array, or None if it is one."""
+        """Returns the error for a leaf that is not an array, or None for an array."""
         try:
             check_registered_pytree(leaf)
         except EinshardError as error:
