@@ -39,12 +39,11 @@ from .._sharding.resolve import Placement
 from .reshard import reshard
 
 # For `explain`, because a compiled program has source lines but no axis names. Maps 'file:line' to
-# the axis names of the value that the line constrains, or to () if the names vary.
+# the axis names of the constraints on that line, or to () if these differ.
 names_at: dict[str, tuple[str, ...]] = register_cache({})
-# Maps 'file:line' to the axis names without an axis rule, if this leaves the value replicated.
+# Maps 'file:line' to `Placement.names_without_rule`.
 without_rule_at: dict[str, tuple[str, ...]] = register_cache({})
-# Maps 'file:line' of an einshard.einsum to {letter in its jnp.einsum: axis name}, or to {} if the
-# names vary.
+# The same for `einshard.einsum`. Maps 'file:line' to {letter in the `jnp.einsum` call: axis name}.
 names_by_letter_at: dict[str, Mapping[str, str]] = register_cache({})
 # The expressions of the constraints that `plan` has traced so far, or None outside its traces.
 constraints_of_trace: ContextVar[list[Expression] | None] = ContextVar(
@@ -66,11 +65,11 @@ def constrain(x: Any, placement: Placement) -> Any:
             return _constrain_in_jit(x, placement.sharding)
         return _constrain(x, placement.sharding)
     except ValueError as error:
-        # under jax.grad outside jit, the value may be on other devices, which the tracer hides
+        # a tracer of jax.grad outside jit does not show which devices its value is on
         raise _cannot_constrain(placement, error) from error
 
 
-def _record(expression: Expression, without_rule: tuple[str, ...]) -> None:
+def _record(expression: Expression, names_without_rule: tuple[str, ...]) -> None:
     """Records the expression of a constraint for `plan`, and its axis names for `explain`."""
     expressions = constraints_of_trace.get()
     if expressions is not None:
@@ -78,7 +77,7 @@ def _record(expression: Expression, without_rule: tuple[str, ...]) -> None:
     for line in _user_lines():
         if names_at.setdefault(line, expression.names) != expression.names:
             names_at[line] = ()
-        without_rule_at[line] = without_rule
+        without_rule_at[line] = names_without_rule
 
 
 def record_einsum(names: Mapping[str, str]) -> None:
@@ -148,15 +147,16 @@ def _constrain(x: Any, sharding: NamedSharding) -> Any:
 _constrain_in_jit = jax.jit(_constrain, static_argnums=1)
 
 
-def restrict_to_type(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
+def restrict_to_type(sharding: NamedSharding, axis_type: AxisType) -> NamedSharding:
     mesh = sharding.mesh
-    if set(mesh.axis_types) == {kind}:
+    if set(mesh.axis_types) == {axis_type}:
         return sharding
     types = _axis_types(mesh)
     kept = [
-        tuple(axis for axis in entry if types[axis] == kind) for entry in spec_axes(sharding.spec)
+        tuple(axis for axis in entry if types[axis] == axis_type)
+        for entry in spec_axes(sharding.spec)
     ]
-    partial = partial_axes(sharding) if kind == AxisType.Explicit else ()
+    partial = partial_axes(sharding) if axis_type == AxisType.Explicit else ()
     return NamedSharding(mesh, partition_spec(kept, *partial))
 
 
@@ -179,10 +179,9 @@ def type_matches(x: Any, sharding: NamedSharding) -> bool:
 
 
 def sharding_rejected_by_jit(x: Any, in_shardings: Any) -> Sharding | None:
-    """Returns the sharding of `x` if jit with these `in_shardings` rejects `x`, or None.
+    """Returns the sharding of `x` if jit rejects `x`. Otherwise, and inside jit, returns None.
 
     Calls jit to find out, because a tracer of jax.grad or jax.vmap does not expose its sharding.
-    Inside jit, returns None.
     """
     if is_staging():
         return None
@@ -215,7 +214,7 @@ def _identity(x: Any) -> Any:
 
 
 def _check_context(x: Any, placement: Placement) -> None:
-    """Raises if JAX would ignore or misread a constraint in the current context."""
+    """Raises if JAX would ignore, misread or reject a constraint in the current context."""
     sharding = placement.sharding
     error = placement.expression.error
     mesh = sharding.mesh
@@ -263,7 +262,7 @@ def _check_context(x: Any, placement: Placement) -> None:
 def _expression_of(
     entries: Sequence[tuple[Any, ...]], placement: Placement, ndim: int
 ) -> Expression | None:
-    """Returns an expression that shards each array axis over its mesh axes in `entries`.
+    """Finds an expression that shards each array axis over its mesh axes in `entries`.
 
     Names the array axes as `placement` does.
     """

@@ -94,9 +94,9 @@ def from_local(batch: T, spec: Spec, *, mesh: MeshLike | None = None, check: boo
         try:
             check_same_plan(plan.descriptions, device_mesh)
         except EinshardError as error:
-            raise error from plan.error
-    if plan.error is not None:
-        raise plan.error
+            raise error from plan.first_error
+    if plan.first_error is not None:
+        raise plan.first_error
     for i, local in plan.arrays.items():
         leaves[i] = _build(local)
     return jtu.tree_unflatten(treedef, leaves)
@@ -123,20 +123,16 @@ def _device_mesh(mesh: AnyMesh) -> Mesh:
 
 
 class _LocalArray(NamedTuple):
-    """A local array, with the shape and sharding of the global array."""
-
     array: Any
-    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
     sharding: NamedSharding
 
 
 @dataclass(slots=True)
 class _Plan:
-    """The arrays that a process will build, by leaf index."""
-
-    arrays: dict[int, _LocalArray] = field(default_factory=dict[int, _LocalArray])
-    descriptions: list[PlannedArray] = field(default_factory=list[PlannedArray])  # to compare
-    error: Exception | None = None  # the first one
+    arrays: dict[int, _LocalArray] = field(default_factory=dict[int, _LocalArray])  # by leaf index
+    descriptions: list[PlannedArray] = field(default_factory=list[PlannedArray])
+    first_error: Exception | None = None
 
 
 def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) -> _Plan:
@@ -145,7 +141,7 @@ def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) 
     try:
         specs = leaf_specs(batch, leaves, spec, context.mesh)
     except Exception as error:  # callables in specs may raise anything
-        return _Plan(descriptions=[(_error_sentence(error), '')], error=error)
+        return _Plan(descriptions=[(_error_sentence(error), '')], first_error=error)
     own = leaves_with_own_spec(batch, spec)
     for i, (path, leaf, leaf_spec) in enumerate(zip(leaf_paths(batch), leaves, specs, strict=True)):
         if leaf_spec is None:
@@ -168,7 +164,7 @@ def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) 
             sentence = f': {_error_sentence(error)}'
             if isinstance(error, EinshardError):
                 error = error.about(array=leaf_text(path, array))
-            plan.error = plan.error or error
+            plan.first_error = plan.first_error or error
         plan.descriptions.append((leaf_text(path, array) + sentence, str(leaf_spec)))
     return plan
 
@@ -214,12 +210,12 @@ def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
         n_local = len(local_shards)
         is_even = all(len(shard_set) == n_local for shard_set in shard_sets)
         if not is_even or len(shard_sets) * n_local != placement.layout.n_shards[axis]:
-            raise _unevenly_sharded(placement, axis, array, by_process)
+            raise _uneven_error(placement, axis, array, by_process)
         if sizes[axis] % n_local:
-            raise _indivisible(placement, axis, array, n_local, spec)
+            raise _indivisible_error(placement, axis, array, n_local, spec)
         sizes[axis] *= len(shard_sets)
-    shape = tuple(sizes)
-    return _LocalArray(array, shape, resolve(spec, shape, context).sharding)
+    global_shape = tuple(sizes)
+    return _LocalArray(array, global_shape, resolve(spec, global_shape, context).sharding)
 
 
 @cached
@@ -239,7 +235,7 @@ def _shards_by_process(
     return shards
 
 
-def _indivisible(
+def _indivisible_error(
     placement: Placement, axis: int, array: Any, n_local: int, spec: AnySpec
 ) -> EinshardError:
     size, n_shards = array.shape[axis], placement.layout.n_shards[axis]
@@ -258,7 +254,7 @@ def _indivisible(
     )
 
 
-def _unevenly_sharded(
+def _uneven_error(
     placement: Placement, axis: int, array: Any, shards: Mapping[int, frozenset[int]]
 ) -> EinshardError:
     name, terms = terms_of_axis(placement.expression, axis, array.ndim)
@@ -273,8 +269,8 @@ def _unevenly_sharded(
 
 def _build(local: _LocalArray) -> Any:
     if isinstance(local.array, jax.ShapeDtypeStruct):
-        return local.array.update(shape=local.shape, sharding=local.sharding)
-    return jax.make_array_from_process_local_data(local.sharding, local.array, local.shape)
+        return local.array.update(shape=local.global_shape, sharding=local.sharding)
+    return jax.make_array_from_process_local_data(local.sharding, local.array, local.global_shape)
 
 
 def _error_sentence(error: Exception) -> str:

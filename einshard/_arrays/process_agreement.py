@@ -61,7 +61,7 @@ def _digest(x: Any) -> str:
 
 
 def _all_gather_bytes(data: bytes, mesh: Mesh) -> dict[int, bytes]:
-    """Returns {process: its data}; the data of all processes must have the same length."""
+    """Returns {process: data}. All processes must pass data of the same length."""
     row_mesh = _mesh_of_rows(mesh)
     row = np.frombuffer(data, np.uint8)[None]
     by_row = NamedSharding(row_mesh, PartitionSpec('row'))
@@ -78,7 +78,7 @@ def _all_gather_bytes(data: bytes, mesh: Mesh) -> dict[int, bytes]:
 
 @cached
 def _mesh_of_rows(mesh: Mesh) -> Mesh:
-    """Returns a mesh in which each row has devices of one process; rows are as long as possible."""
+    """Returns the mesh with the longest rows such that no row has devices of two processes."""
     devices = sorted(mesh.devices.flat, key=lambda device: device.process_index)
     counts = Counter(device.process_index for device in devices)
     grid = np.array(devices).reshape(-1, math.gcd(*counts.values()))

@@ -25,12 +25,12 @@ def reshard(x: Any, sharding: NamedSharding) -> Any:
     XLA aborts the process if the call also adds up a partial sum over other mesh axes.
     """
     aval: Any = jax.typeof(x)
-    old, spec = aval.sharding.spec.unreduced, sharding.spec
+    old_unreduced, spec = aval.sharding.spec.unreduced, sharding.spec
     _check_dtype(aval, sharding)
-    if spec.unreduced <= old:
+    if spec.unreduced <= old_unreduced:
         return jax.sharding.reshard(x, sharding)
     by_hand = _KEEPS_REPLICAS or jax.numpy.issubdtype(aval.dtype, jax.numpy.complexfloating)
-    kept = frozenset[Any]() if by_hand else spec.unreduced & old
+    kept = frozenset[Any]() if by_hand else spec.unreduced & old_unreduced
     replicated = NamedSharding(sharding.mesh, partition_spec(spec_axes(spec), kept, spec.reduced))
     x = jax.sharding.reshard(x, replicated)
     return (_as_partial_sum if by_hand else jax.sharding.reshard)(x, sharding)
