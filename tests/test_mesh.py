@@ -185,7 +185,7 @@ def test_too_many_devices_for_jax(shape):
 # --- counts that do not match -------------------------------------------------------------------
 
 
-def test_refactored_mesh_under_auto():
+def test_reshaped_mesh_under_auto():
     devices = jax.devices()[:12]
     mesh = device_mesh(devices)
     assert mesh.axis_sizes == (3, 2, 2)
@@ -203,7 +203,7 @@ def test_refactored_mesh_under_auto():
     assert make_sharding('a b -> a3 b4', mesh=other.mesh).mesh == fits.mesh
 
 
-def test_refactored_meshes_of_other_devices():
+def test_reshaped_meshes_of_other_devices():
     row = [StandIn(i, process_index=i // 8) for i in range(24)]
     mesh = make_sharding('a b -> a8 b3', mesh=row).mesh
     assert mesh.axis_sizes == (2, 2, 2, 3)
@@ -322,7 +322,7 @@ def test_invalid_axis_names(names):
 
 
 def test_user_mesh_named_like_ours_in_another_order():
-    # not in hardware order, so it must not be refactored
+    # not in hardware order, so it must not be reshaped
     mesh = user_mesh((3, 2, 2), ('d0', 'd1', 'd2'), devices=jax.devices()[:12][::-1])
     assert make_sharding('a b -> a3 b4', mesh=mesh).mesh is mesh
     assert 'do not match the axes' in refusal(make_sharding, 'a b -> a4 b3', mesh=mesh).sentence
@@ -357,10 +357,10 @@ def test_abstract_mesh_in_context():
 
 EXPRESSIONS_ON_12 = [
     'a b -> a3 b4',
-    'a b -> a4 b3',  # refactored
+    'a b -> a4 b3',  # reshaped
     'a b -> 2 b3 a2',
     'a b -> b12 a',
-    'a b -> a2 b3 a2',  # refactored
+    'a b -> a2 b3 a2',  # reshaped
     'a b -> 12 a b',
 ]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from .._arrays.device_put import topology_error
 from .._errors import EinshardError, hide_inner_frames
-from .._sharding.context import copy_into_thread, innermost_scope, is_tracing, matches_cache_keys
+from .._sharding.context import add_to_cache_keys, innermost_scope, is_tracing, matches_cache_keys
 from .._sharding.mesh import mesh_fact
 from .bound_method import BoundMethod
 from .parameters import CallSignature
@@ -154,7 +154,7 @@ class ShardedFunction(Generic[P, R]):
         if entered_scope() and not (matches_cache_keys() or is_tracing()):
             # This thread has copied the contextvars of another thread. The copy includes the scope,
             # but not JAX's cache keys, which are per thread.
-            with copy_into_thread():
+            with add_to_cache_keys():
                 return self._call(args, kwargs, get_method)
         call, order, values = self._setup.declaration.flatten_call(args, kwargs)
         program = self._programs.find(call, values)

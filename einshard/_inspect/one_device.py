@@ -24,7 +24,7 @@ from .._hlo.hardware import find_chip
 from .._hlo.memory import read_memory
 from .._progress import progress
 from .._sharding.context import ambient_mesh, one_device_scope
-from .._sharding.mesh import Device, device_mesh, is_partial, of_size_one, partition_spec, spec_axes
+from .._sharding.mesh import Device, device_mesh, is_partial, partition_spec, shrink_mesh, spec_axes
 from .._text import format_bytes
 from .arrays import argument_path
 from .lowered import positional_parameters
@@ -153,7 +153,7 @@ def sharding_on(sharding: Any, device: Device) -> NamedSharding:
     if not isinstance(sharding, NamedSharding):
         return NamedSharding(single_mesh, PartitionSpec())
     spec = partition_spec(spec_axes(sharding.spec))
-    return NamedSharding(of_size_one(sharding.mesh, single_mesh), spec)
+    return NamedSharding(shrink_mesh(sharding.mesh, single_mesh), spec)
 
 
 @contextmanager
@@ -162,7 +162,7 @@ def _use_mesh(mesh: Any) -> Generator[None, None, None]:
     ambient = ambient_mesh()
     with ExitStack() as stack:
         if ambient is not None:
-            mesh = of_size_one(ambient, mesh)
+            mesh = shrink_mesh(ambient, mesh)
             stack.enter_context(jax.set_mesh(mesh))
         stack.enter_context(one_device_scope(mesh))
         yield

@@ -60,7 +60,7 @@ def _with_placements(
     has_counts = any(term.is_counted for term in terms)
     has_mesh_axes = any(term.mesh_axes for term in terms)
     if not any(term.star for term in terms) and (has_counts or not has_mesh_axes):
-        # replicates over unused devices; placements that are all mesh axes do so without a star
+        # unless all placements are mesh axes, replicating over unused devices needs a star
         terms.insert(0, Term(star=True))
     placed = write_short(terms)
     try:

@@ -109,7 +109,7 @@ class axis_rules:
         self.rules: list[AxisRule] = []
         placement_of: dict[str, str] = {}
         for name, value in [*_pairs(placements), *more.items()]:
-            rule = AxisRule(*_read_rule(name, _as_text(name, value)), *options)
+            rule = AxisRule(*_read_rule(name, _placement_text(name, value)), *options)
             if rule.name in placement_of and taken == 'error':
                 raise EinshardError(
                     f"axis_rules has two rules for axis '{rule.name}'",
@@ -165,7 +165,6 @@ def check_option(
 
 
 def _rule_for_axis_named(option: str) -> dict[str, str]:
-    """Returns a fact for errors: the rule for an axis that is named like an option."""
     return {f'for an axis named {option}': f"axis_rules({{'{option}': '@tp'}})"}
 
 
@@ -185,7 +184,7 @@ def _pairs(placements: Any) -> list[tuple[Any, Any]]:
     )
 
 
-def _as_text(name: object, placement: AxisPlacement) -> str:
+def _placement_text(name: object, placement: AxisPlacement) -> str:
     """Converts P('data'), or a NamedSharding with this spec, to '@data'.
 
     Returns any other value unchanged.

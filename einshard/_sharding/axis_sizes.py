@@ -32,7 +32,7 @@ def solve_sizes(sizes: Mapping[str, int], n_devices: int, call: str) -> dict[str
     given_sizes = {name: size for name, size in sizes.items() if size != -1}
     product = math.prod(given_sizes.values())
     if n_devices % product or (not unknown and product != n_devices):
-        raise _wrong_sizes(sizes, given_sizes, n_devices, call)
+        raise _size_error(sizes, given_sizes, n_devices, call)
     return {name: n_devices // product if size == -1 else size for name, size in sizes.items()}
 
 
@@ -47,7 +47,7 @@ def _check_axis(name: str, size: object) -> None:
         raise EinshardError(f"{name!r} is reserved for einshard's own meshes; use another name")
 
 
-def _wrong_sizes(
+def _size_error(
     sizes: Mapping[str, int], given_sizes: Mapping[str, int], n_devices: int, call: str
 ) -> EinshardError:
     product = math.prod(given_sizes.values())

@@ -2,9 +2,9 @@
 
 JAX caches the trace of a function passed to `scan`, `cond`, `checkpoint` or a nested `jit` by the
 identity of the function. A cached trace is wrong for another mesh or other rules, so einshard adds
-both to JAX's cache key, with `jax.make_user_context`. JAX keeps this value per thread, but
-`innermost_scope`, a ContextVar, is per asyncio task. They differ if a task holds axis rules across
-an `await`, and in a thread that runs in a copied `contextvars` context.
+both to JAX's cache key, with `jax.make_user_context`. JAX's cache key is per thread, but
+`innermost_scope`, a ContextVar, is per asyncio task. The two differ if a task holds axis rules
+across an `await`, and in a thread that runs in a copied `contextvars` context.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .mesh import (
     MeshLike,
     check_mesh,
     device_mesh,
-    is_refactored,
+    is_reshaped,
     mesh_fact,
-    of_size_one,
+    shrink_mesh,
 )
 
 
@@ -97,10 +97,9 @@ _NO_CONTEXT = Context()
 def current_context(mesh: MeshLike | None = None) -> Context:
     """Returns the context: `mesh` or the default mesh, and the axis rules in effect.
 
-    The default mesh comes from an enclosing `shard_map` or `per_device`; without these, from an
-    enclosing `sharded` function; without that, from `jax.set_mesh`. Call this once per pytree, not
-    per leaf: finding the mesh in context takes 1 us, and hashing a sequence of devices takes
-    longer.
+    The default mesh is the first of these that exists: the mesh of an enclosing `shard_map` or
+    `per_device`, of an enclosing `sharded` function, or of `jax.set_mesh`. Call this once per
+    pytree, not per leaf: finding the mesh takes 1 us, hashing a sequence of devices takes longer.
     """
     enclosing = _enclosing_context()
     ambient = get_abstract_mesh()
@@ -116,7 +115,7 @@ def current_context(mesh: MeshLike | None = None) -> Context:
     check_mesh(mesh)
     given_mesh = mesh if isinstance(mesh, Mesh | AbstractMesh) else device_mesh(mesh)
     if enclosing.on_one_device:
-        given_mesh = of_size_one(given_mesh, enclosing.lowering_mesh)
+        given_mesh = shrink_mesh(given_mesh, enclosing.lowering_mesh)
     if AxisType.Manual in ambient.axis_types and given_mesh != ambient:
         raise EinshardError(
             'inside shard_map, mesh= must match the mesh in context',
@@ -135,12 +134,12 @@ def context_on(mesh: AnyMesh, context: Context) -> Context:
     """Replaces the mesh of a context with that of a NamedSharding. Raises if the two conflict."""
     expected_mesh = context.mesh
     if context.on_one_device:
-        mesh = of_size_one(mesh, context.lowering_mesh)
+        mesh = shrink_mesh(mesh, context.lowering_mesh)
     elif expected_mesh is not None:
         if mesh in (expected_mesh, getattr(expected_mesh, 'abstract_mesh', None)):
             return context
         may_differ = context.mesh_is_ambient and AxisType.Manual not in expected_mesh.axis_types
-        if not (may_differ or is_refactored(mesh, expected_mesh)):
+        if not (may_differ or is_reshaped(mesh, expected_mesh)):
             actual, expected = mesh_fact(mesh), mesh_fact(expected_mesh)
             where = 'different devices' if actual == expected else 'a different mesh'
             source = 'mesh in context' if context.mesh_is_ambient else 'mesh='
@@ -153,7 +152,7 @@ def context_on(mesh: AnyMesh, context: Context) -> Context:
 
 
 def ambient_mesh() -> AnyMesh | None:
-    """Returns the mesh of `jax.set_mesh` (while tracing, its abstract mesh), or None."""
+    """Returns the mesh of `jax.set_mesh`, or None. While tracing, returns its abstract mesh."""
     abstract = get_abstract_mesh()
     if abstract.empty:
         return None
@@ -170,7 +169,7 @@ def is_mesh_in_context(mesh: AnyMesh) -> bool:
     """Whether `mesh`, the `lowering_mesh` of a context, is the mesh of `jax.set_mesh`.
 
     While tracing, JAX exposes only the abstract mesh of `jax.set_mesh`. So a mesh with devices is
-    taken to be the mesh of `jax.set_mesh` unless an enclosing scope has its own.
+    taken to be the mesh of `jax.set_mesh` unless an enclosing scope has a mesh.
     """
     ambient = get_abstract_mesh()
     if isinstance(mesh, AbstractMesh):
@@ -227,7 +226,7 @@ class Scope:
         return self._outer and self._outer.program_mesh()
 
     def leave(self) -> bool:
-        """Exits the scope; returns whether it was the innermost one of this task and thread."""
+        """Exits the scope. Returns whether it was the innermost one of this task and thread."""
         is_current = innermost_scope.get() is self
         if is_current:
             innermost_scope.set(self._outer)
@@ -257,7 +256,7 @@ _thread = _Thread()
 
 
 def mesh_scope(mesh: AnyMesh | None, is_program: bool = False) -> AbstractContextManager[Any]:
-    """Makes `mesh` the default mesh in a `with` block; None leaves the default mesh as it is.
+    """Makes `mesh`, unless it is None, the default mesh in a `with` block.
 
     With `is_program`, the block traces a program that runs on the devices of `mesh`.
     """
@@ -282,11 +281,11 @@ def _enclosing_context() -> Context:
     scope = innermost_scope.get()
     # most threads have no scopes, and the first check saves 0.1 us there
     if (scope is not None or _thread.open_scopes) and not matches_cache_keys() and is_tracing():
-        raise _mismatch()
+        raise _mismatch_error()
     return _NO_CONTEXT if scope is None else scope.context
 
 
-def copy_into_thread() -> AbstractContextManager[Any]:
+def add_to_cache_keys() -> AbstractContextManager[Any]:
     """Adds the context to JAX's cache keys in a `with` block.
 
     For a thread with a copied `contextvars` context, which does not include JAX's cache keys.
@@ -306,13 +305,12 @@ def enter_rules(owner: object, rules: Sequence[AxisRule]) -> None:
     Raises if another asyncio task of this thread is suspended in a block with other rules.
     """
     if _thread.open_scopes and not matches_cache_keys():
-        raise _mismatch()
+        raise _mismatch_error()
     scope = innermost_scope.get()
     outer = _NO_CONTEXT if scope is None else scope.context
     names = {rule.name for rule in rules}
     merged = [*rules, *(rule for rule in outer.axis_rules if rule.name not in names)]
-    # sorted, so that equal rules have equal cache keys, except for rules with taken='next', whose
-    # order matters
+    # sorted, so that equal rules have equal cache keys; the order of taken='next' rules matters
     merged.sort(key=lambda rule: (True,) if rule.skips_taken else (False, rule))
     context = make_context(outer.mesh, False, tuple(merged), outer.on_one_device)
     Scope(context, owner).__enter__()
@@ -366,7 +364,7 @@ LIBRARY_FOLDERS = tuple(
 )
 
 
-def _mismatch() -> EinshardError:
+def _mismatch_error() -> EinshardError:
     scope, jax_rules = innermost_scope.get(), _rules_text(_in_cache_keys.value)
     task_rules = _rules_text(None if scope is None else scope.key)
     if _thread.open_scopes:

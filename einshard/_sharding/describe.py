@@ -50,21 +50,21 @@ def describe(x: Any) -> Any:
     Axes are named a, b, c, ... in array order. `make_sharding(describe(s))` equals `s` for every
     `s` from `make_sharding`; if `s` is on your own mesh, pass the same `mesh=`. Axes sharded over
     your own mesh are described by mesh axis names, others by counts: `'a b -> a16 b'`. A memory
-    kind other than 'device' comes last, as in `'a b -> a16 b (in pinned_host)'`. This is also a
-    valid spec, with `memory_kind='pinned_host'`.
+    kind other than 'device' comes last, as in `'a b -> a16 b (in pinned_host)'`. In a spec, this
+    suffix means `memory_kind='pinned_host'`.
 
     If all arrays of a pytree have expressions, the result is a spec: `einshard(other,
     describe(tree))` shards another pytree of the same structure in the same way.
 
     Args:
         x: an array, a sharding, a `ShapeDtypeStruct` or a tracer, or a pytree of those. A sharding
-            has no rank, so the axes after the last sharded one are '...'.
+            has no rank, so '...' stands for the axes after those in its spec.
 
     Returns:
         An expression, or a description such as 'on one device: cpu:0', which is not a valid spec.
-        Host arrays, arrays with a `SingleDeviceSharding` and tracers sharded by the compiler have
-        only a description. For a pytree, returns a pytree of these, with None for leaves that are
-        not arrays.
+        For example, host arrays, arrays with a `SingleDeviceSharding` and tracers sharded by the
+        compiler have only a description. For a pytree, returns a pytree of these, with None for
+        other leaves.
 
     Raises:
         EinshardError: `x` is a leaf that is neither an array nor a sharding.
@@ -169,7 +169,7 @@ def find_expression(
         return None
     axes, rest = _axis_names(sharding, ndim, names)
     can_use_names = (any(entries) or is_partial(sharding)) and _can_name_mesh_axes(sharding)
-    # on a user's mesh, use counts only if no axis is sharded, or if a name is not valid
+    # on a user's mesh, use counts only if no axis is sharded, or if a mesh axis name is not valid
     if _fits_counts(sharding) and (is_device_mesh(mesh) or not can_use_names):
         right = (*_terms_by_count(sharding, axes), *map(Term, rest))
     elif can_use_names:
@@ -234,7 +234,6 @@ def _fits_counts(sharding: NamedSharding) -> bool:
 
 
 def _device_grid(sharding: NamedSharding) -> list[Split]:
-    """Returns a Split for each mesh axis, in mesh order, with neighbors merged."""
     array_axis = {axis: i for i, entry in enumerate(_entries(sharding)) for axis in entry or ()}
     mesh = sharding.mesh
     sizes = zip(mesh.axis_names, mesh.axis_sizes, strict=True)

@@ -37,7 +37,7 @@ class LeafSpec:
     on_missing: Fallback = 'error'  # 'replicate': ignore mesh axes that the mesh lacks
     on_indivisible: Fallback = 'error'  # 'replicate': replicate axes that are not divisible
     rule: str | None = None  # the rule that gave this spec, for errors
-    mesh: AnyMesh | None = None  # only of a NamedSharding
+    mesh: AnyMesh | None = None  # the mesh of a spec that was a NamedSharding
     partition: PartitionSpec | None = None  # None if the spec was an expression
 
     @property
@@ -58,7 +58,7 @@ _MEMORY_KIND = re.compile(r'(.*\S)\s+\(in (\w+)\)\s*', re.DOTALL)
 
 
 def with_memory_kind(expression: str, memory_kind: str | None) -> str:
-    """Appends a memory kind, as in 'a -> a8 (in pinned_host)'; leaves out None and 'device'."""
+    """Appends a memory kind other than 'device', as in 'a -> a8 (in pinned_host)'."""
     return expression if memory_kind in (None, 'device') else f'{expression} (in {memory_kind})'
 
 
@@ -69,7 +69,7 @@ def split_memory_kind(text: str) -> tuple[str, str | None]:
 
 
 def as_leaf_spec(spec: AnySpec | NamedSharding | PartitionSpec) -> LeafSpec:
-    """Parses or converts a spec; equal specs give the same object."""
+    """Parses or converts a spec. Equal specs give the same object."""
     if isinstance(spec, LeafSpec):
         return spec
     if isinstance(spec, str):
@@ -105,8 +105,8 @@ def _from_partition(spec: PartitionSpec) -> LeafSpec:
 
 
 @cached
-def of_rank(spec: LeafSpec, ndim: int) -> LeafSpec:
-    """Returns a spec for arrays of rank `ndim`. Changes only specs that were PartitionSpecs."""
+def with_ndim(spec: LeafSpec, ndim: int) -> LeafSpec:
+    """Writes out all axes of a spec that was a PartitionSpec. Returns other specs unchanged."""
     partition = spec.partition
     if partition is None:
         return spec
@@ -157,7 +157,7 @@ def with_fallbacks(
     on_indivisible: Fallback = 'error',
     rule: str | None = None,
 ) -> LeafSpec:
-    """Returns the spec with these options. Where an option is 'error', keeps that of the spec.
+    """Returns the spec with these options. 'error' keeps the option that the spec has.
 
     Sets `rule` unless the spec has one, so that errors show the rule of the innermost `Rules`.
     """
@@ -171,7 +171,7 @@ def with_fallbacks(
 
 
 def convert_jax_spec(spec: Any) -> Any:
-    """Converts a PartitionSpec or NamedSharding to a LeafSpec; returns other specs unchanged."""
+    """Converts a PartitionSpec or NamedSharding to a LeafSpec. Returns other specs unchanged."""
     return as_leaf_spec(spec) if isinstance(spec, JAX_SPECS) else spec
 
 

@@ -19,15 +19,15 @@ from .context import user_stacklevel
 _NOTE = "einshard does not use the mesh of 'with mesh:'; use 'with jax.set_mesh(mesh):'"
 
 
-def warn_if_legacy_mesh(function: str, mesh: object) -> None:
-    """Warns in the trace of `function` if `mesh` is None, but `with mesh:` is in effect."""
-    if mesh is None and _has_any_mesh():
+def warn_if_legacy_mesh(function: str, context_mesh: object) -> None:
+    """Warns in the trace of `function` if the only mesh is that of `with mesh:`."""
+    if context_mesh is None and _has_any_mesh():
         warnings.warn(f'{function}: {_NOTE}', stacklevel=user_stacklevel())
 
 
-def with_legacy_mesh_note(error: EinshardError, mesh: object) -> EinshardError:
+def with_legacy_mesh_note(error: EinshardError, context_mesh: object) -> EinshardError:
     """Adds a note to an error about mesh axes if the only mesh is that of `with mesh:`."""
-    if mesh is not None or '@' not in (error.expression or ''):
+    if context_mesh is not None or '@' not in (error.expression or ''):
         return error
     results: list[bool] = []
     jax.eval_shape(lambda: results.append(_has_any_mesh()))

@@ -8,7 +8,7 @@ from .._cache import cached
 from .._notation.fit import fit, fitting_sizes, signed_axes, spec_entries
 from .._notation.layout import Layout
 from .._notation.words import SIGNS
-from .mesh import AnyMesh, is_device_mesh, partition_spec, refactored_mesh, sizes_of
+from .mesh import AnyMesh, is_device_mesh, partition_spec, reshape_canonical_mesh, sizes_of
 
 
 @cached
@@ -17,9 +17,9 @@ def lower(
 ) -> NamedSharding | None:
     """Lowers a layout to a sharding on `mesh`.
 
-    Returns None if the counts do not match the mesh axes. Exception: a canonical mesh with Auto
-    axes (see `device_mesh`) is replaced by a mesh of the same devices with other axis sizes, unless
-    it is in JAX's context, because JAX rejects arrays on any other mesh.
+    If the counts do not match the mesh axes, reshapes a canonical mesh (see `device_mesh`) with
+    Auto axes, and returns None for other meshes. Never reshapes a mesh in JAX's context, because
+    JAX rejects arrays on any other mesh.
 
     Because of the cache, arrays of many shapes share one sharding object, which makes `device_put`
     faster.
@@ -30,9 +30,9 @@ def lower(
         is_auto = set(mesh.axis_types) == {AxisType.Auto}
         if mesh_is_ambient or has_mesh_axes or not (is_auto and is_device_mesh(mesh)):
             return None
-        mesh = refactored_mesh(mesh, fitting_sizes(layout))
+        mesh = reshape_canonical_mesh(mesh, fitting_sizes(layout))
         fitted = fit(layout, sizes_of(mesh))
-        assert fitted is not None, 'the refactored mesh does not fit its layout'
+        assert fitted is not None, 'the reshaped mesh does not fit its layout'
     names = {str(name): name for name in mesh.axis_names}
     entries = [tuple(names[axis] for axis in axes) for axes in spec_entries(layout, fitted)]
     unreduced, reduced = (

@@ -1,10 +1,10 @@
 """The canonical mesh, and helpers for meshes.
 
-All expressions over the same devices are lowered onto the same mesh: the devices in hardware order,
-with one mesh axis for each prime factor of the device count. So equal placements are equal
-shardings, and one program can use arrays sharded by different expressions. Explicit sharding, which
-requires a single mesh, works too. One mesh per expression would fail on TPU, where `jax.make_mesh`
-orders the devices by the mesh shape.
+By default, expressions are lowered onto the canonical mesh: the devices in hardware order, with one
+mesh axis for each prime factor of the device count. So equal placements are equal shardings, and
+one program can use arrays sharded by different expressions. One mesh per expression would fail with
+Explicit axes, which require a single mesh, and on TPU, where `jax.make_mesh` orders the devices by
+the mesh shape.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def device_mesh(
 
 
 def types_text(axis_types: AxisType | None) -> str:
-    """Formats the argument `axis_types=` with a comma after it, or returns '' if it is None."""
+    """Returns the argument for suggested calls, as in 'axis_types=AxisType.Auto, ', or ''."""
     return '' if axis_types is None else f'axis_types=AxisType.{axis_types.name}, '
 
 
@@ -153,8 +153,7 @@ def _mesh_of_devices(devices: tuple[Device, ...], axis_type: AxisType) -> Mesh:
 
 
 @cached
-def refactored_mesh(mesh: AnyMesh, sizes: tuple[int, ...]) -> AnyMesh:
-    """Reshapes the canonical mesh to other axis sizes. The devices keep their order."""
+def reshape_canonical_mesh(mesh: AnyMesh, sizes: tuple[int, ...]) -> AnyMesh:
     axis_type = mesh.axis_types[0]
     if isinstance(mesh, AbstractMesh):
         return _abstract_device_mesh(mesh.size, axis_type, sizes)
@@ -204,7 +203,7 @@ def axis_sizes_of(positions: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     sizes: list[int] = []
     n_groups = 1
     for depth in range(1, len(positions[0]) + 1):
-        group_sizes = Counter(place[:depth] for place in positions)
+        group_sizes = Counter(p[:depth] for p in positions)
         is_even = len(set(group_sizes.values())) == 1
         if is_even and len(group_sizes) % n_groups == 0:
             sizes += prime_factors(len(group_sizes) // n_groups)
@@ -317,20 +316,20 @@ def is_device_mesh(mesh: AnyMesh) -> bool:
     return list(mesh.devices.flat) == list(device_mesh(mesh).devices.flat)
 
 
-def is_refactored(mesh: AnyMesh, other: AnyMesh) -> bool:
+def is_reshaped(mesh: AnyMesh, other: AnyMesh) -> bool:
     """Whether both are the canonical mesh of the same devices, except for axis sizes."""
     if mesh.size != other.size or not (is_device_mesh(mesh) and is_device_mesh(other)):
         return False
-    return refactored_mesh(other, mesh.axis_sizes) == mesh
+    return reshape_canonical_mesh(other, mesh.axis_sizes) == mesh
 
 
 @cached
-def of_size_one(mesh: AnyMesh, other: AnyMesh) -> AnyMesh:
-    """Returns a mesh with the axes of `mesh`, all of size 1, on the one device of `other`."""
+def shrink_mesh(mesh: AnyMesh, single_mesh: AnyMesh) -> AnyMesh:
+    """Returns a mesh with the axes of `mesh`, all of size 1, on the device of `single_mesh`."""
     shape, types = (1,) * len(mesh.axis_names), mesh.axis_types
-    if isinstance(other, AbstractMesh) or isinstance(mesh, AbstractMesh):
+    if isinstance(single_mesh, AbstractMesh) or isinstance(mesh, AbstractMesh):
         return AbstractMesh(shape, mesh.axis_names, axis_types=types)
-    return Mesh(other.devices.reshape(shape), mesh.axis_names, axis_types=types)
+    return Mesh(single_mesh.devices.reshape(shape), mesh.axis_names, axis_types=types)
 
 
 def memory_kind_of(sharding: Sharding) -> str | None:

@@ -16,11 +16,11 @@ from .mesh import AnyMesh, mesh_fact
 
 
 def device_mismatch_error(mesh: AnyMesh, values: Iterable[Any]) -> EinshardError | None:
-    """Returns an error if `mesh` and the program being traced have different devices, or None.
+    """Returns an error if the devices of `mesh` differ from those of the program being traced.
 
-    JAX raises its own error only after the trace. Inside a `sharded` function, this compares the
-    devices of `mesh` with those of the function. Otherwise the program has only abstract meshes, in
-    context and in the types of `values`, so this compares the number of devices.
+    JAX raises its own error only after the trace. Outside `sharded` functions, compares only the
+    number of devices, because JAX exposes only abstract meshes: in context and in the types of
+    `values`.
     """
     scope = innermost_scope.get()
     program_mesh = scope and scope.program_mesh()

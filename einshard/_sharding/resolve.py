@@ -26,10 +26,10 @@ from .leaf_spec import (
     AnySpec,
     LeafSpec,
     as_leaf_spec,
-    of_rank,
     reject_unconstrained,
     with_expression,
     with_fallbacks,
+    with_ndim,
 )
 from .legacy_mesh import with_legacy_mesh_note
 from .lower import lower
@@ -60,11 +60,11 @@ class Placement:
     layout: Layout
     sharding: NamedSharding
     missing_axes: tuple[str, ...] = ()  # mesh axes that were ignored because the mesh lacks them
-    # whether the expression is a short form without placements, on a user's mesh without axis rules
+    # on a user's mesh, and without an arrow, placements, axis rules or `warning`
     replicated_by_default: bool = False
     is_unconstrained: bool = False  # some axes are P.UNCONSTRAINED; for traced values only
     warning: str | None = None  # about a likely typo in the expression
-    names_without_rule: tuple[str, ...] = ()  # () if an axis is sharded or there are no axis rules
+    names_without_rule: tuple[str, ...] = ()  # set if axis rules leave all axes unsharded
 
 
 def make_sharding(
@@ -164,7 +164,7 @@ def find_placement(
     check_types(spec, shape, memory_kind)
     spec = as_leaf_spec(spec)
     if spec.partition is not None and shape is not None:
-        spec = of_rank(spec, len(shape) if isinstance(shape, tuple) else shape)
+        spec = with_ndim(spec, len(shape) if isinstance(shape, tuple) else shape)
     if memory_kind is not None and spec.memory_kind not in (None, memory_kind):
         raise EinshardError(
             f'the spec has memory kind {spec.memory_kind!r}, but memory_kind= is {memory_kind!r}',
@@ -276,7 +276,7 @@ def _typo_warning(
     memory_kind: str | None,
     replicated_by_default: bool,
 ) -> str | None:
-    """Returns a warning with a tested fix if a valid spec is likely a typo, or None."""
+    """Returns a warning with a tested fix if a spec is likely a typo, although it is valid."""
 
     def attempt(text: str) -> Placement:
         return find_placement(with_expression(spec, text), shape, context, memory_kind)
@@ -343,9 +343,9 @@ def _with_working_fix(
     memory_kind: str | None,
     option: str | None,
 ) -> EinshardError:
-    """Returns the error with its own fix if that works.
+    """Tests the fix of an error, and replaces or removes it if it fails.
 
-    Otherwise suggests an option that ignores missing mesh axes, if that works, or no fix.
+    For an error without a fix, suggests an option that ignores missing mesh axes, if that works.
     """
 
     def attempt(candidate: AnySpec, context: Context = context) -> Placement:

@@ -1,4 +1,4 @@
-"""Makes the mesh of a TPU slice from its name, with libtpu; works without a TPU."""
+"""Builds the mesh of a TPU slice from its name. Needs libtpu, but no TPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .tpu_names import known_names, topology_name
 def topology(
     name: str, *, n_slices: int = 1, axis_types: AxisType | None = None, **axes: int
 ) -> Mesh:
-    """Returns the mesh of a TPU slice you don't have, to compile for ahead of time.
+    """Returns the mesh of a TPU slice you don't have, for compiling ahead of time.
 
         >>> from einshard import topology
         >>> mesh = topology('v5e:4x4', data=4, tensor=4)
@@ -39,7 +39,7 @@ def topology(
         axes: the mesh axes and their sizes, as in `device_mesh`. Default: the canonical mesh.
 
     Returns:
-        The mesh of the slice; equal calls return the same object.
+        The mesh. Equal calls return the same object.
 
     Raises:
         EinshardError: libtpu is not installed or does not know the slice, or the sizes do not use

@@ -1,4 +1,4 @@
-"""Names of TPU slices: generation and shape, or Cloud accelerator types. Does not import JAX."""
+"""Checks and converts the names of TPU slices. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAME = re.compile(
     r'(?P<generation>[\w ]+?)[:=](?P<sizes>\d+(?:x\d+)*)(?P<twist>_(?:un)?twisted)?', re.ASCII
 )
 
-# Cloud accelerator types, such as 'v5p-128'; the number counts TensorCores or chips.
+# Cloud accelerator types, such as 'v5p-128'. The number counts TensorCores or chips.
 _CLOUD_NAME = re.compile(r'(?P<generation>v2|v3|v4|v5p|v5litepod|v5e|v6e)-(?P<count>[0-9]{1,6})')
 _CORES_PER_CHIP = {'v2': 2, 'v3': 2, 'v4': 2, 'v5p': 2, 'v5litepod': 1, 'v5e': 1, 'v6e': 1}
 _CLOUD_CHIPS = {
@@ -39,7 +39,7 @@ _GPU = re.compile(r'(?i)\b(a100|h100|h200|gh200|b100|b200|gb200|v100|l4|mi\d+|gp
 
 
 def topology_name(name: str) -> str:
-    """Converts a name to one that libtpu knows: 'v5p-128' to 'v5p:4x4x4'. Raises if it is invalid.
+    """Converts a name to one that libtpu knows: 'v5p-128' to 'v5p:4x4x4'. Raises for invalid names.
 
     An accelerator type gets its default shape, the one closest to a square or a cube
     (https://cloud.google.com/tpu/docs/types-topologies).

@@ -22,8 +22,8 @@ from .._sharding.leaf_spec import (
     AnySpec,
     LeafSpec,
     as_leaf_spec,
-    of_rank,
     with_fallbacks,
+    with_ndim,
 )
 from .._sharding.mesh import MeshLike
 from .._text import first_of
@@ -334,6 +334,6 @@ def _spec_for(spec: Spec, path: str, leaf: Any, rule: str) -> LeafSpec | None:
 
 @cached
 def _fit_to_rank(spec: LeafSpec, ndim: int) -> LeafSpec:
-    spec = of_rank(spec, ndim)
+    spec = with_ndim(spec, ndim)
     axis_positions(spec.expression, ndim)  # raises if the rank does not fit
     return spec
