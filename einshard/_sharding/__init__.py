@@ -1,1 +1,1 @@
-"""Meshes, context and axis rules; Expression to NamedSharding, and back."""
+"""Meshes, contexts and axis rules. Converts expressions to NamedShardings and back."""

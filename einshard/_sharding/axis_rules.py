@@ -23,10 +23,10 @@ R = TypeVar('R')
 Fallback: TypeAlias = Literal['error', 'replicate']
 # What to do with a rule whose mesh axes already shard another axis of the array.
 Taken: TypeAlias = Literal['error', 'next']
-# The placement of one axis: the text after its name, such as '@data', or a PartitionSpec with one
-# entry, or a NamedSharding with such a spec.
+# The placement of one axis: the text after its name, such as '@data'; P('data'); or a NamedSharding
+# with this spec.
 AxisPlacement: TypeAlias = str | PartitionSpec | NamedSharding
-# An axis name and its mesh axes, as in the logical axis rules of Flax; or a name and a placement.
+# An axis name, and either its mesh axes, as in the logical axis rules of Flax, or a placement.
 LogicalRule: TypeAlias = tuple[str, AxisPlacement | Sequence[str] | None]
 
 

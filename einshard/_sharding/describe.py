@@ -36,7 +36,7 @@ def describe(x: jax.Array | np.ndarray | jax.ShapeDtypeStruct | Sharding) -> str
 @overload
 def describe(x: Any) -> Any: ...
 def describe(x: Any) -> Any:
-    """Returns the expression for the sharding of an array; for a pytree, a pytree of expressions.
+    """Describes the sharding of an array, or of each array in a pytree, as an expression.
 
         >>> import jax
         >>> import numpy as np
