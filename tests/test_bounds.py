@@ -373,8 +373,8 @@ def test_chips_of_the_user():
     (finding,) = (f for f in report.findings if f.kind == 'does not fit')
     total = report.memory.total
     assert finding.text == (
-        f'the program needs {total / 2**20:.1f} MiB of memory, as compiled for a CPU, and a device '
-        'has 1.0 MiB'
+        f'the program needs {total / 2**20:.1f} MiB of memory, as compiled for a CPU, but a device '
+        'has only 1.0 MiB'
     )
 
 

@@ -247,7 +247,7 @@ def test_errors():
     assert refusal(shard_largest, 3).sentence == 'shard_largest takes names of mesh axes, not 3'
     for bad in ('1k', -1, True, None, 0.5):
         assert refusal(shard_largest, 'fsdp', min_bytes=bad).sentence == (
-            f'min_bytes= must be a number of bytes, not {bad!r}'
+            f'min_bytes= must be a non-negative number of bytes, not {bad!r}'
         )
     assert '3 is not a spec' in refusal(shard_largest, 'fsdp', spec=3).sentence
     assert 'one spec for all arrays' in refusal(shard_largest, 'fsdp', spec={'w': TP}).sentence
