@@ -7,8 +7,9 @@
 Arrays and pytrees: `einshard`, `make_sharding`, `gather`, `from_local`.
 Functions: `sharded`, `Sharded`, `per_device`, `einsum`.
 Models: `Rules`, `shard_largest`, `for_optimizer`, `axis_rules`, `TRAINING_AXES`, `DECODING_AXES`.
-Inspect placements: `describe`, `show`, `device_mesh`.
-Inspect programs: `explain`, `topology`, `Chip`, `assert_collectives`, `expect_collectives`.
+Meshes: `device_mesh`, `topology`.
+Inspect placements: `describe`, `show`.
+Inspect programs: `explain`, `Chip`, `assert_collectives`, `expect_collectives`.
 Check results: `check_same`.
 Predict collectives without compiling: `parallelism`.
 Find shardings: `plan`. Write shardings as plain JAX: `to_jax`.

@@ -23,7 +23,7 @@ _MIN_COLUMNS = 4  # this many stay side by side on a narrow page; the others go 
 class Column:
     head: str
     right: bool = False  # align right, for numbers
-    # the part of a long cell to omit in text: 'middle' or 'start'. HTML breaks lines after '/'
+    # the part of a long cell that text output omits: 'middle', 'start', or '' for none
     shorten: str = ''
     below: bool = False  # write the cell on a line below its row; such columns come last
 
@@ -160,7 +160,7 @@ def _columns_in_row(section: Section, width: int | None) -> tuple[int, list[int]
 def _widths(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None
 ) -> list[int]:
-    """Computes column widths. If rows are too long, narrows the widest column with `shorten`."""
+    """Computes column widths. If rows are too long, narrows the columns that allow shortening."""
     texts = [[column.head for column in columns], *(row[: len(columns)] for row in rows)]
     widths = [max(map(display_width, column)) for column in zip(*texts, strict=True)]
     narrowable = [i for i, column in enumerate(columns) if column.shorten]

@@ -200,12 +200,12 @@ def sharding_rejected_by_jit(x: Any, in_shardings: Any) -> Sharding | None:
 def reshard_traced(x: Any, sharding: NamedSharding, replicated: Any) -> Any:
     """Reshards an argument of a jitted function that is called under jax.grad or jax.vmap.
 
-    Uses a constraint, because `device_put` under jax.vmap would shard the wrong axes. `replicated`
-    is a replicated sharding on the same devices, for `device_put`.
+    `device_put` under jax.vmap would shard the wrong axes. A constraint does not, but cannot move
+    `x` to other devices. For that, `device_put` replicates it first, as `replicated` says.
     """
     try:
         return _constrain_in_jit(x, sharding)
-    except ValueError:  # a constraint cannot move `x` to other devices
+    except ValueError:
         return _constrain_in_jit(jax.device_put(x, replicated), sharding)
 
 

@@ -155,7 +155,7 @@ def _placed_differently(
 
 
 def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> None:
-    """Raises if an array is committed to other devices than the mesh has, or in another order."""
+    """Raises if an array is committed to devices outside the mesh, or to another device order."""
     has_shardings = any(traced.in_shardings) or bool(jtu.tree_leaves(traced.out_shardings))
     if isinstance(traced.mesh, AbstractMesh) or not has_shardings:
         return  # without shardings, jit runs on the devices of its arguments
@@ -190,7 +190,7 @@ def _outside(sharding: Sharding, mesh: Mesh) -> set[Any]:
 
 
 def _devices_text(devices: Collection[Any]) -> str:
-    """Returns 'cpu:8, cpu:9'. Does not use `str`, which depends on the version of JAX."""
+    """Formats devices as 'cpu:8, cpu:9'. `str(device)` depends on the version of JAX."""
     in_order = sorted(devices, key=lambda device: (device.platform, device.id))
     return first_of([f'{device.platform}:{device.id}' for device in in_order], 8)
 

@@ -42,8 +42,8 @@ class Collective:
         n_devices: the number of devices of the program.
         widened: whether the compiled program runs it in f32 although the user's arrays are bf16 or
             f16, as on CPU. `operands` and `results` have the user's dtype.
-        called_at: the nearest calling line outside helpers if `source` is in a helper function,
-            else None. See `Sources.caller`.
+        called_at: the line that calls the helper function in which `source` is, or None. See
+            `Sources.caller`.
         sent: for a collective matmul (see windowed.py), the bytes that a device sends in one
             execution; None for other collectives.
         in_branch: whether it is in a branch of a conditional, which may not be taken.

@@ -95,14 +95,14 @@ def _min_covered_bytes(array: ArrayType, regions: Iterable[_Region]) -> int:
 
 _SLICE = re.compile(r'\bslice=\{([^}]*)\}')
 _SIZES = re.compile(r'dynamic_slice_sizes=\{([\d,]*)\}')
-_LIBRARY = 'custom_call_target="__'  # calls of cuBLAS and cuDNN, which read all operands
+_LIBRARY = 'custom_call_target="__'  # calls to cuBLAS and cuDNN, which read all operands
 
 
 class _Reads:
     """Finds the regions of values that a program reads.
 
-    A fusion or call (where a `Value` has `arguments`) computes its root in full, and only the
-    needed parts of its other values.
+    A fusion or call computes its full result, but only the parts of other values that the result
+    needs.
     """
 
     def __init__(self, module: Module):

@@ -60,10 +60,11 @@ class Sources:
         return innermost_user_line(self._file_line(location) for _, location in stack)
 
     def caller(self, metadata: str) -> str | None:
-        """Returns the nearest calling line outside helpers if `line` is in a helper, else None.
+        """Returns the line that calls a helper function, if the instruction is in one.
 
-        A helper is a function with only one line in the stack frames, or one that another function
-        calls from several lines. If all callers are helpers, returns the outermost line.
+        A function counts as a helper if only one of its lines is in the module's stack frames, or
+        if another function calls it from several lines. Callers that are helpers themselves are
+        skipped, except the outermost. Returns None outside helpers.
         """
         stack = [
             (frame, location)

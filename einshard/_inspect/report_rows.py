@@ -137,7 +137,7 @@ class Finding:
     """A likely mistake in a program, and what to write instead.
 
     Attributes:
-        kind: such as 'missing constraint'; docs/explain.md lists the kinds in `Report.findings`.
+        kind: such as 'missing constraint'; docs/explain.md lists all kinds.
         text: a sentence that names the arrays as in the user's code.
         source: the source line, such as 'model.py:12', or None.
         bytes: the bytes per device that the finding is about: sent in one run, in the arrays, or

@@ -24,7 +24,7 @@ def write_short(right: Iterable[Term]) -> Expression:
 
 
 def with_unsharded(terms: Sequence[Term], names: Sequence[str]) -> list[Term]:
-    """Inserts missing `names` as unsharded terms, each after the last term of the previous name."""
+    """Adds an unsharded term for each of `names` that no term has, in the order of `names`."""
     terms = list(terms)
     for i, name in enumerate(names):
         named = [term.name for term in terms]

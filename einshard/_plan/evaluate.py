@@ -82,7 +82,7 @@ class Function:
         yield from map(self.evaluate, candidates)
 
     def _structs(self, candidate: Candidate, mesh: Mesh) -> Any:
-        """Replaces arrays in the arguments with ShapeDtypeStructs, sharded by Flax axis names."""
+        """Replaces arrays by ShapeDtypeStructs, sharded over the mesh axes of their Flax names."""
         arguments = tuple(self.args), dict(self.kwargs)
         leaves, treedef = jtu.tree_flatten(arguments)
         axes = dict(candidate.axes)

@@ -202,7 +202,7 @@ class _CandidateSearch:
         good = {names for _, name_sets in ranked[: 4 * _BEAM_WIDTH] for names in name_sets}
         for point in ranked[:_BEAM_WIDTH]:
             if len(point[0]) < len(self.space.mesh_axes):
-                # splitting x renames y to z, so names pinned to y may now be sharded over z
+                # mesh axes are named by position: if x is split, y becomes z, and pins to y break
                 self.evaluate(filter(self.space.obeys_pins, self.with_split_axis(point, good)))
 
     def with_split_axis(self, point: Point, good: Container[NameSet]) -> Iterator[Point]:

@@ -75,9 +75,10 @@ def _notes(choices: Sequence[Evaluation], search: Search) -> Iterator[str]:
 
 
 def _n_indistinguishable(choices: Sequence[Evaluation]) -> int:
-    """Counts the plans at the start of `choices` whose ranges overlap the range of plan 0.
+    """Counts the plans at the start of `choices` whose range of times overlaps that of plan 0.
 
-    The range of a plan goes from its largest bound to the sum of its bounds.
+    The time of a plan is at least its largest bound, and about the sum of its bounds if compute and
+    communication do not overlap.
     """
     if not choices[0].bounds:
         return 1

@@ -73,8 +73,8 @@ def axes_of_shape(sizes: Sequence[int]) -> tuple[MeshAxis, ...]:
 def sharded_axes(names: Sequence[AxisNames], axes: AxesByName) -> dict[MeshAxis, int]:
     """Maps each mesh axis to the position of the array axis that is sharded over it.
 
-    `names` are the names of each array axis. If the names of several array axes have a mesh axis in
-    common, only the first of these array axes is sharded over it.
+    `names` are the names of each array axis. A mesh axis shards the first array axis with one of
+    the names that are sharded over it.
     """
     found: dict[MeshAxis, int] = {}
     for i, axis_names in enumerate(names):
@@ -88,11 +88,11 @@ def fastest_strategy(
     op: CostlyOp, axes: AxesByName, flop_seconds: float, seconds_per_byte: SecondsPerByte
 ) -> Strategy:
     """Returns the fastest strategy. `flop_seconds` is the time of the flops on a single device."""
-    sides = [_ShardedArray(side, axes) for side in (*op.operands, op.out)]
-    used = sorted({axis for side in sides for axis in side.index_of})
-    *operands, out = sides
+    arrays = [_ShardedArray(array, axes) for array in (*op.operands, op.out)]
+    used = sorted({axis for array in arrays for axis in array.index_of})
+    *operands, out = arrays
     strategies: list[Strategy] = []
-    for chosen in itertools.product(*(_choices(axis, sides, op) for axis in used)):
+    for chosen in itertools.product(*(_choices(axis, arrays, op) for axis in used)):
         op_sharding = {axis: i for axis, i in zip(used, chosen, strict=True) if i is not None}
         collectives: list[OpCollective] = []
         extra_memory = 0.0
@@ -109,12 +109,12 @@ def fastest_strategy(
     return min(strategies, key=lambda strategy: strategy.seconds)
 
 
-def _choices(axis: MeshAxis, sides: Sequence[_ShardedArray], op: CostlyOp) -> list[int | None]:
+def _choices(axis: MeshAxis, arrays: Sequence[_ShardedArray], op: CostlyOp) -> list[int | None]:
     """Lists the indices of `op` that may be sharded over `axis`. None means no index.
 
-    If two of the `sides` shard the same index over `axis`, it is the only choice, as in XLA.
+    If two of the `arrays` shard the same index over `axis`, it is the only choice, as in XLA.
     """
-    sharded = [side.index_of[axis] for side in sides if axis in side.index_of]
+    sharded = [array.index_of[axis] for array in arrays if axis in array.index_of]
     for index in sharded:
         if sharded.count(index) > 1:
             return [index]
@@ -128,14 +128,14 @@ def _n_devices(axes: Iterable[MeshAxis]) -> int:
 class _ShardedArray:
     """An operand or the result of an operation, with the index sharded over each mesh axis."""
 
-    def __init__(self, side: OpArray, axes: AxesByName):
-        self.bytes = side.bytes
-        self.share = side.share
-        self.role = side.role
-        self.indices = side.indices
+    def __init__(self, array: OpArray, axes: AxesByName):
+        self.bytes = array.bytes
+        self.share = array.share
+        self.role = array.role
+        self.indices = array.indices
         self.index_of = {
-            axis: side.indices[i]
-            for axis, i in sharded_axes(side.names, axes).items()
+            axis: array.indices[i]
+            for axis, i in sharded_axes(array.names, axes).items()
             if axis.size > 1
         }
 

@@ -131,7 +131,7 @@ def current_context(mesh: MeshLike | None = None) -> Context:
 
 
 def context_on(mesh: AnyMesh, context: Context) -> Context:
-    """Replaces the mesh of a context with that of a NamedSharding. Raises if the two conflict."""
+    """Replaces the mesh of a context with that of a NamedSharding, or raises if they conflict."""
     expected_mesh = context.mesh
     if context.on_one_device:
         mesh = shrink_mesh(mesh, context.lowering_mesh)

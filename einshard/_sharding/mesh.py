@@ -27,7 +27,7 @@ from .axis_sizes import solve_sizes
 from .libtpu import quiet_libtpu
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
-Device: TypeAlias = Any  # a jax.Device, for which JAX has no static type
+Device: TypeAlias = Any  # a jax.Device
 # What `mesh=` accepts: a mesh, or devices to build the canonical mesh from.
 MeshLike: TypeAlias = AnyMesh | Sequence[Device]
 
@@ -91,7 +91,7 @@ def types_text(axis_types: AxisType | None) -> str:
 
 
 def named_mesh(mesh: AnyMesh, axes: Mapping[str, int], call: str) -> AnyMesh:
-    """Reshapes a canonical mesh, such as `device_mesh()` returns, to named axes.
+    """Reshapes a canonical mesh, like the one that `device_mesh()` returns, to named axes.
 
     `call` is the first part of suggested fixes, such as 'device_mesh('.
     """
@@ -258,7 +258,7 @@ def partition_spec(
     unreduced: Collection[Any] = (),
     reduced: Collection[Any] = (),
 ) -> PartitionSpec:
-    # 'x' instead of ('x',), so that equal specs are written in one way
+    # 'x' instead of ('x',), so that equal specs are written the same way
     partitions = (axes[0] if len(axes) == 1 else axes or None for axes in entries)
     return PartitionSpec(*partitions, unreduced=frozenset(unreduced), reduced=frozenset(reduced))
 

@@ -18,7 +18,7 @@ from .values import Axis, Product, Value
 
 
 class _ProductCollective(NamedTuple):
-    """A collective, and a matmul in the same source line.
+    """A collective, and a matmul on the same source line.
 
     Attributes:
         weight: the operand of the matmul that is a weight, or a part of one.
@@ -35,7 +35,7 @@ class _ProductCollective(NamedTuple):
 
 
 def _find_product_collectives(facts: Facts) -> Iterator[_ProductCollective]:
-    """Pairs collectives with the matmuls of weights in the same source line.
+    """Pairs collectives with the matmuls of weights on the same source line.
 
     Omits collectives of gradients. Yields nothing on a mesh with Explicit axes, because types
     determine the shardings there.

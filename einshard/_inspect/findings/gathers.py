@@ -79,7 +79,7 @@ class _RepeatedGather(NamedTuple):
 
     Attributes:
         gather: its first all-gather.
-        how_often: a text such as 'gathered 2 times'.
+        how_often: for example 'gathered 2 times'.
         lines: the source lines of all its all-gathers.
         bytes: the bytes that a device sends in all its all-gathers.
         is_weight: whether the array is a weight in training.
@@ -146,7 +146,10 @@ def _gather_before_loop(facts: Facts, repeated: _RepeatedGather) -> str:
 
 
 def _repeated_gathers(facts: Facts) -> Iterator[_RepeatedGather]:
-    """Groups the all-gathers of a weight over both passes, and those of other arrays by pass."""
+    """Finds repeated all-gathers of each array.
+
+    For weights, those of the forward and the backward pass count together.
+    """
     gathers: dict[object, list[tuple[AllGather, CollectiveRow, frozenset[str]]]] = {}
     weight_keys: set[object] = set()
     for collective, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
@@ -161,7 +164,7 @@ def _repeated_gathers(facts: Facts) -> Iterator[_RepeatedGather]:
     for key, repeats in gathers.items():
         gather, first, along = repeats[0]
         lines = list(dict.fromkeys(row.source for _, row, _ in repeats if row.source))
-        # not reported: activations that XLA gathers again in the same line to save memory
+        # not reported: activations that XLA gathers twice on one source line, to save memory
         if len(repeats) > 1 and (len(lines) > 1 or key in weight_keys):
             how_often = f'gathered {len(repeats)} times'
         elif gather.is_invariant:

@@ -33,7 +33,7 @@ def line_of(eqn: Any, innermost: bool = False) -> str:
 
 
 def lines_text(rows: Iterable[CollectiveRow]) -> str:
-    """Formats 'model.py:12', or '2 lines, model.py:12, model.py:15'."""
+    """Returns for example 'model.py:12', or '2 lines, model.py:12, model.py:15'."""
     lines = list(dict.fromkeys(short_source(row.source) for row in rows if row.source))
     if len(lines) > 1:
         return f'{plural(len(lines), "line")}, {first_of(lines, 3)}'

@@ -20,18 +20,16 @@ from .values import Value
 
 
 class _ShardedScan(NamedTuple):
-    """The scans in `line` whose arrays are sharded over `mesh_axes` along the scanned axis."""
-
     line: str
-    mesh_axes: tuple[str, ...]
-    is_data: bool  # whether the arrays are data, not weights
+    mesh_axes: tuple[str, ...]  # which shard the scanned axis
+    is_data: bool  # whether the scanned arrays are data, not weights
 
 
 def sharded_loop_axis(facts: Facts) -> Iterator[Finding]:
     """Reports scans over a sharded axis, such as the axis of microbatches or of stacked layers.
 
-    The compiler gathers stacked weights, often in each iteration. In a scan over microbatches, each
-    microbatch is unsharded, so devices exchange activations instead of gathering weights.
+    The compiler gathers stacked weights, often in each iteration. In a scan over microbatches, no
+    microbatch is sharded, and the compiler may send activations instead of weights.
     """
     for (line, mesh_axes, is_data), arrays in _arrays_of_scans(facts).items():
         if is_data:
@@ -82,7 +80,7 @@ def _arrays_of_scans(facts: Facts) -> dict[_ShardedScan, list[Scanned]]:
 def _collectives_of_activations(facts: Facts, mesh_axes: Sequence[str]) -> list[CollectiveRow]:
     """Returns the collectives of activations along `mesh_axes`.
 
-    Omits lines without a matmul of a weight, and lines in which `mesh_axes` shard the batch.
+    Omits lines without a matmul of a weight, and lines where `mesh_axes` shard the batch.
     """
     assert facts.trace is not None
     lines: set[str] = set()
@@ -91,7 +89,7 @@ def _collectives_of_activations(facts: Facts, mesh_axes: Sequence[str]) -> list[
         operands = None if product.in_shard_map or product.is_lookup else weight_and_data(product)
         if operands is not None:
             lines.add(product.line)
-            # a sharding that comes from a weight is not that of the batch
+            # skip axes whose sharding comes from a weight: they are not the batch
             if any(
                 set(mesh_axes) & set(axis.mesh_axes)
                 and (isinstance(axis.origin, str) or facts.is_data(axis.origin))
@@ -177,7 +175,10 @@ def _arrays_text(facts: Facts, arrays: Sequence[Scanned]) -> str:
 
 
 def _along_text(facts: Facts, value: Value) -> str:
-    """Returns the mesh axes of the first axis or, on the canonical mesh, its name if it has one."""
+    """Names what shards the first axis: its mesh axes or, on the canonical mesh, the array axis.
+
+    An axis of microbatches often has no name, but the batch axis after it has.
+    """
     first, *rest = value.axes
     names = [axis.name for axis in (first, *rest[:1]) if axis.name]
     if facts.mesh is not None and is_device_mesh(facts.mesh) and names:

@@ -11,7 +11,7 @@ from .facts import Facts
 from .trace import Slice
 from .values import Axis
 
-# collectives that move slices; an all-reduce in the same line has another cause
+# collectives that move slices; an all-reduce on the same line has another cause
 _KINDS = ('collective-permute', 'all-to-all', 'all-gather')
 
 
