@@ -153,7 +153,7 @@ class TestExplicit:
     def test_a_sum_over_a_sharded_axis_needs_one(self):
         error = refusal(einsum, 'batch x*, x* y -> batch y', array(4, 16), array(16, 8))
         assert str(error) == (
-            "contracted axis 'x' is sharded over explicit mesh axes, so the result needs a "
+            "contracted axis 'x' is sharded over Explicit mesh axes, so the result needs a "
             "placement; '*' replicates it\n"
             '    batch x*, x* y -> batch y\n'
             '          ^^\n'

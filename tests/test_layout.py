@@ -75,7 +75,7 @@ def test_shards_on_a_named_mesh_agree_with_numpy(types, case):
         found = index_map(case.text, case.shape, list(mesh.devices.flat), mesh)
         assert found == case.index_map()
     else:
-        with pytest.raises(EinshardError, match='do not match the axes of the mesh'):
+        with pytest.raises(EinshardError, match='do not match the mesh axes'):
             make_sharding(case.text, ndim=case.n_dims, mesh=mesh)
 
 
@@ -241,7 +241,7 @@ def test_ndim_is_only_needed_after_an_ellipsis(devices8):
         'a ... -> a* ...', ndim=5, mesh=devices8
     ).spec  # fmt: skip
     assert make_sharding('a ... b -> a* ... b', mesh=devices8).spec[0] is not None
-    with pytest.raises(EinshardError, match='depends on the number of dimensions'):
+    with pytest.raises(EinshardError, match='depends on ndim'):
         make_sharding('... b -> ... b*', mesh=devices8)
 
 

@@ -289,7 +289,7 @@ def test_unconstrained_constants(constant):
 
 @pytest.mark.parametrize('mesh', [EXPLICIT, MIXED])
 def test_unconstrained_on_explicit_axes(mesh):
-    with jax.set_mesh(mesh), pytest.raises(EinshardError, match='without explicit axes'):
+    with jax.set_mesh(mesh), pytest.raises(EinshardError, match='without Explicit axes'):
         jax.jit(lambda x: einshard(x, P(P.UNCONSTRAINED)))(X)
 
 

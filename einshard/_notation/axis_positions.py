@@ -27,9 +27,10 @@ def axis_positions(
     after = len(names) - before - 1
     if ndim is None:
         if needs_rank(expression):
+            come = 'comes' if after == 1 else 'come'
             raise expression.error(
-                f"the position of {quoted(names[before + 1 :])} after '...' depends on the number "
-                'of dimensions, which is unknown',
+                f"{quoted(names[before + 1 :])} {come} after '...', so the sharding depends on "
+                'ndim, which is unknown',
                 [t for t in expression.left if t.name == ELLIPSIS],
                 expected='ndim=x.ndim, for an array x',
             )

@@ -59,13 +59,10 @@ def solve_counts(
     if star_value is None:
         counted = [term for term in terms if term.factor > 1 and not term.star]
         left = n // math.prod(term.factor for term in counted)
-        factors = [term.factor for term in stars]
-        ratio = f'counts in the ratio {":".join(map(str, factors))}'
         all_left = left == devices.total
         which = plural(left, 'device') if all_left else f'the {left} remaining devices'
         raise expression.error(
-            f'{quoted(map(str, stars))} cannot have '
-            f'{"equal counts" if len(set(factors)) == 1 else ratio} on {which}',
+            f'{quoted(map(str, stars))} cannot have {_ratio_text(stars)} on {which}',
             stars,
             fix=_one_star_takes_all(expression, stars, left),
             **devices.hints,
@@ -88,10 +85,14 @@ def _root(n: int, k: int) -> int | None:
 def _works_with(multiple: int, n_stars: int) -> DeviceCounts:
     """Lists device counts that work: multiple * r ** n_stars for r = 1, 2, 3 and 4."""
     counts = [multiple * r**n_stars for r in range(1, 5)]
-    text = f'{", ".join(map(str, counts))}, ... devices in total'
-    if n_stars > 1:
-        text += ' (every star has the same value)'
-    return DeviceCounts(text, counts)
+    return DeviceCounts(f'{", ".join(map(str, counts))}, ... devices in total', counts)
+
+
+def _ratio_text(stars: Sequence[Term]) -> str:
+    factors = [term.factor for term in stars]
+    if len(set(factors)) == 1:
+        return 'equal counts'
+    return f'counts in the ratio {":".join(map(str, factors))}'
 
 
 def _wrong_product(
@@ -139,14 +140,17 @@ def _not_a_multiple(
     expression: Expression, terms: Sequence[Term], product: int, n: int, devices: Devices
 ) -> EinshardError:
     counted = [term for term in terms if term.factor > 1]
-    n_stars = sum(term.star for term in terms)
+    stars = [term for term in terms if term.star]
+    ratio = ''
+    if len(stars) > 1:
+        ratio = f', and {quoted(map(str, stars))} must have {_ratio_text(stars)}'
     return expression.error(
-        _indivisible(n, counted, devices),
+        _indivisible(n, counted, devices) + ratio,
         counted,
         fix=_counts_that_fit(expression, terms, n, devices),
         **devices.hints,
         devices=devices.fact(),
-        works_with=_works_with(product * devices.taken, n_stars),
+        works_with=_works_with(product * devices.taken, len(stars)),
     )
 
 

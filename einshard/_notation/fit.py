@@ -10,6 +10,8 @@ from .counts import prime_factors
 from .expression import Expression
 from .layout import Layout
 
+COUNTS_THAT_FIT = 'each count is the size of the next mesh axis, or the product of the next few'
+
 
 def fit(layout: Layout, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...] | None:
     """Returns the mesh axes of each split, or None if the counts do not match the mesh axes.
@@ -38,11 +40,11 @@ def fit(layout: Layout, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, ...],
 def misfit_error(expression: Expression, layout: Layout, mesh: str) -> EinshardError:
     counts = ' x '.join(str(split.count) for split in layout.splits if not split.mesh_axes)
     return expression.error(
-        f'the counts {counts} do not match the axes of the mesh',
+        f'the counts {counts} do not match the mesh axes',
         [term for term in expression.right if term.is_counted],
         fix=with_star_after(expression),
         mesh=mesh,
-        expected='counts in mesh order: sizes of mesh axes, or products of adjacent sizes',
+        expected=f'from left to right, {COUNTS_THAT_FIT}',
     )
 
 

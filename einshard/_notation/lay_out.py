@@ -14,7 +14,7 @@ from .counts import Devices, solve_counts, with_terms
 from .divisible import check_divisible
 from .expression import ELLIPSIS, Expression, Term
 from .layout import Layout, Split, merge_neighbors, replicate_axes
-from .mesh_text import mesh_text, no_mesh_text
+from .mesh_text import as_count, count_hint, mesh_text, no_mesh_text
 
 
 def lay_out(
@@ -99,7 +99,7 @@ def _splits_by_name(
     if not mesh_axis_terms:
         return []
     if axis_sizes is None:
-        counts = [(term, count) for term in mesh_axis_terms if (count := _as_count(term))]
+        counts = [(term, count) for term in mesh_axis_terms if (count := as_count(term))]
         raise expression.error(
             no_mesh_text(mesh_axis_terms),
             mesh_axis_terms,
@@ -118,11 +118,11 @@ def _axis_size(expression: Expression, term: Term, axis: str, sizes: Mapping[str
     if axis in sizes:
         return sizes[axis]
     used = {name for other in expression.right for name in other.mesh_axes}
-    count = _as_count(term)
+    count = as_count(term)
     meant = count or _similar_axes(term, axis, sizes.keys() - used)
     instead = ''
     if count:
-        instead = "; a count is written without '@'"
+        instead = count_hint(count)
     elif meant and len(meant.mesh_axes) > len(term.mesh_axes):
         instead = '; several mesh axes are written in parentheses, with commas'
     raise expression.error(
@@ -131,13 +131,6 @@ def _axis_size(expression: Expression, term: Term, axis: str, sizes: Mapping[str
         fix=with_terms(expression, [(term, meant)]) if meant else None,
         mesh=mesh_text(sizes),
     )
-
-
-def _as_count(term: Term) -> Term | None:
-    """Converts 'a@8' to 'a8', or returns None if the term has anything else after '@'."""
-    (axis, *others) = term.mesh_axes
-    is_count = not others and re.fullmatch('[1-9][0-9]*', axis)
-    return replace(term, count=int(axis), mesh_axes=()) if is_count else None
 
 
 def _similar_axes(term: Term, axis: str, free: Collection[str]) -> Term | None:

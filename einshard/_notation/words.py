@@ -82,12 +82,12 @@ def read_mesh_axes(text: str, start: int, at: int, end: int, count: str) -> tupl
             fix=Suggestion(fix) if fix else None,
         )
     if count:
+        part = 'star' if count == '*' else 'count'
         raise EinshardError(
-            f"'{word}' has both a {'star' if count == '*' else 'count'} and mesh axes; "
-            'use one or the other',
+            f"'{word}' has both a {part} and mesh axes; use one or the other",
             expression=text,
             spans=[(start, end)],
-            facts={'by count': f"'{name}{count}'", 'by name': f"'{name}{text[at:end]}'"},
+            facts={f'by {part}': f"'{name}{count}'", 'by name': f"'{name}{text[at:end]}'"},
         )
     return axes
 
@@ -202,7 +202,7 @@ def _signed_name(text: str, start: int, at: int, end: int) -> EinshardError:
 
 
 def _sign_examples(sign: str) -> dict[str, str]:
-    return {'by count': f"'{sign}2'  '{sign}*'", 'by name': f"'{sign}@tp'"}
+    return {'by count or star': f"'{sign}2'  '{sign}*'", 'by name': f"'{sign}@tp'"}
 
 
 def _two_terms(text: str, start: int, at: int, end: int) -> EinshardError:
@@ -212,7 +212,8 @@ def _two_terms(text: str, start: int, at: int, end: int) -> EinshardError:
     if read_name(text, start, end):
         digits = 'names have no digits, and ' if read_digits(text, at - 1, at) else ''
         sentence = f"'{word}' is not a valid term: {digits}spaces separate terms"
-        if re.fullmatch(r'\w+', word):
+        names_on_left = {*text.partition('->')[0].split()} if '->' in text else set[str]()
+        if re.fullmatch(r'\w+', word) and not names_on_left.issuperset(re.findall('[^0-9]+', word)):
             facts['as one name'] = f"'{re.sub('[0-9]+', '_', word).strip('_')}'"
     elif head[0] in SIGNS:
         sentence = f"'{word}' is not a valid term: spaces separate terms"

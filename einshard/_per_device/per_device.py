@@ -349,7 +349,7 @@ class _PerDeviceFunction:
         mesh_axes = sizes_of(resolver.mesh)
         for axis in sorted(axes - set(mesh_axes)):
             raise EinshardError(
-                f"parameter '{label}' is sharded over explicit mesh axis '{axis}', but the mesh "
+                f"parameter '{label}' is sharded over Explicit mesh axis '{axis}', but the mesh "
                 'of per_device has no such axis',
                 facts={
                     'function': self.name,

@@ -14,7 +14,7 @@ from .._notation.axis_positions import axis_positions
 from .._notation.expression import ELLIPSIS, Expression
 from .._notation.fit import spec_entries
 from .._notation.lay_out import lay_out
-from .._notation.mesh_text import no_mesh_text
+from .._notation.mesh_text import as_count, no_mesh_text
 from .blocks import blocks_on_mesh
 from .caption import describe_device_order, describe_shards
 from .picture import Picture
@@ -112,7 +112,7 @@ def _no_mesh_error(
     terms = [term for term in expression.right if term.mesh_axes]
     sentence = no_mesh_text(terms)
     mesh = _find_mesh(expression, shape, n_devices)
-    if mesh is None:
+    if mesh is None or any(map(as_count, terms)):
         return expression.error(sentence, terms, expected='devices=mesh, a Mesh or AbstractMesh')
     sizes = ' '.join(f'{axis}={n}' for axis, n in mesh.items())
     return expression.error(

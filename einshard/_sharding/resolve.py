@@ -304,7 +304,9 @@ def _check_explicit(expression: Expression, mesh: AnyMesh) -> None:
             'axes are all Explicit',
             signed,
             mesh=mesh_fact(mesh),
-            expected='a mesh with axis_types=(AxisType.Explicit, ...)',
+            expected='mesh=device_mesh(devices, axis_types=AxisType.Explicit)'
+            if is_device_mesh(mesh)
+            else f'a mesh with axis_types=(AxisType.Explicit,) * {len(mesh.axis_types)}',
         )
 
 
@@ -312,7 +314,7 @@ def _with_unconstrained(sharding: NamedSharding, spec: LeafSpec) -> NamedShardin
     mesh = sharding.mesh
     if AxisType.Explicit in mesh.axis_types:
         raise EinshardError(
-            'P.UNCONSTRAINED needs a mesh without explicit axes', facts={'mesh': mesh_fact(mesh)}
+            'P.UNCONSTRAINED needs a mesh without Explicit axes', facts={'mesh': mesh_fact(mesh)}
         )
     entries = spec_axes(sharding.spec)
     entries += [()] * (max(spec.unconstrained) + 1 - len(entries))

@@ -171,7 +171,7 @@ def _check_contracted_axes(contraction: Contraction, operands: Sequence[Any]) ->
     before, _, result = contraction.text.rpartition('->')
     for i, name, _ in _sharded_contracted_axes(contraction, operands):
         raise contraction.error(
-            f"contracted axis '{name}' is sharded over explicit mesh axes, so the result needs a "
+            f"contracted axis '{name}' is sharded over Explicit mesh axes, so the result needs a "
             "placement; '*' replicates it",
             [term.span for term in contraction.operands[i].right if term.name == name],
             operand=f'{i}, {jax.typeof(operands[i])}',

@@ -11,7 +11,7 @@ from dataclasses import replace
 from .._errors import EinshardError, quoted
 from .._notation.counts import prime_factors
 from .._notation.expression import Expression
-from .._notation.fit import fit
+from .._notation.fit import COUNTS_THAT_FIT, fit
 from .._notation.lay_out import lay_out
 from .._notation.mesh_text import mesh_text
 from .contraction import Contraction, is_placed, placement_text
@@ -78,7 +78,7 @@ def array_axes_of(operand: Expression, mesh_shape: Mapping[str, int]) -> dict[st
             [term for term in operand.right if term.is_counted],
             mesh=mesh_text(mesh_shape),
             axis_order='unnamed axes (d0, d1, ...), then the axes given by keyword',
-            expected='counts in this order: sizes of mesh axes, or products of adjacent sizes',
+            expected=f'in this order, {COUNTS_THAT_FIT}',
         )
     return {
         axis: None if split.axis is None else operand.names[split.axis]
