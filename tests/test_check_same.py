@@ -324,9 +324,9 @@ def test_differences_are_relative():
     with pytest.raises(DifferentResults) as caught:
         check_same(wrong, x, np.float32(1), gradients=False)
     facts = caught.value.facts
-    assert f'differs by {0.5 / 32:.1e} of the largest element; ' in facts['result/0']
+    assert f'differs by {0.5 / 32:.1e} relative to the largest element; ' in facts['result/0']
     # result/1 is like x, so it counts as x after an update
-    assert f'differs by {0.5 / 1:.1e} of the largest change; ' in facts['result/1']
+    assert f'differs by {0.5 / 1:.1e} relative to the largest change; ' in facts['result/1']
 
 
 def test_not_a_number():

@@ -669,7 +669,7 @@ def test_rules_or_a_function_decide_for_ambiguous_axes():
     spec = for_optimizer(params, 'd f -> d4 f4')
     error = refusal(einshard, state, spec)
     assert error.sentence.startswith('ambiguous')
-    fix, _, _ = error.facts['instead'].partition(', with')
+    fix, _, _ = error.facts['instead'].partition(', where')
     names = {'Rules': Rules, 'for_optimizer': lambda _: spec, 'spec': 'd -> d4 4'}
     fixed = einshard(state, eval(fix, names))
     assert jax.tree.leaves(describe(fixed)) == ['a b -> a4 b4', 'a -> a4 4']

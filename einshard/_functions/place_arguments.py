@@ -175,7 +175,7 @@ def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> N
             continue
         device, *others = leaf_devices
         raise EinshardError(
-            f"argument '{argument.name}' has no spec and is committed to {where}",
+            f'argument {str(argument.name)!r} has no spec and is committed to {where}',
             facts={
                 'array': argument.leaf_text(path, leaf),
                 'placement': describe(leaf) if others else f'on {device}',
@@ -203,8 +203,8 @@ def _replication_fix(traced: TracedFunction, label: str, leaf: jax.Array) -> str
         return _einshard_call(traced, label, REPLICATED)
     must_reshard = not (_is_unsharded(leaf.sharding) or traced.setup.reshard)
     if label in declaration.specs:  # a keyword would be a second spec
-        reshard = 'reshard=True and ' if must_reshard else ''
-        return f"{reshard}'{REPLICATED}' instead of None in the decorator, to replicate it"
+        reshard = ', and reshard=True,' if must_reshard else ''
+        return f"'{REPLICATED}' instead of None{reshard} in the decorator, to replicate it"
     reshard = ' and reshard=True' if must_reshard else ''
     parameter = label.partition('[')[0]  # 'args[1]' cannot have a spec of its own by keyword
     replicated = 'it' if parameter == label else f"'{parameter}'"

@@ -128,8 +128,8 @@ class ValueSpec:
         if self.name is None:
             suffix = f" '{text}'" if path else ''
             return f'{array_text(leaf)}, result{suffix} of {self.function}'
-        suffix = f'/{text}' if path else ''
-        return f"{array_text(leaf)}, parameter '{self.name}{suffix}' of {self.function}"
+        name = f'{self.name}/{text}' if path else str(self.name)
+        return f'{array_text(leaf)}, parameter {name!r} of {self.function}'
 
     def _not_an_array(self, path: Sequence[Any], leaf: Any) -> EinshardError | None:
         """Returns the error for a leaf that is not an array, or None for an array."""

@@ -291,11 +291,16 @@ def _perturb(arrays: Arrays, unit: float, seed: int) -> Arrays:
     return changed
 
 
+def _difference_text(row: ComparedRow) -> str:
+    if row.relative_to == 'elements':
+        return f'differs in {row.difference:.1e} of the elements'
+    return f'differs by {row.difference:.1e} relative to the {row.relative_to}'
+
+
 def _make_error(comparison: Comparison, has_reference: bool) -> DifferentResults:
     wrong = [row for row in comparison.rows if not row.same]
     facts = {
-        row.path: f'{row.array} differs {"in" if row.relative_to == "elements" else "by"} '
-        f'{row.difference:.1e} of the {row.relative_to}; '
+        row.path: f'{row.array} {_difference_text(row)}; '
         f'tolerance: {row.tolerance:.1e} ({row.because})'
         f'{"; its replicas differ" * row.replicas_differ}'
         for row in wrong[:_MAX_ROWS]

@@ -65,7 +65,7 @@ class Stages:
             return self.lowered
         if self.traced is None:
             raise EinshardError(
-                'a Compiled has no intermediate values to list',
+                'a compiled function has no list of intermediate values',
                 facts={'instead': 'pass the function, or the lowered function: f.lower(...)'},
             )
         return self.traced.lower()
@@ -165,11 +165,11 @@ def _hide_our_source_lines() -> None:
 
 
 def _wrap_stage(stage: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Any) -> Stages:
-    kind = type(stage).__name__
+    kind = type(stage).__name__.lower()
     if args or kwargs or mesh is not None:
         option = 'arguments' if args or kwargs else 'mesh='
         raise EinshardError(
-            f'a {kind} already has its arguments and devices, so {option} cannot be given',
+            f'a {kind} function already has its arguments and devices, so {option} cannot be given',
             facts={'instead': f'omit {option}, or pass the function'},
         )
     if isinstance(stage, Compiled):

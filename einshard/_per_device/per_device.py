@@ -176,7 +176,7 @@ class _PerDeviceFunction:
         self.spec_mesh = spec_mesh  # the mesh of the NamedShardings in the specs
         self.check_vma = check_vma
         try:
-            names = as_list(axis_names, str, 'axis_names', 'names of mesh axes', "('x',)")
+            names = as_list(axis_names, str, 'axis_names', 'the names of mesh axes', "('x',)")
             self.manual = frozenset(names)  # empty: all mesh axes
             self.specs = self.parameters.assign(in_specs, named_specs)
             self.static = self.parameters.pop_labels({**jit_options}, 'static')

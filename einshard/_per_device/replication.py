@@ -127,12 +127,13 @@ def suggest_fixes(
     facts = {'try': f'{gather}, which returns a replicated value'} if gather else {}
     if varying:
         # a result may be a partial sum along one axis, and have different rows along another
-        several = len(varying) > 1
-        axis = 'axis' if several else repr(varying[0])
-        over = 'it' if several else axis
-        fixes = [f'sum over {over} with jax.lax.psum(result, {axis})'] if all(can_add) else []
+        each, over, axes = '', quoted(varying), str((*varying,))
+        if len(varying) == 1:
+            axes = repr(varying[0])
+        elif all(can_add) and all(ranks):
+            each, over, axes = f'for each axis ({over}): ', 'it', 'axis'
+        fixes = [f'sum over {over} with jax.lax.psum(result, {axes})'] if all(can_add) else []
         fixes += [f'shard the result over {over} in out='] if all(ranks) else []
-        each = f'for each axis ({quoted(varying)}): ' if several else ''
         label = f'along {", ".join(varying)}' if gathered else 'try'
         facts |= {label: each + ', or '.join(fixes)} if fixes else {}
     return facts

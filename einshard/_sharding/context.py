@@ -122,7 +122,7 @@ def current_context(mesh: MeshLike | None = None) -> Context:
             facts={
                 'mesh=': mesh_fact(given_mesh),
                 'mesh in context': mesh_fact(ambient),
-                'instead': 'shard arrays before shard_map, whose mesh axes are all Manual'
+                'instead': 'shard arrays before shard_map'
                 if {*ambient.axis_types} == {AxisType.Manual}
                 else USE_MESH_IN_CONTEXT,
             },

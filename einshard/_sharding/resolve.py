@@ -221,6 +221,7 @@ def _lay_out(
             'an array cannot be sharded inside shard_map with all mesh axes Manual: each device '
             'already has its own array',
             mesh=mesh_fact(mesh),
+            instead='shard arrays before shard_map',
         )
     return lay_out(
         applied.expression,

@@ -375,5 +375,6 @@ def _check_divisible(
     for name in dict.fromkeys(filter(None, array_axes.values())):
         if sizes is not None and sizes[name] % array.n_shards(name):
             raise contraction.error(
-                f"axis '{name}' (size {sizes[name]}) is not divisible by {array.n_shards(name)}"
-            ).about(**{'in': array.label})
+                f"axis '{name}' (size {sizes[name]}) of {array.label} is not divisible by "
+                f'{array.n_shards(name)}'
+            )

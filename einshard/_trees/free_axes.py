@@ -149,12 +149,12 @@ class Option(NamedTuple):
     call_for_all: str  # the call for all mesh axes
 
 
-ZERO = Option('zero=', 'must be True or names of mesh axes', 'zero={}', 'zero=True')
+ZERO = Option('zero=', 'must be True or the names of mesh axes', 'zero={}', 'zero=True')
 LARGEST = Option(
     'shard_largest',
-    'takes names of mesh axes',
+    'takes the names of mesh axes',
     'shard_largest({})',
-    'shard_largest, without calling it',
+    'pass shard_largest without calling it',
 )
 
 
@@ -169,7 +169,7 @@ def read_mesh_axes(value: object, option: Option) -> MeshAxes:
             f'{option.name} {option.expected}, not {value!r}',
             facts={
                 'examples': ', '.join(examples),
-                'over all devices': option.call_for_all,
+                'to use all devices': option.call_for_all,
             },
         )
     return tuple(names)
@@ -184,7 +184,7 @@ def check_mesh_axes(axes: MeshAxes, context: Context, option: Option) -> None:
             f'{option.name} names {quoted(axes)}, but there is no mesh',
             facts={
                 'expected': "mesh=mesh or 'with jax.set_mesh(mesh):'",
-                'over all devices': option.call_for_all,
+                'to use all devices': option.call_for_all,
             },
         )
     sizes = sizes_of(mesh)

@@ -235,10 +235,9 @@ class StateSpec:
 
 def _ambiguity_advice(path: str) -> str:
     if not path:
-        return 'one of these as its spec'
-    return (
-        f"Rules([(r'{re.escape(path)}$', spec), ('', for_optimizer(...))]), with one of these specs"
-    )
+        return 'pass one of the specs above for this array'
+    rules = f"Rules([(r'{re.escape(path)}$', spec), ('', for_optimizer(...))])"
+    return f'{rules}, where spec is one of the specs above'
 
 
 def _without_values(leaf: Any) -> Any:

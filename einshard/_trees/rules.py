@@ -246,7 +246,7 @@ class Rules:
             }
             facts |= _anchor_note(unused, paths[0]) if paths else {}
             if all_unused and self.default is not _NO_DEFAULT:
-                facts['to use default= for all leaves'] = 'pass that spec instead of Rules'
+                facts['to use default= for all leaves'] = 'pass the default spec instead of Rules'
             raise EinshardError(f'{subject} path of the tree', facts=facts)
         self._checked_paths.add(paths)
 
