@@ -56,8 +56,8 @@ examples:
   {prog} eject model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
 """
 _ARGUMENT_HELP = (
-    "arguments of the call: 'f32[8,128]' for an array, a Python number, or module:name for a value "
-    'or a function that returns it; name=... passes an argument by keyword'
+    "arguments of the call: 'f32[8,128]' for an array, a Python number, or module:name for a "
+    'value, or for a function that returns one; name=... passes an argument by keyword'
 )
 _ASCII = str.maketrans('─│┌┬┐├┼┤└┴┘', '-|+++++++++')
 
@@ -297,7 +297,7 @@ def _function_parser(command: str, description: str, examples: str) -> argparse.
         help='compile for a TPU slice such as v5e:4x4; --mesh then names the axes of its devices',
     )
     parser.add_argument(
-        '--chip', metavar='NAME', help='the chip for the lower bounds on time, such as H100'
+        '--chip', metavar='NAME', help='the chip that lower bounds on time are for, such as H100'
     )
     return parser
 

@@ -97,7 +97,7 @@ def load(text: str) -> Any:
     names = path.split('.')
     for i, name in enumerate(names):
         if not hasattr(value, name):
-            owner = '.'.join(names[:i]) or 'it'
+            owner = '.'.join(names[:i]) or 'module'
             raise EinshardError(
                 f"module '{module_name}' has no '{path}'",
                 facts={f'{owner} has': ', '.join(_names_in(value, module_name)[:20]) or 'none'},

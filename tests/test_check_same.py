@@ -427,7 +427,7 @@ def test_a_function_that_does_not_fit():
     def total(x):
         return x.sum()
 
-    with pytest.raises(EinshardError, match='total does not fit on one device') as caught:
+    with pytest.raises(EinshardError, match='total does not fit in the memory') as caught:
         check_same(total, X, reference=large)
     assert list(caught.value.facts) == ['needs', 'device has', 'instead']
 

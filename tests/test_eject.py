@@ -76,7 +76,7 @@ def test_the_text():
         '\n'
         '\n'
         'def hardware_order(device):\n'
-        '    """Sorts TPUs by slice, coordinates, core; other devices by slice, process, id."""\n'
+        '    """Sort key: slice, coordinates, core for TPUs; slice, process, id for others."""\n'
         "    slice_index = getattr(device, 'slice_index', None) or 0\n"
         "    coords = getattr(device, 'coords', None)\n"
         '    if coords is None:\n'

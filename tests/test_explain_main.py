@@ -187,7 +187,7 @@ BAD_INPUT = [
     (
         'explain MODEL:layr',
         "module 'MODEL' has no 'layr'\n"
-        '  it has: Config, init, layer, plain, rules, shapes, weights',
+        '  module has: Config, init, layer, plain, rules, shapes, weights',
     ),
     ('explain MODEL:Config.siez', "module 'MODEL' has no 'Config.siez'\n  Config has: size"),
     (

@@ -144,7 +144,7 @@ def test_pruned():
     pruned = find(model, DEVICES).pruned
     assert pruned['indivisible'] > 0  # of 6 tokens by 4 and 8
     assert pruned['two axes of an array over one mesh axis'] > 0
-    assert pruned['same as with fewer mesh axes'] > 0
+    assert pruned['equal to a plan with fewer mesh axes'] > 0
 
 
 def test_a_pruned_plan_is_counted_once():
@@ -153,7 +153,7 @@ def test_a_pruned_plan_is_counted_once():
     search = candidates._CandidateSearch(space, estimator, None, 'bound')
     search.evaluate(search.all_points())
     ranked, pruned = search.ranked(), dict(search.pruned)
-    assert pruned['same after renaming mesh axes'] > 0
+    assert pruned['equal after renaming mesh axes'] > 0
     assert (search.ranked(), search.pruned) == (ranked, pruned)
 
 

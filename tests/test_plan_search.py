@@ -198,7 +198,7 @@ def test_notes_plans_whose_ranges_overlap(objective, ranges, last):
     search, _ = run(objective=objective)
     notes = list(_notes(list(itertools.starmap(ranged, ranges)), search))
     assert notes == [
-        f'plans 0 to {last} are about equal: their ranges in column bound overlap that of plan 0'
+        f"plans 0 to {last} are about equal: their ranges in column 'bound' overlap that of plan 0"
     ] * (last > 0)
 
 

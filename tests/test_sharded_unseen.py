@@ -46,6 +46,6 @@ def test_out_holds_in_a_trace_without_arguments_after_an_eager_call():
 def test_an_argument_that_is_not_an_array_after_a_valid_call(argument):
     f = sharded('a b -> a* b')(lambda x: x + 1)
     for _ in range(3):
-        with pytest.raises(EinshardError, match='is neither an array nor a registered pytree'):
+        with pytest.raises(EinshardError, match=r'\(\w+\) is not an array'):
             f(argument)
         f(np.ones((32, 4), np.float32))

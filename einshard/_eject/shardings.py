@@ -24,7 +24,7 @@ from .source import Brackets, Code, statement
 # sorts devices as `position` of _sharding/mesh.py does
 _HARDWARE_ORDER = '''\
 def hardware_order(device):
-    """Sorts TPUs by slice, coordinates, core; other devices by slice, process, id."""
+    """Sort key: slice, coordinates, core for TPUs; slice, process, id for others."""
     slice_index = getattr(device, 'slice_index', None) or 0
     coords = getattr(device, 'coords', None)
     if coords is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -143,7 +144,7 @@ class ValueSpec:
         if not path and self.name is not None and self.name.isidentifier():
             facts['instead'] = f"remove its spec, and set static_argnames='{self.name}'"
         return EinshardError(
-            f'{type(leaf).__name__} is neither an array nor a registered pytree', facts=facts
+            f'{reprlib.repr(leaf)} ({type(leaf).__name__}) is not an array', facts=facts
         )
 
     def _map_leaves(

@@ -106,5 +106,5 @@ def bounds_section(chip: str, bounds: Bounds, unknown_loops: bool) -> Section:
     largest = bounds.largest
     mark = ' (the largest)' * (len(bounds) > 1)
     lines = [f'{bound}{mark * (bound is largest)}' for bound in bounds]
-    once = '; loops of unknown length count once' * unknown_loops
+    once = '; assuming that loops of unknown length run once' * unknown_loops
     return Section(f'lower bounds on the time of one run ({chip}{once})', lines=tuple(lines))

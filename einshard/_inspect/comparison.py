@@ -93,7 +93,7 @@ class Comparison(Display):
         return {**as_json(self), 'rows': rows, 'same': self.same}
 
     def _page(self) -> Page:
-        verdict = 'same results as on one device' if self.same else 'differs from one device'
+        verdict = 'same results as' if self.same else 'different results than'
         rows = tuple(
             (
                 row.path,
@@ -107,7 +107,7 @@ class Comparison(Display):
         )
         noise = ', '.join(row.path for row in self.rows if row.is_noise and row.same)
         notes = [f'not compared, because of large rounding errors: {noise}'] * bool(noise)
-        title = f'{self.name} on {plural(self.n_devices, "device")}: {verdict}'
+        title = f'{self.name} on {plural(self.n_devices, "device")}: {verdict} on one device'
         return Page(title, (Section('', _COLUMNS, rows, (*self.notes, *notes)),))
 
 

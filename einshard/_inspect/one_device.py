@@ -228,7 +228,7 @@ def _check_memory(name: str, device: Device, memory: Any) -> None:
 
 def _too_large(name: str, facts: Mapping[str, str]) -> EinshardError:
     return EinshardError(
-        f'{name} does not fit on one device, but check_same also runs it on one',
+        f'{name} does not fit in the memory of one device; check_same also runs it on one device',
         facts={**facts, 'instead': 'pass smaller arguments: fewer layers, a smaller batch'},
     )
 

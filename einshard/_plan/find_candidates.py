@@ -62,7 +62,7 @@ def find_candidates(
     best = search.ranked()[:max_candidates]
     simplified = sorted(dict.fromkeys(map(search.simplified, best)), key=search.key)
     pruned = Counter(space.pruned) + search.pruned
-    pruned['without effect'] += len(best) - len(simplified)
+    pruned['sharding without effect'] += len(best) - len(simplified)
     return Candidates(
         tuple(map(space.candidate, simplified)), {reason: n for reason, n in pruned.items() if n}
     )
@@ -106,7 +106,7 @@ class _CandidateSearch:
             if not self.space.is_valid(point):
                 self.pruned['indivisible'] += 1
             elif self.merged(point) != point:
-                self.pruned['same as with fewer mesh axes'] += 1
+                self.pruned['equal to a plan with fewer mesh axes'] += 1
             else:
                 self.key(point)
 
@@ -124,7 +124,7 @@ class _CandidateSearch:
             axes = sorted((size, sorted(names)) for size, names in zip(*point, strict=True))
             found.setdefault((point[0], str(axes)), point)
         # not `+=`, because this method is called several times
-        self.pruned['same after renaming mesh axes'] = len(self._keys) - len(found)
+        self.pruned['equal after renaming mesh axes'] = len(self._keys) - len(found)
         return list(found.values())
 
     def simplified(self, point: Point) -> Point:

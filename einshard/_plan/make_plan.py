@@ -64,7 +64,7 @@ def _notes(choices: Sequence[Evaluation], search: Search) -> Iterator[str]:
     n = _n_indistinguishable(choices) if search.objective == 'bound' else 1
     if n > 1:
         yield (
-            f'plans 0 to {n - 1} are about equal: their ranges in column bound overlap that '
+            f"plans 0 to {n - 1} are about equal: their ranges in column 'bound' overlap that "
             'of plan 0'
         )
     if search.compiler and not any(one.judge == 'compiler' for one in choices):

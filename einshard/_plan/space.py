@@ -133,7 +133,7 @@ class Space:
         if is_across_slices:
             n_before, batch = len(divisible), self._batch_names()
             divisible = [name for name in divisible if name in batch]
-            self.pruned['axis other than the batch across slices'] += n_before - len(divisible)
+            self.pruned['non-batch axis across slices'] += n_before - len(divisible)
         conflicts = self._conflicts()
         found: list[NameSet] = [pinned]
         for name in divisible:

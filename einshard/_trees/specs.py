@@ -258,7 +258,7 @@ def not_an_array(path: str, leaf: Any) -> EinshardError:
     return EinshardError(
         f'{reprlib.repr(leaf)} ({type(leaf).__name__}) is not an array',
         facts={
-            **({'array': leaf_text(path, leaf)} if path else {}),
+            **({'got': leaf_text(path, leaf)} if path else {}),
             'instead': 'use None as its spec to return it unchanged',
         },
     )
