@@ -679,7 +679,7 @@ def test_names_without_a_rule():
     wrong = ruled(other='@data')
     (finding,) = [f for f in wrong.findings if f.kind == 'names without a rule']
     assert finding.text == (
-        "'batch' has no axis rule, so this constraint replicates a sharded value: "
+        "'batch' has no axis rule, so this constraint replicates a value that is sharded as "
         "'batch sequence d -> batch@data sequence d'"
     )
     assert finding.suggestion == "write axis_rules(..., batch='@data')"

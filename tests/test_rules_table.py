@@ -69,7 +69,7 @@ def test_arrays_without_a_spec_are_not_listed_as_replicated():
     tree = {name: struct(16, 4) for name in 'abcdefgh'}
     table = Rules([('a', 'i* o'), ('b', REPLICATED)], default=None).table(tree)
     assert [row.path for row in table.largest_replicated()] == ['b']
-    assert 'largest replicated: b (256 B)\n' in str(table)
+    assert 'largest replicated arrays: b (256 B)\n' in str(table)
     note = 'no spec, so counted as replicated: c, d, e, f, g, and 1 more (1.5 KiB)'
     assert note in str(table).splitlines()
     assert table.bytes_per_device == 16 + 7 * 256
@@ -197,10 +197,10 @@ def test_rules_never_used(patterns, paths, unused, shadowed, unneeded):
     rules = Rules([(pattern, REPLICATED) for pattern in patterns], default=REPLICATED)
     table = rules.table({path: struct(16) for path in paths})
     assert (table.unused, table.shadowed, table.unneeded) == (unused, shadowed, unneeded)
-    notes = [f"never matches: '{pattern}'" for pattern in unused]
-    notes += [f"never applies: '{a}', because '{b}' matches first" for a, b in shadowed]
-    notes += [f"never applies: '{a}', because earlier rules match first" for a in unneeded]
-    assert [line for line in str(table).splitlines() if line.startswith('never')] == notes
+    notes = [f"rule never matches: '{pattern}'" for pattern in unused]
+    notes += [f"rule never applies: '{a}', because '{b}' matches first" for a, b in shadowed]
+    notes += [f"rule never applies: '{a}', because earlier rules match first" for a in unneeded]
+    assert [line for line in str(table).splitlines() if line.startswith('rule never')] == notes
 
 
 def test_indivisible_axes():
@@ -243,10 +243,10 @@ step        int32[]         scalar   ... -> * ...   []              4 B
 
 3.8 KiB per device on 16 devices, 7.3 KiB in total; 97.4% of the bytes are sharded; 8.21 \
 copies of each byte on average
-largest replicated: mlp/bias (128 B), norm (64 B), step (4 B)
+largest replicated arrays: mlp/bias (128 B), norm (64 B), step (4 B)
 not divisible, so replicated: axis 0 of embed, size 50
-never matches: 'attention'
-never applies: 'mlp/kernel', because 'kernel$' matches first
+rule never matches: 'attention'
+rule never applies: 'mlp/kernel', because 'kernel$' matches first
 """
 
 
@@ -283,7 +283,7 @@ def test_the_html_is_escaped():
     rows, items = page(text)
     assert rows[1][0] == '<script>alert(1)</script>&amp;'
     assert rows[1][2] == '^<script>.*&'
-    assert "never matches: '<i>'" in items
+    assert "rule never matches: '<i>'" in items
 
 
 def test_control_characters_in_paths_and_patterns_are_replaced():
@@ -294,7 +294,7 @@ def test_control_characters_in_paths_and_patterns_are_replaced():
     assert all(line.isprintable() for line in lines)
     assert lines[2].startswith('\ufffd[31mw  ')
     assert lines[3].startswith('b\ufffd ')
-    assert "never matches: '\ufffd\ufffd'" in lines
+    assert "rule never matches: '\ufffd\ufffd'" in lines
     assert '\x1b' not in table._repr_html_()
     assert {row.path for row in table.rows} == set(tree)
 

@@ -256,13 +256,13 @@ class _Specs:
             sentence += (
                 "add '*' to replicate over the rest"
                 if self.axis_sizes is None
-                else 'counts must use all of them'  # '*' may not fit the user's mesh
+                else 'counts and stars must use all of them'  # '*' may not fit the user's mesh
             )
         return expression.error(
             sentence,
             longest.defines.values() or expression.right,
             **_expression_facts(self.specs),
-            **({'mesh_sizes': ' x '.join(map(str, self.axis_sizes))} if self.axis_sizes else {}),
+            **({'mesh': ' x '.join(map(str, self.axis_sizes))} if self.axis_sizes else {}),
             devices=n_devices,
             fix=Suggestion(f'{expression.text[:start]}* {expression.text[start:]}'),
         )

@@ -125,7 +125,7 @@ class Table:
         replicated = [row for row in self.largest_replicated() if row.bytes]
         if replicated and self.n_devices > 1:
             listed = ', '.join(f'{row.path} ({format_bytes(row.bytes)})' for row in replicated)
-            notes.append(f'largest replicated: {listed}')
+            notes.append(f'largest replicated arrays: {listed}')
         unplaced = [row for row in self.rows if not row.expression]
         if unplaced:
             n_bytes = format_bytes(sum(row.bytes for row in unplaced))
@@ -139,13 +139,13 @@ class Table:
         missing = dict.fromkeys(axis for row in self.rows for axis in row.missing_axes)
         if missing:
             notes.append(f'not in the mesh, so replicated: {quoted(missing)}')
-        notes += [f"never matches: '{pattern}'" for pattern in self.unused]
+        notes += [f"rule never matches: '{pattern}'" for pattern in self.unused]
         notes += [
-            f"never applies: '{late}', because '{early}' matches first"
+            f"rule never applies: '{late}', because '{early}' matches first"
             for late, early in self.shadowed
         ]
         notes += [
-            f"never applies: '{pattern}', because earlier rules match first"
+            f"rule never applies: '{pattern}', because earlier rules match first"
             for pattern in self.unneeded
         ]
         return tuple(notes)

@@ -128,7 +128,7 @@ def names_without_rule(facts: Facts) -> Iterator[Finding]:
             'names without a rule',
             f'{first_of([repr(name) for name, _ in sharded], 3)} '
             f'{"has" if len(sharded) == 1 else "have"} no axis rule, so this constraint replicates '
-            f"a sharded value: '{expression_of(axes, mesh)}'",
+            f"a value that is sharded as '{expression_of(axes, mesh)}'",
             constraint.line or None,
             sent,
             f'write axis_rules(..., {rules})',
