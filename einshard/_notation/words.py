@@ -61,14 +61,23 @@ def read_mesh_axes(text: str, start: int, at: int, end: int, count: str) -> tupl
     """
     word, name = text[start:end], text[start : at - len(count)]
     written = text[at + 1 : end].strip()
+    is_star = re.fullmatch(r'[0-9]*\*', written) is not None
+    if written.endswith('*') and not is_star:  # 'a@data*'
+        count, written = '*', written[:-1]
     is_grouped = written.startswith('(') and written.endswith(')')
     names = written[1:-1].split(',') if is_grouped else [written]
     axes = tuple(name.strip() for name in names)
     if not all(map(is_mesh_axis, axes)):
         fix, sentence = None, f"'{word}' needs a mesh axis after '@', or several in parentheses"
-        if re.fullmatch(r'[0-9]*\*', written):
+        if is_star:
             fix = f'{text[:at]}{written}{text[end:]}'
             sentence = f"'{word}' is not a valid term: a star is written without '@'"
+        elif written.startswith('(') and not is_grouped:
+            fix = f'{text[:end]}){text[end:]}'
+            sentence = f"'{word}' is not a valid term: ')' is missing"
+        elif written.endswith(',') and is_mesh_axis(written[:-1]):
+            fix = f'{text[: end - 1]}{text[end:]}'
+            sentence = f"'{word}' is not a valid term: spaces separate terms"
         elif ',' in written and not is_grouped:
             fix = f'{text[: at + 1]}({written}){text[end:]}'
             sentence = f"'{word}' is not a valid term: several mesh axes need parentheses"
@@ -87,7 +96,7 @@ def read_mesh_axes(text: str, start: int, at: int, end: int, count: str) -> tupl
             f"'{word}' has both a {part} and mesh axes; use one or the other",
             expression=text,
             spans=[(start, end)],
-            facts={f'by {part}': f"'{name}{count}'", 'by name': f"'{name}{text[at:end]}'"},
+            facts={f'by {part}': f"'{name}{count}'", 'by name': f"'{name}@{written}'"},
         )
     return axes
 
@@ -130,6 +139,8 @@ def not_a_term(text: str, start: int, at: int, end: int) -> EinshardError:
 
 def _about_dots(word: str) -> str:
     """Returns the end of the error sentence for a word with a dot, such as '..' or '...a'."""
+    if re.search(r'[0-9]\.[0-9]', word):
+        return ': counts are integers'
     other = word.replace(ELLIPSIS, '', 1)
     if other == word or not word.strip('.'):
         return "; write '...' for unnamed axes"

@@ -68,7 +68,8 @@ def _with_placements(
     except EinshardError as error:
         raise error.about(
             before_axis_rules=f"'{expression.text}'",
-            to_leave_one_axis_unsharded="axis_rules(..., taken='next'), or a name without a rule",
+            to_leave_one_axis_unsharded="axis_rules(..., taken='next'), or use a name without "
+            'a rule',
         ) from None
     return placed
 

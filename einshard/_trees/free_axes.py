@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -166,7 +167,7 @@ def read_mesh_axes(value: object, option: Option) -> MeshAxes:
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         examples = [option.call.format(axes) for axes in ("'data'", "('data', 'fsdp')")]
         raise EinshardError(
-            f'{option.name} {option.expected}, not {value!r}',
+            f'{option.name} {option.expected}, not {reprlib.repr(value)}',
             facts={
                 'examples': ', '.join(examples),
                 'to use all devices': option.call_for_all,
