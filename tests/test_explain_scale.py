@@ -29,7 +29,6 @@ from einshard._hlo.flops import find_products
 from einshard._hlo.module import Module
 from einshard._inspect.collectives import Collectives
 from einshard._inspect.payloads import find_payloads, find_weights
-from einshard._inspect.report import _page
 from einshard._inspect.totals import product_rows
 from einshard._page import page_text
 from einshard._text import format_bytes
@@ -395,7 +394,7 @@ def test_donated_states_are_listed_once(report):
 
 @pytest.mark.parametrize('width', [80, 100])
 def test_width(report, width):
-    lines = page_text(_page(report), width).splitlines()
+    lines = page_text(report._page(), width).splitlines()
     assert max(map(len, lines)) <= width
 
 
