@@ -169,7 +169,7 @@ class ValueSpec:
             return error.about(spec_of=f'the result of {self.function}')
         error = error.about(spec_of=f"parameter '{self.name}' of {self.function}")
         if isinstance(self.spec, list | tuple) and jtu.all_leaves([value]):
-            hint = 'sharded(spec, spec, ...): one spec per parameter, not a list'
+            hint = 'pass the specs one by one, not as a list: one for each parameter'
             error = EinshardError(**error.parts(facts={**error.facts, 'instead': hint}))
         return error
 
