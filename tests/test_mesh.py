@@ -325,7 +325,9 @@ def test_user_mesh_named_like_ours_in_another_order():
     # not in hardware order, so it must not be reshaped
     mesh = user_mesh((3, 2, 2), ('d0', 'd1', 'd2'), devices=jax.devices()[:12][::-1])
     assert make_sharding('a b -> a3 b4', mesh=mesh).mesh is mesh
-    assert 'do not match the axes' in refusal(make_sharding, 'a b -> a4 b3', mesh=mesh).sentence
+    assert (
+        'do not match the mesh axes' in refusal(make_sharding, 'a b -> a4 b3', mesh=mesh).sentence
+    )
 
 
 # --- the mesh in context ----------------------------------------------------------------------

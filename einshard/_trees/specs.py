@@ -216,7 +216,9 @@ def _not_a_spec(
     text = repr(spec)
     facts = {'expected': expected}
     if isinstance(spec, Mesh | AbstractMesh | jax.Device):
-        facts['instead'] = 'pass an expression as the spec, and the mesh as mesh='
+        facts['instead'] = (
+            "pass an expression, and the mesh as mesh=: einshard(x, 'b d -> b* d', mesh=mesh)"
+        )
     elif _has_shape_and_dtype(spec):
         text = array_text(spec)
         if swapped is not None:
