@@ -253,7 +253,7 @@ def test_each_process_raises_its_own_error(run, n):
         )
         assert texts['a string'] == (
             "'training' (str) is not an array\n"
-            "  array:   str, leaf 'of'\n"
+            "  got:     str, leaf 'of'\n"
             '  instead: use None as its spec to return it unchanged'
         )
         assert texts['another library'] == (

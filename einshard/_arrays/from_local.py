@@ -146,12 +146,13 @@ def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) 
     for i, (path, leaf, leaf_spec) in enumerate(zip(leaf_paths(batch), leaves, specs, strict=True)):
         if leaf_spec is None:
             continue
-        array, sentence = leaf, ''
+        array, label, sentence = leaf, 'array', ''
         try:
             if not isinstance(leaf, _ARRAYS):
                 check_registered_pytree(leaf)
                 if i not in own:
                     continue
+                label = 'got'
                 raise not_an_array(path, leaf)
             if isinstance(leaf, jax.Ref):
                 raise EinshardError(
@@ -163,7 +164,7 @@ def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) 
         except Exception as error:
             sentence = f': {_error_sentence(error)}'
             if isinstance(error, EinshardError):
-                error = error.about(array=leaf_text(path, array))
+                error = error.about(**{label: leaf_text(path, array)})
             plan.first_error = plan.first_error or error
         plan.descriptions.append((leaf_text(path, array) + sentence, str(leaf_spec)))
     return plan

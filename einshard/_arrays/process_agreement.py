@@ -88,8 +88,8 @@ def _mesh_of_rows(mesh: Mesh) -> Mesh:
 def _mismatch_error(planned: Mapping[int, Sequence[str]]) -> EinshardError:
     """Returns the error for an array that differs between processes.
 
-    `planned` maps each process to a `PlannedArray`, without its expression if the text was
-    truncated or the process has no more arrays.
+    `planned` maps each process to the description of its array and the expression. The expression
+    may be missing, because long texts are truncated, or because the process has fewer arrays.
     """
     expressions = {expression for _, *rest in planned.values() for expression in rest}
     if len(expressions) == 1:

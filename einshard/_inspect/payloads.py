@@ -21,7 +21,7 @@ _MOVES = ('all-gather', 'all-to-all', 'collective-broadcast', 'collective-permut
 
 
 class Payload(NamedTuple):
-    """What a collective sends: fields of `CollectiveRow`."""
+    """The fields of a `CollectiveRow` that say what the collective sends."""
 
     role: str
     is_backward: bool

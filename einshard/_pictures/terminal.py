@@ -143,7 +143,8 @@ def _every_kth(labels: Sequence[str], box_width: int) -> list[str]:
 def _enlarged(boxes: _Boxes, width: int) -> _Boxes:
     """Enlarges boxes, so that the size of a picture depends little on the sharding.
 
-    Scalars, several slices, and boxes without lines between rows keep their size.
+    Does not enlarge scalars, boxes without lines between rows, or an array with more than two
+    dimensions that is drawn as several 2-d slices.
     """
     slices = boxes.slices
     if not slices.blocks.parts or not boxes.has_row_lines or len(slices.titles) > 1:

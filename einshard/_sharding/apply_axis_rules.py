@@ -166,7 +166,7 @@ def _parse_placement(placement: str) -> Term:
 def fix_in_axis_rules(
     fix: str | None, error: EinshardError, spec: AnySpec, context: Context
 ) -> str | None:
-    """Suggests "axis_rules(batch='@data')" if a fix changes only a placement from a rule.
+    """Suggests "axis_rules(batch='@data')" if a fix changes one placement, which came from a rule.
 
     Returns any other fix unchanged.
     """
