@@ -379,7 +379,7 @@ def test_generators_that_leave_in_another_order_than_they_entered(clean):
     first, second = holds('@data'), holds('@tp')
     next(first), next(second)
     assert spec_of(held) == P('tp')
-    with pytest.raises(EinshardError, match='does not await or yield'):
+    with pytest.raises(EinshardError, match='without await or yield inside'):
         next(first)
     assert spec_of(held) == P('tp')
     next(second, None)

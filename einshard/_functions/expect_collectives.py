@@ -88,7 +88,7 @@ class expect_collectives:
             raise EinshardError(
                 'expect_collectives blocks must be exited innermost first, by the task and thread '
                 'that entered them',
-                facts={'instead': 'enter them in a function that does not await or yield'},
+                facts={'instead': "'with expect_collectives(...):', without await or yield inside"},
             )
         if not is_listening():
             raise EinshardError(

@@ -24,8 +24,9 @@ _OuterKey: TypeAlias = tuple[CallSignature, tuple[AnyMesh, bool], AxisRules, boo
 class ProgramCache:
     """The programs of a `sharded` function.
 
-    The keys contain the call signature, mesh, axis rules, the shapes on which shardings depend, and
-    under limits on collectives or memory, the shardings of arguments without a spec.
+    The keys contain the call signature, mesh, axis rules, and the shapes on which shardings depend.
+    Under limits on collectives or memory, they also contain the shardings of arguments without
+    specs.
 
     Attributes:
         need_full_lookup: whether callers must call `find` for every call, because calls with the

@@ -90,7 +90,8 @@ class _Finder:
     def origin(self, comp: Computation, name: str) -> tuple[Computation, Instruction, bool]:
         """Traces `name` back through copies. Returns (computation, instruction, is_invariant).
 
-        `is_invariant` is true if the trace leaves a loop, whose iterations all use the same value.
+        `is_invariant` says that `name` is in a loop and its value comes from outside, so that all
+        iterations use the same value.
         """
         op = comp[name]
         while self.only_moves(op):

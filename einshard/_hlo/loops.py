@@ -153,7 +153,7 @@ class _Loop:
         return sum_
 
     def sum(self, value: Value, element: int | None = None) -> _Sum | None:
-        """Reads a value, or an element of a tuple, as a `_Sum`. Returns None for other values."""
+        """Reads a value, or an element of a tuple, as a `_Sum`. Returns None if it is not a sum."""
         value, element = self.find_source(value, element)
         op = value.op
         if op.integer_constant is not None:

@@ -158,7 +158,7 @@ def sharding_on(sharding: Any, device: Device) -> NamedSharding:
 
 @contextmanager
 def _use_mesh(mesh: Any) -> Generator[None, None, None]:
-    """Sets the mesh of expressions, and JAX's mesh in context if there is one."""
+    """Sets the mesh of expressions. If `jax.set_mesh` is in use, replaces its mesh too."""
     ambient = ambient_mesh()
     with ExitStack() as stack:
         if ambient is not None:

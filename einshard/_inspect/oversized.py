@@ -32,7 +32,7 @@ _ALLOCATION = re.compile(r'^allocation \d+: size (\d+), (.*)', re.MULTILINE)
 
 @dataclass(frozen=True)
 class Oversized:
-    """A program that does not fit into memory, with the attributes of `Compiled` that reports use.
+    """Stands in for the `Compiled` of a program that does not fit into memory, in reports.
 
     `available` is the memory that a device has for programs, in bytes.
     """

@@ -40,7 +40,7 @@ class Function:
 
     Attributes:
         devices: the devices of the target. Each candidate arranges them in its own mesh.
-        chip: the chip for the bounds, or None if it is unknown.
+        chip: the chip whose speeds set the lower bounds on time, or None if it is unknown.
     """
 
     fn: Any

@@ -1,9 +1,9 @@
 """Propagates axis names through a flattened program.
 
 The sharding of an array axis depends on its names. Most axes have one name, as in ('embed',). An
-axis that is not sharded has none. The names of arguments, results and constraints propagate forward
-through all operations. They propagate backward only up to the last contraction or reduction, whose
-partial sums can be reduced directly to the sharding that a constraint or result requires.
+axis that is not sharded has none. The names of arguments and constraints propagate forward through
+all operations. The names of constraints and results also propagate backward, but only up to the
+last contraction or reduction: its partial sums can be reduced directly to the required sharding.
 """
 
 from __future__ import annotations

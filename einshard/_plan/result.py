@@ -34,15 +34,15 @@ class Plan(Display):
     Attributes:
         name: the name of the function.
         devices: a mesh of the devices. Each plan arranges them in its own mesh.
-        chip: the name of the chip for the bounds, or None if unknown.
+        chip: the name of the chip whose speeds set the bounds, or None if unknown.
         objective: what is minimized.
         limit: the bytes that a plan may use on a device, or None if unknown.
         sizes: the axis names of the model, with their sizes.
         choices: the compiled plans with their costs, best first.
         code: the specs of the function with the placements of the best plan, as source text.
         n_candidates: the number of candidates that the estimates selected, at most 200.
-        pruned: how many choices were left out for each reason: {'indivisible': 120}. Depending on
-            the reason, a choice is a plan, an axis name, or a set of axis names.
+        pruned: how many plans, axis names, or sets of axis names were left out for each reason:
+            {'indivisible': 120}.
         stopped: why the search ended early, or ''.
         notes: remarks on the result, such as which plans the bounds do not tell apart.
         warnings: why the result may be unusable.

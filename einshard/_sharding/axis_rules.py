@@ -132,7 +132,7 @@ class axis_rules:
             raise EinshardError(
                 'axis_rules blocks must be exited innermost first, by the task and thread that '
                 'entered them',
-                facts={'instead': 'enter axis_rules in a function that does not await or yield'},
+                facts={'instead': "'with axis_rules(...):', without await or yield inside"},
             )
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:

@@ -21,8 +21,8 @@ def lower(
     Auto axes, and returns None for other meshes. Never reshapes a mesh in JAX's context, because
     JAX rejects arrays on any other mesh.
 
-    Because of the cache, arrays of many shapes share one sharding object, which makes `device_put`
-    faster.
+    This function is cached, so arrays of many shapes share one sharding object. That makes
+    `device_put` faster.
     """
     fitted = fit(layout, sizes_of(mesh))
     if fitted is None:

@@ -85,7 +85,7 @@ def without_dim(axis: Axis) -> Axis:
 
 
 def merged(values: Sequence[Value], ndim: int) -> Value:
-    """Returns the result of an elementwise operation. Values of other ranks do not affect axes."""
+    """Returns the result of an elementwise operation, with the axes of operands of rank `ndim`."""
     same_rank = [value for value in values if len(value.axes) == ndim]
     axes = (merged_axis(axes) for axes in zip(*(value.axes for value in same_rank), strict=True))
     argument = same_rank[0].argument if len(same_rank) == 1 else None
