@@ -43,7 +43,8 @@ from .reshard import reshard
 names_at: dict[str, tuple[str, ...]] = register_cache({})
 # Maps 'file:line' to `Placement.names_without_rule`.
 without_rule_at: dict[str, tuple[str, ...]] = register_cache({})
-# The same for `einshard.einsum`. Maps 'file:line' to {letter in the `jnp.einsum` call: axis name}.
+# For `einshard.einsum`. Maps 'file:line' to {letter in the `jnp.einsum` call: axis name}, or to {}
+# if the calls on that line differ.
 names_by_letter_at: dict[str, Mapping[str, str]] = register_cache({})
 # The expressions of the constraints that `plan` has traced so far, or None outside its traces.
 constraints_of_trace: ContextVar[list[Expression] | None] = ContextVar(
@@ -200,8 +201,8 @@ def sharding_rejected_by_jit(x: Any, in_shardings: Any) -> Sharding | None:
 def reshard_traced(x: Any, sharding: NamedSharding, replicated: Any) -> Any:
     """Reshards an argument of a jitted function that is called under jax.grad or jax.vmap.
 
-    `device_put` under jax.vmap would shard the wrong axes. A constraint does not, but cannot move
-    `x` to other devices. For that, `device_put` replicates it first, as `replicated` says.
+    `device_put` under jax.vmap would shard the wrong axes. A constraint would not, but cannot move
+    `x` to other devices. If it fails, `device_put(x, replicated)` replicates `x` there first.
     """
     try:
         return _constrain_in_jit(x, sharding)

@@ -19,7 +19,7 @@ from .leaf_spec import AnySpec, as_leaf_spec
 
 class AppliedRules(NamedTuple):
     expression: Expression  # with placements from the rules, and without ignored mesh axes
-    missing_axes: tuple[str, ...]  # mesh axes of the expression and the rules that the mesh lacks
+    missing_axes: tuple[str, ...]  # named in the expression or an applied rule, but not in the mesh
     replicate_indivisible: frozenset[str]  # array axes to replicate if they are not divisible
 
 
@@ -60,7 +60,7 @@ def _with_placements(
     has_counts = any(term.is_counted for term in terms)
     has_mesh_axes = any(term.mesh_axes for term in terms)
     if not any(term.star for term in terms) and (has_counts or not has_mesh_axes):
-        # unless all placements are mesh axes, replicating over unused devices needs a star
+        # with counts, or without mesh axes, replicating over unused devices needs a star
         terms.insert(0, Term(star=True))
     placed = write_short(terms)
     try:

@@ -63,7 +63,7 @@ def _size_error(
             else f'{_text(sizes)} need{s} {product} devices, but there are only {n_devices}'
         )
     fitting = sorted(_fitting_sizes(sizes, n_devices), key=lambda fit: _distance(sizes, fit))
-    # unlike other fixes, these are not tried: `solve_sizes` accepts any sizes with this product
+    # unlike other fixes, these are not tried: `solve_sizes` accepts any sizes that use all devices
     facts = {'sizes that fit': '; '.join(map(_text, fitting[:_MAX_SHOWN]))}
     if len(given_sizes) == len(sizes) and product < n_devices and call == 'device_mesh(':
         facts[f'on {product} devices'] = f'{call}jax.devices()[:{product}], {_text(sizes)})'

@@ -136,7 +136,7 @@ def describe_in(expression: Expression, sharding: Sharding, ndim: int) -> str:
 def sharding_of(x: Any) -> Sharding | Description | None:
     """Returns the sharding of an array.
 
-    Returns a description of an array without a known sharding, and None for other values.
+    Returns a description if the sharding is unknown, and None if `x` is not an array.
     """
     if isinstance(x, Tracer):
         sharding = jax.typeof(x).sharding

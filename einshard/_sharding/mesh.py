@@ -369,7 +369,7 @@ _NAMES = 'xyzuvw'
 
 
 def _make_mesh_call(sizes: Any) -> str | None:
-    """Formats a `jax.make_mesh` call for (4, 2) or {'data': 4}. Returns None for other values."""
+    """Formats a `jax.make_mesh` call for sizes such as (4, 2) or {'data': 4}, or returns None."""
     if isinstance(sizes, Mapping):
         names, numbers = tuple(sizes), tuple(sizes.values())
     elif isinstance(sizes, tuple):

@@ -60,7 +60,7 @@ class Placement:
     layout: Layout
     sharding: NamedSharding
     missing_axes: tuple[str, ...] = ()  # mesh axes that were ignored because the mesh lacks them
-    # on a user's mesh, and without an arrow, placements, axis rules or `warning`
+    # the mesh is the user's, and there is no arrow, placement, axis rule or `warning`
     replicated_by_default: bool = False
     is_unconstrained: bool = False  # some axes are P.UNCONSTRAINED; for traced values only
     warning: str | None = None  # about a likely typo in the expression
