@@ -42,7 +42,7 @@ def repeated_constraints(facts: Facts) -> Iterator[Finding]:
 def _no_effect(facts: Facts) -> Iterator[tuple[Finding, bool]]:
     """Yields (finding, is_repeated) for each line whose constraints all have no effect.
 
-    `is_repeated` says whether the value already has the sharding.
+    `is_repeated` says whether the constrained value already has the sharding of the constraint.
     """
     if facts.stages.traced is None:
         return

@@ -82,7 +82,7 @@ class _RepeatedGather(NamedTuple):
         how_often: for example 'gathered 2 times'.
         lines: the source lines of all its all-gathers.
         bytes: the bytes that a device sends in all its all-gathers.
-        is_weight: whether the array is a weight in training.
+        is_weight: whether the array is a weight. Always false in inference.
         along: the mesh axes that `gather` runs along.
     """
 

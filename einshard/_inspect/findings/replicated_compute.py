@@ -19,14 +19,14 @@ from .values import Axis, Product, Value
 
 # the smallest ratios that are reported
 _MIN_RATIO = 1.5  # flops of all devices / flops before partitioning
-_MIN_WASTED = 0.05  # wasted flops / all flops of a device; the router of a MoE layer wastes less
+_MIN_WASTED = 0.05  # wasted flops / all flops of a device; the router of an MoE layer wastes less
 
 
 class _RepeatedLine(NamedTuple):
     """A source line whose matmuls are the same on several devices."""
 
     line: str
-    n_repeats: int  # the number of devices that compute the same
+    n_repeats: int  # the number of devices that compute the same matmuls
     wasted: int  # flops of a device beyond its share of the flops before partitioning
     products: Sequence[Product]  # of the forward pass, or else the backward pass; largest first
 
@@ -121,7 +121,7 @@ def _constrain_result(facts: Facts, repeated: _RepeatedLine) -> str:
         return ''  # the line has other matmuls, whose results the constraint may not fit
     product = repeated.products[0]
     # along mesh axes that shard only a gathered operand, such as a weight in FSDP, devices compute
-    # the same
+    # the same result
     used = _mesh_axes_of_result(product)
     if unused := tuple(name for name in _mesh_axes(facts) if name not in used):
         return _shard_batch(facts, unused, product)

@@ -21,7 +21,7 @@ from .values import Value
 
 class _ShardedScan(NamedTuple):
     line: str
-    mesh_axes: tuple[str, ...]  # which shard the scanned axis
+    mesh_axes: tuple[str, ...]  # the mesh axes that shard the scanned axis
     is_data: bool  # whether the scanned arrays are data, not weights
 
 
@@ -175,9 +175,10 @@ def _arrays_text(facts: Facts, arrays: Sequence[Scanned]) -> str:
 
 
 def _along_text(facts: Facts, value: Value) -> str:
-    """Names what shards the first axis: its mesh axes or, on the canonical mesh, the array axis.
+    """Returns the mesh axes that shard the first axis or, on the canonical mesh, an axis name.
 
-    An axis of microbatches often has no name, but the batch axis after it has.
+    This is the name of the first axis or, if it has none, as is common for microbatches, the name
+    of the batch axis after it.
     """
     first, *rest = value.axes
     names = [axis.name for axis in (first, *rest[:1]) if axis.name]

@@ -13,7 +13,7 @@ from .facts import Facts
 def slow_network(facts: Facts) -> Iterator[Finding]:
     """Suggests swapping a mesh axis across TPU slices with one of the same size within slices.
 
-    Reports it only if more than twice as many bytes are sent along the axis across slices.
+    Reports an axis only if more than twice as many bytes are sent along it as along the other.
     """
     mesh = facts.mesh
     if mesh is None or len(set(facts.slices)) < 2:

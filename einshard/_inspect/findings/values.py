@@ -169,7 +169,7 @@ def _split(axis: Axis, sizes: Sequence[int], mesh_sizes: Mapping[str, int]) -> I
             # after a mesh axis that does not fit in full, the other parts are unsharded
             size, waiting = size // n, waiting[1:] if n == mesh_sizes[name] else []
         parts.append(tuple(taken))
-    # the largest part gets the name; of several, a sharded one, or else the last
+    # the largest part gets the name; of equally large parts, a sharded one, or else the last
     named = max(range(len(sizes)), key=lambda i: (sizes[i], bool(parts[i]), i))
     for i, mesh_axes in enumerate(parts):
         part = axis if i == named else Axis(origin=axis.origin)
