@@ -84,8 +84,8 @@ class Collective:
     def n_groups(self) -> int:
         """The number of groups, or 0 if the text lists none.
 
-        Ignores groups of one device, unless all are. In a permute, a device that sends only to
-        itself is such a group.
+        Ignores groups of one device, unless there are no others. In a permute, a device that sends
+        only to itself is such a group.
         """
         return sum(len(group) > 1 for group in self.groups) or len(self.groups)
 

@@ -114,8 +114,8 @@ def connected(pairs: Iterable[tuple[int, int]]) -> Groups:
 class Slices:
     """Converts partition numbers and device ids to positions in the device list of a program.
 
-    A multi-slice TPU program is compiled for one slice. Its collectives within a slice list
-    partition numbers, which are the same in each slice. Its transfers between slices list device
+    A multi-slice TPU program is compiled for one slice. Its collectives within a slice use
+    partition numbers, which are the same in each slice. Its transfers between slices use device
     ids: 300002 is device 2 of slice 3. Slice numbers start at 1.
 
     Args:

@@ -101,8 +101,8 @@ _LIBRARY = 'custom_call_target="__'  # calls to cuBLAS and cuDNN, which read all
 class _Reads:
     """Finds the regions of values that a program reads.
 
-    A fusion or call computes its full result, but only the parts of other values that the result
-    needs.
+    A fusion or call computes its full result, but only those parts of the values inside it that
+    the result needs.
     """
 
     def __init__(self, module: Module):
@@ -139,7 +139,7 @@ class _Reads:
             case 'get-tuple-element':
                 return self.of(result, -1, loop) if user.element == element else []
             case 'while' | 'fusion' | 'call' if self._is_shared(user):
-                return []  # the cache does not tell several calls apart
+                return []  # `_cache` does not tell several calls of a computation apart
             case 'while':
                 body = self._module.computation(user.body)
                 start = Value(body, body.parameter(0))

@@ -80,7 +80,7 @@ class Instruction(NamedTuple):
 
     `operand_text` is the text in parentheses after the opcode: the operands, the value of a
     constant, or the number of a parameter. `metadata` is the rest of the line after 'metadata={'.
-    XLA writes backend_config before or after the metadata, so either field may contain it.
+    XLA writes backend_config before or after the metadata, so it is in `attributes` or `metadata`.
     """
 
     name: str

@@ -73,7 +73,7 @@ def _feeds_loop(site: Site, loop: Site) -> bool:
 
 
 def _sends_output(site: Site, loop: Site) -> bool:
-    """Whether a permute sends an output of the loop, possibly after a fusion of the same dot."""
+    """Whether a permute sends an output of the loop, directly or through a fusion of their dot."""
     comp = site.comp
     op = comp[_origin(comp, site.op.operands[0])]
     is_same_dot = site.op.op_name == loop.op.op_name != ''
@@ -109,7 +109,7 @@ def _unrolled(permutes: Sequence[Site]) -> Iterator[tuple[str, list[Site]]]:
 
 @dataclass
 class _Chain:
-    """Permutes, in order, that pass an array from device to device in one direction."""
+    """A chain of permutes that pass an array from device to device in one direction."""
 
     start: str  # the name of the value that the first permute sends
     permutes: list[Site]

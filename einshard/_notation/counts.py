@@ -16,7 +16,7 @@ class Devices:
     """The devices of a layout, as errors describe them.
 
     Attributes:
-        mesh_axis_terms: the terms with mesh axes, such as 'b@data'. Counts divide the rest.
+        mesh_axis_terms: the terms with mesh axes, such as 'b@data'. Counts split the other devices.
         taken: the product of the sizes of the mesh axes in `mesh_axis_terms`.
         hints: facts to add to errors, by label.
         on_users_mesh: whether the user chose the mesh. If so, error sentences do not suggest '*',
@@ -120,7 +120,7 @@ def _wrong_product(
                 [needed],
             ),
         )
-    if not counted:  # no mesh axes either: `lay_out` accepts those without counts
+    if not counted:  # no mesh axes either: with mesh axes, `lay_out` needs no counts
         sentence = f"nothing is sharded; add '*' to replicate over all {n} devices"
     else:
         use = 'uses' if len(counted) == 1 else 'use'
@@ -193,7 +193,7 @@ def _counts_that_fit(
 
 
 def _one_star_takes_all(expression: Expression, stars: Sequence[Term], n: int) -> Suggestion:
-    """Replaces one star by count n, that of an axis if possible, and removes the other stars."""
+    """Replaces one star, if possible that of an axis, by count n, and removes the other stars."""
     taker = next((term for term in stars if term.name is not None), stars[0])
     replacements = [
         (term, replace(term, count=n if term is taker else 1, star=False)) for term in stars
