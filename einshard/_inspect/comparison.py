@@ -34,8 +34,8 @@ class ComparedRow:
             replicas, divided as `relative_to` says. For integers, the fraction of elements that
             differ.
         relative_to: what `difference` is divided by. 'largest element' is the largest absolute
-            value in the array. 'largest change' replaces it if the array updates an argument.
-            'elements' is the number of elements of an integer array.
+            value in the array. If the array updates an argument, 'largest change' is the largest
+            change of that argument. 'elements' is the number of elements of an integer array.
         tolerance: the largest difference that rounding can explain.
         because: the reason for the tolerance: a dtype and a sum, as in 'float32, longest sum: 512
             terms'; 'integers'; or 'rounding of arguments', if the tolerance comes from runs with
@@ -144,7 +144,7 @@ def compare(path: str, found: jax.Array, reference: Reference, rounding: Roundin
     expected = _as_wide_numpy(reference.value)
     change = expected - reference.before
     if jnp.issubdtype(found.dtype, jnp.inexact):
-        # if the argument did not change, differences are relative to its value
+        # if the array equals `before`, differences are relative to its largest element
         scale = _largest(change) or _largest(expected)
         is_update = not isinstance(reference.before, int) and _largest(change)
         relative_to = 'largest change' if is_update else 'largest element'

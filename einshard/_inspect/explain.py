@@ -74,8 +74,8 @@ def explain(
             results.
         intermediates: whether to list the placements of intermediate values, which needs a second
             compilation.
-        chip: the chip for the lower bounds on time: a `Chip`, or a name such as 'H100'. Default:
-            the chip of the devices. Without a chip, as on CPUs, there are no bounds.
+        chip: a `Chip` or its name, such as 'H100', whose speeds set the lower bounds on time.
+            Default: the chip of the devices. Without a chip, as on CPUs, there are no bounds.
 
     Returns:
         A `Report`, which renders in the REPL, notebooks, rich and print. A program that does not

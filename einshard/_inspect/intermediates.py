@@ -57,7 +57,7 @@ def find_intermediates(lowered: Lowered, meshes: Sequence[AnyMesh]) -> list[Arra
 
 
 def _hlo_before_partitioning(lowered: Lowered) -> str:
-    """Returns '' if XLA does not dump it."""
+    """Returns the HLO before partitioning, or '' if XLA does not dump it."""
     with tempfile.TemporaryDirectory() as folder:
         compile_with_dumps(lowered, folder)
         return newest_dump(folder, 'before_*spmd-partitioning*')

@@ -231,7 +231,7 @@ def _owner_crossings(kind: str, groups: Sequence[Ints], owners: Any) -> tuple[An
     return enters, leaves
 
 
-# a reduce-scatter is an all-gather in reverse: the bytes that enter in one leave in the other
+# a reduce-scatter is an all-gather in reverse: what enters a set in one leaves it in the other
 _REVERSED = {'all-gather': 'reduce-scatter', 'reduce-scatter': 'all-gather'}
 
 

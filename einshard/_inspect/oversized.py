@@ -123,7 +123,7 @@ def _read_oversized(stages: Stages, mesh: AnyMesh, available: int) -> Oversized 
 
 
 def _used_arguments(stages: Stages, n_leaves: int) -> Sequence[int]:
-    """Returns the indices of the argument leaves that JAX keeps, or all indices without a jaxpr."""
+    """Returns the indices of the argument leaves that JAX keeps, or all if there is no jaxpr."""
     if stages.traced is None:
         return range(n_leaves)
     jaxpr = stages.traced.jaxpr.jaxpr

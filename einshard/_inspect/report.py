@@ -32,7 +32,7 @@ class Report(Display):
     """A report on a compiled function, made by `explain`.
 
     It prints as text, and notebooks show it as HTML. Text shows only the first rows of long tables.
-    HTML shows all rows, also in files: `report.save('report.html')`.
+    HTML shows all rows. `report.save('report.html')` writes it to a file.
 
     Attributes:
         name: the name of the function.

@@ -140,8 +140,8 @@ class Finding:
         kind: such as 'missing constraint'; docs/explain.md lists all kinds.
         text: a sentence that names the arrays as in the user's code.
         source: the source line, such as 'model.py:12', or None.
-        bytes: the bytes per device that the finding is about: sent in one run, in the arrays, or
-            needed by the program. 0 if it is not about bytes.
+        bytes: the bytes per device that the finding is about: those sent in one run, the size of
+            the arrays, or the memory that the program needs. 0 if it is not about bytes.
         suggestion: the change to make, as a sentence with the expression to write. Empty if none is
             known.
     """

@@ -28,9 +28,9 @@ class Rounding:
     Attributes:
         dtype: the dtype to which numbers are rounded, such as 'bfloat16'.
         unit: the largest relative error of one rounding.
-        terms: how many rounding errors add up: in float32, the terms of the sum times the loop
-            iterations. In a narrow dtype, a device rounds its part of a sum once: the loop
-            iterations plus the devices.
+        terms: how many rounding errors add up. In float32, the terms of the sum times the loop
+            iterations. In a narrow dtype, the loop iterations plus the number of devices, because
+            a device rounds its part of a sum only once.
         is_narrow: whether the dtype is narrower than float32.
     """
 
