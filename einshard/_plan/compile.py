@@ -80,7 +80,7 @@ class Worker:
             raise
         if isinstance(response, str):
             return response
-        # `read_memory` calls no other method of `jax.stages.Compiled`
+        # replaces a `jax.stages.Compiled`, of which `read_memory` calls only `memory_analysis`
         sizes = SimpleNamespace(memory_analysis=lambda: read_sizes(response['buffers']))
         return Compiled(response['text'].replace(_PREFIX, ''), read_memory(sizes))
 

@@ -113,7 +113,7 @@ def _costly_ops(
 
 
 def _may_communicate(operands: Sequence[OpArray], einsum: Einsum) -> bool:
-    # only the reduced axes of a reduction count, but all axes of a gather or scatter
+    # any named axis of a gather or scatter may communicate, but only reduced axes of a reduction
     return any(
         names and (len(operands) > 1 or index not in einsum.out)
         for operand in operands

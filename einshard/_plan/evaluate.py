@@ -102,7 +102,7 @@ class Function:
         return treedef.unflatten(structs)
 
     def _copy(self) -> Any:
-        """Copies a `sharded` function, to keep the programs of candidates out of its cache."""
+        """Copies a `sharded` function, so that candidates do not fill the cache of the original."""
         function = as_sharded(self.fn)
         if function is None:
             return self.fn

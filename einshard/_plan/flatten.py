@@ -187,8 +187,8 @@ class _Flattener:
 
     def scan(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
         body, length = _open(eqn.params['jaxpr']), eqn.params['length']
-        # count by ndim, since JAX 0.12 has neither the parameter num_consts nor num_carry: scanned
-        # and stacked arrays have one axis fewer in the body than outside
+        # Scanned and stacked arrays have one axis fewer in the body than outside. The others are
+        # counted, because JAX 0.12 has neither the parameter num_consts nor num_carry.
         n_carry = sum(map(_has_same_ndim, body.outvars, eqn.outvars))
         n_unscanned = sum(map(_has_same_ndim, body.invars, eqn.invars))
         n_consts = n_unscanned - n_carry

@@ -37,9 +37,9 @@ class MeshNetwork:
     def _one_of_parallel(self, groups: Any) -> Any:
         """Keeps one of several device groups that are parallel rows or planes of a torus.
 
-        Each takes the same time, because parallel groups share no links. For all groups of 8,192
-        devices, `Network` would take 100 ms. Keeps all groups if one of them extends over several
-        TPU slices, or if the devices have no coordinates.
+        Each takes the same time, because parallel groups share no links. With 8,192 devices,
+        `Network` would take 100 ms for all groups. Keeps all groups if one of them extends over
+        several TPU slices, or if the devices have no coordinates.
         """
         network = self.network
         if not network.has_coords or len(set(network.slices[groups].ravel().tolist())) > 1:

@@ -132,8 +132,8 @@ def _einsum_rule(einsum: Einsum, links: Iterable[Link] = ()) -> OpShardingRule:
 def _conv(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingRule:
     """Returns the rule of a convolution or of its gradient with respect to the kernel.
 
-    A convolution contracts the input features. A kernel gradient contracts the batch, which takes
-    their place in `dimension_numbers`, and the positions.
+    A convolution contracts the input features. A kernel gradient contracts the positions and the
+    batch, and its `dimension_numbers` give the batch as the input features.
     """
     numbers, rhs, out = params['dimension_numbers'], ins[1], outs[0]
     groups = params['feature_group_count'] * params['batch_group_count']

@@ -98,7 +98,7 @@ class Search:
     # --- the partitioner -------------------------------------------------------------------------
 
     def _explore(self) -> None:
-        """Compiles the user's candidates, those with the best estimates, then others in batches."""
+        """Compiles the user's candidates, then the best by estimate, then others in batches."""
         by_estimate = _mix_shapes(self.estimates, max(1, self.compilations // 2))
         first = [*self.user_candidates, *by_estimate]
         self._compile(self.partitioner, first[: self.compilations])
@@ -109,7 +109,7 @@ class Search:
             self._compile(self.partitioner, batch)
 
     def _next_batch(self, n: int) -> list[Candidate]:
-        """Chooses up to n candidates by estimate, first up to n/2 neighbors of the best plan."""
+        """Chooses up to n candidates by estimate. Up to n/2 neighbors of the best come first."""
         new = [one.candidate for one in self.estimates if one.candidate not in self.evaluated]
         best = self.ranking()[0].candidate
         neighbors = [candidate for candidate in new if is_neighbor(best, candidate)]
