@@ -46,7 +46,7 @@ class BoundMethod(functools.partial[Any]):
 def sharded_call(function: Any) -> Any:
     """Returns `function.__call__` if it is sharded, and `function` itself otherwise.
 
-    `jax.jit(module)` would make the arrays of an Equinox module constants.
+    If `function` is an Equinox module, `jax.jit(function)` would make its arrays constants.
     """
     method = getattr(function, '__call__', None)  # noqa: B004
     return method if isinstance(method, BoundMethod) else function

@@ -155,7 +155,7 @@ def _placed_differently(
 
 
 def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> None:
-    """Raises if an array is committed to devices outside the mesh, or to another device order."""
+    """Raises if a committed array is not on exactly the devices of the mesh, in mesh order."""
     has_shardings = any(traced.in_shardings) or bool(jtu.tree_leaves(traced.out_shardings))
     if isinstance(traced.mesh, AbstractMesh) or not has_shardings:
         return  # without shardings, jit runs on the devices of its arguments

@@ -59,8 +59,8 @@ class ProgramCache:
         inner_key = leaves_key, shardings_of(values, without_spec)
         program = programs.get(inner_key)
         if program is None or program.runnable is rejected:
-            # Only one thread at a time makes a program, which may trace the function. A call inside
-            # a trace takes no lock, because its own thread may have it.
+            # Only one thread at a time makes a program. This may trace the function, so a call
+            # inside a trace takes no lock: its own thread may have it.
             with nullcontext() if is_tracing() else self._lock:
                 for program in list(programs.values()):
                     if program.runnable is not rejected and program.is_for(values):

@@ -98,7 +98,7 @@ def check_promise(
 
     Args:
         sharded_by: takes the ShapeDtypeStructs of the result, or None if they are unknown. Returns
-            the mesh axes that shard each axis name, for the error. Pass None without specs.
+            the mesh axes that shard each named axis, for the error. None if there are no specs.
     """
     too_many = exceeding(allowed, read_collectives(program_text(name, compiled)))
     if not too_many:
@@ -261,10 +261,10 @@ class CheckedJit:
     """A jitted function that checks the limits on collectives and memory of its programs.
 
     The first program is checked before it runs, later ones before their result is returned. JAX
-    does not report whether a call compiled, but each compilation follows a trace: see
-    `Program.shardings_without_spec`. So the function records its traces, and a call that traced
-    gets the compiled program from JAX's cache and checks it. Checks inside the trace would make
-    later calls take jit's slow path (80 to 250 us).
+    does not report whether a call compiled, but each compilation follows a trace, because calls
+    with other `Program.shardings_without_spec` use another `Program`. So the function records its
+    traces, and a call that traced gets the compiled program from JAX's cache and checks it. Checks
+    inside the trace would make later calls take jit's slow path (80 to 250 us).
 
     A thread may run a program that another thread has traced but not checked. So after each run, a
     call checks its program if any trace is unchecked or the function was replaced.

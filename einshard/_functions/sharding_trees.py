@@ -20,8 +20,8 @@ def shardings_of(values: Sequence[Any], positions: Sequence[int]) -> tuple[Any, 
     """
     if not positions or is_tracing():
         return ()
-    # Ignores `leaf.committed`, which would double the time. It matters only for arrays on a part of
-    # the mesh, and jit rejects those if they are committed.
+    # Does not read `leaf.committed`, which would double the time. It matters only for arrays on a
+    # part of the mesh, and jit rejects those if they are committed.
     leaves = [leaf for i in positions for leaf in jtu.tree_leaves(values[i])]
     return tuple([getattr(leaf, 'sharding', None) for leaf in leaves])
 

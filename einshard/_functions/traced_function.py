@@ -181,7 +181,7 @@ class TracedFunction:
             same_mesh = abstract_mesh(mesh) == abstract_mesh(self.mesh)
             if not (same_mesh and self.matches_arguments(values)):
                 raise WrongShardings
-            self.check_devices(())  # `jax.set_mesh` or an enclosing program sets the devices
+            self.check_devices(())  # against `jax.set_mesh` or an enclosing program
             warn_if_legacy_mesh(self.setup.name, context.mesh)
             self.check(values)
             is_explicit = AxisType.Explicit in self.mesh.axis_types
