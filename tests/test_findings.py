@@ -612,7 +612,8 @@ def test_a_gather_in_a_loop_that_does_not_change_the_array():
     (finding,) = wrong.findings
     assert finding.kind == 'gathered again'
     assert finding.text == (
-        'w, bf16[2048,2048], is gathered in each of 8 iterations of a loop that does not change it'
+        'w, bf16[2048,2048], is gathered in each of 8 iterations of a loop, always with the '
+        'same values'
     )
     assert finding.suggestion == (
         "gather it once, before the loop: w = einshard(w, 'd f -> 16 d f')"

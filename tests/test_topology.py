@@ -218,7 +218,8 @@ def test_a_loop_that_gathers_the_same_array_in_each_iteration():
     assert row.executions == 12
     (finding,) = report.findings
     assert finding.text == (
-        f'w, {row.arrays}, is gathered in each of 12 iterations of a loop that does not change it'
+        f'w, {row.arrays}, is gathered in each of 12 iterations of a loop, always with the '
+        'same values'
     )
 
 

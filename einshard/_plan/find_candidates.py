@@ -232,7 +232,7 @@ class _CandidateSearch:
                 self.evaluate(self.neighbors(point))
 
     def neighbors(self, point: Point) -> Iterator[Point]:
-        """Yields the points whose name set for one mesh axis differs by up to two names."""
+        """Yields points that differ from `point` by up to two names on one mesh axis."""
         sizes, name_sets = point
         for axis, names in enumerate(name_sets):
             for other in self.space.name_sets(sizes, axis):

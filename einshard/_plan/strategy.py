@@ -73,8 +73,8 @@ def axes_of_shape(sizes: Sequence[int]) -> tuple[MeshAxis, ...]:
 def sharded_axes(names: Sequence[AxisNames], axes: AxesByName) -> dict[MeshAxis, int]:
     """Maps each mesh axis to the position of the array axis that is sharded over it.
 
-    `names` are the names of each array axis. A mesh axis shards the first array axis with one of
-    the names that are sharded over it.
+    `names` are the names of each array axis. If the names of two array axes share a mesh axis, it
+    shards the first of the two.
     """
     found: dict[MeshAxis, int] = {}
     for i, axis_names in enumerate(names):

@@ -157,7 +157,7 @@ def with_fallbacks(
     on_indivisible: Fallback = 'error',
     rule: str | None = None,
 ) -> LeafSpec:
-    """Returns the spec with these options. 'error' keeps the option that the spec has.
+    """Returns the spec with options that are not 'error', the default, replaced.
 
     Sets `rule` unless the spec has one, so that errors show the rule of the innermost `Rules`.
     """

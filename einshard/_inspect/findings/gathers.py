@@ -170,7 +170,7 @@ def _repeated_gathers(facts: Facts) -> Iterator[_RepeatedGather]:
         elif gather.is_invariant:
             n = first.executions
             iterations = 'every iteration' if n is None else f'each of {n} iterations'
-            how_often = f'gathered in {iterations} of a loop that does not change it'
+            how_often = f'gathered in {iterations} of a loop, always with the same values'
         else:
             continue
         sent = sum(row.total_bytes for _, row, _ in repeats)
