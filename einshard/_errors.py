@@ -101,7 +101,7 @@ class EinshardError(ValueError):
 def combine_errors(errors: Sequence[EinshardError]) -> EinshardError:
     """Returns the first error, with a fact 'also' that lists the arrays of the other errors.
 
-    Errors with another sentence than the first error are listed with their sentence.
+    Errors whose sentence differs from that of the first error are listed with their sentence.
     """
     first, *others = errors
     if not others:

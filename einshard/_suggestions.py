@@ -19,7 +19,7 @@ def keep_working_suggestions(
 
     Args:
         retry: repeats the failed call with another expression.
-        retry_on: repeats it on n devices. If None, all facts with device counts are removed.
+        retry_on: repeats it on n devices. If None, all `DeviceCounts` in `error.facts` are removed.
     """
 
     def works_as_stated(fact: str) -> bool:
@@ -47,7 +47,7 @@ def with_working_fix(error: EinshardError, retry: Callable[[str], object]) -> Ei
         try:
             retry(fix.expression)
         except EinshardError as other:
-            # if only the order of terms in `fix` was wrong, the error is not about the user's code
+            # if only the order of terms in `fix` was wrong, `other` is not about the user's code
             is_reordered = _terms(other.fix) == _terms(fix)
             if other.sentence not in (error.sentence, *others) and not is_reordered:
                 others.append(other.sentence)

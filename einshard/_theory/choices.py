@@ -94,7 +94,7 @@ def find_targets(operands: Sequence[ShardedArray], result: ShardedArray) -> Iter
 def _array_axis_options(
     operands: Sequence[ShardedArray], in_operands: Sequence[str | None], in_result: str | None
 ) -> list[str | None]:
-    """Lists the array axes that a mesh axis may shard in the contraction. None replicates.
+    """Lists the array axes that a mesh axis may shard in the contraction, or None to replicate.
 
     Args:
         in_operands: the array axis that the mesh axis shards in each operand.

@@ -122,8 +122,8 @@ def _names_text(names: Sequence[str]) -> str:
 class Chain(tuple[Parallelism, ...], Display):
     """The parallelism of a sequence of einsums.
 
-    Counts shard an axis in the same way in all einsums, so each result is sharded as the next
-    einsum needs. If the einsums have placements, resharding between them is not counted.
+    With counts such as `x=8`, all einsums shard an axis in the same way, so each result is sharded
+    as the next one needs. If the einsums have placements, resharding between them is not counted.
     """
 
     __slots__ = ()
@@ -212,9 +212,9 @@ def parallelism(
             placement has a star. Devices that the counts do not use hold replicas.
         sizes: the size of every axis. Without it, the bytes of collectives are None.
         item_bytes: bytes per element.
-        counts: `x=8` shards axis x into 8 in every operand that has it. The order of the keywords
-            is the device order, slowest-varying first. If `einsum` names mesh axes (`'b@data x'`),
-            counts are their sizes: `data=8`.
+        counts: `x=8` splits axis x into 8 shards in every operand that has it. The order of the
+            keywords is the device order, slowest-varying first. If `einsum` names mesh axes
+            (`'b@data x'`), counts are their sizes: `data=8`.
 
     Returns:
         A `Parallelism`; for a list, a `Chain` of them. Both print as text, show as HTML in

@@ -43,7 +43,7 @@ def for_optimizer(
 
     The path of a moment contains the path of its parameter: '0/mu/mlp/kernel' and 'mlp/kernel/mu'
     belong to 'mlp/kernel'. If several parameters fit by path and shape, the longest path is used;
-    of equally long ones, the last. The spec of a moment depends on its shape:
+    of equally long ones, the last in the moment's path. The spec of a moment depends on its shape:
 
     * Same shape as the parameter: the spec of the parameter.
     * Fewer axes, as in Adafactor: the spec of the parameter without the missing axes. If several

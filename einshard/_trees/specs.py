@@ -133,7 +133,7 @@ def check_specs(spec: Spec, order: ArgumentOrder | None = None, expected: str = 
 def check_spec_functions(specs: Sequence[Spec]) -> None:
     """Raises if a function in `specs` does not take (path, leaf).
 
-    A common mistake is `sharded(spec, f)`: it uses f as a spec.
+    For example, in `sharded(spec, f)`, the user means f as the function to shard, not as a spec.
     """
     for spec in specs:
         if is_function(spec) and not _takes_path_and_leaf(spec):
