@@ -78,7 +78,7 @@ def _all_gather_bytes(data: bytes, mesh: Mesh) -> dict[int, bytes]:
 
 @cached
 def _mesh_of_rows(mesh: Mesh) -> Mesh:
-    """Returns the mesh with the longest rows such that no row has devices of two processes."""
+    """Reshapes a mesh into rows, as long as possible, each with devices of one process only."""
     devices = sorted(mesh.devices.flat, key=lambda device: device.process_index)
     counts = Counter(device.process_index for device in devices)
     grid = np.array(devices).reshape(-1, math.gcd(*counts.values()))

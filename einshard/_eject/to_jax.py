@@ -69,7 +69,7 @@ def to_jax(
       that match the paths of the arrays.
     * A `sharded` function `step` with the arguments of a call: `jit_step(function)`, which calls
       `jax.jit` with the shardings of `step`. If `jit_step` finds the shardings of an argument or
-      of the result by path, it also takes that argument or result, or its shapes, as in
+      of the result by path, it also takes a pytree of their arrays or shapes, as in
       `jit_step(function, state)`. A comment lists the sharding constraints inside the function,
       with source lines. For functions that are not `sharded`, the text has only this comment.
     * A `Plan`: the same for its function, with the shardings of the best plan.

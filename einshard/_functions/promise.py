@@ -77,7 +77,10 @@ def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
             near = difflib.get_close_matches(str(kind), KINDS, n=1)
             raise EinshardError(
                 f'{kind!r} is not a kind of collective',
-                facts={'kinds': f'{", ".join(KINDS)} (a Pallas kernel that communicates)'},
+                facts={
+                    'kinds': f'{", ".join(KINDS[:-1])}, and {KINDS[-1]} for a Pallas kernel that '
+                    'communicates'
+                },
                 fix=repr(near[0]) if near else None,
             )
     if not isinstance(promise, Mapping):
@@ -97,8 +100,9 @@ def check_promise(
     """Raises if a compiled program has collectives that are not allowed.
 
     Args:
-        sharded_by: takes the ShapeDtypeStructs of the result, or None if they are unknown. Returns
-            the mesh axes that shard each named axis, for the error. None if there are no specs.
+        sharded_by: a function that returns the mesh axes that shard each named axis, for the
+            error, or None if there are no specs. It takes the ShapeDtypeStructs of the result, or
+            None if they are unknown.
     """
     too_many = exceeding(allowed, read_collectives(program_text(name, compiled)))
     if not too_many:
@@ -261,10 +265,11 @@ class CheckedJit:
     """A jitted function that checks the limits on collectives and memory of its programs.
 
     The first program is checked before it runs, later ones before their result is returned. JAX
-    does not report whether a call compiled, but each compilation follows a trace, because calls
-    with other `Program.shardings_without_spec` use another `Program`. So the function records its
-    traces, and a call that traced gets the compiled program from JAX's cache and checks it. Checks
-    inside the trace would make later calls take jit's slow path (80 to 250 us).
+    does not report whether a call compiled, but each compilation follows a trace. (A compilation
+    for other shardings of arguments without specs would not, so these have their own `Program`.)
+    So the function records its traces, and a call that traced gets the compiled program from JAX's
+    cache and checks it. Checks inside the trace would make later calls take jit's slow path (80 to
+    250 us).
 
     A thread may run a program that another thread has traced but not checked. So after each run, a
     call checks its program if any trace is unchecked or the function was replaced.

@@ -64,7 +64,7 @@ class CollectiveRow:
         op_name: the JAX operation that it comes from.
         role: 'weights', 'gradients' or 'activations', depending on what it sends. In a train step,
             weights are the arguments that the step updates, or all arguments if it updates none. In
-            inference, weights are the arguments that are not updated, including batches. Only
+            inference, all arguments that are not updated are called weights, even batches. Only
             floating-point arguments count.
         is_backward: whether it sends gradients or belongs to the backward pass, including what
             `jax.checkpoint` computes again.

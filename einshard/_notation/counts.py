@@ -202,9 +202,10 @@ def _one_star_takes_all(expression: Expression, stars: Sequence[Term], n: int) -
 
 
 def with_terms(expression: Expression, replacements: Sequence[tuple[Term, Term]]) -> Suggestion:
-    """Suggests the expression with some terms replaced, and without counts of 1 in them.
+    """Suggests the expression with some terms replaced.
 
-    `replacements` are pairs of a term and its replacement, in the order of the text.
+    `replacements` are pairs of a term and its replacement, in the order of the text. A replacement
+    with count 1 is written as its name alone.
     """
     text = expression.text
     for term, replacement in reversed(replacements):

@@ -157,7 +157,7 @@ def resolve(
 def find_placement(
     spec: AnySpec, shape: Shape | int | None, context: Context, memory_kind: str | None
 ) -> Placement:
-    """Finds the placement as `resolve` does, but without fixes and warnings.
+    """Finds the placement as `resolve` does. Its errors suggest no fixes, and it does not warn.
 
     Allows P.UNCONSTRAINED. A repeated call costs one cache lookup.
     """
