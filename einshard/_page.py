@@ -138,7 +138,7 @@ def _wrapped(text: str, width: int | None) -> list[str]:
 
 
 def below_text(cells: Sequence[str], columns: Sequence[Column]) -> str:
-    """Joins headings and cells, such as 'of' and 'weights': 'of weights; called at model.py:8'."""
+    """Writes each cell after its heading: 'of weights; called at model.py:8'."""
     return '; '.join(f'{c.head} {cell}' for cell, c in zip(cells, columns, strict=True) if cell)
 
 

@@ -33,8 +33,9 @@ class Chip:
 
     Attributes:
         name: the name shown in reports.
-        flops: {dtype: dense flops per second}, with 'bf16' (also for float16), 'tf32' (for float32,
-            by default as 'bf16'), 'fp8', 'int8', 'fp4'. Other dtypes use the highest rate.
+        flops: {dtype: dense flops per second}, for 'bf16', 'tf32', 'fp8', 'int8' and 'fp4'. float16
+            uses the rate of bf16. float32 uses that of tf32 or, without it, that of bf16. Other
+            dtypes use the highest rate.
         memory: bytes of HBM that programs can use.
         memory_bandwidth: HBM bytes per second.
         link: bytes per second that a chip can send. In a torus: over one link, in one direction.

@@ -73,7 +73,7 @@ def _feeds_loop(site: Site, loop: Site) -> bool:
 
 
 def _sends_output(site: Site, loop: Site) -> bool:
-    """Whether a permute sends an output of the loop, directly or through a fusion of their dot."""
+    """Whether a permute sends an output of the loop, directly or through one fusion."""
     comp = site.comp
     op = comp[_origin(comp, site.op.operands[0])]
     is_same_dot = site.op.op_name == loop.op.op_name != ''

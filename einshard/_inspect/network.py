@@ -184,7 +184,7 @@ class Network:
                 yield start, length
 
     def _range_crossings(self, kind: str, groups: Sequence[Ints], axis: int) -> Iterator[Any]:
-        """Yields the bytes into and out of each range of positions."""
+        """Yields the bytes into and out of each range of positions along a torus dimension."""
         size, coords = self.sizes[axis], self.positions[:, axis]
         counts = np.zeros((len(groups), size), int)  # devices of each group at each coordinate
         for i, group in enumerate(groups):

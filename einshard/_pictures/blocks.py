@@ -43,7 +43,7 @@ class Blocks:
 
     @property
     def replicas(self) -> int:
-        """The number of devices that hold the same data: a block, or a term of it."""
+        """The number of devices that hold the same numbers. Each term of a partial sum differs."""
         return self.n_holders // self.terms
 
     @property

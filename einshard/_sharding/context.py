@@ -196,9 +196,8 @@ _in_cache_keys: Any = jax.make_user_context(default_value=None)
 class Scope:
     """Sets the context in a `with` block, both in `innermost_scope` and in JAX's cache keys.
 
-    Interleaved tasks and generators may exit an outer scope before an inner one. The next inner
-    scope then restores the state that the outer one would have restored, so an exited scope is
-    never restored.
+    Interleaved tasks and generators may exit an outer scope before an inner one. When the inner
+    one exits, it restores what the outer one would have restored, not the exited scope.
     """
 
     __slots__ = ('_cache_keys', '_outer', 'context', 'is_program', 'key', 'owner')

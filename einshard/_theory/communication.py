@@ -87,7 +87,7 @@ class ShardedArray:
     space: Space
 
     def with_layout(self, layout: Layout) -> ShardedArray:
-        """Returns the array in `layout`, replicated over mesh axes that shard an axis it lacks."""
+        """Returns the array in `layout`, ignoring splits of array axes that are not in `names`."""
         others = {i for i, name in enumerate(self.space.names) if name not in self.names}
         return replace(self, layout=self.space.reassign(replicate_axes(layout, others), {}))
 

@@ -103,9 +103,9 @@ def _add_mesh_axes(
     New mesh axes become minor to those of the array axis, so that no data moves: each device keeps
     a part of its shard. But expressions on `device_mesh()` list mesh axes in mesh order, where a
     new mesh axis may become major. Array axes where that happens are picked last. For example,
-    parameters float32[256,1024] were sharded 'd f -> * d f2' on 16 devices. With moments sharded
-    'd f -> f8 d f2', XLA all-reduced unsharded gradients and gathered activations; with
-    'd f -> d8 f2', it gathered only the new parameters.
+    parameters float32[256,1024] were sharded 'd f -> * d f2' on 16 devices. With the moments as
+    'd f -> f8 d f2', where the new f8 is major, XLA all-reduced unsharded gradients and gathered
+    activations. With 'd f -> d8 f2', it gathered only the new parameters.
 
     Explicit mesh axes come before Auto ones. JAX allows no other order for traced values.
     """

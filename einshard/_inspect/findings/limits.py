@@ -28,7 +28,7 @@ def does_not_fit(facts: Facts) -> Iterator[Finding]:
 
 
 def promise_broken(facts: Facts) -> Iterator[Finding]:
-    """Reports a program that exceeds `collectives=` or `memory=`. Calls of it raise an error."""
+    """Reports a program that exceeds `collectives=` or `memory=`. Calling it raises an error."""
     limits, memory = facts.stages.limits, facts.memory
     if limits is None:
         return

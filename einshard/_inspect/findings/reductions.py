@@ -29,7 +29,7 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
         if row.kind != 'all-reduce' or site is None or row.is_backward or row.bytes < _MIN_BYTES:
             continue
         found = find_sliced_sum(facts.module, site)
-        # GPUs and TPUs get a reduce-scatter for a direct slice; CPUs have none, so it is no mistake
+        # XLA turns an all-reduce and a direct slice into a reduce-scatter on GPU and TPU, not on CPU
         if found is None or (found.is_direct and facts.platform == 'cpu'):
             continue
         suggestion = _constrain_result(facts, row.source or '', along, found)
