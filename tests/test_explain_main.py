@@ -220,7 +220,7 @@ BAD_INPUT = [
     ('explain MODEL:plain --args MODEL:plain', NO_ARGUMENT),
     (
         'table MODEL:rules MODEL:init --devices 99999999999999999999',
-        f"{TOO_MANY}\n  mesh: 'd0': 99999999999999999999 (Auto, from device_mesh)",
+        f"{TOO_MANY}\n  mesh: 'd0': 99999999999999999999 (Auto, canonical mesh)",
     ),
     (
         'table MODEL:rules MODEL:init --mesh a=65536 b=32768',

@@ -268,7 +268,7 @@ def test_each_process_raises_its_own_error(run, n):
             sizes = ', '.join(f"'d{i}': 2" for i in range(each.bit_length() - 1))
             assert texts['other mesh'] == (
                 f'process {process} has no device in the mesh\n'
-                f'  mesh:           {sizes} (Auto, from device_mesh)\n'
+                f'  mesh:           {sizes} (Auto, canonical mesh)\n'
                 '  devices are in: process 0'
             )
 

@@ -265,11 +265,9 @@ class CheckedJit:
     """A jitted function that checks the limits on collectives and memory of its programs.
 
     The first program is checked before it runs, later ones before their result is returned. JAX
-    does not report whether a call compiled, but each compilation follows a trace. (A compilation
-    for other shardings of arguments without specs would not, so these have their own `Program`.)
-    So the function records its traces, and a call that traced gets the compiled program from JAX's
-    cache and checks it. Checks inside the trace would make later calls take jit's slow path (80 to
-    250 us).
+    does not report whether a call compiled, but each compilation follows a trace. So the function
+    records its traces, and a call that traced gets the compiled program from JAX's cache and checks
+    it. Checks inside the trace would make later calls take jit's slow path (80 to 250 us).
 
     A thread may run a program that another thread has traced but not checked. So after each run, a
     call checks its program if any trace is unchecked or the function was replaced.

@@ -57,7 +57,7 @@ class ComparedRow:
 
     @property
     def is_noise(self) -> bool:
-        """Whether rounding can explain any difference, as in a sum whose terms cancel."""
+        """Whether rounding can explain a difference of any size, as in a sum whose terms cancel."""
         return self.tolerance >= 1
 
 

@@ -387,4 +387,4 @@ def mesh_fact(mesh: AnyMesh) -> str:
     kinds = [kind.name for kind in mesh.axis_types]
     sizes = dict(zip(map(str, mesh.axis_names), mesh.axis_sizes, strict=True))
     text = ', '.join(kinds if len({*kinds}) > 1 else kinds[:1])
-    return f'{mesh_text(sizes)} ({text}{", from device_mesh" if is_device_mesh(mesh) else ""})'
+    return f'{mesh_text(sizes)} ({text}{", canonical mesh" if is_device_mesh(mesh) else ""})'

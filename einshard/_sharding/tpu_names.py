@@ -106,7 +106,7 @@ def _check_name(name: str) -> None:
         raise EinshardError(
             f"'{name}' is not a TPU slice; topology() supports only TPUs",
             facts={
-                'on a GPU machine': 'omit mesh=, or pass mesh=jax.devices()',
+                'on a GPU machine': 'use the GPUs: pass mesh=jax.devices() instead of a topology',
                 'without GPUs': 'simulate the same number of CPU devices; shardings are the same, '
                 'and so are most collectives',
             },

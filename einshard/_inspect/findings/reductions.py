@@ -29,7 +29,7 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
         if row.kind != 'all-reduce' or site is None or row.is_backward or row.bytes < _MIN_BYTES:
             continue
         found = find_sliced_sum(facts.module, site)
-        # XLA turns an all-reduce and a direct slice into a reduce-scatter on GPU and TPU, not on CPU
+        # except on CPU, XLA itself turns an all-reduce and a direct slice into a reduce-scatter
         if found is None or (found.is_direct and facts.platform == 'cpu'):
             continue
         suggestion = _constrain_result(facts, row.source or '', along, found)
