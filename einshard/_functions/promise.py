@@ -222,7 +222,7 @@ class Budget:
         self._warned = False
 
     def on_one_device(self) -> Budget | None:
-        """Returns the budget, or None without a memory limit: one device has no collectives."""
+        """Returns what to check on one device, which has no collectives: memory, or else None."""
         return None if self.limits.memory is None else self
 
     def check(self, compiled: Any, sharded_by: Callable[[Any], ShardedBy]) -> None:
@@ -270,7 +270,7 @@ class CheckedJit:
     it. Checks inside the trace would make later calls take jit's slow path (80 to 250 us).
 
     A thread may run a program that another thread has traced but not checked. So after each run, a
-    call checks its program if any trace is unchecked or the function was replaced.
+    call checks its program if any trace is unchecked, or if a failed check replaced the function.
     """
 
     def __init__(

@@ -137,7 +137,7 @@ class Network:
         return self._crossings[key]
 
     def bandwidths(self, patterns: Sequence[_Pattern]) -> Any:
-        """Returns the bytes per second of each entry of `crossings`."""
+        """Returns the bytes per second for each entry that `crossings` returns for `patterns`."""
         key = frozenset(patterns)
         if key not in self._bandwidths:
             chip = self.chip

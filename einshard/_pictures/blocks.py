@@ -43,7 +43,7 @@ class Blocks:
 
     @property
     def replicas(self) -> int:
-        """The number of devices that hold the same numbers. Each term of a partial sum differs."""
+        """The number of devices that hold the same numbers, for a partial sum those of one term."""
         return self.n_holders // self.terms
 
     @property

@@ -54,8 +54,9 @@ def for_optimizer(
     are accepted; it also has a `table` method.
 
     With `zero=`, moments are also sharded over the mesh axes that replicate the parameter (ZeRO,
-    stage 1), along the largest divisible array axis. Where possible, the added mesh axes become
-    minor to those that already shard it, so that a step gathers only the new parameters.
+    stage 1). Where possible, they become minor to the mesh axes that already shard an array axis,
+    so that a step gathers only the new parameters. If several array axes qualify, the one with the
+    largest shards is used.
 
     If parameters and moments are in one pytree, apply `zero=` to the moments only, with rules:
     `Rules([('opt_state/', for_optimizer(params, rules, zero=True))], default=rules)`.
