@@ -22,8 +22,8 @@ LOWERED = '/jax/core/compile/jaxpr_to_mlir_module_duration'
 COMPILED = '/jax/core/compile/backend_compile_duration'
 _PING = '/einshard/ping'
 
-# Called with the name of a jitted function and the HLO texts of the programs compiled for it. There
-# are no texts if the program is on devices that this process does not have.
+# Called with the name of a jitted function and the HLO texts of the programs compiled for it, or []
+# if this process has none of their devices.
 Watcher: TypeAlias = Callable[[str, Sequence[str]], None]
 
 

@@ -354,17 +354,17 @@ def _with_working_fix(
     def attempt(candidate: AnySpec, context: Context = context) -> Placement:
         return find_placement(candidate, shape, context, memory_kind)
 
-    def with_fix(text: str) -> Placement:
+    def retry(text: str) -> Placement:
         return attempt(with_expression(spec, text))
 
-    def on_devices(n: int) -> Placement:
+    def retry_on(n: int) -> Placement:
         mesh = device_mesh(AbstractMesh((n,), ('n',)))
         return attempt(spec, make_context(mesh, False, context.axis_rules))
 
     if isinstance(shape, tuple) and not _is_users_mesh(context):
-        result = keep_working_suggestions(error, with_fix, on_devices)
+        result = keep_working_suggestions(error, retry, retry_on)
     else:
-        result = with_working_fix(error, with_fix)
+        result = with_working_fix(error, retry)
     if isinstance(result.fix, Suggestion):
         fixed = with_expression(spec, result.fix.expression)
         if not isinstance(spec, LeafSpec) or spec.partition is None:

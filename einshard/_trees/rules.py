@@ -114,18 +114,11 @@ class Rules:
             'min_size': (self.min_size, 0),
             'strict': (self.strict, False),
         }
-        given = {name: value for name, (value, default) in options.items() if value != default}
+        arguments = [repr(list(self.rules))]
         if self.default is not _NO_DEFAULT:
-            given = {'default': self.default, **given}
-        return (
-            ', '.join(
-                [
-                    f'Rules({list(self.rules)!r}',
-                    *(f'{name}={value!r}' for name, value in given.items()),
-                ]
-            )
-            + ')'
-        )
+            arguments.append(f'default={self.default!r}')
+        arguments += [f'{name}={x!r}' for name, (x, default) in options.items() if x != default]
+        return f'Rules({", ".join(arguments)})'
 
     def __getstate__(self) -> dict[str, Any]:
         # without the caches, which other threads may change while this one pickles
