@@ -198,6 +198,20 @@ def test_shifts_in_both_directions_at_once():
     assert line.seconds(*pairs) == line.seconds_in_turn(*pairs) == pytest.approx(1)
 
 
+def test_broadcasts_leave_their_source():
+    """From both ends of a line, they take as long as one; from the same end, twice as long."""
+    line = Network(tpus(4), V5E)
+    first, last = (
+        collective('collective-broadcast', [group], V5E.link)
+        for group in ((0, 1, 2, 3), (3, 0, 1, 2))
+    )
+    assert line.seconds(first) == line.seconds(first, last) == pytest.approx(1)
+    assert line.seconds(first, first) == pytest.approx(2)
+    nodes, slow = Network(gpus(16), H100), 8 * H100.network  # bytes per second of a node
+    across = (collective('collective-broadcast', [pair], slow) for pair in ((0, 8), (8, 0)))
+    assert nodes.seconds(*across) == pytest.approx(1)
+
+
 def test_two_devices_of_a_chip_share_its_links():
     network = Network(tpus(4, 4, 4, cores=2), as_chip('TPU7x'))
     on_chip = collective('all-reduce', grid(64, 2), 100 * GB)

@@ -190,6 +190,7 @@ class Network:
         for i, group in enumerate(groups):
             np.add.at(counts[i], coords[list(group)], 1)
         n = counts.sum(1)
+        roots = coords[[group[0] for group in groups]]
         crosses_axis = bool((np.count_nonzero(counts, axis=1) > 1).any())
         for start, length in self._ranges(axis):
             positions = np.arange(start, start + length) % size
@@ -202,7 +203,8 @@ class Network:
             else:
                 inside = counts[:, positions].sum(1)
                 kinds = kind, _REVERSED.get(kind, kind)
-                yield np.array([_entering(k, inside, n).sum() for k in kinds])
+                has_root = np.isin(roots, positions)
+                yield np.array([_entering(k, inside, n, has_root).sum() for k in kinds])
 
 
 class _Pattern(NamedTuple):
@@ -226,27 +228,35 @@ def _owner_crossings(kind: str, groups: Sequence[Ints], owners: Any) -> tuple[An
                 leaves[source] += 1
             continue
         members, counts = np.unique(owners[list(group)], return_counts=True)
-        enters[members] += _entering(kind, counts, len(group))
-        leaves[members] += _entering(_REVERSED.get(kind, kind), counts, len(group))
+        has_root = members == owners[group[0]]
+        enters[members] += _entering(kind, counts, len(group), has_root)
+        leaves[members] += _entering(_REVERSED.get(kind, kind), counts, len(group), has_root)
     return enters, leaves
 
 
 # a reduce-scatter is an all-gather in reverse: what enters a set in one leaves it in the other
-_REVERSED = {'all-gather': 'reduce-scatter', 'reduce-scatter': 'all-gather'}
+_REVERSED = {
+    'all-gather': 'reduce-scatter',
+    'reduce-scatter': 'all-gather',
+    'collective-broadcast': 'reduce',  # of partial sums, to the root
+}
 
 
-def _entering(kind: str, inside: Any, n: Any) -> Any:
+def _entering(kind: str, inside: Any, n: Any, has_root: Any) -> Any:
     """Returns the fraction of the array that must enter a set of devices.
 
     Args:
         inside: how many devices of the group are in the set, or an array of one number per group.
         n: the number of devices of the group, or an array of one number per group.
+        has_root: whether the set has the first device of the group, which sends a broadcast.
     """
     is_split = (inside > 0) & (inside < n)
     fraction = {
         'all-gather': (n - inside) / n,  # the shards of the devices outside
         'reduce-scatter': inside / n,  # a partial sum of each result shard inside
         'all-to-all': inside * (n - inside) / n,  # 1/n from each device outside to each inside
+        'collective-broadcast': 1.0 - has_root,
+        'reduce': 1.0 * has_root,
     }.get(kind, 1.0)  # each element, or in an all-reduce, a partial sum of it
     return is_split * fraction
 
