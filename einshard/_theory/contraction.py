@@ -76,7 +76,10 @@ def read_contraction(text: str) -> Contraction:
     """Parses an einsum such as 'b x*, x* y -> b y'."""
     if not isinstance(text, str):
         kind = type(text).__name__
-        raise EinshardError(f'an einsum must be a string, not {text!r} ({kind})')
+        raise EinshardError(
+            f'an einsum must be a string, not {text!r} ({kind})',
+            facts={'example': "'batch x, x y -> batch y'"},
+        )
     return _read(text)
 
 

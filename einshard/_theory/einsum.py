@@ -61,6 +61,11 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
         EinshardError: the expression is invalid; an axis has different sizes in two arrays; or a
             placement does not fit its array or the mesh.
     """
+    if 'out' in options:
+        raise EinshardError(
+            'einsum has no out=; place its result in the expression',
+            facts={'example': "einsum('batch x, x y -> batch y*', X, W)"},
+        )
     shapes = [np.shape(array) for array in arrays]
     try:
         contraction = read_contraction(expression)

@@ -191,7 +191,11 @@ class Rules:
         else:
             pattern, spec = self.rules[number]
             name = f"'{pattern}'"
-        leaf_spec = _spec_for(spec, path, leaf, name)
+        try:
+            leaf_spec = _spec_for(spec, path, leaf)
+        except EinshardError as error:
+            note = {} if number is None else _part_of_word_note(self.patterns[number], path)
+            raise error.about(array=leaf_text(path, leaf), rule=name, **note) from None
         if leaf_spec is not None:
             leaf_spec = with_fallbacks(
                 leaf_spec, on_missing=self.missing, on_indivisible=self.indivisible, rule=name
@@ -265,6 +269,16 @@ def _anchor_note(patterns: Sequence[str], path: str) -> dict[str, str]:
     return {}
 
 
+def _part_of_word_note(pattern: re.Pattern[str], path: str) -> dict[str, str]:
+    """Returns a note if a pattern such as 'o' matches part of a longer word, such as 'down'."""
+    text, match = pattern.pattern, pattern.search(path)
+    words = rf'\b({text})\b' if '|' in text else rf'\b{text}\b'
+    if not match or not re.fullmatch(r'\w+(\|\w+)*', text) or re.search(words, path):
+        return {}
+    (word,) = (w[0] for w in re.finditer(r'\w+', path) if w.start() <= match.start() < w.end())
+    return {'note': f"'{text}' matches part of '{word}'; r'{words}' matches whole words only"}
+
+
 def _read_rule(number: int, rule: Any) -> tuple[str, Spec]:
     if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[0], str):
         raise EinshardError(
@@ -309,20 +323,17 @@ def read_min_size(size: Any, option: str, unit: str) -> int:
     return n
 
 
-def _spec_for(spec: Spec, path: str, leaf: Any, rule: str) -> LeafSpec | None:
+def _spec_for(spec: Spec, path: str, leaf: Any) -> LeafSpec | None:
     if spec is None:
         return None
     if is_function(spec):
-        return _spec_for(spec(path, leaf), path, leaf, rule)
-    try:
-        if not isinstance(spec, LEAF_SPECS):
-            raise EinshardError(
-                f'the spec function returned {spec!r}, which is not a spec for a rule',
-                facts={'expected': _SPECS},
-            )
-        return _fit_to_rank(as_leaf_spec(spec), len(leaf.shape))
-    except EinshardError as error:
-        raise error.about(array=leaf_text(path, leaf), rule=rule) from None
+        return _spec_for(spec(path, leaf), path, leaf)
+    if not isinstance(spec, LEAF_SPECS):
+        raise EinshardError(
+            f'the spec function returned {spec!r}, which is not a spec for a rule',
+            facts={'expected': _SPECS},
+        )
+    return _fit_to_rank(as_leaf_spec(spec), len(leaf.shape))
 
 
 @cached
