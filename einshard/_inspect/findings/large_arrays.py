@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..._text import format_bytes
-from ..fold_layers import fold
-from ..report_rows import Finding
+from ..._text import first_of, format_bytes
+from ..fold_layers import fold_paths
+from ..report_rows import ArrayRow, Finding
 from .facts import Facts
 
 
 def replicated(facts: Facts) -> Iterator[Finding]:
-    rows = [
-        row
-        for row in (*facts.argument_rows, *facts.result_rows)
-        if facts.n_devices > 1 and not row.sharded and row.bytes > facts.replicated_above
-    ]
-    for path, indices in fold([row.path for row in rows], [row.array for row in rows]):
-        row = rows[indices[0]]
+    by_array: dict[str, list[ArrayRow]] = {}
+    for row in (*facts.argument_rows, *facts.result_rows):
+        if facts.n_devices > 1 and not row.sharded and row.bytes > facts.replicated_above:
+            by_array.setdefault(row.array, []).append(row)
+    for array, rows in by_array.items():
+        paths = first_of(fold_paths(row.path for row in rows), 4)
         text = (
-            f'{path}, {row.array}, {"is" if len(indices) == 1 else "are"} replicated on '
-            f'{facts.n_devices} devices: {format_bytes(row.bytes)} on each'
+            f'{paths}: {array}, replicated on {facts.n_devices} devices, '
+            f'{format_bytes(rows[0].bytes)} on each'
         )
-        yield Finding('replicated', text, bytes=row.bytes * len(indices))
+        yield Finding('replicated', text, bytes=sum(row.bytes for row in rows))
