@@ -28,7 +28,7 @@ def unsharded_states(facts: Facts) -> Iterator[Finding]:
     parameters = [facts.argument_rows[i] for i in sorted(n for n in read if n is not None)]
     states = [
         facts.argument_rows[i]
-        for i in facts.updated
+        for i in facts.weights_and_states
         if i not in read and not facts.argument_rows[i].sharded
     ]
     pairs = [(state, row) for state, row in _paired(states, parameters) if row.sharded]
@@ -65,10 +65,10 @@ def _paired(
 
 def replicated_results(facts: Facts) -> Iterator[Finding]:
     """Reports replicated results that replace a sharded argument in the next call."""
-    updated = [facts.argument_rows[i] for i in facts.updated]
+    candidates = [facts.argument_rows[i] for i in facts.weights_and_states]
     pairs = [
         (result, argument)
-        for result, argument in _paired(facts.result_rows, updated)
+        for result, argument in _paired(facts.result_rows, candidates)
         # the path of a single result is only 'result': it has no key to match
         if argument.sharded and not result.sharded and result.path != 'result'
     ]

@@ -93,7 +93,7 @@ class Facts:
         return '/transpose(' in self.module.text
 
     @functools.cached_property
-    def updated(self) -> Sequence[int]:
+    def weights_and_states(self) -> Sequence[int]:
         """The indices of the arguments that are weights or optimizer state. Empty in inference."""
         numbers = enumerate(self.used_arguments)
         return [i for n, i in numbers if self.is_training and self.weights.get(n)]

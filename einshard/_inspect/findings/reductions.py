@@ -29,7 +29,7 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
         if row.kind != 'all-reduce' or site is None or row.is_backward or row.bytes < _MIN_BYTES:
             continue
         found = find_sliced_sum(facts.module, site)
-        # except on CPU, XLA itself turns an all-reduce and a direct slice into a reduce-scatter
+        # on CPU, skip direct slices: on other platforms, XLA itself turns them into reduce-scatters
         if found is None or (found.is_direct and facts.platform == 'cpu'):
             continue
         suggestion = _constrain_result(facts, row.source or '', along, found)

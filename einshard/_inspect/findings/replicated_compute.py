@@ -187,8 +187,8 @@ def _axis_to_shard(
 ) -> Axis | None:
     """Chooses the axis of a weight to shard over the mesh axes `unused`.
 
-    First choice: a contracted axis whose name is sharded in another weight, as in the second matmul
-    of an MLP. Second choice: a free axis.
+    First choice: a contracted axis with a name in `sharded_names`, the axes that the suggestion
+    already shards in other weights, as in the second matmul of an MLP. Second choice: a free axis.
     """
     assert facts.mesh is not None
     assert weight.argument is not None

@@ -175,10 +175,10 @@ def _arrays_text(facts: Facts, arrays: Sequence[Scanned]) -> str:
 
 
 def _along_text(facts: Facts, value: Value) -> str:
-    """Returns the mesh axes that shard the first axis or, on the canonical mesh, an axis name.
+    """Returns the mesh axes that shard the first axis. On the canonical mesh, returns an axis name.
 
-    This is the name of the first axis or, if it has none, as is common for microbatches, the name
-    of the batch axis after it.
+    The name is that of the first axis or, for microbatches without one, of the batch axis after it.
+    Without either name, returns the mesh axes.
     """
     first, *rest = value.axes
     names = [axis.name for axis in (first, *rest[:1]) if axis.name]

@@ -59,7 +59,7 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The operations of a function that diagnoses need."""
+    """The operations of a function, as far as diagnoses need them."""
 
     products: list[Product] = field(default_factory=list)  # in program order
     constraints: list[Constraint] = field(default_factory=list)
@@ -73,7 +73,7 @@ class _CallSite(NamedTuple):
     Attributes:
         runs: how often the jaxpr runs in one run of the function, or None if unknown.
         n_shards: in a `shard_map`, the product of the sizes of all manual mesh axes; else 0.
-        call: the equation that calls the jaxpr, such as `jit`.
+        call: the equation of the innermost call around it, such as `jit` (not a loop), or None.
     """
 
     runs: int | None = 1

@@ -36,8 +36,8 @@ class Value:
 
     Attributes:
         axes: one for each array axis.
-        argument: the index of an argument, if the value differs from it only by casts, reshapes,
-            slices and arithmetic with scalars. None for other values.
+        argument: the index of an argument, if casts, reshapes, slices, arithmetic with scalars or
+            similar operations turn it into the value. None for other values.
         is_data: whether it depends on an argument that is not a weight.
     """
 
@@ -147,7 +147,7 @@ def reshaped(
                 left, sources, i = left * before[i], [*sources, i], i + 1
             elif right < left and j < len(after):
                 right, targets, j = right * after[j], [*targets, j], j + 1
-            else:  # sizes of 0, or trailing axes of size 1
+            else:  # some sizes are 0
                 break
         merging = [axes[at] for at in sources if at < len(axes) and before[at] > 1]
         merging = merging or [axes[at] for at in sources if at < len(axes)]
