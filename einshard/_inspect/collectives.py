@@ -81,9 +81,9 @@ def collective_section(collectives: Collectives) -> Section:
 
 def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[str, ...]:
     row = rows[0]
-    iterations = '?' if row.executions is None else row.executions
+    executions = '?' if row.executions is None else row.executions
     return (
-        str(len(rows)) if iterations == 1 else f'{len(rows)} x {iterations}',
+        str(len(rows)) if executions == 1 else f'{len(rows)} x {executions}',
         f'{row.kind}{" (async)" * row.is_async}{" (f32)" * row.widened}',
         short_arrays(row.arrays),
         f'{row.groups} of {row.group_size}' if row.groups else '?',

@@ -37,9 +37,9 @@ class ComparedRow:
             value in the array. If the array updates an argument, 'largest change' is the largest
             change of that argument. 'elements' is the number of elements of an integer array.
         tolerance: the largest difference that rounding can explain.
-        because: the reason for the tolerance: a dtype and a sum, as in 'float32, longest sum: 512
-            terms'; 'integers'; or 'rounding of arguments', if the tolerance comes from runs with
-            perturbed arguments.
+        because: the reason for the tolerance: the rounding of a dtype, as in 'float32, longest sum:
+            512 terms'; 'integers'; or 'rounding of arguments', if the tolerance comes from runs
+            with perturbed arguments.
         replicas_differ: whether replicas of a shard differ by more than the tolerance.
     """
 

@@ -82,7 +82,7 @@ class Goldens:
     _used: set[Path] = field(default_factory=set[Path], init=False)
 
     def find_difference(self, report: Report, name: str | None = None) -> str | None:
-        """Returns a message if a report differs from its golden file, or None if they are equal.
+        """Returns a message if a report differs from its golden file or there is none, else None.
 
         If `self.update`, writes the file and returns None. `name` is added to the file name.
         """

@@ -150,7 +150,7 @@ def read_shardings(
 def _placement(text: str, ndim: int, meshes: Sequence[AnyMesh]) -> tuple[str, int, bool]:
     """Returns the expression for a sharding, the number of shards, and whether it is a partial sum.
 
-    If no expression describes the sharding, returns `text`, which is in HLO syntax.
+    If no expression describes the sharding, `text`, in HLO syntax, takes its place.
     """
     n_devices = meshes[0].size
     blocks, terms = _block_indices(text, ndim, n_devices), _term_indices(text, ndim, n_devices)

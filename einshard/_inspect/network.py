@@ -74,7 +74,7 @@ class Network:
     def seconds(self, *collectives: Collective) -> float:
         """Returns the minimum time of collectives that may run at the same time.
 
-        Collectives with unknown senders or bytes count as 0 seconds.
+        Collectives with unknown groups or bytes count as 0 seconds.
         """
         by_pattern: dict[_Pattern, Any] = {}
         for pattern, n_bytes in self._bytes_per_run(collectives):
@@ -95,7 +95,7 @@ class Network:
 
     def seconds_in_turn(self, *collectives: Collective) -> float:
         """Returns the minimum time if every chip runs the collectives one after another."""
-        start = 2 * (self.n_slices + self.n_chips)  # index of the first entry for bytes in a slice
+        start = 2 * (self.n_slices + self.n_chips)  # the first entry of bytes within a slice
         entries = slice(start, start + 2 * self.n_chips)
         busy = np.zeros(self.n_chips)
         for pattern, n_bytes in self._bytes_per_run(collectives):

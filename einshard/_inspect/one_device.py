@@ -104,7 +104,7 @@ def make_call(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _make_placer(program: Program) -> Callable[..., Any]:
-    """Returns a function that places the arguments of a call, and returns (args, kwargs)."""
+    """Returns a function that places the arguments of a call and returns them as (args, kwargs)."""
     traced = program.traced
     return lambda *values: traced.call.split(place_arguments(traced, values, running=False))
 

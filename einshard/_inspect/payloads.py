@@ -40,7 +40,7 @@ def find_payloads(
 
     Args:
         weights: the result of `find_weights`.
-        inputs: (path, dtype) of each parameter of the program.
+        inputs: (path, dtype) of each argument that the program uses, by parameter number.
         outputs: the paths of the program's outputs, by number.
     """
     by_name = {site.op.name: site for site in module.find(*MARKS)} if collectives else {}

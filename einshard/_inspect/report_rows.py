@@ -69,8 +69,8 @@ class CollectiveRow:
         is_backward: whether it sends gradients or belongs to the backward pass, including what
             `jax.checkpoint` computes again.
         axes: the axis names of activations, such as 'b s d', from the einsum or the constraint on
-            the source line. If several arrays of the einsum match, the einsum itself, such as
-            'bsd,df->bsf'. Empty if unknown.
+            the source line. If the array could be several arrays of the einsum, or none, then the
+            full einsum, such as 'bsd,df->bsf'. Empty if unknown.
         widened: whether the compiled program runs it in float32 although the arrays are bfloat16,
             as XLA does on CPU. `arrays`, `bytes` and `network_bytes` are for bfloat16.
         called_at: the nearest calling line outside helper functions, if `source` is in one.
@@ -137,7 +137,7 @@ class Finding:
     """A likely mistake in a program, and what to write instead.
 
     Attributes:
-        kind: such as 'missing constraint'; docs/explain.md lists all kinds.
+        kind: such as 'missing constraint'; docs/explain.md lists the kinds of `Report.findings`.
         text: a sentence that names the arrays as in the user's code.
         source: the source line, such as 'model.py:12', or None.
         bytes: the bytes per device that the finding is about: those sent in one run, the size of

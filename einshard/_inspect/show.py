@@ -268,8 +268,8 @@ def _draw_other_sharding(sharding: Sharding, shape: tuple[int, ...], dtype: str)
     check_drawable(len(sharding.device_set), len(shape))
     devices_of: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
-        bounds = zip(index or (), shape, strict=True)
-        block = tuple(part.indices(size)[:2] for part, size in bounds)
+        pairs = zip(index or (), shape, strict=True)
+        block = tuple(part.indices(size)[:2] for part, size in pairs)
         devices_of.setdefault(block, []).append(device.id)
     parts = [len({block[axis] for block in devices_of}) for axis in range(len(shape))]
     # sorted blocks are in row-major order

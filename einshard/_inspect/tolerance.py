@@ -28,9 +28,9 @@ class Rounding:
     Attributes:
         dtype: the dtype to which numbers are rounded, such as 'bfloat16'.
         unit: the largest relative error of one rounding.
-        terms: how many rounding errors add up. In float32, the terms of the sum times the loop
-            iterations. In a narrow dtype, the loop iterations plus the number of devices, because
-            a device rounds its part of a sum only once.
+        terms: how many rounding errors add up. In float32, the number of terms that the operation
+            sums, times the loop iterations. In a narrow dtype, the loop iterations plus the number
+            of devices.
         is_narrow: whether the dtype is narrower than float32.
     """
 
