@@ -225,6 +225,9 @@ def test_slices_are_joined_by_the_slow_network():
     network = Network(tpus(16, 16, slices=2), as_chip('TPU v5e'))
     summed = collective('all-reduce', grid(2, 256).T, GB)
     assert network.seconds(summed) == pytest.approx(GB / 3.125e9)
+    two_cores = Network(tpus(4, 4, 4, slices=2, cores=2), as_chip('TPU7x'))  # share the network
+    summed = collective('all-reduce', grid(2, 128).T, GB)
+    assert two_cores.seconds(summed) == pytest.approx(2 * GB / 12.5e9)
 
 
 def test_devices_without_coordinates_may_be_neighbors():

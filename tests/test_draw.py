@@ -604,6 +604,9 @@ def test_a_tree_is_drawn_once_for_each_placement(devices8):
         '0/b, 1/b, 2/b and 2 more: float32[4]',
         '0/w, 1/w, 2/w and 2 more: float32[8,4]',
     ]
+    shardings = {'w': make_sharding('x y -> x* y', mesh=devices8)}
+    [(_, picture)] = show(shardings, (8, 4)).pictures
+    assert str(picture) == str(show(shardings['w'], (8, 4)))
     text = str(gallery)
     for caption, picture in gallery.pictures:
         assert f'{caption}\n{picture}' in text

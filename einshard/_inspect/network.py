@@ -141,10 +141,10 @@ class Network:
         key = frozenset(patterns)
         if key not in self._bandwidths:
             chip = self.chip
-            slice_size = len(self.slices) / self.n_slices if chip.torus else chip.node
+            chips_per_slice = self.n_chips / self.n_slices if chip.torus else chip.node
             all_links = (2 * chip.torus or 1) * chip.link
             parts: list[Any] = [
-                np.full(2 * self.n_slices, slice_size * chip.network),
+                np.full(2 * self.n_slices, chips_per_slice * chip.network),
                 np.full(2 * self.n_chips, all_links + chip.network),
             ]
             if self.has_coords:

@@ -73,7 +73,7 @@ def show(
     Args:
         x_or_expression: an expression, an array, a `ShapeDtypeStruct`, a sharding, a pytree of
             arrays or shardings, or a report of `explain`.
-        shape: the shape of the array, for an expression or a sharding. If omitted, labels
+        shape: the shape of the array, for an expression or shardings. If omitted, labels
             are block numbers instead of ranges of indices, and '...' stands for no axes.
         devices: the devices to draw an expression on: their number, a sequence of devices, or a
             mesh, whose axes the expression can name. Default: the mesh of `jax.set_mesh`. If none
@@ -97,13 +97,15 @@ def show(
             facts={'instead': 'omit devices='},
         )
     if isinstance(x_or_expression, Report):
+        if shape is not None:
+            raise EinshardError('a report has the shapes of its arrays; omit shape=')
         return _draw_report(x_or_expression)
     if not jtu.all_leaves([x_or_expression]):
-        return _draw_pytree(x_or_expression)
+        return _draw_pytree(x_or_expression, shape)
     return _draw_value(x_or_expression, shape)
 
 
-def _draw_pytree(tree: Any) -> Gallery:
+def _draw_pytree(tree: Any, shape: tuple[int, ...] | None) -> Gallery:
     distinct: dict[Any, tuple[Any, list[str]]] = {}
     for path, leaf in jtu.tree_leaves_with_path(tree):
         sharding = leaf if isinstance(leaf, Sharding) else getattr(leaf, 'sharding', None)
@@ -115,7 +117,7 @@ def _draw_pytree(tree: Any) -> Gallery:
 
     def draw_leaf(leaf: Any) -> tuple[str, Picture]:
         about = '' if isinstance(leaf, Sharding) else f': {array_text(leaf)}'
-        return about, _draw_value(leaf, None)
+        return about, _draw_value(leaf, shape)
 
     return _gallery(distinct.values(), draw_leaf)
 
