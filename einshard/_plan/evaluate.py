@@ -82,7 +82,7 @@ class Function:
         yield from map(self.evaluate, candidates)
 
     def _structs(self, candidate: Candidate, mesh: Mesh) -> Any:
-        """Replaces arrays by ShapeDtypeStructs, sharded over the mesh axes of their Flax names."""
+        """Replaces arrays with ShapeDtypeStructs, sharded by Flax names unless `fn` has specs."""
         arguments = tuple(self.args), dict(self.kwargs)
         leaves, treedef = jtu.tree_flatten(arguments)
         axes = dict(candidate.axes)
@@ -141,7 +141,7 @@ class Partitioner:
             while pending:
                 yield self._receive(pending.popleft())
         finally:
-            if pending:  # the caller stopped early, so answers of the worker may be unread
+            if pending:  # the caller stopped early, so responses of the worker may be unread
                 self.close()
 
     def _send(self, candidate: Candidate) -> _SentProgram | Evaluation:

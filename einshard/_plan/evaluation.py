@@ -59,7 +59,7 @@ class Evaluation:
     def fits(self, limit: float | None) -> bool:
         """Whether the candidate compiles and needs at most `limit` bytes of memory.
 
-        If the memory or the limit is unknown, the candidate counts as fitting.
+        If the memory or the limit is unknown, the candidate only needs to compile.
         """
         return not self.error and (limit is None or (self.memory or 0) <= limit)
 

@@ -16,7 +16,7 @@ from .names import AxisNames
 
 
 def flax_axis_names(args: Any) -> list[tuple[AxisNames, ...] | None]:
-    """Returns the axis names of each leaf, or None if Flax does not name each axis of the leaf."""
+    """Returns the axis names of each leaf, or None if Flax has no entry for each of its axes."""
     found: list[tuple[AxisNames, ...] | None] = []
     for node in jtu.tree_leaves(args, is_leaf=_has_names):
         entries = _names(node)
@@ -32,7 +32,7 @@ def _has_names(node: Any) -> bool:
 
 
 def _names(node: Any) -> Sequence[Any] | None:
-    """Returns the names in a Flax box or variable, or None for other nodes."""
+    """Returns the names in a Flax box or variable, or None if the node has none."""
     if hasattr(node, 'unbox') and isinstance(getattr(node, 'names', None), tuple):
         return node.names
     get_metadata: Callable[[], dict[str, Any]] | None = getattr(node, 'get_metadata', None)

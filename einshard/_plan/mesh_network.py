@@ -23,7 +23,7 @@ class MeshNetwork:
     def seconds_per_byte(self, kind: str, axes: Sequence[MeshAxis]) -> float:
         """Returns the minimum time per byte of a collective's operand or result (the larger)."""
         kind = 'all-gather' if kind == 'reduce-scatter' else kind  # both take the same time
-        # the cache has unmerged axes, too, because merging in each call makes estimates 20% slower
+        # unmerged axes are keys, too, because merging in each call would make estimates 20% slower
         key = kind, tuple(axes)
         found = self._cache.get(key)
         if found is None:
@@ -38,8 +38,8 @@ class MeshNetwork:
         """Keeps one of several device groups that are parallel rows or planes of a torus.
 
         Each takes the same time, because parallel groups share no links. With 8,192 devices,
-        `Network` would take 100 ms for all groups. Keeps all groups if one of them extends over
-        several TPU slices, or if the devices have no coordinates.
+        `Network` would take 100 ms for all groups. Keeps all groups if the devices are in several
+        TPU slices, or have no coordinates.
         """
         network = self.network
         if not network.has_coords or len(set(network.slices[groups].ravel().tolist())) > 1:

@@ -100,10 +100,10 @@ def find_model(
     program = flatten(stages.traced.jaxpr)
     found = name_axes(program, argument_names, result_names)
     axis_names = [tuple(axis or () for axis in value_names) for value_names in found]
-    arguments = [() if value is None else axis_names[value] for value in program.arguments]
+    names_by_argument = [() if i is None else axis_names[i] for i in program.arguments]
     axis_sizes, array_names = _sizes_and_array_names(program, axis_names, names)
     results = jtu.tree_leaves(stages.traced.out_info)
-    arrays = _arrays(stages.traced.args_info, arguments, results)
+    arrays = _arrays(stages.traced.args_info, names_by_argument, results)
     pairs = zip(program.arguments, arrays, strict=True)
     states = [value for value, one in pairs if value is not None and one.is_state]
     return Model(
@@ -120,7 +120,7 @@ def find_model(
 def _with_flax_names(
     spec_names: list[ArrayNames | None], flax_names: Sequence[ArrayNames | None]
 ) -> list[ArrayNames | None]:
-    # `flax_names` may also have entries for static arguments, and nothing tells which these are
+    # `flax_names` may also have entries for static arguments, and we cannot tell which
     if len(spec_names) != len(flax_names):
         return spec_names
     pairs = zip(spec_names, flax_names, strict=True)

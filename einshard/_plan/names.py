@@ -92,7 +92,7 @@ def _name_results(op: Op, forward: _NameTable, required: _NameTable) -> None:
         old, new = op.ins[i], op.outs[o]
         if old is not None and new is not None and forward.names[new][out_axis] is None:
             forward.names[new][out_axis] = forward.names[old][axis]
-    # what a loop carries or stacks stays unnamed here, because other operations may still name it
+    # not for what loops carry, slice or stack, because other operations may still name it
     if op.primitive not in ('carry', 'scan_input', 'scan_output', 'scan_axis'):
         for out in op.arrays_out:
             forward.fill(out, required.names[out])

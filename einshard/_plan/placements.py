@@ -14,10 +14,10 @@ from .candidate import Candidate
 from .model import Model
 
 # the mesh axes that shard each axis name: {'embed': ('x',), 'mlp': ('x', 'y'), 'layers': ()}
-MeshAxisNames: TypeAlias = Mapping[str, tuple[str, ...]]
+MeshAxesByName: TypeAlias = Mapping[str, tuple[str, ...]]
 
 
-def read_pins(pin: Mapping[str, AxisPlacement], mesh_axes: Collection[str]) -> MeshAxisNames:
+def read_pins(pin: Mapping[str, AxisPlacement], mesh_axes: Collection[str]) -> MeshAxesByName:
     """Reads `pin=`, such as {'embed': '@x', 'mlp': '@(x,y)', 'layers': ''}."""
     return _read_placements('pin=', pin, mesh_axes)
 
@@ -48,7 +48,7 @@ def read_candidate(number: int, given: Any, model: Model, n_devices: int) -> Can
 
 
 def check_divisible(
-    label: str, placed: MeshAxisNames, model: Model, mesh: Mapping[str, int]
+    label: str, placed: MeshAxesByName, model: Model, mesh: Mapping[str, int]
 ) -> None:
     """Raises if the size of an axis is not divisible by its number of shards."""
     for name, axes in placed.items():
@@ -63,7 +63,7 @@ def check_divisible(
 
 def _read_placements(
     label: str, given: Mapping[str, AxisPlacement], mesh_axes: Collection[str]
-) -> MeshAxisNames:
+) -> MeshAxesByName:
     found: dict[str, tuple[str, ...]] = {}
     for rule in axis_rules(given).rules:
         (term,) = parse(f'{rule.name}{rule.placement}').right

@@ -49,7 +49,7 @@ def mesh_call(devices: Mesh, candidate: Candidate) -> str:
 def find_devices_call(devices: Sequence[Device]) -> tuple[str, list[Device]]:
     """Finds a call of `jax.devices` that returns all of `devices`, and maybe others.
 
-    If this machine does not have the devices of a topology, the call is 'jax.devices()'.
+    If this machine lacks the devices, as for a topology, returns 'jax.devices()' and `devices`.
 
     Returns:
         The source text of the call, and the devices that it returns, in order.
@@ -66,8 +66,8 @@ def find_devices_call(devices: Sequence[Device]) -> tuple[str, list[Device]]:
 def spec_lines(arguments: Sequence[tuple[str, Spec]], candidate: Candidate) -> tuple[str, ...]:
     """Returns lines that assign a spec to each argument, such as "x = 'batch@x embed'".
 
-    `Rules` take a line for each rule. Leaves out specs that are None or functions, and pytrees of
-    specs that contain functions or `Rules`. `arguments` are pairs of a name and a spec.
+    `Rules` take a line for each rule. Leaves out specs that are None or functions, also in `Rules`,
+    and pytrees that contain functions or `Rules`. `arguments` are pairs of a name and a spec.
     """
     axes = dict(candidate.axes)
     # the name of an argument in *args is 'args[0]'

@@ -17,7 +17,7 @@ from .strategy import MeshAxis, axes_of_shape
 
 # a mesh shape: the sizes of the mesh axes
 Sizes: TypeAlias = tuple[int, ...]
-# the axis names that are sharded over one mesh axis; no array has two of them
+# the axis names that are sharded over one mesh axis; no argument or constraint has two of them
 NameSet: TypeAlias = frozenset[str]
 # a point of the search space: a mesh shape, and the name set of each mesh axis
 Point: TypeAlias = tuple[Sizes, tuple[NameSet, ...]]
@@ -33,7 +33,7 @@ class Space:
 
     Attributes:
         n_slices: the number of TPU slices. If there are several and `mesh` is None, the first mesh
-            axis goes across the slices, and only the batch is sharded over it.
+            axis goes across the slices, and shards only the batch and names pinned to it.
         mesh: the user's mesh axes and their sizes, or None to try all factorizations.
         pinned: the mesh axes of the names in `pin=`.
         pruned: how many axis names or name sets were left out for each reason.
@@ -146,7 +146,7 @@ class Space:
         return [names for names in found if names] or [frozenset()]
 
     def _conflicts(self) -> dict[str, set[str]]:
-        """Maps each axis name to the names that occur in the same array."""
+        """Maps each axis name to the others that occur in the same argument or constraint."""
         found: dict[str, set[str]] = {name: set() for name in self.model.sizes}
         for names in self.model.array_names:
             for name, other in itertools.permutations(names, 2):

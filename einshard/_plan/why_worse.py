@@ -28,9 +28,9 @@ def why_worse(worse: Evaluation, better: Evaluation, limit: int | None) -> str:
 
 
 def _largest_increase(worse: Evaluation, better: Evaluation) -> str:
-    """Describes the bound that grows most, or the bytes sent if there are no bounds.
+    """Describes the resource whose bounds grow most, or the bytes sent if there are no bounds.
 
-    Returns '' if no bound grows by more than 1% of their sum, or if the bytes do not grow.
+    Returns '' if they grow by at most 1% of all bounds of `better`, or if the bytes do not grow.
     """
     before, after = _seconds_by_resource(better), _seconds_by_resource(worse)
     if not after:
@@ -57,7 +57,7 @@ def _sends(worse: Evaluation, better: Evaluation) -> str:
     """Describes the collectives whose bytes grow most, or all bytes sent if none grow."""
     growth = {key: n - better.sent_by.get(key, 0) for key, n in worse.sent_by.items()}
     kind, role = key = max(growth, key=growth.__getitem__)
-    if growth[key] <= 0:  # the same bytes, but along slower mesh axes
+    if growth[key] <= 0:  # no more bytes, but along slower mesh axes
         return f'sends {worse.sent_text}'
     sent, instead = format_bytes(worse.sent_by[key]), format_bytes(better.sent_by.get(key, 0))
     return f'{_VERBS.get(kind, "sends")} {sent} of {role} per run (instead of {instead})'
