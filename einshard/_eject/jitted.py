@@ -50,7 +50,7 @@ def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
     if program is None or traced is None:
         return []
     setup, static = program.setup, program.static
-    # the wrapper that per_device returns is defined in the module of per_device
+    # per_device wraps the user's function in one that is defined in the module of per_device
     if getattr(setup.function, '__globals__', {}).get('__name__') == per_device.__module__:
         raise EinshardError(
             f"to_jax cannot convert '{setup.name}', a per_device function",

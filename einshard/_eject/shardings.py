@@ -121,7 +121,7 @@ def _numbered(name: str, index: int) -> str:
 
 
 def _uses_make_mesh(mesh: AnyMesh) -> bool:
-    """Whether the written code can call `jax.make_mesh`, which may order devices differently."""
+    """Whether the written code can call `jax.make_mesh`, which may reorder devices."""
     if is_device_mesh(mesh):
         return False  # the written code sorts the devices in hardware order
     if isinstance(mesh, AbstractMesh):

@@ -43,7 +43,7 @@ class Blocks:
 
     @property
     def replicas(self) -> int:
-        """The number of devices that hold the same numbers, for a partial sum those of one term."""
+        """The number of devices that hold each block or, for partial sums, each term of a block."""
         return self.n_holders // self.terms
 
     @property

@@ -49,7 +49,7 @@ def _holders_text(blocks: Blocks) -> str:
 
 
 def legend(blocks: Blocks) -> str:
-    """Returns 'a sum of 2 terms, hatched: 4 replicas', or '' without partial sums and replicas."""
+    """Returns 'a sum of 2 terms, hatched: 4 replicas', or '' if neither applies."""
     words = [f'a sum of {blocks.terms} terms'] * (blocks.terms > 1)
     words += [f'hatched: {blocks.replicas} replicas'] * (blocks.replicas > 1)
     return ', '.join(words)

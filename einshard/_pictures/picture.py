@@ -57,7 +57,7 @@ class Picture(ColorRepr):
 
     @property
     def svg(self) -> str:
-        """An SVG for use in a web page; its text has the color of the page's text."""
+        """An SVG for use in a web page; text outside of blocks has the color of the page's text."""
         return svg_text(self.blocks)
 
     def save(self, path: str | PathLike[str]) -> None:

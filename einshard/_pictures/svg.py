@@ -1,4 +1,4 @@
-"""Draws blocks as SVG, with text in the text color of the page."""
+"""Draws blocks as SVG. Text outside of blocks has the text color of the page."""
 
 from __future__ import annotations
 
