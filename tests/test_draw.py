@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from placed import mesh_of, struct
 from refusal import refusal
 
-from einshard import einshard, explain, sharded, show
+from einshard import einshard, explain, make_sharding, sharded, show
 
 AUTO = AxisType.Auto
 MESH = AbstractMesh((4, 2), ('data', 'tp'), axis_types=(AUTO,) * 2)

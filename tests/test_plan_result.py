@@ -74,6 +74,7 @@ MESHES = {
     'the last devices': device_mesh(jax.devices()[8:]),
     'every other device': device_mesh(jax.devices()[::2]),
     'a mesh of the user': Mesh(np.array(jax.devices()[8:][::-1]).reshape(4, 2), ('data', 'in')),
+    'parameters of device_mesh': Mesh(EIGHT.devices.reshape(4, 2), ('devices', 'axis_types')),
 }
 
 

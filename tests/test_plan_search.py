@@ -98,10 +98,12 @@ def test_without_a_plan_that_fits_the_closest_comes_first():
     assert (best.candidate, best.fits(10)) == (BEST, False)
 
 
-def test_the_user_s_candidates_are_compiled():
+def test_the_user_s_candidates_are_compiled_once():
     worst = max(ALL, key=TRUE.__getitem__)
-    _, calls = run(user_candidates=[worst])
+    best_estimate = min(ALL, key=estimated)
+    _, calls = run(user_candidates=[worst, best_estimate, worst])
     assert {('partitioner', worst), ('compiler', worst)} <= set(calls)
+    assert len(set(calls)) == len(calls)
 
 
 def test_the_compiler_has_the_last_word():

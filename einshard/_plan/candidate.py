@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 from jax.sharding import Mesh
 
 from .._notation.expression import Term
 from .._sharding.axis_rules import axis_rules
 from .._sharding.context import mesh_scope
-from .._sharding.mesh import device_mesh
+from .._sharding.mesh import device_mesh, named_mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,8 @@ class Candidate:
 
     def mesh_of(self, devices: Mesh) -> Mesh:
         """Returns the mesh of this candidate, made of the devices of another mesh."""
-        return device_mesh(devices, **dict[str, Any](self.mesh))
+        mesh = named_mesh(device_mesh(devices), dict(self.mesh), 'device_mesh(devices, ')
+        return cast(Mesh, mesh)
 
     @contextmanager
     def scope(self, devices: Mesh) -> Generator[Mesh, None, None]:

@@ -100,7 +100,7 @@ class Search:
     def _explore(self) -> None:
         """Compiles the user's candidates, then the best by estimate, then others in batches."""
         by_estimate = _mix_shapes(self.estimates, max(1, self.compilations // 2))
-        first = [*self.user_candidates, *by_estimate]
+        first = list(dict.fromkeys([*self.user_candidates, *by_estimate]))
         self._compile(self.partitioner, first[: self.compilations])
         while not self.stopped and (left := self.compilations - len(self.evaluated)) > 0:
             batch = self._next_batch(min(left, max(2, self.compilations // 8)))

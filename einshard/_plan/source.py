@@ -22,7 +22,7 @@ from .candidate import Candidate
 
 
 def mesh_call(devices: Mesh, candidate: Candidate) -> str:
-    """Returns the call of `device_mesh` that makes the mesh of a candidate.
+    """Returns a call that makes the mesh of a candidate, if possible of `device_mesh`.
 
     >>> import jax
     >>> from einshard import device_mesh
@@ -33,7 +33,8 @@ def mesh_call(devices: Mesh, candidate: Candidate) -> str:
     'device_mesh(jax.devices()[8:16], x=2, y=4)'
     """
     axes = candidate.mesh_text
-    if any(not name.isidentifier() or keyword.iskeyword(name) for name, _ in candidate.mesh):
+    names, sizes = zip(*candidate.mesh, strict=True)
+    if any(not name.isidentifier() or keyword.iskeyword(name) for name in names):
         axes = f'**{dict(candidate.mesh)}'
     wanted = list(devices.devices.flat)
     call, available = find_devices_call(wanted)
@@ -43,7 +44,11 @@ def mesh_call(devices: Mesh, candidate: Candidate) -> str:
         call = f'[{call}[i] for i in {numbers}]'
     elif len(numbers) < len(available):
         call = f'{call}[{start or ""}:{end}]'
-    return f'device_mesh({axes})' if call == 'jax.devices()' else f'device_mesh({call}, {axes})'
+    arguments = [] if call == 'jax.devices()' else [call]
+    if {'devices', 'axis_types'} & {*names}:  # parameters of device_mesh
+        devices_text = f'device_mesh({", ".join(arguments)}).devices.reshape{sizes}'
+        return f'jax.sharding.Mesh({devices_text}, {names})'
+    return f'device_mesh({", ".join([*arguments, axes])})'
 
 
 def find_devices_call(devices: Sequence[Device]) -> tuple[str, list[Device]]:
