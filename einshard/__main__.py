@@ -306,7 +306,7 @@ def _parser(
     command: str,
     description: str,
     examples: str,
-    devices: str = 'devices, which do not have to exist',
+    noun: str = 'devices, which do not have to exist',
 ) -> argparse.ArgumentParser:
     """Makes a parser with the options --devices and --mesh."""
     parser = argparse.ArgumentParser(
@@ -316,13 +316,13 @@ def _parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     group = parser.add_mutually_exclusive_group()
-    group.add_argument('--devices', type=_positive_int, metavar='N', help=f'number of {devices}')
+    group.add_argument('--devices', type=_positive_int, metavar='N', help=f'number of {noun}')
     group.add_argument(
         '--mesh',
         type=_mesh_axis,
         nargs='+',
         metavar='AXIS=SIZE',
-        help=f'a mesh of {devices}: its axes, slowest-varying first',
+        help=f'a mesh of {noun}: its axes, slowest-varying first',
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""Base class of reports: printed as text, in color with rich, and as HTML in notebooks."""
+"""Prints reports as text, in color with rich, and shows them as HTML in notebooks."""
 
 from __future__ import annotations
 

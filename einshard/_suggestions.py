@@ -40,7 +40,7 @@ def with_working_fix(error: EinshardError, retry: Callable[[str], object]) -> Ei
     several expressions are wrong, tests the fix of the new error next. The fact 'also wrong' lists
     the sentences of the new errors.
     """
-    fix, others = error.fix, [*filter(None, [error.facts.get('also wrong')])]
+    fix, also_wrong = error.fix, [*filter(None, [error.facts.get('also wrong')])]
     for _ in range(_MAX_FIXES):
         if not isinstance(fix, Suggestion):
             break
@@ -49,11 +49,11 @@ def with_working_fix(error: EinshardError, retry: Callable[[str], object]) -> Ei
         except EinshardError as other:
             # if only the order of terms in `fix` was wrong, `other` is not about the user's code
             is_reordered = _terms(other.fix) == _terms(fix)
-            if other.sentence not in (error.sentence, *others) and not is_reordered:
-                others.append(other.sentence)
+            if other.sentence not in (error.sentence, *also_wrong) and not is_reordered:
+                also_wrong.append(other.sentence)
             fix = other.fix
             continue
-        facts = {'also wrong': '; '.join(others)} if others else {}
+        facts = {'also wrong': '; '.join(also_wrong)} if also_wrong else {}
         return EinshardError(**error.parts(fix=fix, facts={**error.facts, **facts}))
     return error.with_fix(None)
 

@@ -91,7 +91,7 @@ def record_einsum(names: Mapping[str, str]) -> None:
 def _user_lines() -> list[str]:
     """Returns 'file:line' of the first frame outside einshard and JAX, and of its caller.
 
-    The first frame may be a helper, such as `shard_activations`.
+    The first frame may be in a user's helper function, such as `shard_activations`.
     """
     user = sys._getframe(user_stacklevel() - 1)  # type: ignore[reportPrivateUsage]
     frames = filter(None, (user, user.f_back))

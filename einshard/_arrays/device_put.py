@@ -139,8 +139,8 @@ def _check_devices(sharding: NamedSharding) -> None:
 def _put_global(x: Any, sharding: NamedSharding, donate: bool) -> Any:
     """Places an array when there are several processes.
 
-    If the array is not global yet, each process slices its shards from its own copy. `device_put`
-    would first gather all copies, to check that they are equal.
+    If only `sharding` spans several processes, each of them slices its shards from its own copy of
+    the array. `device_put` would first gather all copies, to check that they are equal.
     """
     is_global = isinstance(x, jax.Array) and not x.is_fully_addressable
     if is_global or sharding.is_fully_addressable:

@@ -21,7 +21,7 @@ from .._errors import EinshardError
 PlannedArray = tuple[str, str]
 
 MAX_COMPARED = 2**20  # arrays
-MAX_SHOWN_BYTES = 1024  # of each array in an error
+MAX_SHOWN_BYTES = 1024  # of the text about each array in an error
 
 
 def check_same_plan(arrays: Sequence[PlannedArray], mesh: Mesh) -> None:

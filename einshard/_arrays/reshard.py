@@ -1,4 +1,4 @@
-"""Reshards values over Explicit mesh axes: `jax.sharding.reshard` without its bugs."""
+"""Reshards values over Explicit mesh axes."""
 
 from __future__ import annotations
 

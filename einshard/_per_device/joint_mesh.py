@@ -335,15 +335,15 @@ def _orders(
         order: tuple[MeshAxis, ...], rests: Sequence[tuple[MeshAxis, ...]]
     ) -> Iterator[tuple[MeshAxis, ...]]:
         candidates = [axis for axis in sharded if axis not in order]
-        n_in_order = math.prod(count for name, count in order if name is None)
-        n_replicas = n_devices // math.prod(counts.values()) // n_in_order
-        if not candidates and n_replicas == 1:
+        n_placed = math.prod(count for name, count in order if name is None)
+        n_replicas_left = n_devices // math.prod(counts.values()) // n_placed
+        if not candidates and n_replicas_left == 1:
             yield order
         # two axes of replicas are never adjacent, because they would be one axis
-        if n_replicas > 1 and (not order or order[-1][0] is not None):
+        if n_replicas_left > 1 and (not order or order[-1][0] is not None):
             pairs = zip(specs, rests, strict=True)
             replica_counts = (leading_replicas(rest) for spec, rest in pairs if spec.lists_replicas)
-            common = math.gcd(n_replicas, *replica_counts)
+            common = math.gcd(n_replicas_left, *replica_counts)
             candidates += [(None, common)] if common > 1 else []
         for axis in candidates:
             taken = [spec.take(axis, rest) for spec, rest in zip(specs, rests, strict=True)]

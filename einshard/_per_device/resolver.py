@@ -77,8 +77,8 @@ class Resolver(NamedTuple):
         spec = make_sharding(self._on_mesh_axes(text), ndim=ndim, mesh=self.mesh).spec
         if not manual:
             return spec
-        rows = map(entry_axes, spec)
-        return PartitionSpec(*(tuple(axis for axis in row if axis in manual) for row in rows))
+        entries = map(entry_axes, spec)
+        return PartitionSpec(*(tuple(a for a in entry if a in manual) for entry in entries))
 
     def all_explicit(self, manual: frozenset[str]) -> bool:
         """Whether all manual mesh axes are explicit."""
@@ -88,8 +88,8 @@ class Resolver(NamedTuple):
 
     def spec_of_type(self, leaf: Any, manual: frozenset[str]) -> PartitionSpec:
         spec = jax.typeof(leaf).sharding.spec
-        rows = [tuple(a for a in row if not manual or a in manual) for row in spec_axes(spec)]
-        return PartitionSpec(*partition_spec(rows), unreduced=spec.unreduced, reduced=spec.reduced)
+        entries = [tuple(a for a in axes if not manual or a in manual) for axes in spec_axes(spec)]
+        return partition_spec(entries, spec.unreduced, spec.reduced)
 
     def shard_shape(self, shape: Sequence[int], spec: PartitionSpec) -> list[int]:
         # `NamedSharding.shard_shape` fails on a mesh with manual axes, as in nested shard_maps
@@ -109,7 +109,7 @@ class Resolver(NamedTuple):
             return spec
         # JAX counts a value as varying along a mesh axis of size 1, so the spec must name that axis
         first, *others = [*map(entry_axes, spec)] or [()]
-        named = {axis for row in (first, *others) for axis in row}
+        named = {axis for entry in (first, *others) for axis in entry}
         unnamed = (axis for axis in self.size_one_axes(manual) if axis not in named)
         return partition_spec([(*first, *unnamed), *others])
 

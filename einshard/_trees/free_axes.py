@@ -146,8 +146,8 @@ class Option(NamedTuple):
 
     name: str
     expected: str  # comes after `name` in the error
-    call: str  # with {} for the value
-    call_for_all: str  # the call for all mesh axes
+    usage: str  # with {} for the value
+    usage_for_all: str  # how to use all mesh axes
 
 
 ZERO = Option('zero=', 'must be True or the names of mesh axes', 'zero={}', 'zero=True')
@@ -165,12 +165,12 @@ def read_mesh_axes(value: object, option: Option) -> MeshAxes:
         return value or ()
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        examples = [option.call.format(axes) for axes in ("'data'", "('data', 'fsdp')")]
+        examples = [option.usage.format(axes) for axes in ("'data'", "('data', 'fsdp')")]
         raise EinshardError(
             f'{option.name} {option.expected}, not {reprlib.repr(value)}',
             facts={
                 'examples': ', '.join(examples),
-                'to use all devices': option.call_for_all,
+                'to use all devices': option.usage_for_all,
             },
         )
     return tuple(names)
@@ -185,7 +185,7 @@ def check_mesh_axes(axes: MeshAxes, context: Context, option: Option) -> None:
             f'{option.name} names {quoted(axes)}, but there is no mesh',
             facts={
                 'expected': "mesh=mesh or 'with jax.set_mesh(mesh):'",
-                'to use all devices': option.call_for_all,
+                'to use all devices': option.usage_for_all,
             },
         )
     sizes = sizes_of(mesh)
@@ -195,5 +195,5 @@ def check_mesh_axes(axes: MeshAxes, context: Context, option: Option) -> None:
             raise EinshardError(
                 f"{option.name} names '{name}', but the mesh has no such axis",
                 facts={'mesh': mesh_fact(mesh)},
-                fix=option.call.format(f"'{near[0]}'") if near and len(axes) == 1 else None,
+                fix=option.usage.format(f"'{near[0]}'") if near and len(axes) == 1 else None,
             )

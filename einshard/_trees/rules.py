@@ -138,8 +138,8 @@ class Rules:
     def for_leaves(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[AnySpec | None]:
         """Returns the specs of the leaves of a tree.
 
-        The spec of a leaf that `Rules` skips is None. Raises if another leaf has no valid spec, or
-        if no rule is used except the default. With `strict`, raises if a rule matches no path.
+        The spec of a skipped leaf is None. Raises if another leaf has no valid spec, if the default
+        is used but no rule matches any path, or, with `strict`, if a rule matches no path.
         """
         rules_and_specs = self.find_all(paths, leaves)
         rules = {rule for rule, _ in rules_and_specs}

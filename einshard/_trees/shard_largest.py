@@ -111,6 +111,6 @@ class LargestAxis:
 
 
 def _shard_largest_axis(spec: AnySpec, shape: tuple[int, ...], axes: MeshAxes) -> LeafSpec:
-    identity = tuple(range(len(shape)))
+    identity = tuple(range(len(shape)))  # the array is its own parameter
     context = current_context()
     return state_specs(spec, shape, shape, (identity,), axes, context, all_or_none=True)[0]
