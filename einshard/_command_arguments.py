@@ -132,7 +132,8 @@ def _names_in(owner: Any, module_name: str) -> list[str]:
             return getattr(value, '__module__', module_name) != module_name
         return inspect.ismodule(value)
 
-    values = vars(owner if isinstance(owner, ModuleType | type) else type(owner))
+    values = dict(vars(owner if isinstance(owner, ModuleType | type) else type(owner)))
+    values |= getattr(owner, '__dict__', {})
     names = sorted(name for name in values if not name.startswith('_'))
     return [name for name in names if not is_imported(values[name])] or names
 

@@ -41,6 +41,11 @@ def weights():
 class Config:
     size = 3
 
+    def __init__(self):
+        self.rate = 0.1
+
+
+config = Config()
 
 rules = Rules([('kernel', 'i o -> i o*')], default='... -> * ...')
 shapes = jax.eval_shape(init)
@@ -187,9 +192,10 @@ BAD_INPUT = [
     (
         'explain MODEL:layr',
         "module 'MODEL' has no 'layr'\n"
-        '  module has: Config, init, layer, plain, rules, shapes, weights',
+        '  module has: Config, config, init, layer, plain, rules, shapes, weights',
     ),
     ('explain MODEL:Config.siez', "module 'MODEL' has no 'Config.siez'\n  Config has: size"),
+    ('explain MODEL:config.lr', "module 'MODEL' has no 'config.lr'\n  config has: rate, size"),
     (
         'explain MODEL:plain --args f33[2]',
         "'f33' in 'f33[2]' is not a JAX dtype\n"

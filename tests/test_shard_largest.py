@@ -244,7 +244,9 @@ def test_leaves_that_are_not_arrays_and_leaves_without_a_spec():
 
 
 def test_errors():
-    assert refusal(shard_largest, 3).sentence == 'shard_largest takes the names of mesh axes, not 3'
+    for axes in (3, False):
+        sentence = f'shard_largest takes the names of mesh axes, not {axes}'
+        assert refusal(shard_largest, axes).sentence == sentence
     for bad in ('1k', -1, True, None, 0.5):
         assert refusal(shard_largest, 'fsdp', min_bytes=bad).sentence == (
             f'min_bytes= must be a non-negative number of bytes, not {bad!r}'

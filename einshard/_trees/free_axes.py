@@ -160,9 +160,9 @@ LARGEST = Option(
 
 
 def read_mesh_axes(value: object, option: Option) -> MeshAxes:
-    """Reads an option that names mesh axes. Returns True for True, and () for False."""
-    if isinstance(value, bool):
-        return value or ()
+    """Reads an option that names mesh axes, or is True for all."""
+    if value is True:
+        return True
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         examples = [option.usage.format(axes) for axes in ("'data'", "('data', 'fsdp')")]

@@ -93,7 +93,7 @@ class StateSpec:
         self._leaves: list[Any] = jtu.tree_leaves(self._params)
         self._paths = leaf_paths(self._params)
         self._spec = spec
-        self._zero: MeshAxes = read_mesh_axes(zero, ZERO)
+        self._zero: MeshAxes = () if zero is False else read_mesh_axes(zero, ZERO)
         self._default = None if default is ... else Rules([], default=default)
         check_specs(spec, _ORDER)
         # check only that `spec` is a prefix. Functions in it are called later, because their
