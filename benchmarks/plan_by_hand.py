@@ -191,7 +191,7 @@ def show(label, one):
     memory = one.memory or 0
     figures = f'{one.network_bytes / 2**30:.1f} GiB sent, {memory / 2**30:.1f} GiB of memory'
     seconds = one.seconds[1]
-    print(f'  {label}: {figures}, {seconds:.2f} s by {one.judge}; {one.candidate} {one.error}')
+    print(f'  {label}: {figures}, {seconds:.2f} s by {one.costs_from}; {one.candidate} {one.error}')
     print(f'      {one.sent_text}', flush=True)
 
 

@@ -139,13 +139,13 @@ class Evaluators:
     def slow(self, plans):
         yield from self._evaluate('compiler', plans, self.function.evaluate_all)
 
-    def of(self, judge):
-        return [one for (which, _), one in self.known.items() if which == judge]
+    def of(self, source):
+        return [one for (which, _), one in self.known.items() if which == source]
 
-    def _evaluate(self, judge, plans, compile_all):
-        for one in compile_all([one for one in plans if (judge, one) not in self.known]):
-            self.known[judge, one.candidate] = one
-        yield from (self.known[judge, one] for one in plans)
+    def _evaluate(self, source, plans, compile_all):
+        for one in compile_all([one for one in plans if (source, one) not in self.known]):
+            self.known[source, one.candidate] = one
+        yield from (self.known[source, one] for one in plans)
 
 
 def check(name, slice_name, n_sampled=30, known=None):
@@ -185,7 +185,7 @@ def check(name, slice_name, n_sampled=30, known=None):
 def compare(searched, evaluators, both):
     """Compares the partitioner with the compiler for TPU, and prints the regret by the latter."""
     least = min(map(cost, evaluators.of('compiler')))
-    n = sum(one.judge == 'compiler' for one in searched.evaluated.values())
+    n = sum(one.costs_from == 'compiler' for one in searched.evaluated.values())
     regret = cost(searched.ranking()[0]) / least - 1
     print(f'  regret by the TPU compiler, which compiled {n} plans: {regret:.1%}')
     for what, of in FIGURES.items():

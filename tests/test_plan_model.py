@@ -274,7 +274,7 @@ def test_bytes_that_an_mlp_sends(axes, sent_by):
     assert found.network_bytes == sum(sent_by.values())
     parts = 4 if axes else 1
     assert bound(found, 'compute') == 5 * 2 * T * D * F / parts
-    assert found.judge == 'estimate'
+    assert found.costs_from == 'estimate'
 
 
 def test_bounds_of_an_mlp():

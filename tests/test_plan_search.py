@@ -26,9 +26,9 @@ ALL = [
 ]
 
 
-def evaluated(candidate, judge, seconds, memory=1, **more):
+def evaluated(candidate, source, seconds, memory=1, **more):
     bounds = Bounds([Bound('network', 'x', seconds)])
-    return Evaluation(candidate, judge, bounds, memory=memory, **more)
+    return Evaluation(candidate, source, bounds, memory=memory, **more)
 
 
 def estimated(candidate):
@@ -41,13 +41,13 @@ TRUE = {candidate: 1 + (37 * i) % 128 for i, candidate in enumerate(ALL)}
 
 
 def run(compilations=40, memory=lambda _: 1, **more):
-    """A search that has run, and its compilations: (judge, candidate) in order."""
+    """A search that has run, and its compilations: (source, candidate) in order."""
     calls = []
 
-    def compile_all(judge, candidates):
+    def compile_all(source, candidates):
         for candidate in candidates:
-            calls.append((judge, candidate))
-            yield evaluated(candidate, judge, TRUE[candidate], memory(candidate))
+            calls.append((source, candidate))
+            yield evaluated(candidate, source, TRUE[candidate], memory(candidate))
 
     estimates = [evaluated(candidate, 'estimate', estimated(candidate)) for candidate in ALL]
     search = Search(
@@ -136,7 +136,7 @@ def test_compiles_more_if_partitioner_and_compiler_disagree(best, n):
 
     search, _ = run(compilations=1000, compiler=compiler)
     assert TRUE[search.ranking()[0].candidate] == best
-    assert sum(plan.judge == 'compiler' for plan in search.evaluated.values()) == n
+    assert sum(plan.costs_from == 'compiler' for plan in search.evaluated.values()) == n
 
 
 def test_keeps_its_results_when_it_is_interrupted():

@@ -30,7 +30,7 @@ from .._sharding.mesh import partition_spec
 from .._trees.paths import path_text
 from .candidate import Candidate
 from .compile import Compiled, Worker, check_flatbuffers, export
-from .evaluation import Evaluation, Judge
+from .evaluation import CostSource, Evaluation
 from .flax_names import flax_axis_names
 
 
@@ -222,8 +222,8 @@ def _sent_program(candidate: Candidate, stages: Stages, kept: Sequence[int]) -> 
     )
 
 
-def _failed(candidate: Candidate, judge: Judge, error: str) -> Evaluation:
-    return Evaluation(candidate, judge, error=error.strip().partition('\n')[0])
+def _failed(candidate: Candidate, costs_from: CostSource, error: str) -> Evaluation:
+    return Evaluation(candidate, costs_from, error=error.strip().partition('\n')[0])
 
 
 def _sum_by_key(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:

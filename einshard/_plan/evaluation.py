@@ -11,7 +11,7 @@ from .._text import format_bytes
 from .candidate import Candidate
 
 Objective: TypeAlias = Literal['bound', 'bytes', 'memory']
-Judge: TypeAlias = Literal['estimate', 'partitioner', 'compiler']
+CostSource: TypeAlias = Literal['estimate', 'partitioner', 'compiler']
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,8 @@ class Evaluation:
     """The costs of a candidate.
 
     Attributes:
-        judge: where the costs come from: 'estimate' (nothing was compiled), 'partitioner' (compiled
-            for simulated CPU devices) or 'compiler' (compiled for the target).
+        costs_from: 'estimate' (nothing was compiled), 'partitioner' (compiled for simulated CPU
+            devices) or 'compiler' (compiled for the target).
         bounds: lower bounds on the time of one run; empty if the chip is unknown.
         memory: bytes per device, or None if unknown.
         sent: bytes that a device sends in one run, keyed by mesh axes: {'x': 10, 'x,y': 20}.
@@ -32,7 +32,7 @@ class Evaluation:
     """
 
     candidate: Candidate
-    judge: Judge
+    costs_from: CostSource
     bounds: Bounds = NO_BOUNDS
     memory: int | None = None
     sent: Mapping[str, int] = field(default_factory=dict)

@@ -67,7 +67,7 @@ def _notes(choices: Sequence[Evaluation], search: Search) -> Iterator[str]:
             f"plans 0 to {n - 1} are about equal: their ranges in column 'bound' overlap that "
             'of plan 0'
         )
-    if search.compiler and not any(one.judge == 'compiler' for one in choices):
+    if search.compiler and not any(one.costs_from == 'compiler' for one in choices):
         yield (
             'no plan was compiled for the target; the memory is that of the partitioned program '
             'for CPUs, and may be 40% too high'

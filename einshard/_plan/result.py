@@ -174,7 +174,7 @@ class Plan(Display):
         ]
         if self.code:
             lines += ['', '# or, without axis_rules:', *self.code]
-        if self.best.judge == 'compiler':
+        if self.best.costs_from == 'compiler':
             check = f'collectives={dict(self.best.counts)!r}'
             lines += ['', '# an option of sharded, to check the collectives:', check]
         return lines
@@ -183,11 +183,11 @@ class Plan(Display):
         kind = self.devices.devices.flat[0].device_kind
         devices = plural(self.devices.size, 'device')
         rows = [self._row(i, one) for i, one in enumerate(self.choices[:_SHOWN])]
-        judges = [one.judge for one in self.choices]
+        sources = [one.costs_from for one in self.choices]
         pruned = ', '.join(f'{why} ({n})' for why, n in self.pruned.items())
         lines = [
             f'{plural(self.n_candidates, "candidate")} ranked by estimates; '
-            f'{len(judges)} compiled, {judges.count("compiler")} by the compiler of the target'
+            f'{len(sources)} compiled, {sources.count("compiler")} by the compiler of the target'
             f'{f" ({self.stopped})" if self.stopped else ""}',
             *([f'not considered: {pruned}'] if pruned else []),
         ]
@@ -210,7 +210,7 @@ class Plan(Display):
             '?' if one.memory is None else format_bytes(one.memory),
             format_bytes(one.network_bytes),
             '' if largest is None else f'{largest.resource} {largest.along}'.strip(),
-            one.judge,
+            one.costs_from,
             sharded or 'replicated',
             one.sent_text,
             why_worse(one, self.best, self.limit) if i else '',
@@ -229,7 +229,7 @@ _COLUMNS = (
     Column('memory', right=True),
     Column('sent', right=True),
     Column('largest bound'),
-    Column('judge'),
+    Column('costs from'),
     Column('axes', below=True),
     Column('sends', below=True),
     Column('vs. plan 0:', below=True),
@@ -273,7 +273,7 @@ def _evaluation_dict(one: Evaluation) -> dict[str, Any]:
     return {
         'mesh': dict(one.candidate.mesh),
         'rules': one.candidate.placements,
-        'judge': one.judge,
+        'costs_from': one.costs_from,
         'bounds': [
             {'resource': b.resource, 'along': b.along, 'seconds': b.seconds} for b in one.bounds
         ],

@@ -75,7 +75,9 @@ class Search:
         none, it is the best of all.
         """
         ranked = sorted(self.evaluated.values(), key=self._sort_key)
-        for_target = [one for one in ranked if one.judge == 'compiler' and one.fits(self.limit)]
+        for_target = [
+            one for one in ranked if one.costs_from == 'compiler' and one.fits(self.limit)
+        ]
         best = for_target[:1]
         return [*best, *(one for one in ranked if one not in best)]
 
@@ -153,7 +155,7 @@ class Search:
         highest = 0.0
         for one in ranked:
             evaluation = self.evaluated[one.candidate]
-            if evaluation.judge == 'compiler' and evaluation.fits(self.limit):
+            if evaluation.costs_from == 'compiler' and evaluation.fits(self.limit):
                 cost = evaluation.cost(self.objective)[0]
                 if cost * _TIE < highest:
                     return False
@@ -161,7 +163,7 @@ class Search:
         return True
 
     def _n_for_target(self) -> int:
-        return sum(one.judge == 'compiler' for one in self.evaluated.values())
+        return sum(one.costs_from == 'compiler' for one in self.evaluated.values())
 
     def _compile(self, evaluate_all: EvaluateAll, candidates: Sequence[Candidate]) -> None:
         if self._should_stop():
