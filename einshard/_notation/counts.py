@@ -16,7 +16,7 @@ class Devices:
     """The devices of a layout, as errors describe them.
 
     Attributes:
-        mesh_axis_terms: the terms with mesh axes, such as 'b@data'. Counts split the other devices.
+        mesh_axis_terms: the terms with mesh axes, such as 'b@data'. Counts split the devices left.
         taken: the product of the sizes of the mesh axes in `mesh_axis_terms`.
         hints: facts to add to errors, by label.
         on_users_mesh: whether the user chose the mesh. If so, error sentences do not suggest '*',
@@ -193,7 +193,7 @@ def _counts_that_fit(
 
 
 def _one_star_takes_all(expression: Expression, stars: Sequence[Term], n: int) -> Suggestion:
-    """Replaces one star, if possible that of an axis, by count n, and removes the other stars."""
+    """Gives count n to one starred term, an axis if there is one, and count 1 to the others."""
     taker = next((term for term in stars if term.name is not None), stars[0])
     replacements = [
         (term, replace(term, count=n if term is taker else 1, star=False)) for term in stars

@@ -47,7 +47,7 @@ def _indivisible_text(
 
 
 def _mesh_axes_of(layout: Layout, axis: int) -> list[str]:
-    """Returns the mesh axes that shard an array axis, or [] if a count also shards it."""
+    """Returns the mesh axes that shard an array axis, or [] if a count shards it."""
     splits = [split for split in layout.splits if split.axis == axis]
     by_name = all(split.mesh_axes for split in splits)
     return [name for split in splits for name in split.mesh_axes] if by_name else []

@@ -7,7 +7,7 @@ right       =  (placed axis | replica | partial | '...')*
 placed axis =  name [count] ['*']  |  name '@' axis  |  name '@(' axis {',' axis} ')'
 replica     =  count ['*']  |  '*'
 partial     =  ('+' | '=') (replica | '@' axis | '@(' axis {',' axis} ')'), each sign at most once
-name        =  letters and underscores of any script (NFC), case-sensitive; no digits
+name        =  letters of any script (NFC) and underscores, case-sensitive; no digits
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Expression:
         return EinshardError(sentence, expression=self.text, spans=spans, facts=facts, fix=fix)
 
     def on_one_device(self) -> Expression:
-        """Returns the expression with every count and star replaced by 1, and without replicas."""
+        """Returns the expression with every count and star replaced by 1, without unnamed terms."""
         terms = [
             term if term.count is None and not term.star else replace(term, count=1, star=False)
             for term in self.right

@@ -16,7 +16,7 @@ COUNTS_THAT_FIT = 'each count is the size of the next mesh axis, or the product 
 def fit(layout: Layout, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...] | None:
     """Returns the mesh axes of each split, or None if the counts do not match the mesh axes.
 
-    In mesh order, each split by count takes the next mesh axes that the expression does not name,
+    Each split by count takes the next mesh axes, in mesh order, that the layout does not name,
     until the product of their sizes is its count.
     """
     names = {axis for split in layout.splits for axis in split.mesh_axes}

@@ -67,13 +67,13 @@ def _lay_out(
     """Returns the layout without checking the sizes of axes."""
     mesh_axis_terms = [term for term in expression.right if term.mesh_axes]
     other_terms = [term for term in expression.right if not term.mesh_axes]
-    by_name = _splits_by_name(expression, mesh_axis_terms, positions, axis_sizes)
-    taken = math.prod(split.count for split in by_name)
-    if (by_name or replicates_by_default) and not any(term.is_counted for term in other_terms):
-        return Layout(tuple(by_name))
+    by_mesh_axes = _splits_by_mesh_axes(expression, mesh_axis_terms, positions, axis_sizes)
+    taken = math.prod(split.count for split in by_mesh_axes)
+    if (by_mesh_axes or replicates_by_default) and not any(term.is_counted for term in other_terms):
+        return Layout(tuple(by_mesh_axes))
     devices = Devices(n_devices, mesh_axis_terms, taken, hints, replicates_by_default)
     counts = iter(solve_counts(expression, other_terms, n_devices // taken, devices))
-    splits = iter(by_name)
+    splits = iter(by_mesh_axes)
     written: list[Split] = []
     for term in expression.right:
         if term.mesh_axes:
@@ -85,12 +85,12 @@ def _lay_out(
             written.append(Split(count, axis, sign=term.sign))
     # if mesh axes and counts shard an axis, its splits stay in the order written
     counted_axes = {split.axis for split in written if not split.mesh_axes} - {None}
-    first = [split for split in by_name if split.axis not in counted_axes]
+    first = [split for split in by_mesh_axes if split.axis not in counted_axes]
     rest = [split for split in written if not split.mesh_axes or split.axis in counted_axes]
     return Layout((*first, *merge_neighbors(rest)))
 
 
-def _splits_by_name(
+def _splits_by_mesh_axes(
     expression: Expression,
     mesh_axis_terms: Sequence[Term],
     positions: Mapping[str, int],

@@ -39,12 +39,12 @@ def apply_axis_rules(
     pairs = _apply_to_terms(expression, rules, axis_sizes)
     mesh_axes = dict.fromkeys(axis for term, _ in pairs for axis in term.mesh_axes)
     missing = tuple(axis for axis in mesh_axes if axis not in axis_sizes)
-    indivisible = {str(term.name) for term, rule in pairs if rule and rule.replicates_indivisible}
+    may_replicate = {str(term.name) for term, rule in pairs if rule and rule.replicates_indivisible}
     if expression.short and rules:
         expression = _with_placements(expression, pairs, axis_sizes)
     if on_missing == 'replicate' and missing:
         expression = _without_missing(expression, axis_sizes)
-    return AppliedRules(expression, missing, frozenset(indivisible))
+    return AppliedRules(expression, missing, frozenset(may_replicate))
 
 
 def _with_placements(
@@ -52,7 +52,7 @@ def _with_placements(
     pairs: Sequence[tuple[Term, AxisRule | None]],
     axis_sizes: Mapping[str, int],
 ) -> Expression:
-    """Replaces the terms of an expression. Raises if two of them share a mesh axis."""
+    """Replaces the terms with those in `pairs`. Raises if two of these share a mesh axis."""
     terms = [
         _keep_mesh_axes(term, axis_sizes) if rule and rule.ignores_missing else term
         for term, rule in pairs
@@ -124,8 +124,8 @@ def _is_misspelled(name: str, other: str) -> bool:
     """Whether `name` and `other` differ by one letter, or by a swap of two adjacent letters.
 
     Stricter than difflib, for which 'q_heads' is close to 'kv_heads'. Returns False for names that
-    may well differ on purpose, such as 'w_q' and 'w_k', or names with up to 3 letters (2 for a
-    swap).
+    may well differ on purpose, such as 'w_q' and 'w_k', or if one has fewer than 4 letters (3 for
+    a swap).
     """
     different = {*name.split('_')} ^ {*other.split('_')}
     shortest = min(len(name), len(other))

@@ -81,8 +81,8 @@ class axis_rules:
         taken: what to do if two axes of an array take the same mesh axis: 'error', or 'next' to
             skip a rule whose mesh axes are in use. Placements in the expression apply first, then
             rules with `taken='error'`, then rules with `taken='next'` in the order listed, those
-            of inner blocks first.
-            An axis whose rules are all skipped is not sharded. Mesh axes of size 1 may be shared.
+            of inner blocks first. An axis whose rules are all skipped is not sharded. Mesh axes of
+            size 1 may be shared.
         more: placements by keyword.
 
     Raises:
@@ -185,7 +185,7 @@ def _pairs(placements: Any) -> list[tuple[Any, Any]]:
 
 
 def _placement_text(name: object, placement: AxisPlacement) -> str:
-    """Converts P('data'), or a NamedSharding with this spec, to '@data'.
+    """Converts a PartitionSpec, or the spec of a NamedSharding, to text: P('data') to '@data'.
 
     Returns any other value unchanged.
     """

@@ -169,8 +169,8 @@ def find_expression(
         return None
     axes, rest = _axis_names(sharding, ndim, names)
     can_use_names = (any(entries) or is_partial(sharding)) and _can_name_mesh_axes(sharding)
-    # on a user's mesh, use counts only if no axis is sharded, or if the notation cannot write the
-    # name of a mesh axis
+    # on a user's mesh, use counts only if the spec has no mesh axes, or one whose name the notation
+    # cannot write
     if _fits_counts(sharding) and (is_device_mesh(mesh) or not can_use_names):
         right = (*_terms_by_count(sharding, axes), *map(Term, rest))
     elif can_use_names:

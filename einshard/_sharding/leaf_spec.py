@@ -157,7 +157,7 @@ def with_fallbacks(
     on_indivisible: Fallback = 'error',
     rule: str | None = None,
 ) -> LeafSpec:
-    """Returns the spec with options that are not 'error', the default, replaced.
+    """Returns the spec with these options. For 'error', the default, keeps the spec's own option.
 
     Sets `rule` unless the spec has one, so that errors show the rule of the innermost `Rules`.
     """

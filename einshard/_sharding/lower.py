@@ -17,9 +17,9 @@ def lower(
 ) -> NamedSharding | None:
     """Lowers a layout to a sharding on `mesh`.
 
-    If the counts do not match the mesh axes, reshapes a canonical mesh (see `device_mesh`) with
-    Auto axes, and returns None for other meshes. Never reshapes a mesh in JAX's context, because
-    JAX rejects arrays on any other mesh.
+    If the counts do not match the mesh axes, reshapes the mesh, or returns None. Reshapes only a
+    canonical mesh (see `device_mesh`) with Auto axes, for layouts without mesh axes, and never a
+    mesh in JAX's context, because JAX rejects arrays on any other mesh.
 
     This function is cached, so arrays of many shapes share one sharding object. That makes
     `device_put` faster.

@@ -101,7 +101,7 @@ def _array_axis_options(
         in_result: the array axis that it shards in the result.
     """
     options: list[str | None] = list(dict.fromkeys(name for name in in_operands if name))
-    # the operand that shards the only option can be all-gathered if the other has it unsharded
+    # if only one of two operands that have an array axis shards it, that one can be all-gathered
     can_gather = len(options) == 1 and any(
         options[0] in operand.names and name is None
         for operand, name in zip(operands, in_operands, strict=True)

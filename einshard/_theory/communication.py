@@ -124,7 +124,7 @@ class ShardedArray:
         )
 
     def expression(self) -> str:
-        """Writes the layout with counts, or with mesh axes if they are not in mesh order."""
+        """Writes the layout with counts, or mesh axes if an array axis has them out of order."""
         left, mesh_shape = ' '.join(self.names), self.space.mesh_shape
         if not all(is_in_order(self.mesh_axes(name), mesh_shape) for name in self.names):
             by_name = [str(Term(name, mesh_axes=self.mesh_axes(name))) for name in self.names]

@@ -53,7 +53,7 @@ class Contraction:
         return {_letter(i): name for i, name in enumerate(named)}
 
     def plain(self) -> str:
-        """Returns the einsum without placements."""
+        """Returns the einsum without placements, such as 'a b, b c -> a c'."""
         sides = [' '.join(array.names) for array in self.arrays]
         return f'{", ".join(sides[:-1])} -> {sides[-1]}'.rstrip()
 

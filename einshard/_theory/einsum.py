@@ -43,9 +43,9 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
         (True, (4, 3))
 
     Both operands shard x over all devices, and the result shards y, so the sum over x becomes a
-    reduce-scatter. Operands and result are expressions without '->'. Arrays with a
-    placement are placed or constrained; the compiler decides the sharding of the others. `'+@tp'`
-    makes the result a partial sum over mesh axis tp (JAX: unreduced).
+    reduce-scatter. Operands and result are expressions without '->'. Arrays with a placement are
+    placed or constrained; the compiler decides the sharding of the others. `'+@tp'` makes the
+    result a partial sum over mesh axis tp (JAX: unreduced).
 
     Args:
         expression: operands separated by commas, '->', and the result. An axis appears at most once

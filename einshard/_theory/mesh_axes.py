@@ -27,17 +27,17 @@ def mesh_and_operands(
     """
     if contraction.mesh_axes:
         named = _mesh_axis_sizes(contraction, counts)
-        n_replicas = _n_replicas(contraction, named, n_devices)
+        n_left = _n_left(contraction, named, n_devices)
         names = (name for i in itertools.count() if (name := f'd{i}') not in named)
         # one mesh axis per prime factor, so that a count in the einsum can use some of them
-        unnamed = dict(zip(names, prime_factors(n_replicas), strict=False))
+        unnamed = dict(zip(names, prime_factors(n_left), strict=False))
         return unnamed | named, contraction.operands
     if any(map(is_placed, contraction.arrays)):
         if counts:
             raise _two_placements_error(contraction, counts)
         return _mesh_from_placements(contraction, n_devices), contraction.operands
     mesh_shape = {name: count for name, count in counts.items() if count > 1}
-    n_replicas = _n_replicas(contraction, mesh_shape, n_devices)
+    n_replicas = _n_left(contraction, mesh_shape, n_devices)
     operands = tuple(_shard_by_name(operand, mesh_shape) for operand in contraction.operands)
     # no array axis can be called '*'
     return {'*': n_replicas, **mesh_shape} if n_replicas > 1 else mesh_shape, operands
@@ -52,7 +52,7 @@ def _shard_by_name(operand: Expression, mesh_shape: Mapping[str, int]) -> Expres
     return replace(operand, right=tuple(terms))
 
 
-def _n_replicas(contraction: Contraction, counts: Mapping[str, int], n_devices: int | None) -> int:
+def _n_left(contraction: Contraction, counts: Mapping[str, int], n_devices: int | None) -> int:
     product = math.prod(counts.values())
     if n_devices is not None and n_devices % product:
         raise contraction.error(
@@ -62,26 +62,26 @@ def _n_replicas(contraction: Contraction, counts: Mapping[str, int], n_devices: 
     return 1 if n_devices is None else n_devices // product
 
 
-def array_axes_of(operand: Expression, mesh_shape: Mapping[str, int]) -> dict[str, str | None]:
+def array_axes_of(array: Expression, mesh_shape: Mapping[str, int]) -> dict[str, str | None]:
     """Maps each mesh axis to the array axis that it shards, or to None if it replicates.
 
-    Mesh axes are major to minor. Returns {} for an operand without a placement.
+    Mesh axes are major to minor. Returns {} for an array without a placement.
     """
-    if not is_placed(operand):
+    if not is_placed(array):
         return {}
-    layout = lay_out(operand, len(operand.names), math.prod(mesh_shape.values()), mesh_shape)
+    layout = lay_out(array, len(array.names), math.prod(mesh_shape.values()), mesh_shape)
     fitted = fit(layout, mesh_shape)
     if fitted is None:
         counts = _grid_text(split.count for split in layout.splits if not split.mesh_axes)
-        raise operand.error(
+        raise array.error(
             f'the counts {counts} do not match the mesh axes',
-            [term for term in operand.right if term.is_counted],
+            [term for term in array.right if term.is_counted],
             mesh=mesh_text(mesh_shape),
             axis_order='unnamed axes (d0, d1, ...), then the axes given by keyword',
             expected=f'in this order, {COUNTS_THAT_FIT}',
         )
     return {
-        axis: None if split.axis is None else operand.names[split.axis]
+        axis: None if split.axis is None else array.names[split.axis]
         for split, axes in zip(layout.splits, fitted, strict=True)
         for axis in axes
     }
