@@ -170,6 +170,8 @@ class TestExplicit:
         ('bx,xy->by', [(2, 3), (3, 4)], 'b x, x y -> b y'),
         ('ij, ij -> ', [(2, 3), (2, 3)], 'i j, i j ->'),
         ('ab->ba', [(2, 3)], 'a b -> b a'),
+        ('cb, ba', [(2, 3), (3, 4)], 'c b, b a -> a c'),
+        ('ij,ji', [(2, 3), (3, 2)], 'i j, j i ->'),
         ('bhqd,bhkd->bhqk', [(2, 3, 4, 5)] * 2, 'b h q d, b h k d -> b h q k'),
     ],
 )

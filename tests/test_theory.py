@@ -392,6 +392,14 @@ def test_counts_are_positive_integers(options):
     assert 'must be a positive integer' in refusal(parallelism, LAYER, **options).sentence
 
 
-@pytest.mark.parametrize(('axis', 'fix'), [('b', "'b x, x y -> b y'"), ('z', None)])
-def test_letters_without_spaces(axis, fix):
-    assert refusal(parallelism, 'bx,xy->by', **{axis: 2}).fix == fix
+@pytest.mark.parametrize(
+    ('text', 'axis', 'fix'),
+    [
+        ('bx,xy->by', 'b', "'b x, x y -> b y'"),
+        ('bx,xy->by', 'z', None),
+        ('ij,ji', 'i', "'i j, j i ->'"),
+        ('batch', 'b', None),
+    ],
+)
+def test_letters_without_spaces(text, axis, fix):
+    assert refusal(parallelism, text, **{axis: 2}).fix == fix

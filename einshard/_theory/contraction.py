@@ -112,8 +112,12 @@ def from_numpy_subscripts(
 
     Returns None if `text` is not valid NumPy subscripts, or if they do not fit `shapes`.
     """
-    sides = re.split(',|->', text) if isinstance(text, str) else []
-    words = [side.strip() for side in sides]
+    if not isinstance(text, str):
+        return None
+    if ',' in text and '->' not in text:  # NumPy sorts the letters that appear once
+        once = sorted(c for c in text if c.isalpha() and text.count(c) == 1)
+        text = f'{text}->{"".join(once)}'
+    words = [word.strip() for word in re.split(',|->', text)]
     if not all(word.isalpha() or not word for word in words) or max(map(len, words), default=0) < 2:
         return None
     *operands, result = [' '.join(word) for word in words]
