@@ -237,11 +237,11 @@ def _check_names(array_type: Any, expression: Expression) -> None:
     if not _match(names, dims):
         # not repr(array_type), which includes the module of jax.Array in JAX 0.9 and 0.10
         type_name = array_type.__name__.partition('[')[0]
-        element = getattr(array_type.array_type, '__name__', 'Any').rpartition('.')[2]
+        array_class = getattr(array_type.array_type, '__name__', 'Any').rpartition('.')[2]
         raise expression.error(
             f"the expression names the axes '{' '.join(names)}', but the type has '{text}'",
             expression.left if not expression.short else expression.right,
-            type=f"{type_name}[{element}, '{text}']",
+            type=f"{type_name}[{array_class}, '{text}']",
         )
 
 

@@ -220,8 +220,8 @@ def sizes_that_differ(leaves: Iterable[SpecLeaf], message: str) -> Iterator[str]
     """Yields sentences such as "axis 'x' has size 6 in parameter 'x' and 8 in 'w'".
 
     Compares only sizes that JAX's `message` contains, because in a valid program, two expressions
-    may use one name for axes of different sizes. Skips an axis that has different sizes in leaves
-    of one parameter with the same expression, as in a list of layers.
+    may use one name for axes of different sizes. Skips leaves of one parameter
+    with the same expression if the axis has different sizes in them, as in a list of layers.
     """
     # {axis name: {(parameter, expression): (size, name) of the first leaf}}
     first_leaves: dict[str, dict[tuple[str, str], tuple[int, str]]] = {}

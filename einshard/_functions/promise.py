@@ -222,7 +222,7 @@ class Budget:
         self._warned = False
 
     def on_one_device(self) -> Budget | None:
-        """Returns what to check on one device, which has no collectives: memory, or else None."""
+        """Returns the budget for one device, which has no collectives: None without `memory=`."""
         return None if self.limits.memory is None else self
 
     def check(self, compiled: Any, sharded_by: Callable[[Any], ShardedBy]) -> None:
