@@ -28,8 +28,8 @@ class AllGather:
     Attributes:
         array: the result on each device.
         dimension: the dimension along which shards are concatenated.
-        origin: (computation name, instruction name) of the operand, traced back through copies and
-            reshapes.
+        origin: where the operand comes from, before copies and reshapes: (computation name,
+            instruction name).
         parameter: the parameter number if `origin` is a parameter of the program, or None.
         is_invariant: whether every iteration of a loop gathers the same array.
         kept: the block of the result that each device uses. None if a device uses several blocks
@@ -228,10 +228,10 @@ def _source_axes(op: Instruction, operand: Instruction, array: ArrayType) -> Seq
     if op.opcode == 'bitcast' and len(shape) == len(axes):
         axis_of = dict(zip(_minor_to_major(op), _minor_to_major(operand), strict=True))
         axes = [axis_of[axis] for axis in axes]
-    has_same_shape = len(shape) == len(axes) and all(
+    shapes_match = len(shape) == len(axes) and all(
         shape[i] == array.shape[axis] for i, axis in enumerate(axes)
     )
-    return axes if has_same_shape else None
+    return axes if shapes_match else None
 
 
 def _minor_to_major(op: Instruction) -> Sequence[int]:

@@ -24,5 +24,5 @@ ARITHMETIC: Mapping[str, Any] = {
     'maximum': np.maximum,
     'and': np.bitwise_and,
     'shift-left': np.left_shift,
-    'shift-right-logical': np.right_shift,  # the same for indices, which are never negative
+    'shift-right-logical': np.right_shift,  # an arithmetic shift, but indices are never negative
 }

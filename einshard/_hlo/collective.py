@@ -30,8 +30,8 @@ class Collective:
         operands: the inputs of each device; for a ragged all-to-all, only the array that is sent.
         results: the outputs of each device.
         groups: the devices that communicate with each other, as positions in the device list of the
-            program. A permute connects the devices of a group. Empty if the HLO text has no groups,
-            as for custom calls, and with JAX 0.8 on a newer libtpu.
+            program. For a permute, the connected components of `pairs`. Empty if the HLO text has
+            no groups, as for custom calls, and with JAX 0.8 on a newer libtpu.
         pairs: the (source, target) pairs of a permute; empty for other kinds.
         executions: how often one run of the program executes it, if all branches of conditionals
             run. None if a trip count is unknown.

@@ -86,7 +86,7 @@ class _Finder:
     def __init__(self, module: Module, device_ids: Sequence[int]):
         self.module = module
         self.slices = Slices(module.n_partitions, count_slices(module.text), device_ids)
-        # 'Start' for computations that call AsyncCollectiveStart, and 'Done' likewise
+        # {computation: 'Start' if it calls AsyncCollectiveStart, 'Done' if AsyncCollectiveDone}
         self.phases: dict[str, str] = {}
         for _, comp, op in module.find('"AsyncCollective'):
             phase = _PHASE.search(op.attributes)
@@ -142,8 +142,8 @@ class _Finder:
     def read(self, site: Site) -> dict[str, Any] | None:
         """Reads fields of `Collective` from the instruction at `site`.
 
-        Returns None for a send or recv between slices (see `read_transfer`), and for an instruction
-        in which only a user-chosen name contains one of `MARKS`.
+        Returns None for any recv, for a send between slices (see `read_transfer`), and for an
+        instruction in which only a user-chosen name contains one of `MARKS`.
         """
         op = site.op
         kind = op.opcode.removesuffix('-start')
@@ -216,11 +216,11 @@ class _Finder:
             elif phase or (chain_id and self.is_fused(site.comp)):
                 by_id.setdefault((channel_id, chain_id), []).append(site)
         for same in by_id.values():
-            first = [site.start for site in same if self.phase(site.comp) == 'Start']
-            if not first:
+            counted = [site.start for site in same if self.phase(site.comp) == 'Start']
+            if not counted:
                 runs = {site.start: executions.of(site.comp) for site in same}
-                first = [min(runs, key=lambda at: (runs[at] is None, runs[at] or 0))]
-            repeated.update(site.start for site in same if site.start not in first)
+                counted = [min(runs, key=lambda at: (runs[at] is None, runs[at] or 0))]
+            repeated.update(site.start for site in same if site.start not in counted)
         return repeated
 
     def is_fused(self, comp: Computation) -> bool:

@@ -76,7 +76,7 @@ def find_products(module: Module) -> Iterator[Product]:
 
 
 def _with_source(module: Module, site: Site) -> Instruction:
-    """Returns the first op that has a source line: the one at `site`, its fusion or a consumer."""
+    """Returns the op at `site`, its fusion or a consumer: the first with a source line, if any."""
     if module.source(site.op) is not None:
         return site.op
     fusions = [call for call in module.call_sites(site.comp) if call.op.opcode == 'fusion']

@@ -61,11 +61,11 @@ def _groups_of_mesh(
     shape: list[int] = []  # of the mesh, with all axes split into sub-axes
     sub_axes: list[tuple[str, int]] = []  # for each dim: (axis, product of the sub-axes before)
     for axis, size in sizes.items():
-        limits = {1, size}
+        bounds = {1, size}
         for name, before, n in grouped:
             if name == axis:
-                limits |= {before, before * n}
-        for start, end in pairwise(sorted(limits)):
+                bounds |= {before, before * n}
+        for start, end in pairwise(sorted(bounds)):
             sub_axes.append((axis, start))
             shape.append(end // start)
     group_dims = [

@@ -68,16 +68,16 @@ class _Region(NamedTuple):
 
     shape: tuple[int, ...]  # of the array
     box: tuple[tuple[int, int], ...]  # (start, end) in each dimension; () if unknown
-    elements: int
+    n_elements: int
 
     @property
     def is_full(self) -> bool:
-        return self.elements == prod(self.shape)
+        return self.n_elements == prod(self.shape)
 
     def is_disjoint(self, other: _Region) -> bool:
         """Whether the boxes do not overlap. False if one is unknown."""
-        ends = zip(self.box, other.box, strict=False)
-        return self.shape == other.shape and any(a[1] <= b[0] or b[1] <= a[0] for a, b in ends)
+        sides = zip(self.box, other.box, strict=False)
+        return self.shape == other.shape and any(a[1] <= b[0] or b[1] <= a[0] for a, b in sides)
 
 
 def _all_of(array: ArrayType) -> _Region:
@@ -86,10 +86,10 @@ def _all_of(array: ArrayType) -> _Region:
 
 def _min_covered_bytes(array: ArrayType, regions: Iterable[_Region]) -> int:
     disjoint: list[_Region] = []
-    for region in sorted(set(regions), key=lambda region: -region.elements):
+    for region in sorted(set(regions), key=lambda region: -region.n_elements):
         if all(region.is_disjoint(other) for other in disjoint):
             disjoint.append(region)
-    n = min(sum(region.elements for region in disjoint), prod(array.shape))
+    n = min(sum(region.n_elements for region in disjoint), prod(array.shape))
     return array.bytes * n // max(prod(array.shape), 1)
 
 
@@ -180,7 +180,7 @@ class _Reads:
         array, needed = value.op.results[0], self.of(result, -1, loop)
         if any(region.is_full for region in needed):
             return [_all_of(array)]
-        n = [region.elements for region in needed if prod(region.shape) == prod(array.shape)]
+        n = [region.n_elements for region in needed if prod(region.shape) == prod(array.shape)]
         return [_Region(array.shape, (), max(n))] if n else []
 
     def _dynamic_slice(self, value: Value, result: Value, loop: Value | None) -> _Region:
@@ -199,9 +199,9 @@ class _Reads:
                 if start.size > 1
             ]
             n = _max_disjoint_slices(*moving[0]) if len(moving) == 1 else 1
-        elements = n * prod(slice_shape)
-        is_full = elements == prod(array.shape)
-        return _all_of(array) if is_full else _Region(array.shape, (), elements)
+        n_elements = n * prod(slice_shape)
+        is_full = n_elements == prod(array.shape)
+        return _all_of(array) if is_full else _Region(array.shape, (), n_elements)
 
 
 def _max_disjoint_slices(starts: Iterable[int], size: int) -> int:

@@ -60,7 +60,7 @@ class _Use(NamedTuple):
     """An instruction that uses the result of an all-reduce, or a sum of such results."""
 
     user: Instruction
-    operand_index: int  # of the result in `user.operands`; -1 if `user` is the root and returns it
+    operand_index: int  # of the result in `user.operands`; -1 if the result is `user`, a root
     terms: frozenset[_Key]  # the all-reduces whose results are summed before this use
 
 
@@ -92,7 +92,7 @@ class _Reductions:
             self._classify(key, reduction)
 
     def on_target(self, collectives: Sequence[Collective]) -> Iterator[Collective]:
-        """May drop an all-reduce, or split it by kind and groups."""
+        """Yields what a TPU runs. May drop an all-reduce, or split it by kind and groups."""
         for collective in collectives:
             parts: dict[tuple[str, Groups], list[ArrayType]] = {}
             for i in range(len(collective.operands)):
