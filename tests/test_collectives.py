@@ -25,6 +25,7 @@ from einshard._hlo.groups import connected, read_groups
 from einshard._hlo.module import ArrayType, Module, array_types, read_instruction
 from einshard._hlo.origins import Origins
 from einshard._hlo.output_uses import output_uses
+from einshard._hlo.sliced_sums import find_sliced_sum
 from einshard._hlo.sources import Sources, op_name
 
 HLO = Path(__file__).parent / 'hlo'
@@ -915,6 +916,35 @@ ENTRY %main (a0: f32[8], a1: f32[8]) -> f32[16] {{
 """
     (place,) = Module(text).find(' all-gather(')
     assert Origins(Module(text)).of(place) == parameter
+
+
+@pytest.mark.parametrize(
+    ('moved', 'parts'),
+    [
+        ('f32[8,8]{1,0} copy(%sum)', ((0, 4),)),
+        ('f32[8,8]{0,1} bitcast(%sum)', ((0, 4),)),
+        ('f32[8,8]{1,0} bitcast(%sum)', ((1, 4),)),  # a transpose on GPU
+        ('f32[8,8]{1,0} transpose(%sum), dimensions={1,0}', ((1, 4),)),
+        ('f32[8,8]{1,0} negate(%sum)', ((0, 4),)),
+        ('f32[8,8]{1,0} reverse(%sum), dimensions={0}', None),
+    ],
+)
+def test_the_sliced_dimension_of_a_sum(moved, parts):
+    text = f"""HloModule m, num_partitions=4
+
+ENTRY %main (g: f32[8,8]) -> f32[2,8] {{
+  %g = f32[8,8]{{0,1}} parameter(0)
+  %i = u32[] partition-id()
+  %zero = u32[] constant(0)
+  %sum = f32[8,8]{{0,1}} all-reduce(%g), replica_groups=[1,4]<=[4], to_apply=%add
+  %moved = {moved}
+  ROOT %slice = f32[2,8]{{1,0}} dynamic-slice(%moved, %i, %zero), dynamic_slice_sizes={{2,8}}
+}}
+"""
+    module = Module(text)
+    (place,) = module.find(' all-reduce(')
+    found = find_sliced_sum(module, place)
+    assert (found and found.parts) == parts
 
 
 # --- integer arithmetic -------------------------------------------------------------------------

@@ -149,7 +149,7 @@ class _Finder:
             yield None
         for user in comp.users(value.name):
             callee = self.module.called(user) if user.opcode == 'fusion' else None
-            axes = _source_axes(user, comp[value.name], array)
+            axes = source_axes(user, comp[value.name], array)
             if axes is not None:
                 for blocks in self.used_blocks(value.sibling(user.name), user.results[0]):
                     yield blocks and tuple(blocks[axes.index(axis)] for axis in range(len(axes)))
@@ -214,7 +214,7 @@ class _Finder:
         raise _Unknown
 
 
-def _source_axes(op: Instruction, operand: Instruction, array: ArrayType) -> Sequence[int] | None:
+def source_axes(op: Instruction, operand: Instruction, array: ArrayType) -> Sequence[int] | None:
     """Returns the operand axis of each result axis, or None if `op` may do more than transpose.
 
     On GPU, a bitcast to another layout may be a transpose. `array` is the type of `operand`.

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from .all_gathers import source_axes
 from .module import Module, Site, Value
 
 _ELEMENTWISE = frozenset(
@@ -76,7 +77,7 @@ class _Finder:
             result = value.sibling(user.name)
             callee = self.module.called(user) if user.opcode == 'fusion' else None
             is_array = not user.type.startswith('(')
-            has_same_shape = is_array and user.results[0].shape == shape
+            moved_axes = source_axes(user, value.op, value.op.results[0]) if is_array else None
             if user.opcode == 'dynamic-slice' and user.operands[0] == value.name:
                 yield self.read_slice(result, axes, is_direct)
             elif callee is not None and is_array:
@@ -84,8 +85,11 @@ class _Finder:
                     if operand == value.name:
                         inside = result.in_callee(callee, callee.parameter(i))
                         yield from self.uses(inside, (*outside, result), axes, is_direct)
-            elif has_same_shape and user.opcode in _COPIES | _ELEMENTWISE:
-                yield from self.uses(result, outside, axes, is_direct and user.opcode in _COPIES)
+            elif moved_axes is not None:
+                still_direct = is_direct and user.opcode in _COPIES
+                yield from self.uses(result, outside, [axes[i] for i in moved_axes], still_direct)
+            elif is_array and user.opcode in _ELEMENTWISE and user.results[0].shape == shape:
+                yield from self.uses(result, outside, axes, False)
             elif is_array and user.opcode == 'reduce' and user.operands[0] == value.name:
                 dimensions = re.search(r'dimensions=\{([\d,]*)\}', user.attributes)
                 reduced = {int(i) for i in re.findall(r'\d+', dimensions[1] if dimensions else '')}
