@@ -15,7 +15,7 @@ from .._sharding.mesh import (
     AnyMesh,
     Device,
     device_mesh,
-    is_device_mesh,
+    is_canonical_mesh,
     position,
     spec_axes,
 )
@@ -94,7 +94,7 @@ class Writer:
             return f'# jax.make_mesh may reorder the devices of a TPU slice\n{code}'
         devices = f'{self._device_array(mesh)}.reshape({", ".join(map(str, mesh.axis_sizes))})'
         code = statement(Brackets(f'{name} = Mesh(', (devices, axes, axis_types)))
-        is_canonical = is_device_mesh(mesh) and device_mesh(mesh).axis_sizes == mesh.axis_sizes
+        is_canonical = is_canonical_mesh(mesh) and device_mesh(mesh).axis_sizes == mesh.axis_sizes
         if is_canonical and len(types) > 1:
             return f'# one axis for each prime factor of {mesh.size}\n{code}'
         return code
@@ -122,7 +122,7 @@ def _numbered(name: str, index: int) -> str:
 
 def _uses_make_mesh(mesh: AnyMesh) -> bool:
     """Whether the written code can call `jax.make_mesh`, which may reorder devices."""
-    if is_device_mesh(mesh):
+    if is_canonical_mesh(mesh):
         return False  # the written code sorts the devices in hardware order
     if isinstance(mesh, AbstractMesh):
         return True  # an AbstractMesh has no device order

@@ -25,7 +25,7 @@ from .._notation.axis_positions import axis_positions
 from .._notation.expression import ELLIPSIS, Expression
 from .._sharding.context import Context
 from .._sharding.leaf_spec import as_leaf_spec
-from .._sharding.mesh import AnyMesh, is_device_mesh, spec_axes
+from .._sharding.mesh import AnyMesh, is_canonical_mesh, spec_axes
 from .._sharding.resolve import resolve
 from .._text import short_source
 from .._trees.paths import path_text
@@ -209,7 +209,7 @@ _FIXES = {
 
 
 def _auto_mesh_call(mesh: AnyMesh) -> str:
-    if is_device_mesh(mesh):
+    if is_canonical_mesh(mesh):
         return 'device_mesh()'
     sizes, names = tuple(mesh.axis_sizes), tuple(mesh.axis_names)
     types = f'(jax.sharding.AxisType.Auto,) * {len(names)}'

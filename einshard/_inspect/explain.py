@@ -19,7 +19,7 @@ from .._hlo.hardware import Chip, as_chip, find_chip
 from .._hlo.memory import read_memory
 from .._hlo.module import Module
 from .._sharding.collective_axes import ShardedBy, along_text, find_sharded_by
-from .._sharding.mesh import AnyMesh, Device, MeshLike, is_device_mesh, position
+from .._sharding.mesh import AnyMesh, Device, MeshLike, is_canonical_mesh, position
 from .arrays import array_row, find_arguments, find_results, results_in_place
 from .bounds import NO_BOUNDS, find_bounds
 from .findings.causes import with_causes
@@ -156,7 +156,7 @@ def _make_report(facts: Facts, intermediates: bool) -> Report:
     meshes = tuple(
         tuple(zip(map(str, mesh.axis_names), mesh.axis_sizes, strict=True))
         for mesh in facts.meshes
-        if not is_device_mesh(mesh)
+        if not is_canonical_mesh(mesh)
     )
     bounds = NO_BOUNDS
     if chip is not None:

@@ -21,7 +21,7 @@ from .._pictures.picture import Gallery, Picture
 from .._sharding.context import ambient_mesh, current_context
 from .._sharding.describe import Description, describe, describe_named, sharding_of, signs_of
 from .._sharding.leaf_spec import split_memory_kind
-from .._sharding.mesh import MeshLike, is_device_mesh, spec_axes
+from .._sharding.mesh import MeshLike, is_canonical_mesh, spec_axes
 from .._sharding.resolve import resolve
 from .._text import array_text
 from .._trees.paths import path_text
@@ -249,7 +249,7 @@ def _draw_named_sharding(
         names,
         shape,
         dtype=dtype,
-        named=not is_device_mesh(mesh),
+        named=not is_canonical_mesh(mesh),
         signs=signs_of(sharding),
     )
 

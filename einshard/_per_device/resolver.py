@@ -21,7 +21,7 @@ from .._sharding.context import AxisRules
 from .._sharding.mesh import (
     AnyMesh,
     entry_axes,
-    is_device_mesh,
+    is_canonical_mesh,
     partition_spec,
     sizes_of,
     spec_axes,
@@ -146,7 +146,7 @@ def make_resolver(
     n_devices = math.prod(sizes.values())
     # a mesh in context keeps its axis names, because JAX accepts no other mesh
     uses_array_names = (
-        not is_in_context and is_device_mesh(mesh) and mesh.axis_types[0] == AxisType.Auto
+        not is_in_context and is_canonical_mesh(mesh) and mesh.axis_types[0] == AxisType.Auto
     )
     # 'x@d0' names an axis of the canonical mesh
     uses_array_names &= not any(sizes.keys() & spec.uses.keys() for spec in specs)
@@ -159,7 +159,7 @@ def make_resolver(
         without_mesh_axes = tuple(spec for spec in specs if not spec.uses)
         has_counts = any(spec.defines or spec.lists_replicas for spec in without_mesh_axes)
         uses_mesh_axes = len(without_mesh_axes) < len(specs)
-        if not has_counts and (uses_mesh_axes or not is_device_mesh(mesh)):
+        if not has_counts and (uses_mesh_axes or not is_canonical_mesh(mesh)):
             joint = JointMesh(((None, n_devices),))  # the expressions without mesh axes replicate
         else:  # raises if there are several devices and no counts
             joint = _joint_mesh_on(without_mesh_axes, specs, sizes)

@@ -16,7 +16,7 @@ from .._inspect.lowered import concrete
 from .._progress import progress
 from .._sharding.axis_rules import AxisPlacement, check_option
 from .._sharding.context import current_context
-from .._sharding.mesh import MeshLike, is_device_mesh, mesh_fact
+from .._sharding.mesh import MeshLike, is_canonical_mesh, mesh_fact
 from .._text import name_of
 from .estimate import Estimator
 from .evaluate import Function, Partitioner, as_sharded
@@ -103,7 +103,7 @@ def plan(
     chip = _find_chip(chip, devices, objective)
     limit = _memory_limit(memory, chip, devices)
     _check_search_limits(compilations, seconds)
-    mesh_axes = None if is_device_mesh(devices) else tuple(devices.shape.items())
+    mesh_axes = None if is_canonical_mesh(devices) else tuple(devices.shape.items())
     mesh_axis_names = [name for name, _ in mesh_axes or ()]
     model = find_model(fn, args, kwargs, mesh_axis_names)
     pinned = read_pins(pin or {}, mesh_axis_names or AXES)

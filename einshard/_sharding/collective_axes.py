@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .mesh import AnyMesh, is_device_mesh, spec_axes
+from .mesh import AnyMesh, is_canonical_mesh, spec_axes
 
 # Maps the name of an array axis to the mesh axes that shard it: {'b': [('d0', 'd1'), ('d0',)]} if
 # 'b' is sharded over d0 and d1 in some arrays of a program, and over d0 in others.
@@ -143,7 +143,7 @@ def axes_text(axes: tuple[str, ...] | None, mesh: AnyMesh, sharded_by: ShardedBy
     """
     if axes is None:
         return ''
-    if not is_device_mesh(mesh):
+    if not is_canonical_mesh(mesh):
         return ','.join(axes)
     target = frozenset(axes)
     names = [name for name, entries in sharded_by.items() if target in map(frozenset, entries)]

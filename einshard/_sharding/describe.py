@@ -22,7 +22,7 @@ from .lower import lower
 from .mesh import (
     UNCONSTRAINED,
     has_valid_names,
-    is_device_mesh,
+    is_canonical_mesh,
     is_partial,
     partial_axes,
     sizes_of,
@@ -171,7 +171,7 @@ def find_expression(
     can_use_names = (any(entries) or is_partial(sharding)) and _can_name_mesh_axes(sharding)
     # on a user's mesh, use counts only if the spec has no mesh axes, or one whose name the notation
     # cannot write
-    if _fits_counts(sharding) and (is_device_mesh(mesh) or not can_use_names):
+    if _fits_counts(sharding) and (is_canonical_mesh(mesh) or not can_use_names):
         right = (*_terms_by_count(sharding, axes), *map(Term, rest))
     elif can_use_names:
         signed = signed_terms(spec, mesh.axis_names)

@@ -8,7 +8,7 @@ from .._cache import cached
 from .._notation.fit import fit, fitting_sizes, signed_axes, spec_entries
 from .._notation.layout import Layout
 from .._notation.words import SIGNS
-from .mesh import AnyMesh, is_device_mesh, partition_spec, reshape_canonical_mesh, sizes_of
+from .mesh import AnyMesh, is_canonical_mesh, partition_spec, reshape_canonical_mesh, sizes_of
 
 
 @cached
@@ -28,7 +28,7 @@ def lower(
     if fitted is None:
         has_mesh_axes = any(split.mesh_axes for split in layout.splits)
         is_auto = set(mesh.axis_types) == {AxisType.Auto}
-        if mesh_is_ambient or has_mesh_axes or not (is_auto and is_device_mesh(mesh)):
+        if mesh_is_ambient or has_mesh_axes or not (is_auto and is_canonical_mesh(mesh)):
             return None
         mesh = reshape_canonical_mesh(mesh, fitting_sizes(layout))
         fitted = fit(layout, sizes_of(mesh))

@@ -306,7 +306,7 @@ def _entry_text(entry: tuple[Any, ...]) -> str:
     return repr(entry[0] if len(entry) == 1 else entry or None)
 
 
-def is_device_mesh(mesh: AnyMesh) -> bool:
+def is_canonical_mesh(mesh: AnyMesh) -> bool:
     """Whether a mesh is the canonical mesh of its devices, except for its axis sizes."""
     types = set(mesh.axis_types)
     if mesh.axis_names != _canonical_names(mesh.axis_sizes) or len(types) != 1:
@@ -318,7 +318,7 @@ def is_device_mesh(mesh: AnyMesh) -> bool:
 
 def is_reshaped(mesh: AnyMesh, other: AnyMesh) -> bool:
     """Whether both are the canonical mesh of the same devices, except for axis sizes."""
-    if mesh.size != other.size or not (is_device_mesh(mesh) and is_device_mesh(other)):
+    if mesh.size != other.size or not (is_canonical_mesh(mesh) and is_canonical_mesh(other)):
         return False
     return reshape_canonical_mesh(other, mesh.axis_sizes) == mesh
 
@@ -387,4 +387,4 @@ def mesh_fact(mesh: AnyMesh) -> str:
     kinds = [kind.name for kind in mesh.axis_types]
     sizes = dict(zip(map(str, mesh.axis_names), mesh.axis_sizes, strict=True))
     text = ', '.join(kinds if len({*kinds}) > 1 else kinds[:1])
-    return f'{mesh_text(sizes)} ({text}{", canonical mesh" if is_device_mesh(mesh) else ""})'
+    return f'{mesh_text(sizes)} ({text}{", canonical mesh" if is_canonical_mesh(mesh) else ""})'

@@ -38,7 +38,7 @@ from .mesh import (
     AnyMesh,
     MeshLike,
     device_mesh,
-    is_device_mesh,
+    is_canonical_mesh,
     memory_kinds,
     mesh_fact,
     partition_spec,
@@ -248,7 +248,7 @@ def _lower(
 
 def _is_users_mesh(context: Context) -> bool:
     """Whether the context has a mesh other than the canonical mesh of its devices."""
-    return context.mesh is not None and not is_device_mesh(context.mesh)
+    return context.mesh is not None and not is_canonical_mesh(context.mesh)
 
 
 def _check_memory_kind(expression: Expression, memory_kind: str | None, mesh: AnyMesh) -> None:
@@ -306,7 +306,7 @@ def _check_explicit(expression: Expression, mesh: AnyMesh) -> None:
             signed,
             mesh=mesh_fact(mesh),
             expected='mesh=device_mesh(devices, axis_types=AxisType.Explicit)'
-            if is_device_mesh(mesh)
+            if is_canonical_mesh(mesh)
             else f'a mesh with axis_types=(AxisType.Explicit,) * {len(mesh.axis_types)}',
         )
 
@@ -388,7 +388,9 @@ def _with_working_fix(
         missing = attempt(with_fallbacks(spec, on_missing='replicate')).missing_axes
     except EinshardError:
         return result
-    if missing and is_device_mesh(mesh):  # ignoring every axis that the user named would not help
+    if missing and is_canonical_mesh(
+        mesh
+    ):  # ignoring all axes would not help
         sizes = (
             f'{missing[0]}={mesh.size}' if len(missing) == 1 else '=..., '.join(missing) + '=...'
         )

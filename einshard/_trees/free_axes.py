@@ -20,7 +20,7 @@ from .._sharding.describe import find_expression
 from .._sharding.leaf_spec import REPLICATED, AnySpec, LeafSpec, as_leaf_spec
 from .._sharding.mesh import (
     AnyMesh,
-    is_device_mesh,
+    is_canonical_mesh,
     mesh_fact,
     partition_spec,
     sizes_of,
@@ -110,7 +110,7 @@ def _add_mesh_axes(
     Explicit mesh axes come before Auto ones. JAX allows no other order for traced values.
     """
     sizes = sizes_of(mesh)
-    if is_device_mesh(mesh):
+    if is_canonical_mesh(mesh):
         position = {axis: i for i, axis in enumerate(mesh.axis_names)}
     else:
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from ..._arrays.constrain import without_rule_at
 from ..._sharding.describe import describe_named
-from ..._sharding.mesh import AnyMesh, is_device_mesh
+from ..._sharding.mesh import AnyMesh, is_canonical_mesh
 from ..._text import first_of
 from ..report_rows import Finding
 from .expressions import expression_of
@@ -137,6 +137,6 @@ def names_without_rule(facts: Facts) -> Iterator[Finding]:
 
 def _rule_text(mesh_axes: tuple[str, ...], mesh: AnyMesh) -> str:
     """Returns '@data' or '@(data,fsdp)', or a count such as '4' on the canonical mesh."""
-    if is_device_mesh(mesh):
+    if is_canonical_mesh(mesh):
         return str(prod(mesh.shape[name] for name in mesh_axes))
     return f'@{mesh_axes[0]}' if len(mesh_axes) == 1 else f'@({",".join(mesh_axes)})'

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from ..._sharding.mesh import is_device_mesh
+from ..._sharding.mesh import is_canonical_mesh
 from ..._text import array_text, first_of, format_bytes, short_source
 from ..fold_layers import fold_paths
 from ..report_rows import CollectiveRow, Finding
@@ -182,7 +182,7 @@ def _along_text(facts: Facts, value: Value) -> str:
     """
     first, *rest = value.axes
     names = [axis.name for axis in (first, *rest[:1]) if axis.name]
-    if facts.mesh is not None and is_device_mesh(facts.mesh) and names:
+    if facts.mesh is not None and is_canonical_mesh(facts.mesh) and names:
         return names[0]
     return ','.join(first.mesh_axes)
 
