@@ -137,6 +137,7 @@ def test_named_mesh_axes(capsys):
 @pytest.mark.parametrize(
     ('arguments', 'error'),
     [
+        (['eject', 'a b -> a* c', '--devices', '8'], "'c' is not on the left side"),
         (['a b -> a4 b', '--shape', '6', '8'], "axis 'a' (size 6) is not divisible by 4"),
         (['a b -> a4 b', '--shape', '8'], 'the expression names 2 axes, but the array has 1'),
         (['a b -> a* b'], 'a star needs the number of devices'),
