@@ -269,8 +269,10 @@ def test_differentiated_and_vectorized(transform):
 
 def test_a_spec_without_a_partial_sum_refuses_partial_sums():
     f = sharded('* a b')(lambda x: x)
-    for x in (einshard(A, 'a b +@y'), einshard(A, 'a b +@(x,y)')):
-        assert 'the argument is a partial sum' in refusal(f, x).sentence
+    for spec in ('a b +@y', 'a@x b +@y', 'a b +@(x,y)'):
+        sentence = refusal(f, einshard(A, spec)).sentence
+        assert 'the argument is a partial sum' in sentence
+        assert f"'a b -> {spec}'" in sentence
     np.testing.assert_array_equal(f(einshard(A, 'a b =@y')), A)
     g = sharded('a b +@y')(lambda x: x)
     assert "as 'a b -> a@x b'" in refusal(g, einshard(A, 'a@x b')).sentence

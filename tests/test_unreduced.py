@@ -7,7 +7,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 from placed import mesh_of
-from refusal import refusal
 
 from einshard import Rules, describe, device_mesh, einshard, gather, make_sharding, sharded, show
 
@@ -46,13 +45,6 @@ def test_described(mesh, terms):
     traced = []
     jax.jit(lambda x: traced.append(describe(x)))(terms)
     assert traced == [words]
-
-
-def test_the_description_is_a_spec(mesh, terms):
-    assert make_sharding(describe(terms)).is_equivalent_to(terms.sharding, 2)
-    again = einshard(SUM, describe(terms))
-    assert again.sharding.is_equivalent_to(terms.sharding, 2)
-    np.testing.assert_array_equal(gather(again), SUM)
 
 
 def test_unreduced_axes_of_the_canonical_mesh_are_not_replicas():
@@ -107,8 +99,3 @@ def test_gathered(terms):
     host = gather({'t': terms})['t']
     assert type(host) is np.ndarray
     np.testing.assert_array_equal(host, SUM)
-
-
-def test_an_argument_of_sharded(terms):
-    error = refusal(sharded('a b -> a@x b')(lambda terms: terms), terms)
-    assert "'a b -> a@x b +@y'" in error.sentence
