@@ -52,16 +52,6 @@ on_eight = sharded(mesh=EIGHT)
 # ------------------------------------------------------------------------------- read by @sharded
 
 
-def test_the_mesh_is_that_of_each_call():
-    @sharded
-    def f(x: W) -> V:
-        return 2 * x
-
-    for devices in (EIGHT, jax.devices()[:4]):
-        with jax.set_mesh(device_mesh(devices)):
-            assert f(X).sharding.device_set == set(devices)
-
-
 class Layer(NamedTuple):
     w: Sharded[Float[Array, 'i o'], 'i o*']
     b: Sharded[Float[Array, 'o'], 'o*']

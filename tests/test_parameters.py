@@ -311,7 +311,7 @@ def test_methods():
     asked = linear.blend.in_shardings(X, y=X)
     assert asked == {'self': None, 'x': ON_ROWS, 'y': ON_COLUMNS}
     assert linear.blend.out_shardings(X) == ON_ROWS
-    assert linear.blend.lower(X).compile()(linear, X).sharding == ON_ROWS
+    assert linear.blend.lower(X, y=X).compile()(linear, X, y=X).sharding == ON_ROWS
     assert linear.blend.eval_shape(X, X).shape == (4, 4)
     assert linear.blend.trace(X).jaxpr.in_avals[-1].shape == (4, 4)
 

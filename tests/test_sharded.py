@@ -288,17 +288,6 @@ def test_in_shardings_and_out_shardings_by_parameter():
     assert on_eight(None, 'y z*')(matmul).out_shardings(X, W) is None
 
 
-def test_clear_cache_drops_traces():
-    f = on_eight(ROWS)(lambda x: jnp.exp(x))
-    with counting() as counts:
-        f(X)
-        f(X)
-        assert counts.of('<lambda>') == (1, 1)
-        f.clear_cache()
-        f(X)
-    assert counts.of('<lambda>') == (2, 2)
-
-
 # ------------------------------------------------------------------------- as often as jit itself
 
 
@@ -335,28 +324,6 @@ def test_ellipsis_in_out_over_a_tree_is_one_trace(out):
 
 
 # ------------------------------------------------------------------------------- errors inside
-
-
-@pytest.mark.parametrize('out', [None, '... y -> ... y*'])
-def test_a_user_error_is_raised_unchanged_after_one_run(out):
-    error = ValueError('a plain error of the user')
-
-    @counted
-    def body(x, flag=None):
-        if x.ndim == 2:
-            raise error
-        return x
-
-    f = on_eight('... y -> ... y*', out=out)(body)
-    for call in (lambda: f(x=X), lambda: f(x=X, flag=1), lambda: f(X)):
-        for called_before in (False, True):
-            if called_before:
-                f(X[0])
-            body.runs = 0
-            with pytest.raises(ValueError, match='a plain error of the user') as caught:
-                call()
-            assert caught.value is error
-            assert body.runs == 1
 
 
 def test_errors_of_jax_name_the_function_and_not_ours():

@@ -150,20 +150,6 @@ def test_clear_cache_clears_the_fast_path(call):
 # ------------------------------------------------------------------------------ the right program
 
 
-@pytest.mark.parametrize('out', [by_path, None])
-def test_several_shapes_are_traced_and_compiled_once_each(out):
-    by_leaf = {'w': on(None, AXES), 'b': on()}
-    body = counted(lambda tree: {name: 2 * x for name, x in tree.items()})
-    f = sharded(by_path, out=out, mesh=EIGHT)(body)
-    with counting() as counts:
-        for given in (tree(8), tree(8), tree(16), tree(8), tree(16, 16), tree(16)):
-            result = f(given)
-            assert out is None or shardings(result) == by_leaf
-            for name, x in given.items():
-                np.testing.assert_array_equal(result[name], 2 * x)
-    assert (body.runs, counts.of('<lambda>')[1]) == (3, 3)
-
-
 RANKS = [np.ones((2,) * (n - 1) + (8 * m,), np.float32) for m in (1, 2) for n in (1, 2, 3)]
 
 

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from counting import program
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from refusal import refusal
@@ -47,14 +46,6 @@ def test_compiled_programs_are_called_as_they_were_lowered(how, out):
         assert [a.str_short() for a in ours] == [a.str_short() for a in theirs]
 
 
-def test_the_program_is_that_of_a_call_by_position():
-    f = sharded('a* b', 'a b*', out='a b*', mesh=EIGHT)(add)
-    expected = program(f.lower(X, W).compile())
-    assert program(f.lower(X, w=W).compile()) == expected
-    shape = jax.ShapeDtypeStruct(X.shape, X.dtype)
-    assert program(f.lower(shape, w=shape).compile()) == expected
-
-
 def test_static_and_donated_arguments():
     f = sharded('a* b', out='a* b', mesh=EIGHT, static_argnames='n', donate_argnames=('x', 'w'))(
         add
@@ -76,18 +67,6 @@ def test_defaults_that_are_arrays():
 
     for call in (lambda f: f(X), lambda f: f(x=X), lambda f: f(X, w=2 * W)):
         np.testing.assert_array_equal(call(call(f.lower).compile()), call(f))
-
-
-def test_methods():
-    class Adder:
-        @sharded(x='a* b', w='a* b', mesh=EIGHT)
-        def add(self, x, w):
-            return x + w
-
-    jax.tree_util.register_pytree_node(Adder, lambda _: ((), None), lambda *_: Adder())
-    adder = Adder()
-    compiled = adder.add.lower(X, w=W).compile()
-    np.testing.assert_array_equal(compiled(adder, X, w=W), X + W)
 
 
 def test_arrays_placed_differently_are_refused_by_lower_too():

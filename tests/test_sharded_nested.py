@@ -289,17 +289,19 @@ def test_cotangents_may_be_sharded_differently(call):
 
 
 @pytest.mark.parametrize('called_before', [False, True])
+@pytest.mark.parametrize('out', [None, '... b -> ... b*'])
 @pytest.mark.parametrize('error', [ValueError('mine'), RuntimeError('mine'), KeyError('mine')])
-def test_an_error_of_the_function_passes_through_after_one_run(error, called_before):
+def test_an_error_of_the_function_passes_through_after_one_run(error, out, called_before):
     @counted
     def body(x, y=0.0):
-        if x.shape[-1] > 4:
+        if x.shape[-1] > 8:
             raise error
         return x + y
 
-    f = sharded('a* b', mesh=EIGHT)(body)
+    f = sharded('... b -> ... b*', out=out, mesh=EIGHT)(body)
     for call in (
         lambda x: f(x),
+        lambda x: f(x=x),
         lambda x: f(y=1.0, x=x),
         lambda x: jax.grad(sum_of(f))(x),
         lambda x: jax.grad(f)(jnp.asarray(x)),
@@ -307,7 +309,7 @@ def test_an_error_of_the_function_passes_through_after_one_run(error, called_bef
         lambda x: jax.jit(lambda x: f(x))(x),
     ):
         if called_before:
-            f(X[:, :4])
+            f(X[:, :8])
         body.runs = 0
         with pytest.raises(type(error), match='mine') as caught:
             call(X)
