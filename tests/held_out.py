@@ -105,11 +105,8 @@ def encoder_decoder(embed=ROWS, constrain=True, cross=COLUMNS, out=ROWS):
 
     layer = {'in': f32(d, f, spec=P(None, 'tensor'), on=on), 'out': f32(f, d, spec=out, on=on)}
     cross_layer = layer | {'cross': f32(d, f, spec=cross, on=on)}
-    w = {
-        'embed': f32(v, d, spec=embed, on=on),
-        'encoder': [layer] * 2,
-        'decoder': [cross_layer] * 2,
-    }
+    w = {'encoder': [layer] * 2, 'decoder': [cross_layer] * 2}
+    w['embed'] = f32(v, d, spec=embed, on=on)
     tokens = i32(32, 64, spec=P('data'), on=on)
     return explain(jax.jit(sgd(loss)), w, tokens, tokens)
 
@@ -151,13 +148,8 @@ def decoding(q='d h@tensor e', o='h@tensor e d', cache='b@data t h@tensor e', do
             x = einshard(x + jax.nn.gelu(x @ layer['up']) @ layer['down'], 'b d -> b@data d')
         return x, keys
 
-    layer = {
-        'q': f32(d, h, e),
-        'k': f32(d, h, e),
-        'o': f32(h, e, d),
-        'up': f32(d, f),
-        'down': f32(f, d),
-    }
+    layer = dict.fromkeys('qk', f32(d, h, e)) | {'o': f32(h, e, d)}
+    layer |= {'up': f32(d, f), 'down': f32(f, d)}
     spec = {'q': q, 'k': q, 'o': o, 'up': 'd f@tensor', 'down': down}
     step = sharded([spec] * 2, cache, 'b@data d', None, out=('b@data d', cache), mesh=on)(decode)
     return explain(step, [layer] * 2, f32(b, t, h, e), f32(b, d), 3)

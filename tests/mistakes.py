@@ -21,9 +21,7 @@ BATCH, LENGTH, LAYERS = 64, 32, 2
 # names of the axes of the mesh: 'data' and 'tensor'
 FSDP = {
     'embed': 'v@data d',
-    'q': 'd@data h e',
-    'k': 'd@data h e',
-    'v': 'd@data h e',
+    **dict.fromkeys('qkv', 'd@data h e'),
     'o': 'h e d@data',
     'gate': 'd@data f',
     'up': 'd@data f',
@@ -33,9 +31,7 @@ FSDP = {
 }
 MEGATRON = {
     'embed': 'v@tensor d',
-    'q': 'd h@tensor e',
-    'k': 'd h@tensor e',
-    'v': 'd h@tensor e',
+    **dict.fromkeys('qkv', 'd h@tensor e'),
     'o': 'h@tensor e d',
     'gate': 'd f@tensor',
     'up': 'd f@tensor',
@@ -45,9 +41,7 @@ MEGATRON = {
 }
 BOTH = {
     'embed': 'v@tensor d@data',
-    'q': 'd@data h@tensor e',
-    'k': 'd@data h@tensor e',
-    'v': 'd@data h@tensor e',
+    **dict.fromkeys('qkv', 'd@data h@tensor e'),
     'o': 'h@tensor e d@data',
     'gate': 'd@data f@tensor',
     'up': 'd@data f@tensor',
@@ -108,8 +102,7 @@ def attention(x, w, c):
 
 
 def layer(x, w, c):
-    attended = constrained(attention(norm(x, w['scale']), w, c), c.attended)
-    x = x + attended
+    x = x + constrained(attention(norm(x, w['scale']), w, c), c.attended)
     y = norm(x, w['scale'])
     hidden = jax.nn.silu(y @ w['gate']) * (y @ w['up'])
     x = constrained(x + constrained(hidden, c.hidden) @ w['down'], c.summed)
@@ -117,8 +110,7 @@ def layer(x, w, c):
 
 
 def loss(weights, tokens, c):
-    x = weights['embed'][tokens[:, :-1]]
-    x = constrained(x, c.embedded)
+    x = constrained(weights['embed'][tokens[:, :-1]], c.embedded)
     run = jax.checkpoint(layer, static_argnums=2) if c.remat else layer
     for w in weights['layers']:
         x = run(x, w, c)

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from placed import mesh_of
 
 from einshard import Rules, device_mesh, einshard, einsum, make_sharding, per_device, sharded
@@ -61,7 +62,7 @@ def test_jax_has_a_class_of_this_name():
     def add(x):
         return x + x.T
 
-    error = raised(jax.jit(add), jax.device_put(X[:, :32], jax.NamedSharding(MESH, jax.P('data'))))
+    error = raised(jax.jit(add), jax.device_put(X[:, :32], NamedSharding(MESH, P('data'))))
     assert is_sharding_type_error(error), type(error)
     assert not hasattr(jax.errors, 'ShardingTypeError')
 
@@ -106,12 +107,13 @@ def test_auto_axes_of_the_canonical_mesh_and_of_operands():
     note = note_of(sharded('a b -> a8 b2')(add), X[:, :32], mesh=device_mesh(axis_types=EXPLICIT))
     assert facts_of(note)['with Auto axes'] == 'device_mesh()'
     # without a mesh in context it is that of the operands
-    x = jax.device_put(X[:, :32], jax.NamedSharding(MESH, jax.P('data')))
+    x = jax.device_put(X[:, :32], NamedSharding(MESH, P('data')))
     with pytest.raises(Exception, match='add operation') as caught:
         add(x)
     (note,) = notes_of(caught.value)
-    assert facts_of(note)['with Auto axes'].startswith("jax.make_mesh((4, 2), ('data', 'tensor')")
-    assert facts_of(note)['operand 0'].endswith("parameter 'x': axis 0 is sharded over 'data'")
+    facts = facts_of(note)
+    assert facts['with Auto axes'].startswith("jax.make_mesh((4, 2), ('data', 'tensor')")
+    assert facts['operand 0'].endswith("parameter 'x': axis 0 is sharded over 'data'")
 
 
 IN_X = "float32[8@data,8@tensor], parameter 'x': axis 'a' is sharded over 'data'"
@@ -251,59 +253,47 @@ def tower(x, params):
 W_SHORT = W_IN[:62]
 BX_XY = 'b x -> b* x', 'x y -> * x y'
 X_DIFFERS = "axis 'x' has size 64 in parameter 'x' and 62 in 'w'"
-# a function with specs, its second argument, and the hint in the note
+# a function with specs, and the hint in the note
 SIZES = {
-    'matmul': (sharded(*BX_XY)(layer), W_SHORT, X_DIFFERS),
-    'einsum of jnp': (
-        sharded(*BX_XY)(lambda x, w: jnp.einsum('bx,xy->by', x, w)),
-        W_SHORT,
-        X_DIFFERS,
-    ),
+    'matmul': (sharded(*BX_XY)(layer), X_DIFFERS),
+    'einsum of jnp': (sharded(*BX_XY)(lambda x, w: jnp.einsum('bx,xy->by', x, w)), X_DIFFERS),
     'a leaf': (
         sharded('b x -> b* x', {'w': 'x y -> * x y'})(lambda x, w: x @ w['w']),
-        {'w': W_SHORT},
         "axis 'x' has size 64 in parameter 'x' and 62 in 'w/w'",
     ),
-    'an ellipsis': (sharded('... x -> * ... x', 'x ... -> * x ...')(layer), W_SHORT, X_DIFFERS),
+    'an ellipsis': (sharded('... x -> * ... x', 'x ... -> * x ...')(layer), X_DIFFERS),
     'two names': (
         sharded('y x -> y* x', 'x y -> * x y')(add),
-        W_SHORT,
         "axis 'y' has size 32 in parameter 'x' and 128 in 'w'; "
         "axis 'x' has size 64 in parameter 'x' and 62 in 'w'",
     ),
     'the same expression': (
         sharded('x y -> * x y', 'x y -> * x y')(add),
-        W_SHORT,
         "axis 'x' has size 32 in parameter 'x' and 62 in 'w'; "
         "axis 'y' has size 64 in parameter 'x' and 128 in 'w'",
     ),
-    'other names': (sharded('a b -> a* b', 'c d -> * c d')(layer), W_SHORT, None),
-    'sizes that the error does not name': (
-        sharded('b x -> b* x', 'y b -> * y b')(layer),
-        W_SHORT,
-        None,
-    ),
-    'no specs': (sharded(layer), W_SHORT, None),
-    'PartitionSpecs': (
-        sharded(jax.P(None, 'tensor'), jax.P(None, 'data'), mesh=MESH)(layer),
-        W_SHORT,
-        None,
-    ),
-    # x is 64 in 'up' and 62 in 'down', as two layers may have it
+    'other names': (sharded('a b -> a* b', 'c d -> * c d')(layer), None),
+    'sizes that the error does not name': (sharded('b x -> b* x', 'y b -> * y b')(layer), None),
+    'no specs': (sharded(layer), None),
+    'PartitionSpecs': (sharded(P(None, 'tensor'), P(None, 'data'), mesh=MESH)(layer), None),
     'leaves that share an expression': (
         sharded('b x -> b* x', Rules([('', 'x y -> * x y')]))(tower),
-        {'up': W_IN, 'down': W_SHORT},
         None,
     ),
+}
+# arguments in place of W_SHORT; x is 64 in 'up' and 62 in 'down', as two layers may have it
+TREES = {
+    'a leaf': {'w': W_SHORT},
+    'leaves that share an expression': {'up': W_IN, 'down': W_SHORT},
 }
 
 
 @pytest.mark.parametrize('case', SIZES)
 def test_shape_errors_show_the_named_sizes_that_differ(case):
-    function, value, hint = SIZES[case]
+    function, hint = SIZES[case]
     error = ValueError if case == 'einsum of jnp' else TypeError
     with pytest.raises(error) as caught:
-        function(X, value)
+        function(X, TREES.get(case, W_SHORT))
     assert type(caught.value) is error
     expected = f'einshard: in the specs of {function.__name__}, {hint}'
     assert notes_of(caught.value) == ([expected] if hint else [])

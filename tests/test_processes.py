@@ -43,12 +43,7 @@ def launch(folder, n_processes):
     program += [str(free_port()), str(n_processes)]
     with open(folder / 'output', 'w') as output:
         processes = [
-            subprocess.Popen(
-                [*program, str(i), str(folder)],
-                env=env,
-                stdout=output,
-                stderr=output,
-            )
+            subprocess.Popen([*program, str(i), str(folder)], env=env, stdout=output, stderr=output)
             for i in range(n_processes)
         ]
         try:
@@ -114,22 +109,24 @@ def trained():
     return process_checks.train(mesh=jax.devices()[:8])
 
 
+def check_same_training(found, expected):
+    assert found.keys() == expected.keys()
+    for name, array in found.items():
+        np.testing.assert_allclose(array, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
 @pytest.mark.parametrize('n_processes', [2, 4])
 def test_training_as_in_one_process(run, trained, n_processes):
     first, *others = said(run, n_processes, 'training')
     assert all(other == first for other in others)  # bit for bit
-    assert first.keys() == trained.keys()
-    for name, array in first.items():
-        # gloo adds in another order than one process
-        np.testing.assert_allclose(array, trained[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    # gloo adds in another order than one process
+    check_same_training(first, trained)
     assert len(first['losses']) == 5
     assert first['losses'][-1] < first['losses'][0]
 
 
 def test_training_on_one_device_is_the_same(trained):
-    alone = process_checks.train(mesh=jax.devices()[:2])
-    for name, array in alone.items():
-        np.testing.assert_allclose(array, trained[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    check_same_training(process_checks.train(mesh=jax.devices()[:2]), trained)
 
 
 def test_checkpoint_of_two_processes_is_read_by_one(run):
@@ -185,7 +182,7 @@ def different(*said, expression='batch d -> batch* d'):
 
 @pytest.mark.parametrize('n', [2, 4])
 def test_all_processes_raise_the_same_difference(run, n):
-    first, *others = said(run, n, 'uneven_rows')
+    everyone = said(run, n, 'uneven_rows')
     rest = {2: 'process 1', 4: 'processes 1, 2, 3'}[n]
     uneven = f"axis 'batch' (local size 5) is not divisible by {8 // n}, the number of local shards"
     x, y = "float32[4,4], leaf 'x'", "float32[8,4], leaf 'y'"
@@ -201,39 +198,36 @@ def test_all_processes_raise_the_same_difference(run, n):
             (rest, "float32[8,4], leaf 'of'"),
         ],
     }
-    for name, facts in expected.items():
-        assert first[name] == different(*facts)
-        assert all(other[name] == first[name] for other in others)
-    assert first['other expression'] == different(
+    texts = {name: different(*facts) for name, facts in expected.items()}
+    texts['other expression'] = different(
         ('process 0', "float32[8,4] as '* batch d'"),
         (rest, "float32[8,4] as 'batch d -> batch* d'"),
         expression=None,
     )
-    assert all(other['other expression'] == first['other expression'] for other in others)
+    for name, text in texts.items():
+        assert {said[name] for said in everyone} == {text}
+
+
+def indivisible(size, array, process, n):
+    each = 8 // n
+    return (
+        f"axis 'batch' (local size {size}) is not divisible by {each}, the number of local shards\n"
+        '    batch d -> batch* d\n'
+        '               ^^^^^^\n'
+        f'  array:       float32{array}\n'
+        f'  process:     {process}\n'
+        f'  global size: {size * n} in 8 shards\n'
+        f'  works with:  multiples of {each}'
+    )
 
 
 @pytest.mark.parametrize('n', [2, 4])
 def test_each_process_raises_its_own_error(run, n):
-    each = 8 // n
     for process, texts in enumerate(said(run, n, 'uneven_rows')):
-        assert texts['indivisible in all'] == (
-            f"axis 'batch' (local size 5) is not divisible by {each}, the number of local shards\n"
-            '    batch d -> batch* d\n'
-            '               ^^^^^^\n'
-            '  array:       float32[5,4]\n'
-            f'  process:     {process}\n'
-            f'  global size: {5 * n} in 8 shards\n'
-            f'  works with:  multiples of {each}'
-        )
+        assert texts['indivisible in all'] == indivisible(5, '[5,4]', process, n)
         assert texts['lenient rules'] == (
-            f"axis 'batch' (local size 7) is not divisible by {each}, the number of local shards\n"
-            '    batch d -> batch* d\n'
-            '               ^^^^^^\n'
-            "  array:       float32[7,4], leaf 'x'\n"
-            f'  process:     {process}\n'
-            f'  global size: {7 * n} in 8 shards\n'
-            f'  works with:  multiples of {each}\n'
-            "  note:        indivisible='replicate' is ignored: processes have different rows"
+            indivisible(7, "[7,4], leaf 'x'", process, n)
+            + "\n  note:        indivisible='replicate' is ignored: processes have different rows"
         )
         assert texts['bad expression'] == (
             "'e' is not on the left side\n"
@@ -265,7 +259,7 @@ def test_each_process_raises_its_own_error(run, n):
             "from_local needs a mesh of devices, but this mesh is abstract\n  mesh: 'x': 8 (Auto)"
         )
         if process:
-            sizes = ', '.join(f"'d{i}': 2" for i in range(each.bit_length() - 1))
+            sizes = {2: "'d0': 2, 'd1': 2", 4: "'d0': 2"}[n]
             assert texts['other mesh'] == (
                 f'process {process} has no device in the mesh\n'
                 f'  mesh:           {sizes} (Auto, canonical mesh)\n'
