@@ -1,5 +1,7 @@
 """The fast path of `sharded`: calls after the first one, in traces and with invalid arguments."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,10 +18,7 @@ def test_out_holds_in_a_trace_for_constants_after_an_eager_call(by_keyword, on_h
     with jax.set_mesh(device_mesh(axis_types=AxisType.Explicit)):
         f = sharded('b d -> b* d', out='b d -> b d*')(lambda x: 2 * x)
         constant = x if on_host else einshard(x, 'b d -> b* d')
-
-        def call():
-            return f(x=constant) if by_keyword else f(constant)
-
+        call = functools.partial(f, x=constant) if by_keyword else functools.partial(f, constant)
         types = []
 
         def outer():

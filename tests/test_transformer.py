@@ -17,17 +17,9 @@ import transformer
 from transformer import PLACEMENTS, UNSHARDED, Config
 
 UNTIED = Config(
-    n_layers=2,
-    d_model=32,
-    n_heads=16,
-    n_kv_heads=8,
-    d_head=4,
-    d_ff=64,
-    sequence=12,
-    batch=8,
-    learning_rate=0.02,
-    warm_up=4,
-)
+    n_layers=2, d_model=32, n_heads=16, n_kv_heads=8, d_head=4, d_ff=64,
+    sequence=12, batch=8, learning_rate=0.02, warm_up=4,
+)  # fmt: skip
 TIED = Config(**{**vars(UNTIED), 'tied': True})
 STEPS = 8
 PROMPT, LENGTH = 6, 12

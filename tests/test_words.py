@@ -1,8 +1,8 @@
-"""Sizes, arrays and widths in few words, against values known beforehand."""
+"""Sizes and widths of texts, against values known beforehand."""
 
 import pytest
 
-from einshard._text import display_width, first_of, format_bytes, format_flops, shape_text
+from einshard._text import display_width, format_bytes, format_flops
 
 
 @pytest.mark.parametrize(
@@ -42,18 +42,3 @@ def test_format_bytes(n_bytes, text):
 )
 def test_format_flops(n, text):
     assert format_flops(n) == text
-
-
-def test_shape_text():
-    assert [shape_text(()), shape_text((6,)), shape_text((6, 8))] == ['[]', '[6]', '[6,8]']
-
-
-def test_first_of():
-    texts = ['a', 'b', 'c']
-    assert [first_of(texts, n) for n in (1, 2, 3, 4)] == [
-        'a, and 2 more',
-        'a, b, and 1 more',
-        'a, b, c',
-        'a, b, c',
-    ]
-    assert first_of([], 3) == ''
