@@ -16,7 +16,6 @@ from placed import mesh_of
 from einshard import (
     EinshardError,
     UnexpectedCollectives,
-    einshard,
     expect_collectives,
     explain,
     sharded,
@@ -230,22 +229,6 @@ def test_a_train_step(types, sizes):
         expect_collectives(['all-gather', 'reduce-scatter']),
     ):
         step(*arguments)
-
-
-def test_a_train_step_on_the_canonical_mesh():
-    @sharded('n d e -> * n d e', 'b d -> b* d')
-    def step(w, x):
-        def loss(w):
-            h, _ = jax.lax.scan(lambda h, w: (einshard(h @ w, 'b d -> b* d'), None), x, w)
-            return (h**2).mean()
-
-        return w - 0.1 * jax.grad(loss)(w)
-
-    w, x = np.ones((2, 8, 8), np.float32), np.ones((16, 8), np.float32)
-    with expect_collectives('all-reduce'):
-        w = step(w, x)
-    with pytest.raises(UnexpectedCollectives), expect_collectives(()):
-        step(w, x)
 
 
 def test_a_program_from_the_persistent_cache(x, persistent_cache):
