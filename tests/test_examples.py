@@ -177,6 +177,5 @@ def test_tpu_slice_counts_the_bytes_of_a_step(capsys):
     printed = capsys.readouterr().out
     assert f'{tensor}\n' in printed
     assert textwrap.dedent(f'{tensor.diff(both)}\n') in textwrap.dedent(printed)
-    assert (
-        len(re.findall(r'GB sent by each chip in a step, \d+% of its memory$', printed, re.M)) == 2
-    )
+    sent = re.findall(r'GB sent by each chip in a step, \d+% of its memory$', printed, re.M)
+    assert len(sent) == 2

@@ -12,6 +12,7 @@ import urllib.parse
 import warnings
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from browser import Browser
@@ -189,22 +190,17 @@ def test_bundle_runs_on_the_standard_library_alone(tmp_path):
 
 
 def test_site_is_built_without_npm(tmp_path, monkeypatch, capsys):
-    class App:
-        class builder:
-            format = 'html'
-
-        class config:
-            exclude_patterns = ()
-
-    App.config.exclude_patterns = []
+    app = SimpleNamespace(
+        builder=SimpleNamespace(format='html'), config=SimpleNamespace(exclude_patterns=[])
+    )
     monkeypatch.setattr(build_playground, 'HERE', tmp_path / 'docs' / '_playground')
     monkeypatch.setenv('PATH', str(tmp_path))
-    build_playground.add(App)
+    build_playground.add(app)
     assert capsys.readouterr().out == 'the site has no playground: npm is not installed\n'
     index = (FOLDER.parent / 'index.md').read_text(encoding='utf-8')
     assert index.count('(playground.md)') == index.count('\nplayground\n') == 1
     page = [index]
-    build_playground.drop_links(App, 'index', page)
+    build_playground.drop_links(app, 'index', page)
     assert 'playground' not in page[0]
     assert page[0].count('\n') == index.count('\n') - 2
 

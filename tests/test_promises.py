@@ -120,6 +120,7 @@ def annotated(x: Rows) -> Columns:
     return x
 
 
+LEAVES = [[(X, {'u': W_REPLICATED, 'v': w})] for w in (W_REPLICATED, W_SHARDED)]
 # a function without collectives, arguments that keep to it, and some that do not: JAX compiles
 # again for other shardings of arguments without a spec, without tracing
 PROGRAMS = {
@@ -129,15 +130,10 @@ PROGRAMS = {
         [(X, W), (X, jnp.asarray(W)), (X, W_REPLICATED)],
         [(X, W_SHARDED)],
     ),
-    'a leaf without a spec': (
-        limited('x* y', {'u': '* y z', 'v': None})(of_leaves),
-        [(X, {'u': W_REPLICATED, 'v': W_REPLICATED})],
-        [(X, {'u': W_REPLICATED, 'v': W_SHARDED})],
-    ),
+    'a leaf without a spec': (limited('x* y', {'u': '* y z', 'v': None})(of_leaves), *LEAVES),
     'a leaf without a spec, by a function': (
         limited('x* y', lambda path, leaf: '* y z' if path == 'u' else None)(of_leaves),
-        [(X, {'u': W_REPLICATED, 'v': W_REPLICATED})],
-        [(X, {'u': W_REPLICATED, 'v': W_SHARDED})],
+        *LEAVES,
     ),
     'a method': (Layer.product, [(Layer(W), X)], [(Layer(W_SHARDED), X)]),
     'annotations': (annotated, [], [(np.ones((16, 16), np.float32),)]),
