@@ -11,22 +11,7 @@ import subprocess
 import sys
 import textwrap
 import typing
-from typing import (
-    Annotated,
-    Any,
-    Final,
-    NamedTuple,
-    NewType,
-    NotRequired,
-    Optional,
-    Required,
-    TypedDict,
-    TypeVar,
-    Unpack,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, NamedTuple, NewType, TypedDict, TypeVar, get_args, get_type_hints
 
 import annotated_later
 import jax
@@ -64,15 +49,15 @@ class Batch(TypedDict):
 
 
 class Behind(TypedDict):
-    required: Required[W]
-    not_required: NotRequired[W]
+    required: typing.Required[W]
+    not_required: typing.NotRequired[W]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Network:
     layers: list[Layer]
-    head: Final[V]
+    head: typing.Final[V]
     name: str = dataclasses.field(default='network', metadata={'static': True})
 
 
@@ -96,7 +81,7 @@ HINTS = [
     (tuple[Layer, Array], (LAYER, X), {'0/w': COLUMNS, '0/b': ENTRIES}),
     (tuple[W, V], (X, X), {'0': ROWS, '1': COLUMNS}),
     (tuple[Array, tuple[Array, W]], (X, (X, X)), {'1/1': ROWS}),
-    (Optional[W], X, {'': ROWS}),  # noqa: UP045
+    (typing.Optional[W], X, {'': ROWS}),  # noqa: UP045
     (W | None, X, {'': ROWS}),
     (W | float, X, {'': ROWS}),
     (W | None, None, {}),
@@ -178,7 +163,7 @@ def every_kind(x: W, /, y: V, n, *rest: W, z: V, default: float = 1.0, **more: W
     return (x + y + z) * n * default
 
 
-def with_typed_dict(x, **more: Unpack[Behind]) -> V:
+def with_typed_dict(x, **more: typing.Unpack[Behind]) -> V:
     return x
 
 
@@ -254,7 +239,7 @@ def test_annotations_that_are_strings():
 def test_sharded_is_annotated():
     matrix = Float[Array, 'x y']  # each such expression makes another type
     hint = Sharded[matrix, 'x y*']
-    assert get_origin(hint) is Annotated
+    assert typing.get_origin(hint) is Annotated
     assert get_args(hint)[0] is matrix
     assert Sharded[matrix, 'x y*'] == hint
     assert hash(Sharded[matrix, 'x y*']) == hash(hint)

@@ -13,13 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from placed import mesh_of
 
-from einshard import (
-    EinshardError,
-    UnexpectedCollectives,
-    expect_collectives,
-    explain,
-    sharded,
-)
+from einshard import EinshardError, UnexpectedCollectives, expect_collectives, explain, sharded
 from einshard._functions.compile_events import LOWERED
 
 MESH = mesh_of(data=4, tp=2)

@@ -55,7 +55,7 @@ def test_unsharded_arrays_are_placed(kind, f):
 @pytest.mark.parametrize('kind', REFUSED)
 def test_arrays_sharded_differently_are_errors(kind, f):
     x = REFUSED[kind](X)
-    for call in (f, lambda x: f(x=x), f.lower):
+    for call in (f, lambda x: f(x=x), f.lower, lambda x: f.lower(x=x)):
         error = refusal(call, x)
         assert error.sentence.startswith('the argument is already sharded differently')
         assert error.facts['array'] == "float32[8,8], parameter 'x' of plus"
@@ -219,8 +219,9 @@ def test_a_mesh_with_out_alone():
     ],
 )
 def test_arrays_that_do_not_fit(shape, text, f):
-    for x in (np.ones(shape, np.float32), jnp.ones(shape)):
-        error = refusal(f, x)
+    x = np.ones(shape, np.float32)
+    for call in (lambda: f(x), lambda: f(jnp.asarray(x)), lambda: f.lower(x=x)):
+        error = refusal(call)
         assert error.sentence.startswith(text)
         assert "parameter 'x' of plus" in error.facts['array']
 

@@ -69,18 +69,6 @@ def test_defaults_that_are_arrays():
         np.testing.assert_array_equal(call(call(f.lower).compile()), call(f))
 
 
-def test_arrays_placed_differently_are_refused_by_lower_too():
-    f = sharded('a* b', w='a* b', mesh=EIGHT)(add)
-    wrong = einshard(W, 'a b*', mesh=EIGHT)
-    for _ in range(2):
-        for call in (lambda: f.lower(X, w=wrong), lambda: f.lower(X, wrong)):
-            error = refusal(call)
-            assert 'already sharded differently' in error.sentence
-            assert "parameter 'w' of add" in error.facts['array']
-        f(X, w=W)
-    assert '(size 6) is not divisible' in refusal(f.lower, X, w=W[:6]).sentence
-
-
 @pytest.mark.parametrize('types', [AxisType.Auto, AxisType.Explicit])
 def test_meshes_in_context(types):
     f = sharded('a* b', w='a* b', out='a b*')(add)
