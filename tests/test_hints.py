@@ -11,6 +11,7 @@ from placed import mesh_of, struct
 from einshard import Rules, axis_rules, einshard, make_sharding, sharded
 
 X = np.ones((16, 16), np.float32)
+MESH = mesh_of(data=4, model=2)
 
 
 def warnings_of(call, action='always'):
@@ -63,25 +64,22 @@ def test_replicas_on_purpose(text):
 
 
 def test_mesh_axes_shard():
-    mesh = mesh_of(data=4, tp=2)
-    assert warnings_of(lambda: einshard(X, 'a@data 2 b', mesh=mesh)) == []
-    assert len(warnings_of(lambda: einshard(X, 'a 8 b', mesh=mesh))) == 1
+    assert warnings_of(lambda: einshard(X, 'a@data 2 b', mesh=MESH)) == []
+    assert len(warnings_of(lambda: einshard(X, 'a 8 b', mesh=MESH))) == 1
 
 
 def test_axis_rules_shard():
-    mesh = mesh_of(data=4, tp=2)
-
     def place():
-        einshard(X, 'batch * d', mesh=mesh)
+        einshard(X, 'batch * d', mesh=MESH)
 
     with axis_rules(batch='@data'):
         assert warnings_of(place) == []
     with axis_rules(batch='@pod', missing='replicate'):
         assert warnings_of(place) == []
-    with axis_rules(batch='', heads='@tp'):
+    with axis_rules(batch='', heads='@model'):
         assert len(warnings_of(place)) == 1
     with axis_rules(batch='@data'):  # rules are for the short form
-        assert len(warnings_of(lambda: einshard(X, 'batch d -> batch * d', mesh=mesh))) == 1
+        assert len(warnings_of(lambda: einshard(X, 'batch d -> batch * d', mesh=MESH))) == 1
 
 
 def scanned(x):
@@ -130,9 +128,8 @@ def test_once_for_each_line():
     ],
 )
 def test_array_axes_named_like_mesh_axes(text, sentence, to_shard):
-    mesh = mesh_of(data=4, model=2)
     named, _, axes = to_shard.rpartition(' ')
-    calls = lambda: einshard(X, text, mesh=mesh), lambda: inside(mesh, text)
+    calls = lambda: einshard(X, text, mesh=MESH), lambda: inside(text)
     for call in calls:
         (caught,) = warnings_of(call)
         assert caught.filename == __file__
@@ -140,12 +137,12 @@ def test_array_axes_named_like_mesh_axes(text, sentence, to_shard):
             f"in '{text}', {sentence}, and nothing is sharded; write '{named}' to shard over the "
             f"mesh {axes}, or '{text} -> {text}' to replicate without this warning"
         )
-    assert warnings_of(lambda: einshard(X, f'{text} -> {text}', mesh=mesh)) == []
-    assert not einshard(X, named, mesh=mesh).is_fully_replicated
+    assert warnings_of(lambda: einshard(X, f'{text} -> {text}', mesh=MESH)) == []
+    assert not einshard(X, named, mesh=MESH).is_fully_replicated
 
 
-def inside(mesh, text):
-    with jax.set_mesh(mesh):
+def inside(text):
+    with jax.set_mesh(MESH):
         jax.jit(lambda x: einshard(x, text))(X)
 
 
@@ -165,6 +162,5 @@ def test_other_names_and_sizes(text, shape):
 
 
 def test_names_with_axis_rules_are_not_mesh_axes():
-    mesh = mesh_of(data=4, model=2)
     with axis_rules(batch='@data'):
-        assert warnings_of(lambda: einshard(X, 'data d', mesh=mesh)) == []
+        assert warnings_of(lambda: einshard(X, 'data d', mesh=MESH)) == []

@@ -116,22 +116,21 @@ def test_the_command_is_named_as_it_was_called(monkeypatch, capsys):
     assert capsys.readouterr().err.endswith('try: einshard explain\n')
 
 
-@pytest.mark.parametrize('command', [[], ['show']])
-def test_shape_may_be_left_out(command, capsys):
-    assert main([*command, 'a b -> a4 b2']) == 0
-    assert capsys.readouterr().out == f'{show("a b -> a4 b2")}\n'
-
-
-def test_a_scalar(capsys):
-    assert main(['... -> * ...', '--shape', '--devices', '8']) == 0
-    assert 'each of the 8 devices holds a replica of the scalar' in capsys.readouterr().out
-
-
-def test_named_mesh_axes(capsys):
-    arguments = ['b d -> b@data d@tp', '--shape', '32', '512', '--mesh', 'data=4', 'tp=2']
+@pytest.mark.parametrize(
+    ('arguments', 'picture'),
+    [
+        (['a b -> a4 b2'], show('a b -> a4 b2')),
+        (['show', 'a b -> a4 b2'], show('a b -> a4 b2')),
+        (['... -> * ...', '--shape', '--devices', '8'], show('... -> * ...', (), 8)),
+        (
+            ['b@data d@tp', '--shape', '32', '512', '--mesh', 'data=4', 'tp=2'],
+            show('b@data d@tp', (32, 512), AbstractMesh((4, 2), ('data', 'tp'))),
+        ),
+    ],
+)
+def test_pictures(arguments, picture, capsys):
     assert main(arguments) == 0
-    mesh = AbstractMesh((4, 2), ('data', 'tp'))
-    assert capsys.readouterr().out == f'{show("b d -> b@data d@tp", (32, 512), mesh)}\n'
+    assert capsys.readouterr().out == f'{picture}\n'
 
 
 @pytest.mark.parametrize(
