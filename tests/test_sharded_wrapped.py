@@ -174,17 +174,17 @@ def test_copies_are_the_function_itself(ours):
 # ------------------------------------------------ transformed functions describe themselves
 
 TRANSFORMED = {
-    'grad': lambda f: jax.grad(f),
-    'value_and_grad': lambda f: jax.value_and_grad(f),
-    'jacfwd': lambda f: jax.jacfwd(f),
-    'jacrev': lambda f: jax.jacrev(f),
-    'hessian': lambda f: jax.hessian(f),
-    'vmap': lambda f: jax.vmap(f, in_axes=0),
-    'checkpoint': lambda f: jax.checkpoint(f),
+    'grad': jax.grad,
+    'value_and_grad': jax.value_and_grad,
+    'jacfwd': jax.jacfwd,
+    'jacrev': jax.jacrev,
+    'hessian': jax.hessian,
+    'vmap': jax.vmap,
+    'checkpoint': jax.checkpoint,
     'grad of grad': lambda f: jax.grad(lambda x: jax.grad(f)(x).sum()),
     'named_call': lambda f: jax.named_call(f, name='named'),
     'wraps': lambda f: functools.wraps(f)(lambda *args: (f(*args), 1.0)),
-    'partial': lambda f: functools.partial(f),
+    'partial': functools.partial,
 }
 
 
