@@ -26,11 +26,14 @@ bench-page: $(VENV)-page/rich.installed $(VENV)-page/tpu.installed
 	    --topology v5e:16x16 --topology '2*v5e:4x4' $(BENCH) --json benchmarks/results/$(RESULT).json
 	@$(VENV)-page/bin/python -m benchmarks page
 
+# `make test` does not install ruff and pyright, and skips the tests that need them
+
 lint: $(VENV)/dev.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest -q tests/test_eject.py -k ruff
 
-# the package, then a file of user code: those tests are left out where pyright is not installed
+# the package, then a file of user code
 types: $(VENV)/dev.installed
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -q tests/test_annotations.py

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
@@ -527,7 +528,7 @@ def texts():
 
 
 def test_format_is_that_of_ruff():
-    ruff = shutil.which('ruff')
+    ruff = shutil.which('ruff', path=Path(sys.executable).parent)
     if ruff is None:
         pytest.skip('ruff is not installed')
     for text in texts():
