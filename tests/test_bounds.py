@@ -47,6 +47,10 @@ def collective(kind, groups, n_bytes, pairs=()):
     return Collective(kind, 'it', arrays, arrays, groups, pairs, 1, False, None, '', 0)
 
 
+def permute(pairs, n_bytes=50 * GB):
+    return collective('collective-permute', (), n_bytes, tuple(pairs))
+
+
 def grid(*sizes):
     return np.arange(math.prod(sizes)).reshape(sizes)
 
@@ -137,13 +141,12 @@ RINGS = Network(tpus(16, 16), as_chip('TPU v5e'))  # 50 GB/s per link and direct
     ],
 )
 def test_groups_in_a_torus(groups, gathered, summed):
-    seconds = {
-        kind: RINGS.seconds(collective(kind, groups, 50 * GB))
-        for kind in ('all-gather', 'reduce-scatter', 'all-reduce')
-    }
-    assert seconds['all-gather'] == pytest.approx(gathered)
-    assert seconds['reduce-scatter'] == pytest.approx(gathered)
-    assert seconds['all-reduce'] == pytest.approx(summed)
+    for kind, seconds in (
+        ('all-gather', gathered),
+        ('reduce-scatter', gathered),
+        ('all-reduce', summed),
+    ):
+        assert RINGS.seconds(collective(kind, groups, 50 * GB)) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -166,13 +169,10 @@ def test_wrap_around(name, sizes, axis, links):
 
 def test_permutes():
     """A shift sends over one link; on a line, the last sends back through all others."""
-    pairs = tuple((i, i // 16 * 16 + (i + 1) % 16) for i in range(256))
-    assert RINGS.seconds(collective('collective-permute', (), 50 * GB, pairs)) == pytest.approx(1)
-    by_two = tuple((i, i // 16 * 16 + (i + 2) % 16) for i in range(256))
-    assert RINGS.seconds(collective('collective-permute', (), 50 * GB, by_two)) == pytest.approx(2)
-    one_pair = ((0, 17),)  # over both dimensions
-    two_ways = collective('collective-permute', (), 50 * GB, one_pair)
-    assert RINGS.seconds(two_ways) == pytest.approx(1 / 2)
+    for by in (1, 2):
+        shift = permute((i, i // 16 * 16 + (i + by) % 16) for i in range(256))
+        assert RINGS.seconds(shift) == pytest.approx(by)
+    assert RINGS.seconds(permute([(0, 17)])) == pytest.approx(1 / 2)  # over both dimensions
 
 
 def test_two_directions_of_a_line_at_once():
@@ -188,13 +188,11 @@ def test_two_directions_of_a_line_at_once():
 def test_shifts_in_both_directions_at_once():
     """As for the halos of a convolution; the same shift twice takes twice as long."""
     line = Network(tpus(4), V5E)
-    right, left = (
-        collective('collective-permute', (), V5E.link, tuple((i, i + by) for i in first))
-        for by, first in ((1, range(3)), (-1, range(1, 4)))
-    )
+    right = permute([(0, 1), (1, 2), (2, 3)], V5E.link)
+    left = permute([(3, 2), (2, 1), (1, 0)], V5E.link)
     assert line.seconds(right, left) == line.seconds(right) == pytest.approx(1)
     assert line.seconds(right, right) == pytest.approx(2)
-    pairs = [collective('collective-permute', (), V5E.link, (p,)) for p in ((0, 1), (2, 3))]
+    pairs = [permute([pair], V5E.link) for pair in ((0, 1), (2, 3))]
     assert line.seconds(*pairs) == line.seconds_in_turn(*pairs) == pytest.approx(1)
 
 

@@ -254,6 +254,7 @@ BY_HAND = """HloModule jit_f
 ENTRY %main (x: f32[4,6,8], w: f32[8,5]) -> f32[4,6,5] {{
   %x = f32[4,6,8]{{2,1,0}} parameter(0)
   %w = f32[8,5]{{1,0}} parameter(1)
+  %k = f32[3,8,2]{{2,1,0}} constant({{...}})
   ROOT %y = {line}
 }}
 """
@@ -287,9 +288,8 @@ ENTRY %main (x: f32[4,6,8], w: f32[8,5]) -> f32[4,6,5] {{
     ],
 )
 def test_flops_by_hand(line, flops):
-    kernel = '  %k = f32[3,8,2]{2,1,0} constant({...})\n  ROOT'
-    text = BY_HAND.format(line=line).replace('  ROOT', kernel)
-    assert [product.total for product in find_products(Module(text))] == [flops]
+    products = find_products(Module(BY_HAND.format(line=line)))
+    assert [product.total for product in products] == [flops]
 
 
 # --- on simulated devices -----------------------------------------------------------------------
