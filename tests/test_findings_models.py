@@ -146,43 +146,39 @@ def test_a_missing_constraint(library):
     assert right.network_bytes < wrong.network_bytes
 
 
-@pytest.mark.parametrize('library', ['flax'])
-def test_a_contracted_axis(library):
+@pytest.mark.parametrize(
+    ('weight', 'mistake', 'kind', 'more'),
+    [
+        ('down', 'f d@tensor', 'contracted axis', 'network_bytes'),
+        ('head', 'd v', 'replicated compute', 'flops'),
+    ],
+)
+def test_a_wrong_weight(weight, mistake, kind, more):
+    if kind == 'replicated compute':
+        skip_without_lines('flax')
     mesh = mesh_of(data=4, tensor=4)
     megatron = {name: spec.replace('@data', '') for name, spec in BOTH}
-    wrong = report_of(library, STREAM, rules_of(**megatron | {'down': 'f d@tensor'}), mesh=mesh)
-    finding = wrong.findings[0]
-    assert finding.kind == 'contracted axis'
-    assert 'down' in finding.text
+
+    def report_with(**changed):
+        return report_of('flax', STREAM, rules_of(**megatron | changed), mesh=mesh)
+
+    wrong, right = report_with(**{weight: mistake}), report_with()
+    (finding,) = wrong.findings
+    assert finding.kind == kind
+    assert weight in finding.suggestion
     (expression,) = expressions(finding)
-    fixed = report_of(library, STREAM, rules_of(**megatron | {'down': expression}), mesh=mesh)
-    right = report_of(library, STREAM, rules_of(**megatron), mesh=mesh)
+    fixed = report_with(**{weight: expression})
     assert fixed.findings == ()
-    assert fixed.network_bytes == right.network_bytes < wrong.network_bytes
+    assert (fixed.flops, fixed.network_bytes) == (right.flops, right.network_bytes)
+    assert getattr(wrong, more) > getattr(right, more)
 
 
-@pytest.mark.parametrize('library', ['equinox'])
-def test_unsharded_states_on_the_canonical_mesh(library):
+def test_unsharded_states_on_the_canonical_mesh():
     mesh = device_mesh(jax.devices()[:16])
-    wrong = report_of(library, 'b* s d', CANONICAL, states='* ...', mesh=mesh)
+    wrong = report_of('equinox', 'b* s d', CANONICAL, states='* ...', mesh=mesh)
     (finding,) = wrong.findings
     assert finding.kind == 'unsharded states'
     assert 'for_optimizer(params, spec)' in finding.suggestion
-    fixed = report_of(library, 'b* s d', CANONICAL, mesh=mesh)
+    fixed = report_of('equinox', 'b* s d', CANONICAL, mesh=mesh)
     assert fixed.findings == ()
     assert fixed.memory.arguments < wrong.memory.arguments
-
-
-@pytest.mark.parametrize('library', ['flax'])
-def test_replicated_compute(library):
-    skip_without_lines(library)
-    mesh = mesh_of(data=4, tensor=4)
-    megatron = {name: spec.replace('@data', '') for name, spec in BOTH}
-    wrong = report_of(library, STREAM, rules_of(**megatron | {'head': 'd v'}), mesh=mesh)
-    (finding,) = wrong.findings
-    assert finding.kind == 'replicated compute'
-    (expression,) = expressions(finding)
-    fixed = report_of(library, STREAM, rules_of(**megatron | {'head': expression}), mesh=mesh)
-    right = report_of(library, STREAM, rules_of(**megatron), mesh=mesh)
-    assert fixed.findings == ()
-    assert (fixed.flops, fixed.network_bytes) == (right.flops, right.network_bytes)
