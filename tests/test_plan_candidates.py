@@ -21,19 +21,26 @@ V5E, V5P = as_chip('TPU v5e'), as_chip('TPU v5p')
 GIB = 2**30
 
 
-def find(model, devices, *, memory=None, objective='bound', **options):
+DEVICES = tpus(4, 2)
+
+
+def mlp_model(**sizes):
+    return find_model(*mlp_step(**sizes), {})
+
+
+def find(model, devices=DEVICES, *, memory=None, objective='bound', **options):
     space, estimator = Space(model, len(devices), **options), Estimator(model, devices, V5E)
     return find_candidates(space, estimator, memory=memory, objective=objective)
 
 
-def best(*args, **options):
+def best(model, **options):
     """The best candidate as text, such as 'x=4, y=2: batch@x, mlp@y'."""
-    return str(find(*args, **options).ranked[0])
+    return str(find(model, **options).ranked[0])
 
 
 def estimates(model, **options):
     estimator = Estimator(model, DEVICES, V5E)
-    ranked = find(model, DEVICES, **options).ranked
+    ranked = find(model, **options).ranked
     return [estimator.evaluate(candidate) for candidate in ranked]
 
 
@@ -72,27 +79,21 @@ def test_book_llama():
 
 # --- what theory says -----------------------------------------------------------------------------
 
-DEVICES = tpus(4, 2)
-
 
 def test_data_parallelism_for_small_weights():
-    assert (
-        best(find_model(*mlp_step(tokens=2**16, width=64, hidden=256), {}), DEVICES)
-        == 'x=8: batch@x'
-    )
+    assert best(mlp_model(tokens=2**16, width=64, hidden=256)) == 'x=8: batch@x'
 
 
 def test_fsdp_if_the_weights_do_not_fit():
-    model = find_model(*mlp_step(tokens=2**16, width=1024, hidden=4096), {})
-    assert best(model, DEVICES) == 'x=8: batch@x'
+    model = mlp_model(tokens=2**16, width=1024, hidden=4096)
+    assert best(model) == 'x=8: batch@x'
     replicated = estimates(model)[0].memory
     # parameters of 32 MiB, and their gradients
-    assert best(model, DEVICES, memory=replicated - 2**24) == 'x=8: embed@x, batch@x'
+    assert best(model, memory=replicated - 2**24) == 'x=8: embed@x, batch@x'
 
 
 def test_tensor_parallelism_for_few_tokens():
-    model = find_model(*mlp_step(tokens=8, width=1024, hidden=4096), {})
-    assert best(model, DEVICES) == 'x=8: mlp@x'
+    assert best(mlp_model(tokens=8, width=1024, hidden=4096)) == 'x=8: mlp@x'
 
 
 def test_fsdp_and_tensor_parallelism():
@@ -109,25 +110,25 @@ def test_fsdp_and_tensor_parallelism():
 
 
 def test_experts():
-    assert best(find_model(*experts_step(), {}), DEVICES) == 'x=8: expert@x'
+    assert best(find_model(*experts_step(), {})) == 'x=8: expert@x'
 
 
 # --- the space ------------------------------------------------------------------------------------
 
 
 def test_a_beam_finds_the_best_of_all(monkeypatch):
-    model = find_model(*mlp_step(tokens=4096, width=1024, hidden=4096), {})
-    everything = find(model, DEVICES)
+    model = mlp_model(tokens=4096, width=1024, hidden=4096)
+    everything = find(model)
     monkeypatch.setattr(candidates, 'MAX_ENUMERATED', 0)
-    beam = find(model, DEVICES)
+    beam = find(model)
     assert beam.pruned != everything.pruned  # the beam has compared other plans
     assert beam.ranked[0] == everything.ranked[0]
-    assert find(model, DEVICES).ranked == beam.ranked  # deterministic
+    assert find(model).ranked == beam.ranked  # deterministic
 
 
 def test_no_mesh_axis_twice_and_all_sizes_divide():
     model = find_model(*transformer_step(Sizes(heads=12, kv=6, batch=24)), {})
-    found = find(model, DEVICES).ranked
+    found = find(model).ranked
     assert len(found) > 20
     for c in found:
         axes, sizes = dict(c.axes), dict(c.mesh)
@@ -140,15 +141,14 @@ def test_no_mesh_axis_twice_and_all_sizes_divide():
 
 
 def test_pruned():
-    model = find_model(*mlp_step(tokens=6), {})
-    pruned = find(model, DEVICES).pruned
+    pruned = find(mlp_model(tokens=6)).pruned
     assert pruned['indivisible'] > 0  # of 6 tokens by 4 and 8
     assert pruned['two axes of an array over one mesh axis'] > 0
     assert pruned['equal to a plan with fewer mesh axes'] > 0
 
 
 def test_a_pruned_plan_is_counted_once():
-    model = find_model(*mlp_step(), {})
+    model = mlp_model()
     space, estimator = Space(model, 8), Estimator(model, DEVICES, V5E)
     search = candidates._CandidateSearch(space, estimator, None, 'bound')
     search.evaluate(search.all_points())
@@ -158,7 +158,7 @@ def test_a_pruned_plan_is_counted_once():
 
 
 def test_objectives():
-    model = find_model(*mlp_step(tokens=4096), {})
+    model = mlp_model(tokens=4096)
     for objective in ('bound', 'bytes', 'memory'):
         found = estimates(model, objective=objective)
         costs = [float(f'{c.cost(objective)[0]:.9g}') for c in found]
@@ -167,7 +167,7 @@ def test_objectives():
 
 
 def test_plans_that_do_not_fit_come_last():
-    memories = [c.memory for c in estimates(find_model(*mlp_step(), {}), memory=0)]
+    memories = [c.memory for c in estimates(mlp_model(), memory=0)]
     assert memories == sorted(memories)
 
 
@@ -176,14 +176,13 @@ def test_plans_that_do_not_fit_come_last():
 def test_pins(pin, axes, enumerated, monkeypatch):
     monkeypatch.setattr(candidates, 'MAX_ENUMERATED', enumerated)
     pinned = read_pins({'embed': pin, 'act': ''}, AXES)
-    found = find(find_model(*mlp_step(), {}), DEVICES, pinned=pinned).ranked
+    found = find(mlp_model(), pinned=pinned).ranked
     assert {dict(c.axes)['embed'] for c in found} == {axes}
     assert {dict(c.axes)['act'] for c in found} == {()}
 
 
 def test_named_mesh():
-    model = find_model(*mlp_step(), {})
-    found = find(model, DEVICES, mesh=(('data', 4), ('tensor', 2))).ranked
+    found = find(mlp_model(), mesh=(('data', 4), ('tensor', 2))).ranked
     assert {c.mesh for c in found} == {(('data', 4), ('tensor', 2))}
 
 
@@ -192,13 +191,12 @@ def test_mesh_axes_in_specs_shard_no_other_axis_of_the_array(enumerated, monkeyp
     monkeypatch.setattr(candidates, 'MAX_ENUMERATED', enumerated)
     x = struct(64, 64)
     model = find_model(sharded('a b@tp', 'b@tp c')(jnp.matmul), (x, x), {}, ['data', 'tp'])
-    found = find(model, DEVICES, mesh=(('data', 4), ('tp', 2))).ranked
+    found = find(model, mesh=(('data', 4), ('tp', 2))).ranked
     assert {axes for c in found for _, axes in c.axes} == {(), ('data',)}
 
 
 def test_slices_shard_only_the_batch():
-    model = find_model(*mlp_step(tokens=4096), {})
-    found = find(model, tpus(2, 2, slices=2), n_slices=2).ranked
+    found = find(mlp_model(tokens=4096), tpus(2, 2, slices=2), n_slices=2).ranked
     assert found
     for c in found:
         assert c.mesh[0] == ('x', 2)
@@ -207,10 +205,7 @@ def test_slices_shard_only_the_batch():
 
 def test_nothing_to_shard_by():
     # no size is divisible by 2, so all devices compute the same
-    assert (
-        best(find_model(*mlp_step(tokens=5, width=3, hidden=7), {}), DEVICES)
-        == 'x=8: everything replicated'
-    )
+    assert best(mlp_model(tokens=5, width=3, hidden=7)) == 'x=8: everything replicated'
 
 
 @pytest.mark.parametrize(
@@ -225,6 +220,6 @@ def test_nothing_to_shard_by():
     ],
 )
 def test_bad_pins(pin, mesh, message):
-    model = find_model(*mlp_step(tokens=5, width=12), {})
+    model = mlp_model(tokens=5, width=12)
     with pytest.raises(EinshardError, match=message):
         Space(model, 8, mesh=mesh, pinned=read_pins(pin, dict(mesh or ()) or AXES))

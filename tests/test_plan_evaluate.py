@@ -106,11 +106,10 @@ def test_results_take_the_memory_of_donated_arguments(worker):
         return jax.tree.map(lambda w: w / 2, params)
 
     tensor = [candidate(mlp='x')]
-    [in_place] = evaluate(
-        worker, tensor, sharded(RULES, out=RULES, donate_argnums=0)(halve), PARAMS
-    )
-    [with_copy] = evaluate(worker, tensor, sharded(RULES, out=RULES)(halve), PARAMS)
-    assert (with_copy.memory - in_place.memory) == WEIGHTS // 4
+    donating, keeping = sharded(RULES, out=RULES, donate_argnums=0), sharded(RULES, out=RULES)
+    [in_place] = evaluate(worker, tensor, donating(halve), PARAMS)
+    [with_copy] = evaluate(worker, tensor, keeping(halve), PARAMS)
+    assert with_copy.memory - in_place.memory == WEIGHTS // 4
 
 
 class State:
@@ -209,12 +208,15 @@ OF_4, OF_2, ACROSS = (
     'replica_groups=[2,2]<=[2,2]T(1,0)',
 )
 SLICED = 'f32[2]{{0}} dynamic-slice(%{}, %i), dynamic_slice_sizes={{2}}'
+BOTH_SUMMED = [
+    f'%r = (f32[8]{{0}}, f32[8]{{0}}) all-reduce(%a, %b), {OF_4}, to_apply=%add',
+    '%first = f32[8]{0} get-tuple-element(%r), index=0',
+    '%second = f32[8]{0} get-tuple-element(%r), index=1',
+]
 FORMS = {
     'one of two arrays is sliced': (
         [
-            f'%r = (f32[8]{{0}}, f32[8]{{0}}) all-reduce(%a, %b), {OF_4}, to_apply=%add',
-            '%first = f32[8]{0} get-tuple-element(%r), index=0',
-            '%second = f32[8]{0} get-tuple-element(%r), index=1',
+            *BOTH_SUMMED,
             f'%mine = {SLICED.format("second")}',
             'ROOT %out = (f32[8]{0}, f32[2]{0}) tuple(%first, %mine)',
         ],
@@ -229,9 +231,7 @@ FORMS = {
     ),
     'terms that are added and sliced': (
         [
-            f'%r = (f32[8]{{0}}, f32[8]{{0}}) all-reduce(%a, %b), {OF_4}, to_apply=%add',
-            '%first = f32[8]{0} get-tuple-element(%r), index=0',
-            '%second = f32[8]{0} get-tuple-element(%r), index=1',
+            *BOTH_SUMMED,
             'ROOT %f = f32[2]{0} fusion(%first, %second, %i), kind=kLoop, calls=%fused',
         ],
         [('reduce-scatter', 4, 'f32[8]')],
