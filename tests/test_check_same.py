@@ -1,6 +1,7 @@
 """check_same: mistakes that it finds, correct functions, and its errors and results."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -129,7 +130,6 @@ def test_replicas_that_differ():
 @pytest.mark.parametrize('types', [AxisType.Auto, AxisType.Explicit])
 def test_the_mesh_in_context(types):
     mesh = mesh_of(types=types, data=2, tp=4)
-
     specs = {'in_specs': (P('data', 'tp'), P('tp')), 'out_specs': P('data')}
 
     def local(x, w):
@@ -408,14 +408,10 @@ def test_the_longest_sum(f, dtype, terms):
 
 
 def test_products_on_accelerators():
-    rounding = largest_rounding(jax.make_jaxpr(product)(X, W).jaxpr, 8, 'tpu')
-    assert rounding.dtype == 'bfloat16'
-
-    def exact(x, w):
-        return jnp.matmul(x, w, precision='highest')
-
-    rounding = largest_rounding(jax.make_jaxpr(exact)(X, W).jaxpr, 8, 'tpu')
-    assert rounding.dtype == 'float32'
+    for precision, dtype in ((None, 'bfloat16'), ('highest', 'float32')):
+        matmul = functools.partial(jnp.matmul, precision=precision)
+        rounding = largest_rounding(jax.make_jaxpr(matmul)(X, W).jaxpr, 8, 'tpu')
+        assert rounding.dtype == dtype
 
 
 def test_a_function_that_does_not_fit():

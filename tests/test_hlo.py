@@ -102,27 +102,14 @@ def test_program_is_that_of_hand_written_jax(machine, name):
 
 @pytest.mark.parametrize(
     ('name', 'parallelism', 'tied'),
-    [
-        ('cpu', 'data', True),
-        ('cpu', 'both', False),
-        ('v5e:4x4', 'both', True),
-    ],
+    [('cpu', 'data', True), ('cpu', 'both', False), ('v5e:4x4', 'both', True)],
 )
 def test_transformer_is_that_of_hand_written_jax(name, parallelism, tied):
     devices = _devices(name)
     n = len(devices)
-    model = {'data': 1, 'tensor': n, 'both': 2}[parallelism]
-    c = transformer.Config(
-        n_layers=2,
-        d_model=32,
-        n_heads=32,
-        n_kv_heads=16,
-        d_head=4,
-        d_ff=64,
-        tied=tied,
-        sequence=16,
-        batch=n,
-    )
+    model = {'data': 1, 'both': 2}[parallelism]
+    sizes = {'d_model': 32, 'n_heads': 32, 'n_kv_heads': 16, 'd_head': 4, 'd_ff': 64}
+    c = transformer.Config(n_layers=2, **sizes, tied=tied, sequence=16, batch=n)
     state = jax.eval_shape(lambda: transformer.init_state(jax.random.key(0), c))
     tokens = jax.ShapeDtypeStruct((n, c.sequence + 1), np.int32)
     ours = transformer.make_model(c, transformer.PLACEMENTS[parallelism], mesh=devices).train_step
@@ -201,6 +188,12 @@ def test_groups(text, written_out):
     assert groups(text) == written_out
 
 
+def forward_and_by_hand(devices, mesh):
+    arguments = ARGUMENTS['mlp_forward'](8)
+    by_hand = handwritten.mlp_forward(mesh)
+    return compiled(mlp_forward(devices, 2), *arguments), compiled(by_hand, *arguments)
+
+
 @pytest.mark.parametrize('parts', [1, 4, 8])
 def test_another_placement_is_another_program(devices8, parts):
     arguments = ARGUMENTS['mlp_step'](8)
@@ -213,11 +206,9 @@ def test_another_placement_is_another_program(devices8, parts):
 
 def test_other_groups_are_another_program(devices8):
     """The same number of shards, but the devices of a group are not neighbors."""
-    arguments = ARGUMENTS['mlp_forward'](8)
     mesh = mesh_by_hand(devices8, 2)
     turned = Mesh(mesh.devices.reshape(2, 4), ('model', 'data'), axis_types=mesh.axis_types)
-    ours = compiled(mlp_forward(devices8, 2), *arguments)
-    by_hand = compiled(handwritten.mlp_forward(turned), *arguments)
+    ours, by_hand = forward_and_by_hand(devices8, turned)
     (ours, *other), (by_hand, *others) = collectives(ours.lines), collectives(by_hand.lines)
     assert not other + others
     assert ours == ('all-reduce', 'f32[2,32]{1,0}', '{{0,1},{2,3},{4,5},{6,7}}')
@@ -225,11 +216,9 @@ def test_other_groups_are_another_program(devices8):
 
 
 def test_other_devices_are_another_program(devices8):
-    arguments = ARGUMENTS['mlp_forward'](8)
     mesh = mesh_by_hand(devices8, 2)
     reversed_ = Mesh(mesh.devices[::-1, ::-1], mesh.axis_names, axis_types=mesh.axis_types)
-    ours = compiled(mlp_forward(devices8, 2), *arguments)
-    by_hand = compiled(handwritten.mlp_forward(reversed_), *arguments)
+    ours, by_hand = forward_and_by_hand(devices8, reversed_)
     assert ours.lines == by_hand.lines
     with pytest.raises(AssertionError):
         assert_same_program(ours, by_hand)

@@ -6,8 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType
-from placed import struct
+from placed import mesh_of, struct
 from refusal import refusal
 
 from einshard import einshard, make_sharding, parallelism, sharded
@@ -373,10 +372,9 @@ def test_resharding(old, new, expected):
         ('a@d1 b', 'a b@(d0,d1)', 4 * 16 * 16 // 8),
     ],
 )
-def test_the_compiler_also_slices_before_it_communicates(before, after, n_bytes, devices8):
-    mesh = jax.make_mesh((2, 4), ('d0', 'd1'), devices=devices8, axis_types=(AxisType.Auto,) * 2)
+def test_the_compiler_also_slices_before_it_communicates(before, after, n_bytes):
     theory = parallelism(f'{before} -> {after}', d0=2, d1=4, sizes={'a': 16, 'b': 16})
-    reshard = sharded(before, out=after, mesh=mesh)(lambda x: x + 1)
+    reshard = sharded(before, out=after, mesh=mesh_of(d0=2, d1=4))(lambda x: x + 1)
     found = collectives(reshard.lower(struct(16, 16)).compile())
     assert [c.bytes for c in theory.collectives] == [n_bytes]
     # the order of the parts of b may also need a permute
