@@ -20,7 +20,7 @@ def bf16(*shape, sharding=None):
 
 def test_bounds_of_a_program_for_tpus():
     """The chips of a v5e 4x4 in 4 lines: each sums 4 neighbors' terms over lines of links."""
-    mesh = Mesh(topology('v5e:4x4').devices.reshape(4, 4), ('data', 'tensor'))
+    mesh = topology('v5e:4x4', data=4, tensor=4)
 
     @sharded('b@data x', 'x y@tensor', 'y@tensor z', mesh=mesh)
     def mlp(x, w_in, w_out):
@@ -40,6 +40,12 @@ def test_bounds_of_a_program_for_tpus():
     assert bounds['network'].exposed == (0 if row.is_async else bounds['network'].seconds)
     assert report.memory.capacity == int(15.75 * GIB)
     assert '<1% of 15.8 GiB' in str(report)
+
+
+@pytest.fixture
+def rows():
+    """A sharding by rows over four chips."""
+    return NamedSharding(topology('v5e:2x2', d=4), P('d'))
 
 
 @sharded('b x -> b4 x', 'x y -> 4 x y', out='b x -> b4 x')
@@ -76,10 +82,8 @@ def test_a_program_that_does_not_fit():
     )
 
 
-def test_a_jitted_program_that_does_not_fit():
+def test_a_jitted_program_that_does_not_fit(rows):
     """Not all arguments are used, one is donated, and the compiler chooses the result shardings."""
-    mesh = Mesh(topology('v5e:2x2').devices.reshape(4), 'd')
-    rows = NamedSharding(mesh, P('d'))
 
     def f(params, x, n):
         return {'a': jnp.tanh(x @ params['w'].T) @ params['w'], 'n': x.sum()}
@@ -100,25 +104,21 @@ def test_a_jitted_program_that_does_not_fit():
     assert report.findings[0].kind == 'does not fit'
 
 
-def test_a_program_that_does_not_fit_on_the_mesh_in_context():
-    mesh = Mesh(topology('v5e:2x2').devices.reshape(4), 'd')
-    rows = NamedSharding(mesh, P('d'))
-    with jax.set_mesh(mesh):
+def test_a_program_that_does_not_fit_on_the_mesh_in_context(rows):
+    with jax.set_mesh(rows.mesh):
         report = explain(jax.jit(lambda x: x @ x.T, in_shardings=rows), bf16(400_000, 400_000))
     assert report.arguments[0].placement == 'a b -> a@d b'
     assert report.findings[0].kind == 'does not fit'
 
 
-def test_one_device_is_too_small():
-    mesh = topology('v5e:2x2')
-    sharding = NamedSharding(Mesh(mesh.devices.reshape(4)[:1], 'd'), P())
-    report = explain(jax.jit(lambda x: x @ x), bf16(100_000, 100_000, sharding=sharding))
+def test_one_device_is_too_small(rows):
+    one = NamedSharding(Mesh(rows.mesh.devices[:1], 'd'), P())
+    report = explain(jax.jit(lambda x: x @ x), bf16(100_000, 100_000, sharding=one))
     assert report.memory.total > report.memory.capacity
     assert [row.placement for row in report.results] == ['a b -> a b']
 
 
-def test_lowered_programs_that_do_not_fit():
-    rows = NamedSharding(Mesh(topology('v5e:2x2').devices.reshape(4), 'd'), P('d'))
+def test_lowered_programs_that_do_not_fit(rows):
     lowered = jax.jit(lambda x: x @ x.T).lower(bf16(400_000, 400_000, sharding=rows))
     with pytest.raises(EinshardError, match='does not compile'):
         explain(lowered)

@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from placed import struct
 from refusal import refusal
 
@@ -263,10 +261,11 @@ def double(x):
     ],
 )
 def test_communication_in_pallas_kernels(function, runs):
-    mesh = jax.sharding.Mesh(topology('v5e:2x2').devices.reshape(4), 'x')
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=P('x'), out_specs=P('x'), check_vma=False)
-    x = jax.ShapeDtypeStruct((32, 128), np.float32, sharding=NamedSharding(mesh, P('x')))
-    mapped = jax.jit(mapped)
+    mesh, rows = topology('v5e:2x2', x=4), jax.P('x')
+    mapped = jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+    )
+    x = einshard(struct(32, 128), 'a@x b', mesh=mesh)
     report = explain(mapped, x)
     if runs is None:
         assert report.collectives == ()
