@@ -117,10 +117,8 @@ def test_arguments(capsys, model, text, array):
 
 
 def test_a_dict_with_a_colon_is_a_value():
-    assert read_arguments(["{'rate': 0.1}", "options={'n': 2}"]) == (
-        [{'rate': 0.1}],
-        {'options': {'n': 2}},
-    )
+    found = read_arguments(["{'rate': 0.1}", "options={'n': 2}"])
+    assert found == ([{'rate': 0.1}], {'options': {'n': 2}})
 
 
 def test_explain_on_other_devices(capsys, model):

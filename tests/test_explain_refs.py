@@ -36,10 +36,8 @@ def test_arguments_may_be_refs(refs, decorate):
     found = {row.path: row.placement for row in report.arguments}
     assert {path: found[path] for path, _ in PLACED} == dict(PLACED)
     assert found['unused'] == 'not used'
-    assert [(row.path, row.placement) for row in report.results] == [
-        ('result/0', 'a -> a16'),
-        ('result/1', 'a -> a16'),
-    ]
+    results = [(row.path, row.placement) for row in report.results]
+    assert results == [('result/0', 'a -> a16'), ('result/1', 'a -> a16')]
     assert report.collectives.counts == {'all-reduce': 1}
     assert 'refs/a' in str(report)
     assert_collectives(decorate(accumulate), x, refs, x, allowed='all-reduce')
@@ -49,12 +47,8 @@ def test_arguments_may_be_refs(refs, decorate):
 def test_stages_do_not_have_their_names(refs, stage):
     x = einshard(X, 'a*')
     report = explain(getattr(jax.jit(accumulate), stage)(x, refs, x))
-    assert [row.path for row in report.arguments] == [
-        'args[0]',
-        'args[1]/a',
-        'args[1]/b',
-        'args[2]',
-    ]
+    paths = [row.path for row in report.arguments]
+    assert paths == ['args[0]', 'args[1]/a', 'args[1]/b', 'args[2]']
 
 
 def test_static_arguments_do_not_shift_names(refs):
@@ -76,10 +70,8 @@ def test_refs_that_a_function_closes_over():
 
     x = einshard(np.ones((16, 32), np.float32), 'b* d')
     report = explain(layer, x, x)
-    assert [(row.path, row.placement) for row in report.arguments] == [
-        ('unused', 'not used'),
-        ('x', 'a b -> a16 b'),
-    ]
+    arguments = [(row.path, row.placement) for row in report.arguments]
+    assert arguments == [('unused', 'not used'), ('x', 'a b -> a16 b')]
     (row,) = report.collectives
     assert (row.kind, row.arrays) == ('all-gather', 'f32[32,32]')
     assert row.of == ()  # it gathers none of the arguments

@@ -64,11 +64,8 @@ def test_a_program_that_does_not_fit():
     assert memory.results / GIB == pytest.approx(x, rel=1e-3)
     assert memory.temporaries / GIB == pytest.approx(hidden, rel=1e-3)
     assert memory.capacity == int(15.75 * GIB)
-    assert [(row.path, row.placement) for row in (*report.arguments, *report.results)] == [
-        ('x', 'b x -> b4 x'),
-        ('w', 'x y -> 4 x y'),
-        ('result', 'b x -> b4 x'),
-    ]
+    rows = [(row.path, row.placement) for row in (*report.arguments, *report.results)]
+    assert rows == [('x', 'b x -> b4 x'), ('w', 'x y -> 4 x y'), ('result', 'b x -> b4 x')]
     largest = report.temporaries[0]
     assert (largest.array, largest.op_name) == ('bf16[100000,200000]', 'jit(too_large)/dot_general')
     assert largest.source.startswith(__file__)
