@@ -152,9 +152,7 @@ def test_fixes_of_the_mesh_of_per_device(texts, sizes):
 # 0.8.1 has the first, later versions have the other
 REPLICATING = {
     'jax.lax.all_gather_invariant': lambda x, axis: lax.all_gather_invariant(x, axis),
-    "jax.lax.all_gather(..., to='invarying')": lambda x, axis: lax.all_gather(
-        x, axis, to='invarying'
-    ),
+    "jax.lax.all_gather(..., to='invarying')": functools.partial(lax.all_gather, to='invarying'),
 }
 
 
