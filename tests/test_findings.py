@@ -462,9 +462,7 @@ def test_a_gather_along_another_mesh_axis_is_not_of_a_slice():
 
 
 def test_a_split_of_a_sharded_axis_of_an_explicit_mesh():
-    mesh = device_mesh(jax.devices()[:16], data=4, tensor=4, axis_types=AxisType.Explicit)
-
-    @sharded('b@data d', 'd f@tensor', mesh=mesh)
+    @sharded('b@data d', 'd f@tensor', mesh=mesh_of(types=AxisType.Explicit, data=4, tensor=4))
     def gated(x, w):
         gate, up = jnp.split(x @ w, 2, -1)
         return gate * up
@@ -711,7 +709,7 @@ def test_replicated_compute_does_not_suggest_the_placement_in_use():
 
 
 def test_explicit_axes_have_findings_that_types_do_not_prevent():
-    mesh = jax.make_mesh((4, 4), ('data', 'tensor'), axis_types=(AxisType.Explicit,) * 2)
+    mesh = mesh_of(types=AxisType.Explicit, data=4, tensor=4)
 
     @sharded({'w': 'd f', 'm': 'd f'}, 'b@data d', mesh=mesh)
     def step(state, x):

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from mistakes import constrained, expressions
+from placed import mesh_of
 
 from einshard import Rules, device_mesh, explain, for_optimizer, sharded
 
@@ -111,10 +112,6 @@ def tokens_spec(mesh):
 def rules_of(**specs):
     """In the short form."""
     return tuple((name, spec.rpartition('-> ')[2]) for name, spec in specs.items())
-
-
-def mesh_of(**axes):
-    return device_mesh(jax.devices()[:16], **axes)
 
 
 LIBRARIES = pytest.mark.parametrize('library', ['flax', 'equinox'])
