@@ -63,14 +63,6 @@ def test_the_first_rule_that_matches_wins(pairs, expected):
         assert spec_of(tree, Rules(rules)) == expected
 
 
-def test_paths_are_the_keys_joined_by_slashes():
-    seen = []
-    rules = Rules([('', lambda path, leaf: seen.append(path))])
-    einshard({'a': [B, (B, {'b': B})], 'c/d': {3: B}}, rules)
-    einshard(B, rules)
-    assert seen == ['a/0', 'a/1/0', 'a/1/1/b', 'c/d/3', '']
-
-
 # ------------------------------------------------------------------------------- kinds of specs
 
 

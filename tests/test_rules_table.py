@@ -6,10 +6,9 @@ from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
-import model_shapes
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from placed import mesh_of, struct
 from refusal import refusal
@@ -297,33 +296,3 @@ def test_control_characters_in_paths_and_patterns_are_replaced():
     assert "rule never matches: '\ufffd\ufffd'" in lines
     assert '\x1b' not in table._repr_html_()
     assert {row.path for row in table.rows} == set(tree)
-
-
-# ------------------------------------------------------------------------------------ real models
-
-
-def test_llama_70b_without_devices():
-    """Bytes by JAX's own shard shapes of shardings written by hand, on 512 devices."""
-    mesh = AbstractMesh((2, 32, 8), ('data', 'fsdp', 'tensor'), axis_types=(AxisType.Auto,) * 3)
-    rules = Rules(
-        [
-            ('embed_tokens|(o|down)_proj', P('tensor', 'fsdp')),
-            ('norm/', P()),
-            ('.*', P('fsdp', 'tensor')),
-        ]
-    )
-    table = rules.table(model_shapes.LLAMA_70B, mesh=mesh)
-
-    def by_hand(path, leaf):
-        names = {key.key for key in path if hasattr(key, 'key')}
-        transposed = names & {'embed_tokens', 'o_proj', 'down_proj'}
-        spec = P('tensor', 'fsdp') if transposed else P('fsdp', 'tensor')
-        spec = spec if leaf.ndim == 2 else P()
-        return math.prod(NamedSharding(mesh, spec).shard_shape(leaf.shape)) * 2
-
-    held = jax.tree_util.tree_map_with_path(by_hand, model_shapes.LLAMA_70B)
-    assert table.bytes_per_device == sum(jax.tree.leaves(held))
-    assert table.total_bytes == 2 * 70_553_706_496
-    assert table.n_devices == 512
-    assert (table.unused, table.shadowed) == ((), ())
-    assert len(table.largest_replicated(1000)) == 161  # the norms

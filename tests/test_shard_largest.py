@@ -123,41 +123,12 @@ LLAMA = {
     },
     'lm_head': {'kernel': struct(64, 128)},
 }
-# patterns and PartitionSpecs, in the style of EasyDeL
-EASYDEL = [
-    ('embed_tokens/embedding', P('tp', ('fsdp', 'sp'))),
-    ('self_attn/(q_proj|k_proj|v_proj)/kernel', P(('fsdp', 'sp'), 'tp')),
-    ('self_attn/o_proj/kernel', P('tp', ('fsdp', 'sp'))),
-    ('mlp/(gate|up)_proj/kernel', P(('fsdp', 'sp'), 'tp')),
-    ('mlp/down_proj/kernel', P('tp', ('fsdp', 'sp'))),
-    ('input_layernorm/kernel', P(None)),
-    ('lm_head/kernel', P(('fsdp', 'sp'), 'tp')),
-    ('.*', P(None)),
-]
 # only tensor parallelism: shard_largest adds the rest
 TENSOR = [
     ('embed_tokens|o_proj|down_proj', P('tp')),
     ('norm', P()),
     ('', P(None, 'tp')),
 ]
-
-
-def test_a_table_in_the_style_of_easydel():
-    mesh = mesh_of(dp=1, fsdp=2, ep=1, tp=2, sp=2)
-    strict = Rules(EASYDEL, strict=True)
-    placed = einshard(LLAMA, strict, mesh=mesh)
-    layer = placed['layers']['0']
-    assert layer['self_attn']['q_proj']['kernel'].sharding.spec == P(('fsdp', 'sp'), 'tp')
-    assert layer['mlp']['down_proj']['kernel'].sharding.spec == P('tp', ('fsdp', 'sp'))
-    assert layer['input_layernorm']['kernel'].sharding.spec == P()
-    # PyTorch's names: all would be replicated by the last rule
-    renamed = jax.tree.map_with_path(
-        lambda path, leaf: (jax.tree_util.keystr(path).replace('kernel', 'weight'), leaf), LLAMA
-    )
-    tree = dict(jax.tree.leaves(renamed, is_leaf=lambda node: isinstance(node, tuple)))
-    assert refusal(einshard, tree, strict, mesh=mesh).sentence == (
-        '7 rules match no path of the tree'
-    )
 
 
 def test_hsdp_on_top_of_tensor_parallelism():

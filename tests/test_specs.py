@@ -107,8 +107,8 @@ def test_prefixes_agree_with_jit():
 
 
 def test_functions_get_the_full_path():
-    tree = {'layers': [Layer(W, B), Block(W, {'b': B})], 'keyless': Keyless(W), 'none': None}
-    paths = ['keyless/0', 'layers/0/w', 'layers/0/b', 'layers/1/up', 'layers/1/down/b']
+    tree = {'layers': [Layer(W, B), Block(W, {3: B})], 'keyless': Keyless(W), 'none': None}
+    paths = ['keyless/0', 'layers/0/w', 'layers/0/b', 'layers/1/up', 'layers/1/down/3']
     seen = []
 
     def look(path, leaf):
@@ -119,7 +119,7 @@ def test_functions_get_the_full_path():
     # also in a prefix
     seen.clear()
     einshard(tree, {'layers': [None, look], 'keyless': ROWS, 'none': look})
-    assert [path for path, _ in seen] == ['layers/1/up', 'layers/1/down/b']
+    assert [path for path, _ in seen] == ['layers/1/up', 'layers/1/down/3']
     # one array has the empty path
     seen.clear()
     einshard(W, look)
