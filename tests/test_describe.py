@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from oracle import ANY_SPACING, MESHES, cases, examples, expressible, mesh_cases
 from placed import mesh_of, shardings, struct
@@ -160,6 +160,7 @@ ONE = f'on one device: {DEVICES[0]}'
         (jax.random.key(0), ONE),
         (jax.jit(lambda: jnp.zeros(3))(), ONE),
         (jax.device_put(jnp.zeros(3), DEVICES[3]), f'on one device: {DEVICES[3]}'),
+        (SingleDeviceSharding(DEVICES[0], memory_kind='pinned_host'), f'{ONE} (in pinned_host)'),
         # on a mesh of one device it has an expression
         (einshard(np.ones(3), 'a*', mesh=DEVICES[:1]), 'a -> a'),
         *[(x, f'on the host: {type(x).__name__}') for x in (1, True, 1.5, 1j)],
@@ -279,14 +280,6 @@ def test_the_description_of_a_tree_is_a_spec():
     assert error.sentence == 'the expression names 2 axes, but the array has 3 dimensions'
 
 
-def test_a_tree_on_a_mesh_of_the_user():
-    mesh = mesh_of(data=8, tp=2)
-    tree = {'w': np.ones((8, 8)), 'b': np.ones(8)}
-    placed = einshard(tree, 'a@data ...', mesh=mesh)
-    assert describe(placed) == {'b': 'a -> a@data', 'w': 'a b -> a@data b'}
-    assert shardings(einshard(tree, describe(placed), mesh=mesh)) == shardings(placed)
-
-
 def test_descriptions_in_trees():
     tree = {'host': np.ones(3), 'one': jnp.ones(3), 'f': len, 'none': None, 'mesh': USER}
     words = describe(tree)
@@ -299,16 +292,6 @@ def test_descriptions_in_trees():
 @pytest.mark.parametrize('tree', [{}, [], (), None, {'a': {}, 'b': [None]}])
 def test_trees_without_leaves(tree):
     assert describe(tree) == tree
-
-
-def test_modules():
-    eqx = pytest.importorskip('equinox')
-    mlp = eqx.nn.MLP(16, 16, 32, depth=1, key=jax.random.key(0))
-    placed = einshard(mlp, lambda path, leaf: 'o* ...')
-    spec = describe(placed)
-    assert spec.layers[0].weight == 'a b -> a16 b'
-    assert spec.activation is None
-    assert einshard(mlp, spec).layers[1].bias.sharding == make_sharding('a*')
 
 
 # --- memory ------------------------------------------------------------------------------------
@@ -349,12 +332,6 @@ def test_memory_survives_in_trees():
     spec = for_optimizer({'w': w}, 'a b -> a8 b 2 (in pinned_host)', default='a* (in pinned_host)')
     for leaf in jax.tree.leaves(einshard(state, spec)):
         assert leaf.sharding.memory_kind == 'pinned_host'
-
-
-def test_memory_of_one_device():
-    device = jax.sharding.SingleDeviceSharding(DEVICES[3], memory_kind='pinned_host')
-    words = describe(jax.device_put(np.ones(3), device))
-    assert words == f'on one device: {DEVICES[3]} (in pinned_host)'
 
 
 def test_memory_is_drawn():

@@ -129,15 +129,6 @@ def test_numbers_in_a_module_are_not_placed():
     assert set(np.unique(dropped)) == {0.0, 2.0}
 
 
-def test_modules_partitioned_into_arrays_and_the_rest():
-    model = {'mlp': UNSHARDED(jax.random.key(0))[0], 'drop': eqx.nn.Dropout(0.5)}
-    params, static = eqx.partition(model, eqx.is_array)
-    placed = eqx.combine(einshard(params, RULES), static)
-    check(placed['mlp'])
-    assert placed['drop'].inference is False
-    assert placed['drop'].p == 0.5
-
-
 def test_modules_are_born_sharded_by_filter_jit():
     placed = BORN(jax.random.key(0))
     check(placed)

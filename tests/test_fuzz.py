@@ -205,17 +205,6 @@ def test_meshes_of_any_kind(mesh):
         make_sharding('a b -> a* b', mesh=mesh)
 
 
-def test_meshes_of_devices_in_any_container():
-    devices = jax.devices()[:8]
-    expected = make_sharding('a b -> a* b', mesh=devices)
-    for mesh in (tuple(devices), np.array(devices), dict.fromkeys(devices).keys(), iter(devices)):
-        assert make_sharding('a b -> a* b', mesh=mesh) == expected
-    with pytest.raises(EinshardError):
-        make_sharding('a b -> a* b', mesh=[devices[:4], devices[4:]])
-    with pytest.raises(EinshardError):
-        make_sharding('a b -> a* b', mesh=np.array(devices).reshape(2, 4))
-
-
 @pytest.mark.parametrize(
     ('option', 'values'),
     [

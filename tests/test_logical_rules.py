@@ -1,8 +1,5 @@
 """axis_rules with lists of pairs, as in Flax and MaxText."""
 
-import concurrent.futures
-import threading
-
 import jax
 import jax.numpy as jnp
 import maxtext_axes
@@ -248,24 +245,6 @@ def test_in_per_device_functions():
         assert np.asarray(shape(x)).max() == 4  # embed over tp, of size 2
     with axis_rules(FALLBACKS[1:] + FALLBACKS[:1], taken='next'):
         assert np.asarray(shape(x)).max() == 2
-
-
-def test_each_thread_has_its_rules():
-    lists = [FALLBACKS, FALLBACKS[1:] + FALLBACKS[:1]]
-    ready = threading.Barrier(2)
-
-    def run(pairs):
-        with axis_rules(pairs, taken='next'):
-            ready.wait()
-            return jax.jit(constrained)(np.zeros((8, 8))).sharding.spec
-
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(run, lists))
-    assert found == [P(('data', 'fsdp'), 'tp'), P(None, ('fsdp', 'tp'))]
-
-
-def constrained(x):
-    return einshard(x, 'batch embed', mesh=MESH)
 
 
 def test_annotations_under_rules_that_replicate():

@@ -49,7 +49,8 @@ def test_same_object_for_any_order(devices):
     assert list(mesh.devices.flat) == sorted(devices, key=lambda d: d.id)
     reversed_mesh = user_mesh((len(devices),), ('x',), devices=devices[::-1])
     shuffled = random.Random(0).sample(devices, len(devices))
-    for same in (devices, tuple(devices), iter(devices), shuffled, reversed_mesh):
+    containers = tuple(devices), np.array(devices), iter(devices), dict.fromkeys(devices).keys()
+    for same in (devices, *containers, shuffled, reversed_mesh):
         assert device_mesh(same) is mesh
     explicit = device_mesh(reversed_mesh, axis_types=EXPLICIT)
     assert explicit is device_mesh(devices, axis_types=EXPLICIT)
@@ -134,6 +135,7 @@ FIRST = jax.devices()[0]
         *[([thing], 'must contain jax.Device objects') for thing in ('cpu', 0, ['cpu'])],
         *[(thing, 'must be a Mesh') for thing in (FIRST, make_sharding('*'), 'data', object)],
         (SIXTEEN.reshape(4, 4), 'an array with 2 dimensions'),
+        ([[FIRST], [FIRST]], 'must contain jax.Device objects'),
     ],
 )
 def test_invalid_devices(devices, sentence):
