@@ -19,8 +19,7 @@ from refusal import refusal
 
 from einshard import einshard, explain, make_sharding, sharded, show
 
-AUTO = AxisType.Auto
-MESH = AbstractMesh((4, 2), ('data', 'tp'), axis_types=(AUTO,) * 2)
+MESH = mesh_of(data=4, tp=2)
 EIGHT = jax.devices()[:8]
 
 
@@ -175,11 +174,7 @@ PICTURES = [
         """,
     ),
     (
-        (
-            'b d -> b@data d@tp',
-            (32, 64),
-            AbstractMesh((2, 3, 2), ('data', 'pp', 'tp'), axis_types=(AUTO,) * 3),
-        ),
+        ('b d -> b@data d@tp', (32, 64), mesh_of(data=2, pp=3, tp=2)),
         """
                      d 0:32          d 32:64
                 ┌───────────────┬───────────────┐
@@ -277,7 +272,7 @@ def test_parts():
     # '...' stands for no axis without a shape
     assert show('a ... d -> 4 a2 ... d2').blocks.parts == (2, 2)
     assert show('a ... d -> 4 a2 ... d2', (2, 5, 6, 4)).blocks.parts == (2, 1, 1, 2)
-    with jax.set_mesh(mesh_of(data=4, tp=2)):
+    with jax.set_mesh(MESH):
         assert show('a b -> a* b@tp').blocks.parts == (4, 2)
         assert show('a b -> a16 b', None, 16).blocks.parts == (16, 1)
     # a traced value on explicit axes
@@ -487,17 +482,14 @@ def test_an_array_has_one_size_in_all_pictures(shape, expressions):
         heights = {y: h for _, y, _, h, _ in boxes}  # without the titles of slices
         sizes.add((round(width), round(sum(heights.values()))))
         # on a page of 390 pixels with margins of 16
-        labels, scale = device_labels(picture.svg), min(1, 358 / float(svg_width(picture.svg)))
+        full_width = float(ElementTree.fromstring(picture.svg).get('width'))
+        labels, scale = device_labels(picture.svg), min(1, 358 / full_width)
         assert len(labels) == len(boxes)
         assert all(size * scale >= 9 for _, size in labels) or shape is None
     assert len(sizes) == 1
     (only,) = sizes
     if shape == (16, 16):
         assert only[0] == only[1]
-
-
-def svg_width(svg):
-    return ElementTree.fromstring(svg).get('width')
 
 
 def test_an_array_has_one_size_in_text():
@@ -525,12 +517,12 @@ def test_svg_boxes_fit_the_page_and_do_not_overlap(expression, shape, n):
     width, height = (float(root.get(name)) for name in ('width', 'height'))
     assert width <= 600
     assert height <= 1100
-    boxes = sorted(drawn_boxes(svg))
+    boxes = drawn_boxes(svg)
     for x, y, w, h, _ in boxes:
         assert 0 <= x <= x + w <= width + 0.01
         assert 0 <= y <= y + h <= height + 0.01
-    same_row = [(a, b) for a, b in itertools.pairwise(sorted(boxes, key=lambda s: (s[1], s[0])))]
-    assert all(a[0] + a[2] <= b[0] + 0.2 for a, b in same_row if a[1] == b[1])
+    pairs = itertools.pairwise(sorted(boxes, key=lambda box: (box[1], box[0])))
+    assert all(a[0] + a[2] <= b[0] + 0.2 for a, b in pairs if a[1] == b[1])
 
 
 @pytest.mark.parametrize(
@@ -582,9 +574,8 @@ def test_saved_files_support_light_and_dark(tmp_path):
 
 
 def test_names_cannot_break_out_of_a_page():
-    # letters only, so that nothing needs to be escaped but what a user's mesh axis is called
-    mesh = AbstractMesh((2,), ('<b>',), axis_types=(AxisType.Auto,))
-    page = show(NamedSharding(mesh, P('<b>')), (4,))._repr_html_()
+    # only the names of a user's mesh axes can need to be escaped
+    page = show(NamedSharding(mesh_of(**{'<b>': 2}), P('<b>')), (4,))._repr_html_()
     assert '<b>' not in page
     assert '&lt;b&gt;' in page
 
@@ -593,12 +584,9 @@ def test_names_cannot_break_out_of_a_page():
 
 
 def test_a_tree_is_drawn_once_for_each_placement(devices8):
-    layers = [
-        {'w': np.zeros((8, 4), np.float32), 'b': np.zeros(4, np.float32), 'f': abs}
-        for _ in range(5)
-    ]
+    layer = {'w': np.zeros((8, 4), np.float32), 'b': np.zeros(4, np.float32), 'f': abs}
     spec = {'w': 'x y -> x* y', 'b': 'y -> * y', 'f': None}
-    gallery = show(einshard(layers, [spec] * 5, mesh=devices8))
+    gallery = show(einshard([layer] * 5, [spec] * 5, mesh=devices8))
     captions = [caption for caption, _ in gallery.pictures]
     assert captions == [
         '0/b, 1/b, 2/b and 2 more: float32[4]',
@@ -636,8 +624,7 @@ def test_a_report_is_drawn():
 
 
 def test_a_report_on_a_mesh_with_names_is_drawn():
-    mesh = mesh_of(data=4, tp=2)
-    x = einshard(np.ones((8, 4), np.float32), 'b x -> b@data x@tp', mesh=mesh)
+    x = einshard(np.ones((8, 4), np.float32), 'b x -> b@data x@tp', mesh=MESH)
     gallery = show(explain(lambda x: x + 1, x))
     assert [caption for caption, _ in gallery.pictures] == [
         'x, result: float32[8,4], a b -> a@data b@tp'
@@ -719,7 +706,7 @@ def test_as_many_dimensions_as_numpy_has():
     sizes = (8, *(1,) * 62)
     text = str(show(f'{names[0]}4 {" ".join(names[1:])}', sizes))
     assert 'aa is split into 4 parts' in text
-    x = einshard(np.ones(sizes, np.float32), 'a8 ...', mesh=jax.devices()[:8])
+    x = einshard(np.ones(sizes, np.float32), 'a8 ...', mesh=EIGHT)
     assert 'a is split into 8 parts' in str(show(x))
 
 

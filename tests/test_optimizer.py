@@ -682,25 +682,18 @@ def test_rules_or_a_function_decide_for_ambiguous_axes():
 
 SIXES = {'w': struct(6, 64), 'b': struct(64)}
 BLOCKS = Rules([('w', 'x y -> x4 4 y')], default=EVERYWHERE)
+IN = 'model parameters, in for_optimizer'
 
 
 @pytest.mark.parametrize(
     ('spec', 'options', 'parts'),
     [
-        (
-            {'w': ROWS},
-            {},
-            ['the specs do not match the tree', 'model parameters, in for_optimizer'],
-        ),
+        ({'w': ROWS}, {}, ['the specs do not match the tree', IN]),
+        (Rules([('w', ROWS)]), {}, ['1 path matches no rule', IN]),
         ({'w': ROWS, 'b': 'x**'}, {}, ["'x**'"]),
         (3, {}, ['3 is not a spec']),
         (ROWS, {'default': 3}, ['3 is not a spec']),
         *[(ROWS, {'zero': bad}, [f'not {bad!r}']) for bad in ({'data'}, ('data', 2), None, b'd')],
-        (
-            Rules([('w', ROWS)]),
-            {},
-            ['1 path matches no rule', 'model parameters, in for_optimizer'],
-        ),
         # a moment with all axes is named itself, one without some by its parameter
         (BLOCKS, {}, ["axis 'x' (size 6) is not divisible by 4", "leaf 'mu/w'"]),
     ],

@@ -1,7 +1,5 @@
 """NamedSharding and PartitionSpec wherever a spec is expected."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +30,7 @@ EXPLICIT = device_mesh(AUTO, data=4, tensor=2, axis_types=AxisType.Explicit)
 MIXED = mesh_of(types=(AxisType.Explicit, AxisType.Auto), data=4, tensor=2)
 MESHES = pytest.mark.parametrize('mesh', [AUTO, EXPLICIT, MIXED], ids=['auto', 'explicit', 'mixed'])
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
+DATA, REPLICATED = (NamedSharding(AUTO, spec) for spec in (P('data'), P()))
 SPECS = [
     P(),
     P(None),
@@ -158,8 +157,7 @@ def test_sharded_checks_shapes_and_shows_shardings(mesh):
 def test_one_trace_for_equal_specs():
     body = counted(same)
     f = sharded(out=P('data'), mesh=AUTO)(body)
-    named = NamedSharding(AUTO, P('data'))
-    for spec in (P('data'), P(('data',)), P('data', None), named, 'a@data b'):
+    for spec in (P('data'), P(('data',)), P('data', None), DATA, 'a@data b'):
         f(einshard(X, spec, mesh=AUTO))
     assert body.runs == 1
 
@@ -196,7 +194,7 @@ def test_factors_of_the_canonical_mesh(counts):
 
 
 def test_zero_takes_the_axes_that_a_spec_leaves():
-    specs = for_optimizer({'w': X}, NamedSharding(AUTO, P('data')), zero=True)
+    specs = for_optimizer({'w': X}, DATA, zero=True)
     assert placed(einshard({'mu': {'w': X}}, specs)['mu']['w'], AUTO, P('data', 'tensor'))
 
 
@@ -216,10 +214,8 @@ def test_values_of_axis_rules(mesh, names, spec):
 
 
 def test_memory_kinds():
-    on_host = NamedSharding(AUTO, P('data'), memory_kind='pinned_host')
-    default = NamedSharding(AUTO, P('data'))
-    assert einshard(X, on_host).sharding == on_host
-    assert einshard(X, default, memory_kind='pinned_host').sharding == on_host
+    assert einshard(X, ON_HOST).sharding == ON_HOST
+    assert einshard(X, DATA, memory_kind='pinned_host').sharding == ON_HOST
 
 
 def test_abstract_meshes():
@@ -234,19 +230,6 @@ def test_abstract_meshes():
         with jax.set_mesh(mesh):
             assert placed(f(X), mesh, P(None, 'tensor'))
             assert placed(jax.jit(lambda x: f(x))(X), mesh, P(None, 'tensor'))
-
-
-def test_meshes_of_threads():
-    other = device_mesh(DEVICES[:8], data=2, tensor=4)
-
-    def work(mesh):
-        with jax.set_mesh(mesh):
-            x = jax.jit(lambda x: einshard(x + 1, P('data', 'tensor')))(X)
-        y = einshard(X, NamedSharding(mesh, P('tensor')))
-        return placed(x, mesh, P('data', 'tensor')) and placed(y, mesh, P('tensor'))
-
-    with ThreadPoolExecutor(3) as pool:
-        assert all(pool.map(work, [AUTO, other, AUTO] * 10))
 
 
 def test_explain_and_specs_without_a_mesh():
@@ -295,13 +278,14 @@ def test_unconstrained_on_explicit_axes(mesh):
 
 # --- errors -----------------------------------------------------------------------------------
 
+FREE = P(P.UNCONSTRAINED)
 OTHER = NamedSharding(device_mesh(DEVICES[:8], x=8), P('x'))
-ON_HOST = NamedSharding(AUTO, P('data'), memory_kind='pinned_host')
+ON_HOST = DATA.with_memory_kind('pinned_host')
 
 
 def on_devices(devices):
     mesh = device_mesh(devices, data=4, tensor=-1)
-    return per_device(NamedSharding(AUTO, P('data')), out=P('data'), mesh=mesh)(same)(X)
+    return per_device(DATA, out=P('data'), mesh=mesh)(same)(X)
 
 
 def in_shard_map(spec):
@@ -323,17 +307,14 @@ REFUSALS = [
     (lambda: in_explicit_jit(OTHER), 'mesh in context'),
     (lambda: on_devices(DEVICES[8:]), 'the NamedSharding is on'),
     (lambda: on_devices(DEVICES), 'the NamedSharding is on'),
-    (
-        lambda: sharded(OTHER, out=NamedSharding(AUTO, P()))(same),
-        'the specs are on different meshes',
-    ),
+    (lambda: sharded(OTHER, out=REPLICATED)(same), 'the specs are on different meshes'),
     (lambda: einshard(X, ON_HOST, memory_kind='device'), "has memory kind 'pinned_host', but"),
     (lambda: per_device(ON_HOST, out=P()), 'does not move arrays to pinned_host memory'),
     (
-        lambda: Rules([('', P(P.UNCONSTRAINED))]).table({'x': X}, mesh=AUTO),
+        lambda: Rules([('', FREE)]).table({'x': X}, mesh=AUTO),
         'only for values in a traced function',
     ),
-    (lambda: axis_rules(batch=P(P.UNCONSTRAINED)), 'but a rule is for one array axis'),
+    (lambda: axis_rules(batch=FREE), 'but a rule is for one array axis'),
     (lambda: axis_rules(batch=P('data', unreduced={'tensor'})), 'but a rule is for one array axis'),
 ]
 
