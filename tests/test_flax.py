@@ -89,11 +89,8 @@ def test_placed_state_updates_a_module(unsharded):
     model = nnx.eval_shape(lambda: MLP(nnx.Rngs(0)))
     nnx.update(model, placed)
     check_placed(nnx.state(model), SHARDED_NNX)
-    # a part of the state
-    check_placed(
-        einshard(nnx.state(model, nnx.BatchStat), RULES),
-        {'mean/value': P('tp'), 'var/value': P('tp')},
-    )
+    statistics = einshard(nnx.state(model, nnx.BatchStat), RULES)
+    check_placed(statistics, {'mean/value': P('tp'), 'var/value': P('tp')})
 
 
 def placed_by_constraint():
@@ -450,10 +447,8 @@ def test_the_example_learns(monkeypatch):
 
     model, losses = flax_nnx.main()
     assert losses[-1] < losses[0] / 2
-    check_placed(
-        nnx.state(model),
-        {'up/kernel/value': P(None, 'tp'), 'up/bias/value': P('tp'), 'down/kernel/value': P('tp')},
-    )
+    specs = {'up/kernel': P(None, 'tp'), 'up/bias': P('tp'), 'down/kernel': P('tp')}
+    check_placed(nnx.state(model), {f'{path}/value': spec for path, spec in specs.items()})
     assert describe(model.down.kernel[...]) == 'a b -> 8 a2 b'
 
 

@@ -62,10 +62,6 @@ def test_keys_are_gathered_as_their_data(impl):
     tree = {'key': jax.random.key(4, impl=impl), 'keys': einshard(keys, 'a8 2'), 'x': X}
     host = gather(tree)
     assert {type(leaf) for leaf in jax.tree.leaves(host)} == {np.ndarray}
-    np.testing.assert_array_equal(host['keys'], jax.random.key_data(keys))
-    again = jax.random.wrap_key_data(host['keys'], impl=impl)
-    assert (again == keys).all()
-    np.testing.assert_array_equal(
-        jax.random.bits(jax.random.wrap_key_data(host['key'], impl=impl)),
-        jax.random.bits(tree['key']),
-    )
+    for name in ('key', 'keys'):
+        np.testing.assert_array_equal(host[name], jax.random.key_data(tree[name]))
+        assert (jax.random.wrap_key_data(host[name], impl=impl) == tree[name]).all()

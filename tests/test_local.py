@@ -26,14 +26,8 @@ def test_array(expression, devices8):
 
 
 def test_tree():
-    batch = {
-        'x': X,
-        'y': np.arange(16),
-        'step': np.int32(1),
-        'of': 'training',
-        'left': X,
-        'none': None,
-    }
+    batch = {'x': X, 'y': np.arange(16), 'step': np.int32(1), 'left': X}
+    batch |= {'of': 'training', 'none': None}
     rules = Rules([('^x$', 'b d -> b8 d 2'), ('y', 'b -> b*'), ('left', None)])
     x = from_local(batch, rules, check=False)
     assert x['x'].sharding == make_sharding('b d -> b8 2 d')

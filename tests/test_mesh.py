@@ -246,11 +246,8 @@ def test_suggested_sizes_always_fit(n, axis_types):
             fix, fitting = error.fix, error.facts['sizes that fit'].split('; ')
         n_errors += 1
         mesh = eval(fix, scope)
-        assert (mesh.size, mesh.axis_names, *set(mesh.axis_types)) == (
-            n,
-            tuple(axes),
-            axis_types or AUTO,
-        )
+        found = mesh.size, mesh.axis_names, *set(mesh.axis_types)
+        assert found == (n, tuple(axes), axis_types or AUTO)
         for text in fitting:
             assert eval(f'device_mesh(devices, {text})', scope).size == n
     assert n_errors > 30
@@ -327,9 +324,8 @@ def test_user_mesh_named_like_ours_in_another_order():
     # not in hardware order, so it must not be reshaped
     mesh = user_mesh((3, 2, 2), ('d0', 'd1', 'd2'), devices=jax.devices()[:12][::-1])
     assert make_sharding('a b -> a3 b4', mesh=mesh).mesh is mesh
-    assert (
-        'do not match the mesh axes' in refusal(make_sharding, 'a b -> a4 b3', mesh=mesh).sentence
-    )
+    error = refusal(make_sharding, 'a b -> a4 b3', mesh=mesh)
+    assert 'do not match the mesh axes' in error.sentence
 
 
 # --- the mesh in context ----------------------------------------------------------------------

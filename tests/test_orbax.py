@@ -36,9 +36,10 @@ def tree():
     return sharded(out=SAVED)(init)(jax.random.key(0))
 
 
-@pytest.fixture
-def six():
-    return mesh_of(jax.devices()[10:16], a=3, b=2)
+SHAPES = jax.eval_shape(init, jax.random.key(0))
+DEVICES = jax.devices()[10:16]
+SIX = mesh_of(DEVICES, a=3, b=2)
+TARGET = einshard(SHAPES, RESTORED, mesh=DEVICES)
 
 
 def save(path, tree):
@@ -65,13 +66,11 @@ def put(monkeypatch):
     return shapes
 
 
-def test_restored_by_other_rules_on_other_devices(tree, six, tmp_path, put):
+def test_restored_by_other_rules_on_other_devices(tree, tmp_path, put):
     save(tmp_path / 'checkpoint', tree)
-    shapes = jax.eval_shape(init, jax.random.key(0))
-    target = einshard(shapes, RESTORED, mesh=jax.devices()[10:16])
     put.clear()
-    restored = restore(tmp_path / 'checkpoint', target)
-    check_placed(restored, SPECS, six)
+    restored = restore(tmp_path / 'checkpoint', TARGET)
+    check_placed(restored, SPECS, SIX)
     check_equal(restored, tree)
     # sharded arrays were put on devices as shards
     assert put == {(SIZE // 3, 2 * SIZE), (4 * SIZE, SIZE // 2), ()}
@@ -88,35 +87,32 @@ def test_files_hold_shards(tree, tmp_path):
     assert params['down'].storage.write_shape == (SIZE // 4, SIZE)
 
 
-def test_from_few_devices_to_many(six, tmp_path):
-    tree = sharded(out=RESTORED, mesh=six)(init)(jax.random.key(0))
-    check_placed(tree, SPECS, six)
+def test_from_few_devices_to_many(tmp_path):
+    tree = sharded(out=RESTORED, mesh=SIX)(init)(jax.random.key(0))
+    check_placed(tree, SPECS, SIX)
     save(tmp_path / 'checkpoint', tree)
-    shapes = jax.eval_shape(init, jax.random.key(0))
-    restored = restore(tmp_path / 'checkpoint', einshard(shapes, SAVED))
+    restored = restore(tmp_path / 'checkpoint', einshard(SHAPES, SAVED))
     mesh = mesh_of(jax.devices(), a=8, b=2)
     check_placed(restored, {'up': P('a', 'b'), 'down': P(('a', 'b'))}, mesh)
     check_equal(restored, tree)
 
 
-def test_by_a_manager_and_on_with_the_training(tree, six, tmp_path):
-    @sharded(RESTORED, out=RESTORED, mesh=jax.devices()[10:16])
+def test_by_a_manager_and_on_with_the_training(tree, tmp_path):
+    @sharded(RESTORED, out=RESTORED, mesh=DEVICES)
     def step(tree):
         gradient = tree['params']
         updates, state = OPTIMIZER.update(gradient, tree['state'], tree['params'])
         params = optax.apply_updates(tree['params'], updates)
         return {'params': params, 'state': state, 'step': tree['step'] + 1}
 
-    shapes = jax.eval_shape(init, jax.random.key(0))
-    target = einshard(shapes, RESTORED, mesh=jax.devices()[10:16])
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(7, args=ocp.args.StandardSave(tree))
         manager.wait_until_finished()
-        restored = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(target))
-    check_placed(step(restored), SPECS, six)
+        restored = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(TARGET))
+    check_placed(step(restored), SPECS, SIX)
 
 
-def test_state_of_nnx_with_typed_keys(six, tmp_path):
+def test_state_of_nnx_with_typed_keys(tmp_path):
     class Model(nnx.Module):
         def __init__(self, rngs):
             self.up = nnx.Linear(SIZE, 4 * SIZE, use_bias=False, rngs=rngs)
@@ -127,9 +123,9 @@ def test_state_of_nnx_with_typed_keys(six, tmp_path):
 
     saved = sharded(out=SAVED)(state)()
     save(tmp_path / 'checkpoint', saved)
-    target = einshard(nnx.eval_shape(state), RESTORED, mesh=jax.devices()[10:16])
+    target = einshard(nnx.eval_shape(state), RESTORED, mesh=DEVICES)
     restored = restore(tmp_path / 'checkpoint', target)
-    check_placed(restored, {'up/kernel/value': P('a', 'b')}, six)
+    check_placed(restored, {'up/kernel/value': P('a', 'b')}, SIX)
     check_equal(restored, saved)
     assert jnp.issubdtype(restored['drop']['rngs']['key'].dtype, jax.dtypes.prng_key)
 

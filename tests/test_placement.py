@@ -165,8 +165,6 @@ def test_structs(devices8):
     assert x.sharding is None
     abstract = einshard(x, 'a b -> a8 b', mesh=AbstractMesh((2, 4), ('x', 'y')))
     assert abstract.sharding.spec == P(('x', 'y'))
-    with pytest.raises(EinshardError, match='not divisible by 16'):
-        einshard(x, 'a b -> a16 b')
 
 
 def test_leaves_that_are_not_arrays_are_returned():

@@ -1,5 +1,7 @@
 """Models as other code bases shard them: the same losses, bit for bit, as with JAX by hand."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,6 +78,14 @@ def partition_spec(names):
     return P(*(ON.get(name) for name in names.split()))
 
 
+def named(names):
+    return NamedSharding(MESH, partition_spec(names))
+
+
+def constrain_by_hand(x, names):
+    return jax.lax.with_sharding_constraint(x, named(names))
+
+
 def counts(names):
     """The same placement on the canonical mesh: 'a b -> b4 a2' for a on tensor, b on data."""
     names = names.split()
@@ -85,17 +95,10 @@ def counts(names):
     return f'{" ".join(names)} -> {" ".join(right)}'
 
 
-def by_hand(mesh):
-    def of(names):
-        return NamedSharding(mesh, partition_spec(names))
-
-    specs = jax.tree.map(of, NAMES), of('act_batch length')
-    return train(
-        lambda x, names: jax.lax.with_sharding_constraint(x, of(names)),
-        jax.device_put,
-        specs,
-        lambda step: jax.jit(step, out_shardings=(specs[0], NamedSharding(mesh, P()))),
-    )
+def by_hand():
+    specs = jax.tree.map(named, NAMES), named('act_batch length')
+    jitted = functools.partial(jax.jit, out_shardings=(specs[0], NamedSharding(MESH, P())))
+    return train(constrain_by_hand, jax.device_put, specs, jitted)
 
 
 def with_einshard(of, out, **options):
@@ -113,11 +116,11 @@ def index_map(x):
 
 
 def test_a_decoder():
-    losses, params = by_hand(MESH)
+    losses, params = by_hand()
     assert losses[0] > losses[1] > losses[2]
     results = [
         with_einshard(partition_spec, P(), mesh=MESH),
-        with_einshard(lambda names: NamedSharding(MESH, partition_spec(names)), P()),
+        with_einshard(named, P()),
         with_einshard(counts, '... -> * ...', mesh=DEVICES),
     ]
     with jax.set_mesh(MESH), axis_rules({name: f'@{axis}' for name, axis in ON.items()}):
@@ -155,13 +158,11 @@ def decode(constrain, place):
 
 
 def test_a_cache_of_keys_and_values():
-    def of(names):
-        return NamedSharding(MESH, partition_spec(names))
-
-    expected = decode(
-        lambda x, names: jax.lax.with_sharding_constraint(x, of(names)),
-        lambda x, names: jax.device_put(x, of(names)),
-    )
-    for spec, options in [(of, {}), (partition_spec, {'mesh': MESH}), (counts, {'mesh': DEVICES})]:
+    expected = decode(constrain_by_hand, lambda x, names: jax.device_put(x, named(names)))
+    for spec, options in [
+        (named, {}),
+        (partition_spec, {'mesh': MESH}),
+        (counts, {'mesh': DEVICES}),
+    ]:
         found = decode(*[lambda x, names, s=spec, o=options: einshard(x, s(names), **o)] * 2)
         assert all(map(np.array_equal, found, expected))

@@ -125,9 +125,8 @@ def test_an_error_about_the_default_and_nested_rules():
     by_default = Rules([('kernel', ROWS)], default='x y -> x@fsdp y')
     assert refusal(einshard, tree, by_default, mesh=MESH).facts['rule'] == 'default='
     nested = Rules([('kernel', 'x y -> x y')], default=Rules([('a', 'x y -> x@fsdp y')]))
-    assert (
-        refusal(einshard, tree, nested, mesh=AbstractMesh((4,), ('fsdp',))).facts['rule'] == "'a'"
-    )
+    mesh = AbstractMesh((4,), ('fsdp',))
+    assert refusal(einshard, tree, nested, mesh=mesh).facts['rule'] == "'a'"
 
 
 def test_errors_of_sharded_functions_and_tables_list_all_leaves():

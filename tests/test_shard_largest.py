@@ -58,16 +58,15 @@ def test_on_top_of_tensor_parallelism(shape, expected):
 
 
 def test_several_mesh_axes():
-    mesh = mesh_of(data=2, fsdp=2, tp=2)
+    mesh, axes = mesh_of(data=2, fsdp=2, tp=2), ('data', 'fsdp')
     # in mesh order
-    for axes in (('data', 'fsdp'), ['fsdp', 'data']):
-        assert spec_of(struct(16, 8), shard_largest(axes), mesh) == P(('data', 'fsdp'))
+    for given in (axes, ['fsdp', 'data']):
+        assert spec_of(struct(16, 8), shard_largest(given), mesh) == P(axes)
     # all of them on one axis, or none
-    assert spec_of(struct(2, 6), shard_largest(('data', 'fsdp')), mesh) == P()
+    assert spec_of(struct(2, 6), shard_largest(axes), mesh) == P()
     # an axis that shards the array already is not used again
-    assert spec_of(
-        struct(8, 8), shard_largest(('data', 'fsdp'), spec='x y -> x@fsdp y'), mesh
-    ) == P('fsdp', 'data')
+    on_rows = shard_largest(axes, spec='x y -> x@fsdp y')
+    assert spec_of(struct(8, 8), on_rows, mesh) == P('fsdp', 'data')
     # without names: all that are free
     assert spec_of(struct(8, 8), shard_largest(spec=TP), mesh) == P(('data', 'fsdp'), 'tp')
 
