@@ -129,13 +129,6 @@ def test_numbers_in_a_module_are_not_placed():
     assert set(np.unique(dropped)) == {0.0, 2.0}
 
 
-def test_modules_are_born_sharded_by_filter_jit():
-    placed = BORN(jax.random.key(0))
-    check(placed)
-    check_equal(arrays(placed), arrays(UNSHARDED(jax.random.key(0))), rtol=1e-6)
-    assert placed[0].activation is jax.nn.relu
-
-
 def test_no_device_holds_an_unsharded_weight():
     @eqx.filter_jit
     def init(key):

@@ -376,17 +376,6 @@ def linen_step(state, x):
     return state.apply_gradients(grads=gradient, **updates), loss
 
 
-def test_variables_of_linen_are_born_sharded():
-    model = LinenMLP()
-    variables = sharded(None, '* b d', out=RULES)(model.init)(jax.random.key(0), X)
-    check_placed(variables, SHARDED)
-    expected = jax.jit(LinenMLP(hidden=None).init)(jax.random.key(0), X)
-    check_equal(variables, expected, rtol=1e-6)
-    y = sharded(RULES, ROWS, out=ROWS)(model.apply)(variables, X)
-    check_placed(y, {'': P('data')})
-    np.testing.assert_allclose(y, jax.jit(LinenMLP(None).apply)(expected, X), rtol=1e-5, atol=1e-6)
-
-
 def test_frozen_dicts():
     variables = flax.core.freeze(jax.jit(LinenMLP().init)(jax.random.key(0), X))
     placed = einshard(variables, RULES)

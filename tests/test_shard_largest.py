@@ -158,22 +158,6 @@ def test_hsdp_on_top_of_tensor_parallelism():
     assert zero['embed_tokens']['embedding'].sharding.spec == P(('tp', 'fsdp'), 'data')
 
 
-def test_the_values_of_a_step_with_hsdp():
-    mesh = mesh_of(data=2, fsdp=4, tp=2)
-    spec = shard_largest('fsdp', spec=Rules([('w', TP)]))
-    rng = np.random.default_rng(0)
-    params = {'w': rng.normal(size=(16, 16)).astype(np.float32)}
-    x = rng.normal(size=(8, 16)).astype(np.float32)
-
-    @sharded(spec, 'b d -> b@(data,fsdp) d', out=spec, mesh=mesh)
-    def gradient(params, x):
-        return jax.grad(lambda params: jnp.sum((x @ params['w']) ** 2))(params)
-
-    found = gradient(params, x)['w']
-    assert found.sharding.is_equivalent_to(NamedSharding(mesh, P('fsdp', 'tp')), 2)
-    np.testing.assert_allclose(found, 2 * x.T @ (x @ params['w']), rtol=1e-4)
-
-
 # -------------------------------------------------------------------------------- where it is used
 
 
