@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from placed import mesh_of, struct
+from placed import mesh_of, on, shardings, struct
 from refusal import refusal
 
 from einshard import Rules, describe, einshard, for_optimizer, make_sharding, shard_largest, sharded
@@ -106,56 +106,27 @@ def test_small_arrays_keep_their_spec():
     assert spec_of(struct(16, 15), shard_largest('fsdp', min_bytes=1024)) == P()
 
 
-# ------------------------------------------------------------------------------------- tables
-
-LLAMA = {
-    'embed_tokens': {'embedding': struct(128, 64)},
-    'layers': {
-        '0': {
-            'self_attn': {f'{name}_proj': {'kernel': struct(64, 64)} for name in 'qkvo'},
-            'mlp': {
-                'gate_proj': {'kernel': struct(64, 256)},
-                'down_proj': {'kernel': struct(256, 64)},
-            },
-            'input_layernorm': {'kernel': struct(64)},
-        }
-    },
-    'lm_head': {'kernel': struct(64, 128)},
-}
-# only tensor parallelism: shard_largest adds the rest
-TENSOR = [
-    ('embed_tokens|o_proj|down_proj', P('tp')),
-    ('norm', P()),
-    ('', P(None, 'tp')),
-]
-
-
 def test_hsdp_on_top_of_tensor_parallelism():
     """Hybrid sharding: parameters are sharded over fsdp, and replicated over data."""
     mesh = mesh_of(data=2, fsdp=4, tp=2)
-    spec = shard_largest('fsdp', spec=Rules(TENSOR), min_bytes=1024)
-    placed = jax.tree.map(lambda x: x.sharding.spec, einshard(LLAMA, spec, mesh=mesh))
-    attention = {f'{name}_proj': {'kernel': P('fsdp', 'tp')} for name in 'qkv'}
-    assert placed == {
-        'embed_tokens': {'embedding': P(('tp', 'fsdp'))},
-        'layers': {
-            '0': {
-                'self_attn': {**attention, 'o_proj': {'kernel': P('tp', 'fsdp')}},
-                'mlp': {
-                    'gate_proj': {'kernel': P(None, ('tp', 'fsdp'))},
-                    'down_proj': {'kernel': P(('tp', 'fsdp'))},
-                },
-                'input_layernorm': {'kernel': P()},
-            }
-        },
-        'lm_head': {'kernel': P('fsdp', 'tp')},
+    params = {'q': struct(64, 64), 'o': struct(64, 64), 'norm': struct(64)}
+    params |= {'up': struct(64, 256), 'down': struct(256, 64)}
+    tensor = Rules([('^(o|down)$', P('tp')), ('norm', P()), ('', P(None, 'tp'))])
+    spec = shard_largest('fsdp', spec=tensor, min_bytes=1024)
+    expected = {
+        'q': P('fsdp', 'tp'),
+        'up': P(None, ('tp', 'fsdp')),
+        'down': P(('tp', 'fsdp')),
+        'o': P('tp', 'fsdp'),
+        'norm': P(),
     }
+    assert shardings(einshard(params, spec, mesh=mesh)) == on(mesh, expected)
     # optimizer states too, and over data with ZeRO
-    state = {'mu': LLAMA}
-    moments = einshard(state, for_optimizer(LLAMA, spec), mesh=mesh)['mu']
-    assert jax.tree.map(lambda x: x.sharding.spec, moments) == placed
-    zero = einshard(state, for_optimizer(LLAMA, spec, zero='data'), mesh=mesh)['mu']
-    assert zero['embed_tokens']['embedding'].sharding.spec == P(('tp', 'fsdp'), 'data')
+    state = {'mu': params}
+    moments = einshard(state, for_optimizer(params, spec), mesh=mesh)['mu']
+    assert shardings(moments) == on(mesh, expected)
+    zero = einshard(state, for_optimizer(params, spec, zero='data'), mesh=mesh)['mu']
+    assert zero['down'].sharding.spec == P(('tp', 'fsdp'), 'data')
 
 
 # -------------------------------------------------------------------------------- where it is used
