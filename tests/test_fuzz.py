@@ -91,6 +91,14 @@ def check_error(error):
         assert 0 <= start < end <= len(error.expression) + 1
 
 
+@contextlib.contextmanager
+def checked_errors():
+    try:
+        yield
+    except EinshardError as error:
+        check_error(error)
+
+
 def ascii_of_the_traceback():
     # the text of the case may not be printable
     return traceback.format_exc().encode('ascii', 'backslashreplace').decode()
@@ -102,42 +110,33 @@ MESHES = [
     mesh_of(types=AxisType.Explicit, fsdp=3, tp=4),
     AbstractMesh((4, 4, 4), ('data', 'fsdp', 'tp'), axis_types=(AxisType.Auto,) * 3),
 ]
+# numbers of devices, and mesh axes or None
+GRIDS = (1, None), (8, None), (12, None), (16, {'data': 4, 'fsdp': 2, 'tp': 2})
 
 
 def test_only_einshard_errors():
     rng = random.Random(20_240_229)
     clear_caches()
-    named = {'data': 4, 'fsdp': 2, 'tp': 2}
     n_refused = n_layouts = n_shardings = 0
     for number, text in zip(range(CASES), texts(rng), strict=False):
         ndim = rng.choice((None, 0, 1, 2, 2, 3, 4))
         try:
-            try:
+            expression = None
+            with checked_errors():
                 expression = parse(text)
-            except EinshardError as error:
-                check_error(error)
-                n_refused += 1
-                expression = None
-            for n, axis_sizes in ((1, None), (8, None), (12, None), (16, named)):
-                if expression is None:
-                    break
-                try:
+            n_refused += expression is None
+            for n, axis_sizes in GRIDS if expression else ():
+                with checked_errors():
                     layout = lay_out(expression, ndim, n, axis_sizes)
                     fit(layout, axis_sizes or {'x': n})
                     n_layouts += 1
-                except EinshardError as error:
-                    check_error(error)
             if number % 10 == 0:
-                try:
+                with checked_errors():
                     make_sharding(text, ndim=ndim, mesh=rng.choice(MESHES))
                     n_shardings += 1
-                except EinshardError as error:
-                    check_error(error)
             if number % 50 == 0:
-                try:
+                with checked_errors():
                     einshard(struct(4, 6), text, mesh=rng.choice(MESHES))
-                except EinshardError as error:
-                    check_error(error)
         except Exception:
             pytest.fail(f'case {number}, {text!r}, ndim={ndim}:\n{ascii_of_the_traceback()}')
     # the edits must give both valid and invalid expressions
