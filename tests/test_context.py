@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import contextvars
 import functools
-import importlib.util
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +32,6 @@ from einshard import (
     make_sharding,
     per_device,
     sharded,
-    topology,
 )
 
 MESH = mesh_of(data=4, tp=2)
@@ -187,12 +185,6 @@ def test_explain_on_other_devices_leaves_no_trace_behind():
         assert trained(X).sharding.mesh.size == 16
         plain = explain(lambda x: trained(x) + NESTED(x), X, mesh=devices)
         assert plain.n_devices == len(devices)
-
-
-@pytest.mark.skipif(not importlib.util.find_spec('libtpu'), reason='needs libtpu')
-def test_explain_for_a_tpu_and_then_run():
-    assert explain(trained, X, mesh=topology('v5e:4x4')).device_kind == 'TPU v5 lite'
-    np.testing.assert_allclose(trained(X), 2 * np.sin(X), rtol=1e-5, atol=1e-5)
 
 
 def test_per_device_in_a_cached_trace():

@@ -47,19 +47,10 @@ def test_some_devices_and_abstract_meshes():
     assert abstract == AbstractMesh((6, 4), ('data', 'tensor'), axis_types=types)
 
 
-def test_other_sizes_are_suggested():
-    assert str(refusal(device_mesh, data=3, tensor=2)) == (
-        'data=3, tensor=2 use only 6 of 16 devices; the sizes must use all of them\n'
-        '  sizes that fit: data=8, tensor=2; data=4, tensor=4; data=2, tensor=8; '
-        'data=16, tensor=1; data=1, tensor=16\n'
-        '  on 6 devices:   device_mesh(jax.devices()[:6], data=3, tensor=2)\n'
-        '  try:            device_mesh(data=8, tensor=2)'
-    )
+def test_sizes_are_suggested_if_every_one_is_wrong():
     error = refusal(device_mesh, a=3, b=5, c=7)
-    assert (error.facts['sizes that fit'], error.fix) == (
-        'a=16, b=1, c=1',
-        'device_mesh(a=16, b=1, c=1)',
-    )
+    assert error.facts['sizes that fit'] == 'a=16, b=1, c=1'
+    assert error.fix == 'device_mesh(a=16, b=1, c=1)'
 
 
 @pytest.mark.parametrize('size', [-2, 2.0, True])

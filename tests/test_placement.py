@@ -562,15 +562,6 @@ def test_errors_in_jit(context, shape, expression, options, sentence):
             assert sentence in refusal(jax.eval_shape, f, np.ones(shape)).sentence
 
 
-@pytest.mark.parametrize('options', [{}, {'mesh': user_mesh()}, {'mesh': jax.devices()[:8]}])
-def test_inside_a_per_device_function(options):
-    def f(x):
-        return einshard(x, '* a b', **options)
-
-    mapped = jax.shard_map(f, mesh=user_mesh(), in_specs=P('data'), out_specs=P('data'))
-    assert 'inside shard_map' in refusal(mapped, X).sentence
-
-
 # --- transformations --------------------------------------------------------------------------
 
 

@@ -20,14 +20,6 @@ MISSPELT = [('mlp/weight', P('fsdp', 'tp')), ('mlp/b$', P())]
 MESH = mesh_of(fsdp=4, tp=4)
 
 
-def test_a_default_does_not_hide_a_misspelt_table():
-    error = refusal(einshard, PARAMS, Rules(MISSPELT, default=P()), mesh=MESH)
-    assert error.sentence == 'no rule matches any path of the tree'
-    assert error.facts['rules'] == "'mlp/weight', 'mlp/b$'"
-    assert error.facts['paths'] == "'mlp/bias', 'mlp/kernel', 'scale'"
-    assert 'to use default= for all leaves' in error.facts
-
-
 @pytest.mark.parametrize(
     ('pairs', 'tree'),
     [
