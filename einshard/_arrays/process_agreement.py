@@ -88,8 +88,8 @@ def _mesh_of_rows(mesh: Mesh) -> Mesh:
 def _mismatch_error(planned: Mapping[int, Sequence[str]]) -> EinshardError:
     """Returns the error for an array that differs between processes.
 
-    `planned` maps each process to the description of its array and the expression. The expression
-    may be missing, because long texts are truncated, or because the process has fewer arrays.
+    `planned` maps each process to the description of its array, or of the lack of one, and the
+    expression, which long descriptions leave out.
     """
     expressions = {expression for _, *rest in planned.values() for expression in rest}
     if len(expressions) == 1:

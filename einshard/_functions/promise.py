@@ -222,7 +222,7 @@ class Budget:
         self._warned = False
 
     def on_one_device(self) -> Budget | None:
-        """Returns the budget for one device, which has no collectives: None without `memory=`."""
+        """Returns None if nothing needs a check on one device, which has no collectives."""
         return None if self.limits.memory is None else self
 
     def check(self, compiled: Any, sharded_by: Callable[[Any], ShardedBy]) -> None:

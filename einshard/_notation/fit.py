@@ -38,11 +38,12 @@ def fit(layout: Layout, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, ...],
 
 
 def misfit_error(expression: Expression, layout: Layout, mesh: str) -> EinshardError:
-    counts = ' x '.join(str(split.count) for split in layout.splits if not split.mesh_axes)
+    grid = ' x '.join(str(split.count) for split in layout.splits if not split.mesh_axes)
     return expression.error(
-        f'the counts {counts} do not match the mesh axes',
+        'the counts do not match the mesh axes',
         [term for term in expression.right if term.is_counted],
         fix=with_star_after(expression),
+        device_grid=grid,
         mesh=mesh,
         expected=f'from left to right, {COUNTS_THAT_FIT}',
     )

@@ -30,7 +30,7 @@ def why_worse(worse: Evaluation, better: Evaluation, limit: int | None) -> str:
 def _largest_increase(worse: Evaluation, better: Evaluation) -> str:
     """Describes the resource whose bounds grow most, or the bytes sent if there are no bounds.
 
-    Returns '' if they grow by at most 1% of all bounds of `better`, or if the bytes do not grow.
+    Returns '' if the bounds grow by at most 1% of their sum in `better`, or the bytes not at all.
     """
     before, after = _seconds_by_resource(better), _seconds_by_resource(worse)
     if not after:

@@ -168,8 +168,8 @@ def ambient_mesh() -> AnyMesh | None:
 def is_mesh_in_context(mesh: AnyMesh) -> bool:
     """Whether `mesh`, the `lowering_mesh` of a context, is the mesh of `jax.set_mesh`.
 
-    While tracing, JAX exposes only the abstract mesh of `jax.set_mesh`. So a mesh with devices is
-    taken to be the mesh of `jax.set_mesh` unless an enclosing scope has a mesh.
+    While tracing, JAX exposes only the abstract mesh of `jax.set_mesh`. There, a mesh with
+    devices comes from `jax.set_mesh`, unless an enclosing scope has a mesh.
     """
     ambient = get_abstract_mesh()
     if isinstance(mesh, AbstractMesh):

@@ -388,9 +388,7 @@ def _with_working_fix(
         missing = attempt(with_fallbacks(spec, on_missing='replicate')).missing_axes
     except EinshardError:
         return result
-    if missing and is_canonical_mesh(
-        mesh
-    ):  # ignoring all axes would not help
+    if missing and is_canonical_mesh(mesh):  # ignoring all axes would not help
         sizes = (
             f'{missing[0]}={mesh.size}' if len(missing) == 1 else '=..., '.join(missing) + '=...'
         )

@@ -72,10 +72,11 @@ def array_axes_of(array: Expression, mesh_shape: Mapping[str, int]) -> dict[str,
     layout = lay_out(array, len(array.names), math.prod(mesh_shape.values()), mesh_shape)
     fitted = fit(layout, mesh_shape)
     if fitted is None:
-        counts = _grid_text(split.count for split in layout.splits if not split.mesh_axes)
+        grid = _grid_text(split.count for split in layout.splits if not split.mesh_axes)
         raise array.error(
-            f'the counts {counts} do not match the mesh axes',
+            'the counts do not match the mesh axes',
             [term for term in array.right if term.is_counted],
+            device_grid=grid,
             mesh=mesh_text(mesh_shape),
             axis_order='unnamed axes (d0, d1, ...), then the axes given by keyword',
             expected=f'in this order, {COUNTS_THAT_FIT}',

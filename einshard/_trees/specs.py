@@ -216,9 +216,7 @@ def _not_a_spec(
     text = repr(spec)
     facts = {'expected': expected}
     if isinstance(spec, Mesh | AbstractMesh | jax.Device):
-        facts['instead'] = (
-            "pass an expression, and the mesh as mesh=: einshard(x, 'b d -> b* d', mesh=mesh)"
-        )
+        facts['instead'] = "an expression such as 'b d -> b* d', with mesh=mesh"
     elif _has_shape_and_dtype(spec):
         text = array_text(spec)
         if swapped is not None:

@@ -29,7 +29,7 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
         if row.kind != 'all-reduce' or site is None or row.is_backward or row.bytes < _MIN_BYTES:
             continue
         found = find_sliced_sum(facts.module, site)
-        # on CPU, skip direct slices: on other platforms, XLA itself turns them into reduce-scatters
+        # on TPU and GPU, XLA turns direct slices into reduce-scatters, so skip them on CPU
         if found is None or (found.is_direct and facts.platform == 'cpu'):
             continue
         suggestion = _constrain_result(facts, row.source or '', along, found)
@@ -142,7 +142,8 @@ def _is_result_sharded(facts: Facts, row: CollectiveRow, along: frozenset[str]) 
 
 # --- jax.checkpoint -----------------------------------------------------------------------------
 
-# not all-gathers: jax.checkpoint would save the sharded value, which is then gathered again
+# without all-gathers, because to save their results does not help: jax.checkpoint saves the value
+# as it is sharded, and gathers it again
 _SUMS = ('all-reduce', 'reduce-scatter')
 
 
@@ -158,7 +159,7 @@ def recomputed_collectives(facts: Facts) -> Iterator[Finding]:
     for row, site in zip(facts.rows, facts.sites, strict=True):
         if row.role != 'activations' or row.kind not in _SUMS:
             continue
-        # in JAX 0.8, operations of the backward pass of a scan have the source line of the scan
+        # in JAX 0.8, operations of the backward pass of a scan have the line of the scan instead
         line = None if facts.has_only_innermost_lines else row.source
         key = row.kind, row.arrays, line
         if '/rematted_computation/' in row.op_name:
