@@ -20,9 +20,11 @@ from einshard import (
     clear_caches,
     device_mesh,
     einshard,
+    for_optimizer,
     make_sharding,
     shard_largest,
     sharded,
+    to_jax,
 )
 
 ROWS, COLUMNS, EVERYWHERE = 'i o -> i* o', 'i o -> i o*', '... -> * ...'
@@ -120,11 +122,15 @@ def test_scalars_are_replicated_by_any_rules():
 
 def test_leaves_that_are_not_arrays_are_returned():
     tree = {'f': jax.nn.relu, 's': 'gelu', 'rate': 0.1, 'flag': True, 'none': None}
-    tree |= {'mesh': BY_HAND, 'spec': P('x'), 'w': W}
-    placed = einshard(tree, Rules([('w$', ROWS)]))
-    assert placed == tree | {'w': placed['w']}
-    assert placed['none'] is None
-    assert placed['w'].sharding.spec == P(ALL)
+    tree |= {'mesh': BY_HAND, 'spec': P('x'), 'types': (jnp.bfloat16, np.float32), 'w': W}
+    rules = Rules([('w$', ROWS)])
+    for spec in (rules, shard_largest, shard_largest(), for_optimizer(tree, rules)):
+        placed = einshard(tree, spec)
+        assert placed == tree | {'w': placed['w']}
+        assert placed['none'] is None
+        assert placed['w'].sharding.spec == P(ALL)
+    assert [row.path for row in rules.table(tree).rows] == ['w']
+    assert "('w$', " in to_jax(rules, tree)
 
 
 # -------------------------------------------------------------------------------------- options

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.stages import Compiled, Lowered, Traced
@@ -30,7 +29,7 @@ from .._text import name_of
 from .._trees.paths import leaf_paths
 from .._trees.rules import Rules
 from .._trees.shard_largest import shard_largest
-from .._trees.specs import check_specs, is_function
+from .._trees.specs import check_specs, is_function, without_values
 from .jitted import constraint_comment, jit_function
 from .path_rules import PathRule, Tables, find_path_rules
 from .shardings import Writer
@@ -183,7 +182,7 @@ def _rules_of_tree(
 
     If `spec` is `Rules`, scalars, small arrays and leaves that are not arrays get no path rule.
     """
-    shapes = jtu.tree_map(_struct, tree)
+    shapes = jtu.tree_map(without_values, tree)
     placed = jtu.tree_leaves(einshard(shapes, spec, mesh=mesh))
     shardings = [getattr(leaf, 'sharding', None) for leaf in placed]
     leaves = list(zip(leaf_paths(shapes), shardings, strict=True))
@@ -251,12 +250,6 @@ def _write_function(stages: Stages, mesh: AnyMesh, title: str) -> str:
         raise EinshardError(sentence, facts={'expected': expected})
     parts = [*tables.parts(), *call, *constraints]
     return module(_with_device_count(title, mesh), [*writer.definitions(), *parts])
-
-
-def _struct(leaf: Any) -> Any:
-    """Replaces an array with its shape and dtype, so that `einshard` does not transfer it."""
-    is_array = hasattr(leaf, 'shape') and hasattr(leaf, 'dtype')
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array else leaf
 
 
 def _title(spec: Any, mesh: AnyMesh) -> str:

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.tree_util as jtu
 import numpy as np
 
@@ -20,7 +19,7 @@ from .._text import array_text, first_of
 from .free_axes import ZERO, AxisMap, MeshAxes, Shape, check_mesh_axes, read_mesh_axes, state_specs
 from .paths import leaf_paths, leaf_text, path_and_array
 from .rules import Rules
-from .specs import ArgumentOrder, Spec, check_specs, leaf_specs
+from .specs import ArgumentOrder, Spec, check_specs, leaf_specs, shape_of, without_values
 from .table import Table, make_table
 
 
@@ -89,7 +88,7 @@ class StateSpec:
     """The spec of an optimizer state, made by `for_optimizer`."""
 
     def __init__(self, params: Any, spec: Spec, zero: bool | str | Sequence[str], default: Spec):
-        self._params = jtu.tree_map(_without_values, params)
+        self._params = jtu.tree_map(without_values, params)
         self._leaves: list[Any] = jtu.tree_leaves(self._params)
         self._paths = leaf_paths(self._params)
         self._spec = spec
@@ -99,7 +98,7 @@ class StateSpec:
         # check only that `spec` is a prefix. Functions in it are called later, because their
         # results may depend on the mesh in context
         self._specs_of_parameters(jtu.tree_map(lambda _: None, spec))
-        arrays = [i for i, leaf in enumerate(self._leaves) if _shape_of(leaf) is not None]
+        arrays = [i for i, leaf in enumerate(self._leaves) if shape_of(leaf) is not None]
         self._by_path = {self._paths[i]: i for i in arrays}
         self._matches: dict[tuple[str, Shape], tuple[int, tuple[AxisMap, ...]] | None] = {}
         self._latest: tuple[Context, Sequence[AnySpec | None]] | None = None
@@ -141,7 +140,7 @@ class StateSpec:
         result: list[tuple[str, AnySpec | None]] = []
         unmatched: list[str] = []
         for path, leaf in zip(paths, leaves, strict=True):
-            shape = _shape_of(leaf)
+            shape = shape_of(leaf)
             parameter = None if shape is None else self._find_parameter(path, shape)
             if parameter:
                 i, axis_maps = parameter
@@ -239,15 +238,6 @@ def _ambiguity_advice(path: str) -> str:
         return 'pass one of the specs above for this array'
     rules = f"Rules([(r'{re.escape(path)}$', spec), ('', for_optimizer(...))])"
     return f'{rules}, where spec is one of the specs above'
-
-
-def _without_values(leaf: Any) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, 'dtype') else leaf
-
-
-def _shape_of(leaf: Any) -> Shape | None:
-    # a Mesh has a shape but no dtype
-    return tuple(leaf.shape) if hasattr(leaf, 'dtype') else None
 
 
 def _subpaths(path: str) -> Iterator[tuple[str, Sequence[str]]]:

@@ -28,7 +28,7 @@ from .._sharding.leaf_spec import (
 from .._sharding.mesh import MeshLike
 from .._text import first_of
 from .paths import leaf_paths, leaf_text, path_and_array
-from .specs import Spec, check_registered_pytree, is_function
+from .specs import Spec, check_registered_pytree, is_function, shape_of
 from .table import Table, make_table
 
 _NO_DEFAULT: Any = ...  # unlike an object(), it survives copy and pickle
@@ -167,8 +167,7 @@ class Rules:
 
     def find(self, path: str, leaf: Any) -> _RuleAndSpec:
         """Returns the rule and the spec of a leaf."""
-        # a Mesh has a shape but no dtype
-        shape = leaf.shape if hasattr(leaf, 'dtype') else None
+        shape = shape_of(leaf)
         if shape is None:
             try:
                 check_registered_pytree(leaf)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 import jax.tree_util as jtu
-import numpy as np
 
 from .._errors import EinshardError, combine_errors
 from .._sharding.context import current_context
@@ -16,7 +15,7 @@ from .._sharding.leaf_spec import REPLICATED, AnySpec, LeafSpec
 from .free_axes import LARGEST, MeshAxes, check_mesh_axes, read_mesh_axes, state_specs
 from .paths import leaf_text
 from .rules import read_min_size
-from .specs import Spec, call_spec, check_specs
+from .specs import Spec, call_spec, check_specs, shape_of
 
 _NO_LEAF: Any = object()
 
@@ -33,8 +32,7 @@ def shard_largest(
     """Returns a spec that shards the largest divisible axis of each array over all devices.
 
         >>> import jax
-        >>> import numpy as np
-        >>> from einshard import describe, einshard, shard_largest
+        >>>         >>> from einshard import describe, einshard, shard_largest
         >>> x = einshard(np.ones((3, 2 * jax.device_count())), shard_largest)
         >>> x.sharding.shard_shape(x.shape)
         (3, 2)
@@ -64,7 +62,7 @@ def shard_largest(
             does not fit.
     """
     if leaf is not _NO_LEAF:
-        return str(_shard_largest_axis(REPLICATED, np.shape(leaf), True))
+        return str(_shard_largest_axis(REPLICATED, shape_of(leaf) or (), True))
     min_bytes = read_min_size(min_bytes, 'min_bytes=', 'bytes')
     if not jtu.all_leaves([spec]):
         raise EinshardError(f'spec= of shard_largest must be one spec for all arrays, not {spec!r}')
@@ -104,7 +102,7 @@ class LargestAxis:
 
     def _extend_spec(self, spec: AnySpec | None, leaf: Any) -> AnySpec | None:
         """Shards the largest axis too, unless `leaf` is a scalar, too small, or not an array."""
-        shape: tuple[int, ...] = tuple(leaf.shape) if hasattr(leaf, 'dtype') else ()
+        shape = shape_of(leaf)
         if spec is None or not shape or math.prod(shape) * leaf.dtype.itemsize < self.min_bytes:
             return spec
         return _shard_largest_axis(spec, shape, self.axes)

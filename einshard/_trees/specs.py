@@ -126,7 +126,7 @@ def check_specs(spec: Spec, order: ArgumentOrder | None = None, expected: str = 
             except EinshardError as error:
                 raise (error.about(path_in_spec=repr(path_text(path))) if path else error) from None
         elif not (leaf is None or is_function(leaf)):
-            swapped = order if all(_has_shape_and_dtype(leaf) for _, leaf in leaves) else None
+            swapped = order if all(shape_of(leaf) is not None for _, leaf in leaves) else None
             raise _not_a_spec(path, leaf, swapped, expected)
 
 
@@ -205,10 +205,6 @@ def mesh_of(spec: Spec) -> AnyMesh | None:
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
-def _has_shape_and_dtype(x: Any) -> bool:
-    return hasattr(x, 'shape') and hasattr(x, 'dtype')
-
-
 def _not_a_spec(
     path: Sequence[Any], spec: Any, swapped: ArgumentOrder | None, expected: str
 ) -> EinshardError:
@@ -217,7 +213,7 @@ def _not_a_spec(
     facts = {'expected': expected}
     if isinstance(spec, Mesh | AbstractMesh | jax.Device):
         facts['instead'] = "an expression such as 'b d -> b* d', with mesh=mesh"
-    elif _has_shape_and_dtype(spec):
+    elif shape_of(spec) is not None:
         text = array_text(spec)
         if swapped is not None:
             facts = {'got': f'{text}{where}, instead of a spec', 'try': swapped.call}
@@ -266,7 +262,20 @@ def not_an_array(path: str, leaf: Any) -> EinshardError:
 
 def is_array(leaf: Any) -> bool:
     """Whether a leaf is an array, a number or a ShapeDtypeStruct."""
-    return hasattr(leaf, 'dtype') or isinstance(leaf, int | float | complex)
+    return shape_of(leaf) is not None or isinstance(leaf, int | float | complex)
+
+
+def shape_of(leaf: Any) -> tuple[int, ...] | None:
+    """Returns the shape of an array or a ShapeDtypeStruct, or None for other leaves."""
+    # `jnp.bfloat16` and `np.float32` have a dtype but no shape, a Mesh has a shape but no dtype
+    shape = getattr(leaf, 'shape', None)
+    return shape if isinstance(shape, tuple) and hasattr(leaf, 'dtype') else None
+
+
+def without_values(leaf: Any) -> Any:
+    """Replaces an array with its shape and dtype. Returns other leaves unchanged."""
+    shape = shape_of(leaf)
+    return leaf if shape is None else jax.ShapeDtypeStruct(shape, leaf.dtype)
 
 
 def reject_masked_array(x: Any) -> None:
