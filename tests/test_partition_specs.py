@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from counting import counted
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from placed import mesh_of, struct
 from refusal import refusal
@@ -15,12 +15,14 @@ from einshard import (
     Rules,
     Sharded,
     axis_rules,
+    describe,
     device_mesh,
     einshard,
     explain,
     for_optimizer,
     from_local,
     per_device,
+    shard_largest,
     sharded,
 )
 
@@ -322,6 +324,30 @@ REFUSALS = [
 @pytest.mark.parametrize(('call', 'text'), REFUSALS)
 def test_refusals(call, text):
     assert text in refusal(call).sentence
+
+
+@pytest.mark.parametrize('devices', [DEVICES[:8][::-1], DEVICES[2:8]], ids=['reversed', 'six'])
+def test_a_named_sharding_brings_its_mesh_to_other_leaves(devices):
+    mesh = Mesh(np.reshape(devices, (-1, 2)), ('data', 'tensor'))
+    w = jax.device_put(np.ones((12, 12), np.float32), NamedSharding(mesh, P('data')))
+    for spec in (
+        {'mu': w.sharding, 'count': '...'},
+        Rules([('mu', w.sharding)]),
+        {'mu': shard_largest('data', spec=w.sharding), 'count': shard_largest},
+        for_optimizer(w, w.sharding),
+        Rules([], default=for_optimizer(w, w.sharding, zero='tensor')),
+    ):
+        state = {'mu': w, 'count': np.int32(2)}
+        placed = einshard(state, spec)
+        assert placed['count'].sharding.mesh == mesh
+        np.testing.assert_array_equal(jax.jit(lambda s: s['mu'] * s['count'])(placed), 2 * w)
+        by_sharded = sharded(spec, reshard=True)(lambda s: s)(state)
+        assert describe(by_sharded) == describe(placed)
+        if not isinstance(spec, dict):
+            assert spec.table(state).n_devices == len(devices)
+    two = einshard({'a': w, 'b': w}, {'a': w.sharding, 'b': DATA})
+    assert two['a'].sharding.mesh == mesh
+    assert two['b'].sharding.mesh == AUTO
 
 
 def test_an_array_may_be_on_another_mesh_than_that_in_context():

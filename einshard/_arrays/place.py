@@ -25,6 +25,7 @@ from .._trees.paths import leaf_paths, leaf_text
 from .._trees.specs import (
     Spec,
     check_registered_pytree,
+    context_of,
     leaf_specs,
     leaves_with_own_spec,
     not_an_array,
@@ -100,6 +101,8 @@ def einshard(
         placed = _place_array(x, spec, context, memory_kind, donate)
         if placed is not None:
             return placed
+    if type(spec) is not str:
+        context = context_of(spec, context)
     leaves, treedef = jtu.tree_flatten(x)
     specs = leaf_specs(x, leaves, spec, context.mesh, treedef)
     tracing = is_tracing()

@@ -29,7 +29,7 @@ from .._text import name_of
 from .._trees.paths import leaf_paths
 from .._trees.rules import Rules
 from .._trees.shard_largest import shard_largest
-from .._trees.specs import check_specs, is_function, without_values
+from .._trees.specs import check_specs, context_of, is_function, without_values
 from .jitted import constraint_comment, jit_function
 from .path_rules import PathRule, Tables, find_path_rules
 from .shardings import Writer
@@ -104,7 +104,7 @@ def to_jax(
                 facts={'expected': 'to_jax(spec), or to_jax(spec, tree)'},
             )
         check_specs(what, expected=_EXPECTED)
-        context = current_context(mesh)
+        context = context_of(what, current_context(mesh))
         is_for_one_array = isinstance(what, LEAF_SPECS) and (not args or jtu.all_leaves(args))
         if is_for_one_array:
             return _write_sharding(what, args, shape, context)

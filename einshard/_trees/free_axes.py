@@ -58,10 +58,13 @@ def state_specs(
     """
     param_spec = as_leaf_spec(spec)
     placement = resolve(param_spec, param_shape, context)
-    mesh, memory_kind = placement.sharding.mesh, placement.sharding.memory_kind
-    entries = spec_axes(placement.sharding.spec)
+    mesh, partition = placement.sharding.mesh, placement.sharding.spec
+    entries = spec_axes(partition)
     entries += [()] * (len(param_shape) - len(entries))
-    free = [axis for axis in mesh.axis_names if axis not in itertools.chain(*entries)]
+    # `shard_largest` keeps partial sums; the moments of a parameter are not partial sums
+    signed = {'unreduced': partition.unreduced, 'reduced': partition.reduced} if all_or_none else {}
+    used = {*itertools.chain(*entries, *signed.values())}
+    free = [axis for axis in mesh.axis_names if axis not in used]
     free = [axis for axis in free if also_over is True or str(axis) in also_over]
     positions = axis_positions(placement.expression, len(param_shape))
     names = {i: name for name, i in positions.items()}
@@ -69,11 +72,11 @@ def state_specs(
     for axis_map in axis_maps:
         param_entries = [() if axis is None else entries[axis] for axis in axis_map]
         state_entries = _add_mesh_axes(free, param_entries, shape, mesh, all_or_none)
-        sharding = NamedSharding(mesh, partition_spec(state_entries), memory_kind=memory_kind)
+        sharding = NamedSharding(mesh, partition_spec(state_entries, **signed))
         letters = (letter for letter in axis_letters() if letter not in names.values())
         state_names = [names[axis] if axis in names else next(letters) for axis in axis_map]
         expression = _REPLICATED
-        if any(state_entries):
+        if any((*state_entries, *signed.values())):
             expression = find_expression(sharding, len(shape), state_names)
         if expression is None:
             raise EinshardError(
@@ -82,7 +85,9 @@ def state_specs(
             )
         specs.setdefault(
             sharding,
-            LeafSpec(expression, memory_kind, rule=param_spec.rule, mesh=param_spec.mesh),
+            LeafSpec(
+                expression, param_spec.memory_kind, rule=param_spec.rule, mesh=param_spec.mesh
+            ),
         )
     return tuple(specs.values())
 

@@ -19,7 +19,16 @@ from .._text import array_text, first_of
 from .free_axes import ZERO, AxisMap, MeshAxes, Shape, check_mesh_axes, read_mesh_axes, state_specs
 from .paths import leaf_paths, leaf_text, path_and_array
 from .rules import Rules
-from .specs import ArgumentOrder, Spec, check_specs, leaf_specs, shape_of, without_values
+from .specs import (
+    ArgumentOrder,
+    Spec,
+    check_specs,
+    context_of,
+    leaf_specs,
+    meshes_of,
+    shape_of,
+    without_values,
+)
 from .table import Table, make_table
 
 
@@ -92,6 +101,7 @@ class StateSpec:
         self._leaves: list[Any] = jtu.tree_leaves(self._params)
         self._paths = leaf_paths(self._params)
         self._spec = spec
+        self.meshes = meshes_of([spec, default])
         self._zero: MeshAxes = () if zero is False else read_mesh_axes(zero, ZERO)
         self._default = None if default is ... else Rules([], default=default)
         check_specs(spec, _ORDER)
@@ -119,7 +129,7 @@ class StateSpec:
 
     def table(self, tree: Any, *, mesh: MeshLike | None = None) -> Table:
         """Shows how each leaf of an optimizer state is sharded, with totals, like `Rules.table`."""
-        context = current_context(mesh)
+        context = context_of(self, current_context(mesh))
         with mesh_scope(context.mesh):
             rules_and_specs = self.find_all(leaf_paths(tree), jtu.tree_leaves(tree))
         return make_table(tree, rules_and_specs, [], context)

@@ -28,7 +28,7 @@ from .._sharding.leaf_spec import (
 from .._sharding.mesh import MeshLike
 from .._text import first_of
 from .paths import leaf_paths, leaf_text, path_and_array
-from .specs import Spec, check_registered_pytree, is_function, shape_of
+from .specs import Spec, check_registered_pytree, context_of, is_function, meshes_of, shape_of
 from .table import Table, make_table
 
 _NO_DEFAULT: Any = ...  # unlike an object(), it survives copy and pickle
@@ -102,6 +102,7 @@ class Rules:
         self.missing: Fallback = missing
         self.min_size = read_min_size(min_size, 'min_size=', 'elements')
         self.strict = strict
+        self.meshes = meshes_of([spec for _, spec in self.rules] + [default])
         self.patterns = [re.compile(pattern) for pattern, _ in self.rules]
         self._matches: dict[str, int | None] = {}
         self._by_path_and_shape: dict[tuple[str, tuple[int, ...]], _RuleAndSpec] = {}
@@ -218,7 +219,7 @@ class Rules:
         Uses only shapes and dtypes, and allocates no arrays. The table prints as text, and as HTML
         in notebooks. `mesh` is as for `make_sharding`; an `AbstractMesh` needs no devices.
         """
-        context = current_context(mesh)
+        context = context_of(self, current_context(mesh))
         with mesh_scope(context.mesh):
             rules_and_specs = self.find_all(leaf_paths(tree), jtu.tree_leaves(tree))
         return make_table(tree, rules_and_specs, self.patterns, context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -12,10 +12,11 @@ import jax.tree_util as jtu
 from .._errors import EinshardError, combine_errors
 from .._sharding.context import current_context
 from .._sharding.leaf_spec import REPLICATED, AnySpec, LeafSpec
+from .._sharding.mesh import AnyMesh
 from .free_axes import LARGEST, MeshAxes, check_mesh_axes, read_mesh_axes, state_specs
 from .paths import leaf_text
 from .rules import read_min_size
-from .specs import Spec, call_spec, check_specs, shape_of
+from .specs import Spec, call_spec, check_specs, meshes_of, shape_of
 
 _NO_LEAF: Any = object()
 
@@ -77,6 +78,10 @@ class LargestAxis:
     axes: MeshAxes
     spec: Spec
     min_bytes: int
+
+    @property
+    def meshes(self) -> Set[AnyMesh]:
+        return meshes_of(self.spec)
 
     def __call__(self, path: str, leaf: Any) -> AnySpec | None:
         check_mesh_axes(self.axes, current_context(), LARGEST)

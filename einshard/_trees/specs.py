@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import fields, is_dataclass
 from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._errors import EinshardError, quoted
 from .._notation.axis_positions import needs_rank
-from .._sharding.context import mesh_scope
+from .._sharding.context import Context, context_on, mesh_scope
 from .._sharding.leaf_spec import LEAF_SPECS, AnySpec, LeafSpec, as_leaf_spec, convert_jax_spec
 from .._sharding.mesh import AnyMesh, mesh_fact
 from .._text import array_text, name_of
@@ -188,15 +188,32 @@ def call_spec(spec: Spec, path: str, leaf: Any) -> AnySpec | None:
     return convert_jax_spec(spec)
 
 
+def meshes_of(spec: Spec) -> Set[AnyMesh]:
+    """Returns the meshes of the NamedShardings in a pytree of specs, also of those in `Rules`."""
+    meshes: set[AnyMesh] = set()
+    for leaf in jtu.tree_leaves(spec):
+        if isinstance(leaf, LeafSpec | NamedSharding):
+            meshes |= {leaf.mesh} if leaf.mesh else set()
+        else:  # `Rules`, `for_optimizer` and `shard_largest` have this attribute
+            meshes |= getattr(leaf, 'meshes', set())
+    return meshes
+
+
+def context_of(spec: Spec, context: Context) -> Context:
+    """Gives a context without a mesh that of the NamedShardings in a spec, if they have one mesh.
+
+    Otherwise scalars and leaves with expressions would be on other devices than their neighbors.
+    """
+    meshes = meshes_of(spec) if context.mesh is None else set()
+    return context_on(next(iter(meshes)), context) if len(meshes) == 1 else context
+
+
 def mesh_of(spec: Spec) -> AnyMesh | None:
     """Returns the mesh of the NamedShardings in a pytree of specs.
 
     Returns None if there are none or their mesh is abstract; raises if the meshes differ.
     """
-    leaves = jtu.tree_leaves(spec, is_leaf=is_none)
-    meshes = {
-        leaf.mesh for leaf in leaves if isinstance(leaf, LeafSpec | NamedSharding) and leaf.mesh
-    }
+    meshes = meshes_of(spec)
     if len(meshes) > 1:
         raise EinshardError(
             'the NamedShardings in the specs are on different meshes',
