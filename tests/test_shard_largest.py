@@ -99,6 +99,21 @@ def test_on_the_canonical_mesh():
     assert describe(einshard(struct(16, 8), both, mesh=on)) == 'a b -> a4 b2'
 
 
+@pytest.mark.parametrize('sign', ['=', '+'])
+def test_partial_sums_are_kept(sign):
+    mesh = mesh_of(types=EXPLICIT, data=4, tp=2)
+    signed = einshard(struct(8, 8), f'a b -> a@data b {sign}@tp', mesh=mesh).sharding
+    for axes, spec in ((None, 'a b -> a b'), ('data', 'a b -> a b'), (None, 'a b -> a@data b')):
+        spec = shard_largest(*filter(None, [axes]), spec=f'{spec} {sign}@tp')
+        assert einshard(struct(8, 8), spec, mesh=mesh).sharding == signed
+
+
+def test_memory_kinds():
+    for spec in (shard_largest(), for_optimizer(struct(16), 'a*', zero=True)):
+        placed = einshard(struct(16), spec, memory_kind='pinned_host')
+        assert placed.sharding == make_sharding('a*', memory_kind='pinned_host')
+
+
 def test_small_arrays_keep_their_spec():
     spec = shard_largest('fsdp', spec=TP, min_bytes=1024)
     assert spec_of(struct(16, 16), spec) == P('fsdp', 'tp')  # 1,024 bytes

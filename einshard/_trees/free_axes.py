@@ -57,6 +57,8 @@ def state_specs(
         all_or_none: shard one array axis over all of these mesh axes, or use none of them.
     """
     param_spec = as_leaf_spec(spec)
+    if param_spec.unconstrained:
+        raise EinshardError('mesh axes cannot be added to a spec with P.UNCONSTRAINED')
     placement = resolve(param_spec, param_shape, context)
     mesh, partition = placement.sharding.mesh, placement.sharding.spec
     entries = spec_axes(partition)

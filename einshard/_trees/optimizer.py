@@ -109,7 +109,13 @@ class StateSpec:
         # results may depend on the mesh in context
         self._specs_of_parameters(jtu.tree_map(lambda _: None, spec))
         arrays = [i for i, leaf in enumerate(self._leaves) if shape_of(leaf) is not None]
-        self._by_path = {self._paths[i]: i for i in arrays}
+        self._by_path: dict[str, int] = {}
+        for i in arrays:
+            if self._by_path.setdefault(self._paths[i], i) != i:
+                raise EinshardError(
+                    f"two parameters have the path '{self._paths[i]}'",
+                    facts={'instead': 'rename one of their keys'},
+                )
         self._matches: dict[tuple[str, Shape], tuple[int, tuple[AxisMap, ...]] | None] = {}
         self._latest: tuple[Context, Sequence[AnySpec | None]] | None = None
 
