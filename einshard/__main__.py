@@ -12,7 +12,14 @@ from pathlib import Path
 
 from jax.sharding import AbstractMesh
 
-from ._command_arguments import abstract_mesh, load, mesh_of, read_arguments, result_shapes
+from ._command_arguments import (
+    abstract_mesh,
+    is_function,
+    load,
+    mesh_of,
+    read_arguments,
+    result_shapes,
+)
 from ._errors import EinshardError
 from ._inspect.explain import explain
 from ._inspect.show import show
@@ -214,7 +221,7 @@ def _table(arguments: Sequence[str]) -> str:
     if not isinstance(rules, Rules):
         raise EinshardError(f'{options.rules} is of type {type(rules).__name__}, not Rules')
     args, kwargs = read_arguments(options.args)
-    if callable(tree):
+    if is_function(tree):
         tree = result_shapes(tree, args, kwargs)
     elif args or kwargs:
         kind = type(tree).__name__

@@ -16,6 +16,7 @@ from einshard._command_arguments import read_arguments
 TOO_MANY = 'JAX supports at most 2147483647 devices in a mesh'
 
 MODEL = """
+from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from einshard import Rules, sharded
@@ -46,6 +47,23 @@ class Config:
 
 
 config = Config()
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Net:
+    kernel: jax.Array
+
+    def __call__(self, x):
+        return x @ self.kernel
+
+
+net = Net(jnp.zeros((32, 64)))
+
+
+def loss(net, x):
+    return net(x).sum()
+
 
 rules = Rules([('kernel', 'i o -> i o*')], default='... -> * ...')
 shapes = jax.eval_shape(init)
@@ -170,6 +188,13 @@ def test_table(capsys, model):
     assert 'per device on 16 devices' in printed(capsys, f'{command} --mesh data=4 tp=4')
 
 
+def test_a_callable_pytree_is_not_called(capsys, model):
+    text = printed(capsys, f'explain {model}:loss --args {model}:net f32[8,32]')
+    assert '  net/kernel  float32[32,64]' in text
+    assert 'kernel  float32[32,64]' in printed(capsys, f'table {model}:rules {model}:net')
+    assert 'RULES = [' in printed(capsys, f'eject {model}:rules --args {model}:net')
+
+
 NO_ARGUMENT = (
     "the arguments do not match the parameters of plain: missing a required argument: 'x'\n"
     '  parameters: x\n'
@@ -185,7 +210,7 @@ BAD_INPUT = [
     (
         'explain MODEL:layr',
         "module 'MODEL' has no 'layr'\n"
-        '  module has: Config, config, init, layer, plain, rules, shapes, weights',
+        '  module has: Config, Net, config, init, layer, loss, net, plain, rules, shapes, weights',
     ),
     ('explain MODEL:Config.siez', "module 'MODEL' has no 'Config.siez'\n  Config has: size"),
     ('explain MODEL:config.lr', "module 'MODEL' has no 'config.lr'\n  config has: rate, size"),
