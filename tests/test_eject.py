@@ -280,6 +280,21 @@ def test_paths_that_differ_in_numbers_have_one_pattern():
     assert r"(r'^a\.b$', P())" in text
 
 
+@pytest.mark.parametrize(
+    ('names', 'pattern'),
+    [
+        (['w\na', 'w\nb'], r"('^w\\\na\\Z', "),
+        (['w\ta', 'w\tb'], r"('^w\\\ta$', "),
+        (['a', 'a\n'], r"(r'^a\Z', "),
+        (['a\\b', 'a\\'], r"(r'^a\\b$', "),
+    ],
+)
+def test_paths_with_special_characters(names, pattern):
+    tree = dict.fromkeys(names, f32(8, 8))
+    specs = dict(zip(names, ['x y -> x@data y', 'x y -> x y@tp'], strict=True))
+    assert pattern in check_tree(specs, tree, MESH)
+
+
 def test_two_meshes():
     tree = {'a': f32(12, 12), 'b': f32(12, 12)}
     rules = Rules([('a', 'x y -> x6 y2'), ('b', 'x y -> x2 y6')])

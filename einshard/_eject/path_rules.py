@@ -58,8 +58,7 @@ def find_path_rules(
             kept.append((patterns[i], group[0][1]))
         else:
             rest += group
-    exact_rules = [(_exact_pattern(path), sharding) for path, sharding in leaves]
-    for rules in ([*_merged_rules(rest), *kept], exact_rules):
+    for rules in ([*_merged_rules(rest), *kept], _exact_rules(leaves)):
         if all(_find_sharding(rules, path) == sharding for path, sharding in leaves):
             return rules
     counts = Counter(path for path, _ in leaves)
@@ -70,7 +69,7 @@ def find_path_rules(
 
 
 def _merged_rules(leaves: Sequence[Leaf]) -> Iterator[PathRule]:
-    rules = [(_exact_pattern(path), sharding) for path, sharding in leaves]
+    rules = _exact_rules(leaves)
     patterns = [re.sub(r'\d+', r'\\d+', pattern) for pattern, _ in rules]
     for pattern, group in _grouped(rules, patterns).items():
         if len(group) > 1 and _is_uniform(group):
@@ -79,8 +78,10 @@ def _merged_rules(leaves: Sequence[Leaf]) -> Iterator[PathRule]:
             yield from group
 
 
-def _exact_pattern(path: str) -> str:
-    return f'^{re.escape(path)}$'
+def _exact_rules(leaves: Sequence[Leaf]) -> list[PathRule]:
+    # '$' also matches before a line break at the end of a path
+    end = r'\Z' if any('\n' in path for path, _ in leaves) else '$'
+    return [(f'^{re.escape(path)}{end}', sharding) for path, sharding in leaves]
 
 
 def _grouped(leaves: Sequence[Leaf], keys: Sequence[K]) -> dict[K, list[Leaf]]:

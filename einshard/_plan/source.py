@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import keyword
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,9 +99,13 @@ def _assignment(name: str, spec: Spec, axes: Mapping[str, tuple[str, ...]]) -> I
 
 
 def raw_string(pattern: str) -> str:
-    """Writes a pattern as source text, as a raw string if it has backslashes."""
+    """Writes a pattern as source text, if possible without escaped backslashes: r'w\\d'."""
     quoted = repr(pattern)
-    return f'r{quoted}'.replace('\\\\', '\\') if '\\' in pattern else quoted
+    raw = f'r{quoted}'.replace('\\\\', '\\')
+    with suppress(SyntaxError):
+        if '\\' in pattern and ast.literal_eval(raw) == pattern:
+            return raw
+    return quoted
 
 
 def _with_mesh_axes(spec: Any, axes: Mapping[str, tuple[str, ...]]) -> str:
