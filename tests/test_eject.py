@@ -374,8 +374,8 @@ def test_trees_of_other_types_are_found_by_path():
     args = state, {'w': (f32(8, 8),), 'b': {'w': f32(4, 2), 'b': f32(1)}}, f32(8, 8)
     args[1]['more'] = [f32(1), *[f32(4, 2)] * 8]
     text = to_jax(step, *args)
-    assert re.findall(r'^\w+_RULES_?(?= = )', text, re.MULTILINE) == [
-        'MESH__RULES', 'MESH__RULES_', 'RESULT_RULES',
+    assert re.findall(r'^\w+_RULES\w*(?= = )', text, re.MULTILINE) == [
+        'MESH__RULES', 'MESH__RULES_2', 'RESULT_RULES',
     ]  # fmt: skip
     names = run(text)
     result = jax.eval_shape(step, *args)
@@ -383,6 +383,16 @@ def test_trees_of_other_types_are_found_by_path():
         options = names['jit_step'](None, state, args[1], result)
     assert options['in_shardings'] == tuple(step.in_shardings(*args).values())
     assert options['out_shardings'] == step.out_shardings(*args)
+
+
+def test_parameters_named_like_lists_of_rules():
+    rules = Rules([('w', 'd@tp')], default='... -> ...')
+    f = sharded(rules, rules, mesh=MESH)(lambda x, X_RULES: x)
+    args = State({'w': f32(8), 'b': f32(8)}, {}), State({'b': f32(8)}, {'w': f32(8)})
+    names = run(to_jax(f, *args))
+    with mock.patch.object(jax, 'jit', lambda f, **options: options):
+        options = names['jit_lambda'](None, *args)
+    assert options['in_shardings'] == tuple(f.in_shardings(*args).values())
 
 
 def test_specs_for_many_subtrees():

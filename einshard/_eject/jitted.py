@@ -37,7 +37,7 @@ _MAX_LITERAL_LEAVES = 8
 # names that the written module may define or import, so that parameters cannot have them
 _RESERVED = re.compile(
     'function|by_position|shardings|hardware_order|jax|np|re|P|AxisType|Mesh|NamedSharding'
-    r'|(mesh|devices)(_\d+)?'
+    r'|(mesh|devices|\w+_RULES)(_\d+)?'
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from jax.sharding import NamedSharding
 from .._errors import EinshardError
 from .._plan.source import raw_string
 from .._text import first_of
-from .shardings import Writer, has_default_memory, spec_code
+from .shardings import Writer, has_default_memory, numbered, spec_code
 from .source import Brackets, Code, statement
 
 Leaf: TypeAlias = tuple[str, NamedSharding | None]  # path, sharding; JAX chooses it if None
@@ -111,10 +112,10 @@ class Tables:
         for existing, table in self._tables.items():
             if table == rules:
                 return existing
-        while name in self._tables:
-            name += '_'
-        self._tables[name] = rules
-        return name
+        names = (numbered(name, i) for i in itertools.count())
+        unused = next(name for name in names if name not in self._tables)
+        self._tables[unused] = rules
+        return unused
 
     def parts(self, early_returns: Sequence[str] = ()) -> list[str]:
         """Writes the lists of rules, and the function `shardings` that applies a list to a pytree.

@@ -58,7 +58,7 @@ class Writer:
                 'the axis names of a mesh must be strings to be written as source text',
                 facts={'axis names': names},
             )
-        self._meshes[mesh] = _numbered('mesh', len(self._meshes))
+        self._meshes[mesh] = numbered('mesh', len(self._meshes))
         return self._meshes[mesh]
 
     def sharding(self, sharding: NamedSharding | None) -> Code:
@@ -113,10 +113,10 @@ class Writer:
         return f'np.array({name}{f"[:{len(order)}]" if len(order) < len(available) else ""})'
 
     def _sorted_devices(self, call: str) -> str:
-        return self._devices.setdefault(call, _numbered('devices', len(self._devices)))
+        return self._devices.setdefault(call, numbered('devices', len(self._devices)))
 
 
-def _numbered(name: str, index: int) -> str:
+def numbered(name: str, index: int) -> str:
     return f'{name}_{index + 1}' if index else name
 
 
