@@ -495,6 +495,18 @@ def test_explicit_axes():
     np.testing.assert_array_equal(found, expected)
 
 
+def test_explicit_axes_on_the_line_that_calls_to_jax():
+    inner = sharded('a b -> a b@tp')(lambda x: x * 2)
+    with jax.set_mesh(EXPLICIT):
+        for jit in (jax.jit, sharded(out='a b -> a b@tp'), sharded('a b -> a@data b')):
+            for text in (
+                to_jax(jit(lambda x: einshard(x, 'a b -> a b@tp')), f32(8, 8)),
+                to_jax(jit(lambda x: inner(x)), f32(8, 8)),
+            ):
+                [(_, call)] = constraints_in(text, '[^,]+')
+                assert call == "jax.sharding.reshard(x, NamedSharding(mesh, P(None, 'tp')))"
+
+
 def test_a_jitted_function_has_constraints_only():
     @jax.jit
     def f(x):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import keyword
 import re
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +19,6 @@ from .._inspect.findings.lines import line_of
 from .._inspect.findings.trace import inner_jaxprs
 from .._inspect.lowered import Stages
 from .._per_device.per_device import per_device
-from .._sharding.context import user_stacklevel
 from .._sharding.mesh import unreduced_kind
 from .._text import array_text, short_source
 from .._trees.paths import leaf_paths
@@ -193,18 +191,19 @@ def _unused(name: str, used: Collection[str]) -> str:
 def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
     """Writes a comment that lists the constraints inside a function. Without any, returns []."""
     assert stages.traced is not None
-    # Omit the reshards that `sharded` adds for arguments on Explicit axes. Their source line is
-    # unknown or, in JAX 0.8, the one that calls to_jax.
-    user = sys._getframe(user_stacklevel() - 1)  # type: ignore[reportPrivateUsage]
-    omitted_lines = '', f'{user.f_code.co_filename}:{user.f_lineno}'
+    jaxpr = stages.traced.jaxpr.jaxpr
+    # On Explicit axes, `sharded` reshards arguments with specs before the function uses them.
+    # Omit these reshards, because `jit_function` places the arguments.
+    specs = zip(jaxpr.invars, stages.argument_specs() or (), strict=False)
+    resharded = {id(argument) for argument, spec in specs if spec is not None}
     found: dict[tuple[str, str], str] = {}
-    for eqn in _constraints(stages.traced.jaxpr.jaxpr):
+    for eqn in _constraints(jaxpr):
         sharding = eqn.params.get('sharding', eqn.params.get('dst_sharding'))
+        if eqn.primitive.name == 'reshard' and id(eqn.invars[0]) in resharded:
+            continue
         # einshard makes no unreduced 'max' or 'min'; specs without unreduced axes count as 'sum'
         if isinstance(sharding, NamedSharding) and unreduced_kind(sharding.spec) == 'sum':
             line, aval = line_of(eqn), eqn.outvars[0].aval
-            if eqn.primitive.name == 'reshard' and line in omitted_lines:
-                continue
             names = names_at.get(line, ())
             axes = f' {" ".join(names)!r}' if len(names) == len(aval.shape) > 0 else ''
             call = f'{_CONSTRAINTS[eqn.primitive.name]}(x, {writer.sharding(sharding)})'
