@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from placed import struct as f32
 from einshard import (
     Rules,
     axis_rules,
+    clear_caches,
     device_mesh,
     einshard,
     for_optimizer,
@@ -524,6 +526,49 @@ def test_a_jitted_function_has_constraints_only():
     assert [where.partition(',')[0] for where, _ in constraints_in(text)] == [
         f'test_eject.py:{lines + 5}', f'test_eject.py:{lines + 3}',
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize('types', TYPES, ids=str)
+@pytest.mark.parametrize(
+    ('vmap', 'array'),
+    [
+        (jax.vmap, 'float32[8,4]'),
+        (partial(jax.vmap, in_axes=1), 'float32[16,4]'),
+        (lambda f: jax.vmap(jax.vmap(f)), 'float32[4]'),
+    ],
+)
+def test_a_constraint_under_vmap(types, vmap, array):
+    clear_caches()  # the other cases have the same lines
+
+    def ours(x):
+        return einshard(x * 2, '... d -> ... d@tp')
+
+    mesh, x = Mesh(MESH.devices, MESH.axis_names, axis_types=types), f32(16, 8, 4)
+    with jax.set_mesh(mesh):
+        text = to_jax(vmap(ours), x)
+        expected = jax.jit(vmap(ours)).lower(x).compile()
+    assert {where.split()[1] for where, _ in constraints_in(text)} == {array}
+    names = run(text)
+
+    def plain(x):
+        x = x * 2
+        for _, call in constraints_in(text):
+            x = eval(call, names, {'x': x})
+        return x
+
+    with jax.set_mesh(names['mesh']):
+        found = jax.jit(vmap(plain)).lower(x).compile()
+    assert counting.program(found) == counting.program(expected)
+    assert found.output_shardings == expected.output_shardings
+
+
+def test_a_constraint_with_and_without_vmap():
+    def f(x):
+        return einshard(x, '... d -> ... d@tp')
+
+    text = to_jax(lambda x: f(x) + jax.vmap(f, spmd_axis_name='data')(x), f32(8, 4), mesh=MESH)
+    found = {where.split()[1]: call[call.index('P(') :] for where, call in constraints_in(text)}
+    assert found == {'float32[8,4]': "P(None, 'tp')))", 'float32[4]': "P('tp')))"}
 
 
 def test_a_sharded_function_in_another():

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -38,11 +38,17 @@ from .._sharding.program_mesh import device_mismatch_error
 from .._sharding.resolve import Placement
 from .reshard import reshard
 
+# (size, mesh axes) of each array axis
+SizedAxes: TypeAlias = tuple[tuple[int, tuple[Any, ...]], ...]
+
 # For `explain`, because a compiled program has source lines but no axis names. Maps 'file:line' to
 # the axis names of the constraints on that line, or to () if these differ.
 names_at: dict[str, tuple[str, ...]] = register_cache({})
 # Maps 'file:line' to `Placement.names_without_rule`.
 without_rule_at: dict[str, tuple[str, ...]] = register_cache({})
+# For `to_jax`, because `jax.vmap` adds axes to constraints. Maps 'file:line' to the `sized_axes` of
+# each constraint on that line, without these axes. The inner dict is an ordered set.
+axes_at: dict[str, dict[SizedAxes, None]] = register_cache({})
 # For `einshard.einsum`. Maps 'file:line' to {letter in the `jnp.einsum` call: axis name}, or to {}
 # if the calls on that line differ.
 names_by_letter_at: dict[str, Mapping[str, str]] = register_cache({})
@@ -55,7 +61,7 @@ constraints_of_trace: ContextVar[list[Expression] | None] = ContextVar(
 def constrain(x: Any, placement: Placement) -> Any:
     """Constrains a traced array, or checks the sharding of a traced `jax.Ref`."""
     _check_context(x, placement)
-    _record(placement.expression, placement.names_without_rule)
+    _record(x, placement)
     if isinstance(x, jax.Ref):
         return _checked_ref(x, placement)
     # under jax.grad or jax.vmap outside jit, on a mesh with Auto and Explicit axes,
@@ -70,15 +76,19 @@ def constrain(x: Any, placement: Placement) -> Any:
         raise _cannot_constrain(placement, error) from error
 
 
-def _record(expression: Expression, names_without_rule: tuple[str, ...]) -> None:
-    """Records the expression of a constraint for `plan`, and its axis names for `explain`."""
+def _record(x: Any, placement: Placement) -> None:
+    """Records a constraint: its expression for `plan`, its axes for `explain` and `to_jax`."""
+    expression, sharding = placement.expression, placement.sharding
+    by_axis = [restrict_to_type(sharding, kind) for kind in sharding.mesh.axis_types]
     expressions = constraints_of_trace.get()
     if expressions is not None:
         expressions.append(expression)
     for line in _user_lines():
         if names_at.setdefault(line, expression.names) != expression.names:
             names_at[line] = ()
-        without_rule_at[line] = names_without_rule
+        without_rule_at[line] = placement.names_without_rule
+        axes = axes_at.setdefault(line, {})
+        axes.update((sized_axes(x.shape, sharding), None) for sharding in by_axis)
 
 
 def record_einsum(names: Mapping[str, str]) -> None:
@@ -165,6 +175,11 @@ def _axis_types(mesh: AnyMesh) -> dict[Any, AxisType]:
     """Maps each mesh axis to its type, and P.UNCONSTRAINED to Auto."""
     types: dict[Any, AxisType] = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return types | {PartitionSpec.UNCONSTRAINED: AxisType.Auto}
+
+
+def sized_axes(shape: Sequence[int], sharding: NamedSharding) -> SizedAxes:
+    entries = spec_axes(sharding.spec)
+    return tuple(zip(shape, entries + [()] * (len(shape) - len(entries)), strict=True))
 
 
 def type_matches(x: Any, sharding: NamedSharding) -> bool:

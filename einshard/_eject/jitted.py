@@ -8,10 +8,11 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.tree_util as jtu
 from jax.sharding import AxisType, NamedSharding
 
-from .._arrays.constrain import names_at
+from .._arrays.constrain import SizedAxes, axes_at, names_at, sized_axes
 from .._errors import EinshardError
 from .._functions.parameters import CallSignature
 from .._functions.traced_function import TracedFunction
@@ -19,7 +20,7 @@ from .._inspect.findings.lines import line_of
 from .._inspect.findings.trace import inner_jaxprs
 from .._inspect.lowered import Stages
 from .._per_device.per_device import per_device
-from .._sharding.mesh import unreduced_kind
+from .._sharding.mesh import partial_axes, partition_spec, unreduced_kind
 from .._text import array_text, short_source
 from .._trees.paths import leaf_paths
 from .._trees.specs import is_none
@@ -204,16 +205,34 @@ def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
         # einshard makes no unreduced 'max' or 'min'; specs without unreduced axes count as 'sum'
         if isinstance(sharding, NamedSharding) and unreduced_kind(sharding.spec) == 'sum':
             line, aval = line_of(eqn), eqn.outvars[0].aval
+            x, sharding = _before_vmap(aval, sharding, line)
             names = names_at.get(line, ())
-            axes = f' {" ".join(names)!r}' if len(names) == len(aval.shape) > 0 else ''
+            axes = f' {" ".join(names)!r}' if len(names) == len(x.shape) > 0 else ''
             call = f'{_CONSTRAINTS[eqn.primitive.name]}(x, {writer.sharding(sharding)})'
-            found.setdefault((line, call), f'{array_text(aval)}{axes}')
+            found.setdefault((line, call), f'{array_text(x)}{axes}')
     name = stages.name or 'the function'
     comment = [f'# Constraints inside {name}, instead of einshard(x, ...):']
     for (line, call), array in found.items():
         where = short_source(line) or 'no source line'
         comment += ['#', f'# {where}, {array}', f'#     x = {call}']
     return ['\n'.join(comment)] if found else []
+
+
+def _before_vmap(aval: Any, sharding: NamedSharding, line: str) -> tuple[Any, NamedSharding]:
+    """Returns the array and the sharding in a call of einshard, without the axes of `jax.vmap`."""
+
+    def is_part_of(axes: SizedAxes, others: SizedAxes) -> bool:
+        remaining = iter(others)
+        return all(axis in remaining for axis in axes)
+
+    axes = sized_axes(aval.shape, sharding)
+    called = [recorded for recorded in axes_at.get(line, ()) if is_part_of(recorded, axes)]
+    before = max(called, key=len, default=axes)
+    if len(before) == len(axes):
+        return aval, sharding
+    shape, entries = [size for size, _ in before], [entry for _, entry in before]
+    spec = partition_spec(entries, *partial_axes(sharding))
+    return jax.ShapeDtypeStruct(shape, aval.dtype), NamedSharding(sharding.mesh, spec)
 
 
 def _constraints(jaxpr: Any) -> Iterator[Any]:
