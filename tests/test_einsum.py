@@ -64,6 +64,15 @@ def test_the_result_is_placed_as_written():
     assert describe(y) == 'a b -> a2 b8'
 
 
+def test_numbers_as_operands():
+    for result in ('a', 'a*'):
+        expression = f', a -> {result}'
+        np.testing.assert_array_equal(einsum(expression, 2.0, np.ones(16)), np.full(16, 2.0))
+        doubled = jax.jit(lambda x, text=expression: einsum(text, 2.0, x))
+        np.testing.assert_array_equal(doubled(jnp.ones(16)), np.full(16, 2.0))
+    assert einsum(' -> ', 3.0) == 3
+
+
 def test_sixty_axes():
     """More than there are letters."""
     names = [f'{a}{b}' for a in 'abcdef' for b in 'abcdefghij']

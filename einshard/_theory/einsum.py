@@ -224,7 +224,7 @@ def _sharded_contracted_axes(
         types = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
         explicit = {name for name, axis_type in types if axis_type == AxisType.Explicit}
         entries = spec_axes(sharding.spec)
-        for name, at in axis_positions(operand, len(array.shape)).items():
+        for name, at in axis_positions(operand, np.ndim(array)).items():
             axes = explicit.intersection(entries[at] if at < len(entries) else ())
             if name in contraction.contracted and axes:
                 yield i, name, axes
