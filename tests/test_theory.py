@@ -175,6 +175,14 @@ def test_an_operand_moved_to_match_the_result():
     assert ['all-to-all'] in [[c.kind for c in choice.collectives] for choice in turned.choices]
 
 
+def test_choices_that_the_sizes_do_not_divide_are_left_out():
+    options = {'u': 2, 'v': 2, 'sizes': {'b': 4, 'x': 2, 'y': 8}}
+    for result in ('b y', 'b@u y', 'b y@(v,u)'):
+        choices = parallelism(f'b x@v, x@u y -> {result}', **options).choices
+        assert choices
+        assert not any('x/4' in choice.block for choice in choices)
+
+
 # ------------------------------------------------------------------- without the compiler
 
 LAYER = 'b x, x y -> b y'

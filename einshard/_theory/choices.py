@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -71,7 +70,9 @@ def find_targets(operands: Sequence[ShardedArray], result: ShardedArray) -> Iter
     """Finds layouts in which the devices can multiply their blocks of the operands.
 
     Tries, for each mesh axis, the array axes that it shards in the operands and in the result. XLA
-    may reshard an operand to match the result if that sends less data.
+    may reshard an operand to match the result if that sends less data. Skips layouts whose array
+    axes are not divisible; one always remains: that of operand 0, with the axes that only operand 1
+    has sharded as there.
     """
     space = result.space
     # {(array axis in each operand, array axis in the result): the mesh axes that shard them}
@@ -87,7 +88,9 @@ def find_targets(operands: Sequence[ShardedArray], result: ShardedArray) -> Iter
         pairs = zip(chosen, groups.values(), strict=True)
         array_axes = {axis: name for name, axes in pairs for axis in axes}
         array_axes = _sort_mesh_axes([*operands, result], array_axes)
-        targets[space.reassign(space.replicated, array_axes)] = None
+        target = space.reassign(space.replicated, array_axes)
+        if space.divides(target):
+            targets[target] = None
     return targets
 
 
@@ -181,9 +184,9 @@ def _scatter_results(product: ShardedArray, partial: Sequence[str]) -> Iterable[
     """
     if not partial:
         return
-    mesh_shape, sizes = product.space.mesh_shape, product.space.sizes
+    space = product.space
     for name in product.names:
-        over = (*product.mesh_axes(name), *partial)
-        n_shards = math.prod(mesh_shape[axis] for axis in over)
-        if (sizes is None or sizes[name] % n_shards == 0) and is_in_order(over, mesh_shape):
-            yield product.reassign(dict.fromkeys(partial, name))
+        scattered = product.reassign(dict.fromkeys(partial, name))
+        is_divisible = space.divides(scattered.layout)
+        if is_divisible and is_in_order(scattered.mesh_axes(name), space.mesh_shape):
+            yield scattered
