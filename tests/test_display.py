@@ -125,6 +125,8 @@ THEORY = {
 @pytest.mark.parametrize('case', THEORY)
 def test_parallelism(case, tmp_path):
     theory = THEORY[case]()
+    assert repr(theory) == str(theory)
+    assert {theory: case}[THEORY[case]()] == case  # is hashable
     data = theory.to_dict()
     assert json.loads(json.dumps(data)) == data
     theory.save(tmp_path / 'theory.txt')

@@ -13,7 +13,7 @@ import itertools
 import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, overload
 
 from .._display import Display, as_json
@@ -42,7 +42,7 @@ _KIND_TEXTS: dict[Kind, str] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Parallelism(Display):
     """The parallelism of a sharded einsum, made by `parallelism`.
 
@@ -62,7 +62,7 @@ class Parallelism(Display):
 
     einsum: str
     kind: Kind
-    devices: Mapping[str, int]
+    devices: Mapping[str, int] = field(hash=False)
     free: tuple[str, ...]
     reduced: tuple[str, ...]
     operands: tuple[str, ...]
@@ -119,7 +119,7 @@ def _names_text(names: Sequence[str]) -> str:
     return ', '.join(names) or 'none'
 
 
-class Chain(tuple[Parallelism, ...], Display):
+class Chain(Display, tuple[Parallelism, ...]):
     """The parallelism of a sequence of einsums.
 
     With counts such as `x=8`, all einsums shard an axis in the same way, so each result is sharded
