@@ -1,10 +1,12 @@
 """parallelism against the compiler: the same placements, collectives and bytes."""
 
 import itertools
+import json
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from placed import mesh_of, struct
 from refusal import refusal
@@ -396,6 +398,16 @@ def test_the_compiler_also_slices_before_it_communicates(before, after, n_bytes)
 )
 def test_counts_are_positive_integers(options):
     assert 'must be a positive integer' in refusal(parallelism, LAYER, **options).sentence
+
+
+@pytest.mark.parametrize('einsum', [LAYER, [LAYER]], ids=['einsum', 'chain'])
+def test_numpy_integers_are_converted_for_json(einsum):
+    def data(integer):
+        sizes = dict.fromkeys('bxy', integer(16))
+        options = {'devices': integer(8), 'item_bytes': integer(2), 'x': integer(4)}
+        return json.dumps(parallelism(einsum, sizes=sizes, **options).to_dict())
+
+    assert data(np.int64) == data(int)
 
 
 @pytest.mark.parametrize(

@@ -223,19 +223,19 @@ def parallelism(
     Raises:
         EinshardError: the einsum is invalid, or counts or sizes do not fit it.
     """
-    _check_options(devices, sizes, item_bytes)
+    devices, sizes, item_bytes = _read_options(devices, sizes, item_bytes)
     if isinstance(einsum, list | tuple):
         steps = [_read(text, read_contraction) for text in einsum]
         if not steps:
             raise EinshardError('the list of einsums is empty')
-        _check_counts(steps, counts)
+        counts = _read_counts(steps, counts)
         return Chain(_analyze(step, devices, sizes, item_bytes, counts) for step in steps)
 
     def try_fix(fix: str) -> Parallelism:
         return parallelism(fix, devices=devices, sizes=sizes, item_bytes=item_bytes, **counts)
 
     contraction = _read(einsum, try_fix)
-    _check_counts([contraction], counts)
+    counts = _read_counts([contraction], counts)
     return _analyze(contraction, devices, sizes, item_bytes, counts)
 
 
@@ -325,7 +325,7 @@ def _check_supported(contraction: Contraction) -> None:
         raise contraction.error(f'parallelism does not support {kinds}', spans)
 
 
-def _check_counts(contractions: Sequence[Contraction], counts: Mapping[str, object]) -> None:
+def _read_counts(contractions: Sequence[Contraction], counts: Mapping[str, Any]) -> dict[str, int]:
     axes: list[str] = []
     for contraction in contractions:
         axes += [*contraction.names, *contraction.mesh_axes]
@@ -337,28 +337,36 @@ def _check_counts(contractions: Sequence[Contraction], counts: Mapping[str, obje
                 facts['similar'] = f"'{near[0]}'"
             owner = 'the einsum has no' if len(contractions) == 1 else 'no einsum has an'
             raise EinshardError(f"{owner} axis '{name}'", facts=facts)
-        if not _is_positive_int(count):
+        if not _is_int(count):
             raise EinshardError(f'{name}= must be a positive integer, not {count!r}')
+    return {name: int(count) for name, count in counts.items()}
 
 
-def _check_options(devices: object, sizes: object, item_bytes: object) -> None:
-    if devices is not None and not _is_positive_int(devices):
+def _read_options(
+    devices: Any, sizes: Any, item_bytes: Any
+) -> tuple[int | None, dict[str, int] | None, int]:
+    """Checks the options, and converts NumPy integers to int, for JSON."""
+    if devices is not None and not _is_int(devices):
         raise EinshardError(f'devices= must be a positive integer, not {devices!r}')
-    if not _is_positive_int(item_bytes):
+    if not _is_int(item_bytes):
         raise EinshardError(f'item_bytes= must be a positive integer, not {item_bytes!r}')
-    if sizes is None:
-        return
-    if not isinstance(sizes, Mapping):
+    if sizes is not None and not isinstance(sizes, Mapping):
         raise EinshardError(f'sizes= must be a dict with the size of every axis, not {sizes!r}')
-    for name, size in sizes.items():
-        if not _is_positive_int(size) and size != 0:
+    for name, size in {} if sizes is None else sizes.items():
+        if not _is_int(size, minimum=0):
             raise EinshardError(
                 f"the size of axis '{name}' in sizes= must be a non-negative integer, not {size!r}"
             )
+    return (
+        None if devices is None else int(devices),
+        None if sizes is None else {name: int(size) for name, size in sizes.items()},
+        int(item_bytes),
+    )
 
 
-def _is_positive_int(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
+def _is_int(value: Any, minimum: int = 1) -> bool:
+    is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return is_int and int(value) >= minimum
 
 
 def _checked_sizes(contraction: Contraction, sizes: Mapping[str, int]) -> Mapping[str, int]:
