@@ -40,6 +40,8 @@ _KIND_TEXTS: dict[Kind, str] = {
     'hybrid': 'free and reduced axes are sharded: each device computes a partial sum of its part',
     'resharding': 'resharding: the blocks do not match, so an operand must be resharded first',
 }
+# the parameters of `parallelism` other than counts
+_PARAMETERS = ('einsum', 'devices', 'sizes', 'item_bytes')
 
 
 @dataclass(frozen=True, repr=False)
@@ -214,7 +216,8 @@ def parallelism(
         item_bytes: bytes per element.
         counts: `x=8` splits axis x into 8 shards in every operand that has it. The order of the
             keywords is the device order, slowest-varying first. If `einsum` names mesh axes
-            (`'b@data x'`), counts are their sizes: `data=8`.
+            (`'b@data x'`), counts are their sizes: `data=8`. No axis can have the name of another
+            parameter.
 
     Returns:
         A `Parallelism`; for a list, a `Chain` of them. Both print as text, show as HTML in
@@ -311,6 +314,13 @@ def _kind(sharded: set[str], contraction: Contraction, has_conflicts: bool) -> K
 
 
 def _check_supported(contraction: Contraction) -> None:
+    terms = [term for array in contraction.arrays for term in array.right]
+    for name in (*contraction.names, *contraction.mesh_axes):
+        if name in _PARAMETERS:
+            raise contraction.error(
+                f"an axis cannot be named '{name}', which is a parameter of parallelism; rename it",
+                [term.span for term in terms if name in (term.name, *term.mesh_axes)],
+            )
     if len(contraction.operands) > 2:
         raise contraction.error(
             f'parallelism takes one or two operands, not {len(contraction.operands)}',
@@ -318,7 +328,7 @@ def _check_supported(contraction: Contraction) -> None:
         )
     if ELLIPSIS in contraction.names:
         raise contraction.error("parallelism does not support '...'; name all axes")
-    signed = [term for array in contraction.arrays for term in array.right if term.sign]
+    signed = [term for term in terms if term.sign]
     if signed:
         kinds = signs_text([term.sign for term in signed])
         spans = [term.span for term in signed]
