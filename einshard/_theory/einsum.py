@@ -187,7 +187,10 @@ def _check_contracted_axes(contraction: Contraction, operands: Sequence[Any]) ->
 def _check_partial_sum(
     contraction: Contraction, operands: Sequence[Any], placement: Placement
 ) -> None:
-    """Raises if the mesh axes of a partial sum are not those that shard the contracted axes."""
+    """Raises if the mesh axes of a partial sum are not those that shard the contracted axes.
+
+    JAX also requires that two operands shard them in the same way.
+    """
     signed = [term for term in contraction.result.right if term.sign == '+']
     if not signed:
         return
@@ -200,7 +203,10 @@ def _check_partial_sum(
             spans,
         )
     mesh = placement.sharding.mesh
-    contracted = _sharded_contracted_axes(contraction, operands)
+    contracted = [*_sharded_contracted_axes(contraction, operands)]
+    for i, name, axes in contracted if len(operands) == 2 else ():
+        if (1 - i, name, axes) not in contracted:
+            raise _sharded_differently(contraction, operands, i, name, axes)
     used = {axis for _, _, axes in contracted for axis in axes}
     axes = tuple(axis for axis in mesh.axis_names if axis in used)
     if {*axes} == {*placement.sharding.spec.unreduced}:
@@ -215,9 +221,29 @@ def _check_partial_sum(
     )
 
 
+def _sharded_differently(
+    contraction: Contraction, operands: Sequence[Any], i: int, name: str, axes: tuple[Any, ...]
+) -> EinshardError:
+    """Makes the error about a contracted axis that only operand `i` shards over `axes`."""
+    text, other = contraction.text, contraction.operands[1 - i]
+    terms = [term for array in contraction.operands for term in array.right if term.name == name]
+    fix = None
+    if name in other.names:
+        start, end = next(term.span for term in other.right if term.name == name)
+        correct = Term(name, mesh_axes=tuple(map(str, axes)))
+        fix = Suggestion(f'{text[:start]}{correct}{text[end:]}')
+    return contraction.error(
+        f"for a partial sum, both operands must shard contracted axis '{name}' in the same way",
+        [term.span for term in terms],
+        fix=fix,
+        operand_0=jax.typeof(operands[0]),
+        operand_1=jax.typeof(operands[1]),
+    )
+
+
 def _sharded_contracted_axes(
     contraction: Contraction, operands: Sequence[Any]
-) -> Iterator[tuple[int, str, set[Any]]]:
+) -> Iterator[tuple[int, str, tuple[Any, ...]]]:
     """Yields (operand, name, mesh axes) of contracted axes sharded over explicit mesh axes."""
     for i, (operand, array) in enumerate(zip(contraction.operands, operands, strict=True)):
         sharding = jax.typeof(array).sharding
@@ -225,6 +251,7 @@ def _sharded_contracted_axes(
         explicit = {name for name, axis_type in types if axis_type == AxisType.Explicit}
         entries = spec_axes(sharding.spec)
         for name, at in axis_positions(operand, np.ndim(array)).items():
-            axes = explicit.intersection(entries[at] if at < len(entries) else ())
+            entry = entries[at] if at < len(entries) else ()
+            axes = tuple(axis for axis in entry if axis in explicit)
             if name in contraction.contracted and axes:
                 yield i, name, axes
