@@ -7,9 +7,19 @@ import pytest
 from counting import counting
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from placed import mesh_of
 from refusal import refusal
 
-from einshard import describe, device_mesh, einsum, explain, make_sharding, sharded
+from einshard import (
+    axis_rules,
+    describe,
+    device_mesh,
+    einsum,
+    explain,
+    make_sharding,
+    per_device,
+    sharded,
+)
 
 
 def array(*shape):
@@ -129,6 +139,36 @@ def test_the_mesh_of_the_function_around(devices8):
         return einsum('b x*, x* y -> b y*', x, w)
 
     assert layer(array(4, 16), array(16, 8)).sharding == make_sharding('b y*', mesh=devices8)
+
+
+@pytest.mark.parametrize(
+    ('expression', 'rules', 'expected'),
+    [
+        # the result is placed as einshard places its expression
+        ('a b, b c -> a c', {'a': '@data'}, P('data')),
+        ('a b, b c -> a c@tp', {'a': '@data'}, P('data', 'tp')),
+        ('a b@tp, b c -> a c', {'a': '@data', 'c': '@tp'}, P('data', 'tp')),
+        # rules for other axes, or without a placement, leave it to the compiler
+        ('a b, b c@tp -> a c', {'b': '@data'}, P(None, 'tp')),
+        ('a b, b c@tp -> a c', {'a': ''}, P(None, 'tp')),
+        # operands without a placement may break the rules
+        ('a b, b c -> a c', {'a': '@data', 'b': '@data'}, P('data')),
+    ],
+)
+def test_axis_rules(expression, rules, expected):
+    mesh, x = mesh_of(data=4, tp=2), array(8, 8)
+    with jax.set_mesh(mesh), axis_rules(rules):
+        for product in (einsum, jax.jit(einsum, static_argnums=0)):
+            found = product(expression, x, x).sharding
+            assert found.is_equivalent_to(NamedSharding(mesh, expected), 2)
+
+
+def test_axis_rules_do_not_apply_to_the_arrays_of_devices():
+    x = array(8, 8)
+    with axis_rules(a='@data'):
+        product = per_device('a@data b', 'b c', out='a@data c', mesh=mesh_of(data=4))
+        y = product(lambda x, w: einsum('a b, b c -> a c', x, w))(x, x)
+    np.testing.assert_allclose(y, x @ x, rtol=1e-4, atol=1e-5)
 
 
 def test_grad_and_vmap():

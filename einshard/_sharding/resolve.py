@@ -178,7 +178,7 @@ def find_placement(
         layout = _lay_out(applied, spec, shape, context)
         sharding = _lower(applied.expression, layout, context, memory_kind)
     except EinshardError as error:
-        if _may_use_rules(spec.expression, context):
+        if may_use_rules(spec.expression, context):
             raise error.about(before_axis_rules=f"'{spec.expression.text}'") from None
         raise
     if spec.unconstrained:
@@ -285,12 +285,12 @@ def _typo_warning(
     if replicated_by_default:
         names = [name for name, size in sizes_of(context.lowering_mesh).items() if size > 1]
         return mesh_axes_hint(spec.expression, names, attempt)
-    if _may_use_rules(spec.expression, context):
+    if may_use_rules(spec.expression, context):
         return None
     return spacing_hint(spec.expression, attempt)
 
 
-def _may_use_rules(expression: Expression, context: Context) -> bool:
+def may_use_rules(expression: Expression, context: Context) -> bool:
     """Whether an axis rule may shard an axis of the expression."""
     have_rule = {rule.name for rule in context.axis_rules if rule.placement}
     return expression.short and not have_rule.isdisjoint(expression.names)

@@ -16,9 +16,9 @@ from .._errors import EinshardError, RuleSuggestion, Suggestion, quoted
 from .._notation.axis_positions import axis_positions
 from .._notation.expression import Expression, Term
 from .._sharding.axis_rules import axis_rules
-from .._sharding.context import current_context, is_tracing
-from .._sharding.mesh import MeshLike, device_mesh, spec_axes
-from .._sharding.resolve import Placement, resolve
+from .._sharding.context import Context, current_context, is_tracing
+from .._sharding.mesh import MeshLike, device_mesh, sizes_of, spec_axes
+from .._sharding.resolve import Placement, may_use_rules, resolve
 from .._suggestions import keep_working_suggestions, works
 from .contraction import (
     Contraction,
@@ -47,6 +47,9 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
     placed or constrained; the compiler decides the sharding of the others. `'+@tp'` makes the
     result a partial sum over mesh axis tp (JAX: unreduced).
 
+    `axis_rules` apply to the result, and to operands with a placement. They do not apply to other
+    operands: both operands give a contracted axis the same name, but often shard it differently.
+
     Args:
         expression: operands separated by commas, '->', and the result. An axis appears at most once
             per operand; '...' stands for the same axes in all operands.
@@ -72,6 +75,7 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
         shape = result_shape(contraction, shapes)
     except EinshardError as error:
         raise error.with_fix(from_numpy_subscripts(expression, shapes) or error.fix) from None
+    context = current_context(mesh)
     operands, placement = [*arrays], None
     current = contraction.result  # the operand or result to name in errors
     try:
@@ -79,8 +83,7 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
             if is_placed(current):
                 operands[i] = einshard(arrays[i], placement_text(current), mesh=mesh)
         current = contraction.result
-        if is_placed(current):
-            context = current_context(mesh)
+        if is_placed(current) or _is_placed_by_rules(current, context):
             placement = resolve(placement_text(current), shape, context)
             if not context.on_one_device:  # on one device, '+' is ignored: there is nothing to sum
                 _check_partial_sum(contraction, operands, placement)
@@ -96,6 +99,11 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
     if isinstance(options.get('optimize'), list | tuple):
         options['optimize'] = _hashable_path(options['optimize'])
     return contract(contraction.numpy_subscripts(), placement, tuple(options.items()), *operands)
+
+
+def _is_placed_by_rules(result: Expression, context: Context) -> bool:
+    # inside shard_map with all mesh axes Manual, each device has its own result
+    return may_use_rules(result, context) and bool(sizes_of(context.lowering_mesh))
 
 
 def _with_working_fix(
