@@ -134,7 +134,7 @@ def _section_lines(section: Section, width: int | None) -> Iterator[list[Segment
 def _wrapped(text: str, width: int | None) -> list[str]:
     if width is None:
         return [text]
-    return textwrap.wrap(text, width - 4, break_long_words=False)
+    return textwrap.wrap(text, max(1, width - 4), break_long_words=False)
 
 
 def below_text(cells: Sequence[str], columns: Sequence[Column]) -> str:
@@ -143,7 +143,7 @@ def below_text(cells: Sequence[str], columns: Sequence[Column]) -> str:
 
 
 def _wrap_below(text: str, width: int | None) -> list[str]:
-    room = len(text) if width is None else width - 12
+    room = len(text) if width is None else max(1, width - 12)
     return textwrap.wrap(text, room, break_on_hyphens=False) if text else []
 
 

@@ -66,6 +66,14 @@ def report():
     return explain(many, np.ones((8, 64), np.float32), arrays, intermediates=True, chip='H100')
 
 
+@pytest.mark.parametrize('width', [1, 12])
+def test_narrow_consoles(report, width):
+    console = pytest.importorskip('rich.console').Console(width=width)
+    with console.capture() as capture:
+        console.print(report)
+    assert 'collectives' in capture.get().replace('\n', '')
+
+
 def test_html_has_all_rows_and_text_the_first(report):
     rows = Elements(report._repr_html_()).rows
     paths = [cells[0] for cells in rows]
