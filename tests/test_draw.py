@@ -4,6 +4,7 @@ import itertools
 import sys
 import textwrap
 from unicodedata import east_asian_width
+from unittest.mock import patch
 from xml.etree import ElementTree
 
 import jax
@@ -281,6 +282,14 @@ def test_parts():
         x = jax.device_put(jnp.zeros((8, 8)), P('data'))
         jax.jit(lambda x: seen.append(show(x)) or x)(x)
     assert drawn_blocks(seen[0]) == {(i, 0): [2 * i, 2 * i + 1] for i in range(4)}
+
+
+def test_no_mesh_is_suggested_for_many_mesh_axes():
+    names = 'abcdefghijkl'
+    assert refusal(show, ' '.join(f'{name}@{name}' for name in names[:6])).fix is not None
+    with patch('einshard._pictures.draw._factorizations') as factorizations:
+        assert refusal(show, ' '.join(f'{name}@{name}' for name in names)).fix is None
+    factorizations.assert_not_called()  # there are 1.35 million
 
 
 # -- large pictures

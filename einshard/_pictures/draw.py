@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
@@ -11,6 +12,7 @@ from typing import Any
 
 from .._errors import EinshardError
 from .._notation.axis_positions import axis_positions
+from .._notation.counts import prime_factors
 from .._notation.expression import ELLIPSIS, Expression
 from .._notation.fit import spec_entries
 from .._notation.lay_out import lay_out
@@ -22,6 +24,7 @@ from .picture import Picture
 _MAX_DEVICES = 1_000_000
 _NO_SIGNS: Mapping[Any, str] = MappingProxyType({})
 _MAX_FACTORED = 4096  # devices; factoring 720,720 takes 2 s
+_MAX_FACTORIZATIONS = 2000  # checking them takes 1 s; 4096 has 1.35 million into 12 factors
 _MAX_DIMS = 63
 
 
@@ -129,13 +132,13 @@ def _find_mesh(
     """Finds sizes for the mesh axes of an expression: {'data': 4, 'tensor': 2} for 8 devices.
 
     Sizes are as equal as possible, larger ones first. Returns None if no sizes fit, if there are
-    more than `_MAX_FACTORED` devices, or if the expression also has counts, stars or signs.
+    too many devices or factorizations, or if the expression also has counts, stars or signs.
     """
     names = list(dict.fromkeys(axis for term in expression.right for axis in term.mesh_axes))
     if any(term.sign or (term.is_counted and not term.mesh_axes) for term in expression.right):
         return None
     n = 2 ** len(names) if n_devices is None else n_devices  # 2 for each axis
-    if n > _MAX_FACTORED:
+    if n > _MAX_FACTORED or _n_factorizations(n, len(names)) > _MAX_FACTORIZATIONS:
         return None
     by_spread = sorted(_factorizations(n, len(names)), key=lambda s: (max(s) - min(s), -s[0]))
     for sizes in by_spread:
@@ -144,6 +147,12 @@ def _find_mesh(
             lay_out(expression, shape or drawn_ndim(expression, shape), n, mesh)
             return mesh
     return None
+
+
+def _n_factorizations(n: int, length: int) -> int:
+    """Returns how many factorizations `_factorizations` yields."""
+    exponents = Counter(prime_factors(n)).values()
+    return math.prod(math.comb(exponent + length - 1, exponent) for exponent in exponents)
 
 
 def _factorizations(n: int, length: int) -> Iterator[tuple[int, ...]]:
