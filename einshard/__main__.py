@@ -142,7 +142,10 @@ def _explain(arguments: Sequence[str]) -> str:
         _EXPLAIN_EXAMPLES,
     )
     parser.add_argument(
-        '--save', metavar='FILE', help="also write the report to a file: '.html' for a web page"
+        '--save',
+        type=_file,
+        metavar='FILE',
+        help="also write the report to a file: '.html' for a web page",
     )
     options = parser.parse_args(arguments)
     mesh = mesh_of(options.devices, options.mesh, options.topology)
@@ -281,6 +284,15 @@ def _mesh_axis(text: str) -> tuple[str, int]:
             '(put the expression before --mesh)'
         )
     return name, int(size)
+
+
+def _file(text: str) -> str:
+    """Checks that the folder of a file exists, before anything is compiled."""
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f'{text!r} is a folder')
+    if not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f'the folder of {text!r} does not exist')
+    return text
 
 
 def _pin(text: str) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from counting import counting
 
 import einshard
 from einshard.__main__ import main
@@ -287,6 +288,14 @@ def test_save(capsys, model, tmp_path):
     text = printed(capsys, f'explain {model}:plain --args f32[2] --save', str(file))
     assert text.startswith('plain on ')
     assert file.read_text('utf-8').startswith('<!DOCTYPE html>')
+
+
+@pytest.mark.parametrize(('name', 'words'), [('', 'is a folder'), ('no/r.html', 'does not exist')])
+def test_save_fails_before_anything_is_compiled(capsys, model, tmp_path, name, words):
+    with pytest.raises(SystemExit) as ended, counting() as counts:
+        main([*f'explain {model}:plain --args f32[2] --save'.split(), str(tmp_path / name)])
+    assert (ended.value.code, counts.compiled) == (2, [])
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('command', ['explain', 'table'])
