@@ -183,6 +183,10 @@ def test_descriptions(x, text):
         (device_mesh(), 'decided by the compiler: a traced value'),
         (device_mesh(axis_types=EXPLICIT), 'a b -> a4 b4'),
         (mesh_of(types=EXPLICIT, data=4, tp=4), 'a b -> a@data b@tp'),
+        (
+            mesh_of(types=(EXPLICIT, AUTO), data=4, tp=4),
+            'a b -> a@data b (Auto axes decided by the compiler)',
+        ),
     ],
 )
 def test_traced_values(mesh, text):
@@ -197,7 +201,7 @@ def test_traced_values(mesh, text):
     with jax.set_mesh(mesh):
         y = f(np.ones((16, 16)))
         assert seen == [text]
-        if mesh.axis_types[0] == EXPLICIT:
+        if AUTO not in mesh.axis_types:
             assert describe(y) == text
             assert jax.typeof(einshard(y, text)) == jax.typeof(y)
 

@@ -120,9 +120,15 @@ def describe_named(
     expression = find_expression(sharding, ndim, names)
     if expression is not None:
         return with_memory_kind(expression.text, sharding.memory_kind)
+    return _describe_with_notes(sharding, ndim, names)
+
+
+def _describe_with_notes(
+    sharding: NamedSharding, ndim: int | None, names: Sequence[str] | None, *notes: str
+) -> Description:
     axes, rest = _axis_names(sharding, ndim, names)
     named = write(map(Term, (*axes, *rest)), (*_terms_by_name(sharding, axes), *map(Term, rest)))
-    return Description(f'{named.text}{_notes(sharding)}')
+    return Description(f'{named.text}{_notes(sharding, *notes)}')
 
 
 def describe_in(expression: Expression, sharding: Sharding, ndim: int) -> str:
@@ -140,8 +146,12 @@ def sharding_of(x: Any) -> Sharding | Description | None:
     """
     if isinstance(x, Tracer):
         sharding = jax.typeof(x).sharding
-        if AxisType.Explicit not in sharding.mesh.axis_types:
+        types = sharding.mesh.axis_types
+        if AxisType.Explicit not in types:
             return Description('decided by the compiler: a traced value')
+        if AxisType.Auto in types:  # JAX's types of traced values omit Auto axes
+            note = 'Auto axes decided by the compiler'
+            return _describe_with_notes(sharding, len(x.shape), None, note)
         return sharding
     if isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
         kind = f'{type(x).__module__.split(".")[0]}.{type(x).__name__}'
@@ -254,9 +264,9 @@ def signs_of(sharding: NamedSharding) -> dict[Any, str]:
     return dict.fromkeys(unreduced, '+') | dict.fromkeys(reduced, '=')
 
 
-def _notes(sharding: NamedSharding) -> str:
+def _notes(sharding: NamedSharding, *others: str) -> str:
     """Describes unconstrained and partial axes and the memory kind, as in ' (in pinned_host)'."""
-    notes: list[str] = []
+    notes = [*others]
     if None in _entries(sharding):
         notes.append('with unconstrained axes')
     unreduced, reduced = (', '.join(sorted(map(str, axes))) for axes in partial_axes(sharding))
