@@ -12,7 +12,7 @@ from jax.sharding import Mesh, get_abstract_mesh
 from .._cache import cached
 from .._errors import EinshardError, plural
 from .context import innermost_scope, is_staging
-from .mesh import AnyMesh, mesh_fact
+from .mesh import AnyMesh, device_mesh, mesh_fact
 
 
 def device_mismatch_error(mesh: AnyMesh, values: Iterable[Any]) -> EinshardError | None:
@@ -38,7 +38,7 @@ def device_mismatch_error(mesh: AnyMesh, values: Iterable[Any]) -> EinshardError
 @cached
 def _have_different_devices(mesh: AnyMesh, other: AnyMesh) -> bool:
     if isinstance(mesh, Mesh) and isinstance(other, Mesh):
-        return {*mesh.devices.flat} != {*other.devices.flat}
+        return tuple(mesh.devices.flat) != tuple(other.devices.flat)
     return mesh.size != other.size
 
 
@@ -46,7 +46,11 @@ def _error(mesh: AnyMesh, other: AnyMesh) -> EinshardError:
     n, n_program = mesh.size, other.size
     sentence = f'the mesh has {plural(n, "device")}, but the program runs on {n_program}'
     if n == n_program:
-        sentence = 'the mesh and the program are on different devices'
+        sentence = (
+            'the mesh has the devices of the program in another order'
+            if device_mesh(mesh) == device_mesh(other)
+            else 'the mesh and the program are on different devices'
+        )
     return EinshardError(
         sentence,
         facts={
