@@ -138,7 +138,7 @@ def test_specs_that_are_not_normalized(mesh):
             assert again.is_equivalent_to(sharding, 3)
 
 
-@pytest.mark.parametrize('name', ['my data', 'a,b', '(x)', 'x@y', '*'])
+@pytest.mark.parametrize('name', ['my data', 'a,b', '(x)', 'x@y', '*', 'a->b', 'e\u0301'])
 def test_mesh_axis_names_that_expressions_cannot_write(name):
     """Shardings by counts are described by counts."""
     mesh = mesh_of(**{name: 2, 'tp': 4})

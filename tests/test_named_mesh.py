@@ -59,9 +59,9 @@ def test_invalid_sizes(size):
     assert refusal(device_mesh, a=size).sentence == sentence
 
 
-@pytest.mark.parametrize('name', ['a b', ''])
+@pytest.mark.parametrize('name', ['a b', '', 'a->b', 'e\u0301'])
 def test_invalid_names(name):
-    sentence = f'{name!r} is not a valid mesh axis name'
+    sentence = f'{name!a} is not a valid mesh axis name'
     assert refusal(device_mesh, **{name: 16}).sentence == sentence
 
 

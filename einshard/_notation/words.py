@@ -103,7 +103,8 @@ def read_mesh_axes(text: str, start: int, at: int, end: int, count: str) -> tupl
 
 def is_mesh_axis(name: str) -> bool:
     """Whether a mesh axis of this name can be written in an expression."""
-    return _MESH_AXIS.fullmatch(name) is not None
+    is_normalized = unicodedata.is_normalized('NFC', name)  # expressions are
+    return bool(_MESH_AXIS.fullmatch(name)) and '->' not in name and is_normalized
 
 
 def not_a_term(text: str, start: int, at: int, end: int) -> EinshardError:

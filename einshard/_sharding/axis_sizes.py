@@ -42,7 +42,10 @@ def _check_axis(name: str, size: object) -> None:
             f'the size of mesh axis {name!r} must be a positive integer or -1, not {size!r}'
         )
     if not is_mesh_axis(name):
-        raise EinshardError(f'{name!r} is not a valid mesh axis name')
+        raise EinshardError(
+            f'{name!a} is not a valid mesh axis name',
+            facts={'expected': "no spaces, '(', ')', ',', '@', '*' or '->'; Unicode in NFC"},
+        )
     if _RESERVED.fullmatch(name):
         raise EinshardError(f"{name!r} is reserved for einshard's own meshes; use another name")
 
