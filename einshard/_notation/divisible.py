@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 
 from .axis_positions import terms_of_axis
 from .expression import Expression
@@ -19,7 +20,7 @@ def check_divisible(
         size = shape[axis]
         if size % n_shards:
             name, marked = terms_of_axis(expression, axis, len(shape))
-            if not isinstance(size, int):  # a symbolic dimension of jax.export
+            if not isinstance(size, Integral):  # a symbolic dimension of jax.export
                 raise expression.error(
                     f"axis '{name}' (size {size}) may not be divisible by {n_shards}",
                     marked,
@@ -59,7 +60,8 @@ def _padding_facts(
     """Returns facts on how to pad an array so that all axes are divisible."""
     n_shards = layout.n_shards
     padding = [
-        -size % n_shards.get(i, 1) if isinstance(size, int) else 0 for i, size in enumerate(shape)
+        -int(size) % n_shards.get(i, 1) if isinstance(size, Integral) else 0
+        for i, size in enumerate(shape)
     ]
     widths = tuple((0, n) for n in padding)
     others = [i for i, n in enumerate(padding) if n and i != axis]
