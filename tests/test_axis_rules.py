@@ -113,6 +113,29 @@ def test_counts_and_stars(rule, expression, n, same):
     assert given == make_sharding(same, mesh=devices)
 
 
+@pytest.mark.parametrize(
+    ('rules', 'expression', 'expected'),
+    [
+        ({'batch': '4'}, 'batch d', P('tp')),
+        ({'batch': '2'}, 'batch d', P('data')),
+        ({'batch': '2'}, 'batch ...', P('data')),
+        ({'batch': '2', 'd': '4'}, 'batch d', P('data', 'tp')),
+        ({'batch': '4', 'd': '2'}, 'batch d', None),
+        # a star in the expression stays where it is
+        ({'batch': '2'}, '* batch d', None),
+    ],
+)
+def test_counts_take_mesh_axes_that_fit(rules, expression, expected):
+    """The star that rules add comes first, or last if the counts fit only then."""
+    mesh = mesh_of(data=2, tp=4)
+    with axis_rules(rules):
+        if expected is None:
+            error = refusal(spec, expression, mesh)
+            assert error.sentence == 'the counts do not match the mesh axes'
+        else:
+            assert spec(expression, mesh) == expected
+
+
 def test_as_a_decorator_also_of_a_recursion():
     @axis_rules({'batch': '@(data,pod)'}, missing='replicate')
     def specs(n):

@@ -13,11 +13,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from .._cache import cached
 from .._errors import EinshardError, Suggestion, quoted
-from .._notation.expression import ELLIPSIS, Expression
+from .._notation.expression import ELLIPSIS, Expression, Term
 from .._notation.fit import misfit_error
 from .._notation.hints import mesh_axes_hint, spacing_hint
 from .._notation.lay_out import lay_out
 from .._notation.layout import Layout
+from .._notation.write import write_short
 from .._suggestions import keep_working_suggestions, with_working_fix, works
 from .apply_axis_rules import AppliedRules, apply_axis_rules, fix_in_axis_rules
 from .axis_rules import Fallback
@@ -175,7 +176,7 @@ def find_placement(
         context = context_on(spec.mesh, context)
     applied = _apply_axis_rules(spec, context)
     try:
-        layout = _lay_out(applied, spec, shape, context)
+        applied, layout = _lay_out_rules(applied, spec, shape, context)
         sharding = _lower(applied.expression, layout, context, memory_kind)
     except EinshardError as error:
         if may_use_rules(spec.expression, context):
@@ -209,6 +210,26 @@ def _apply_axis_rules(spec: LeafSpec, context: Context) -> AppliedRules:
     if context.on_one_device:
         applied = applied._replace(expression=applied.expression.on_one_device())
     return applied
+
+
+def _lay_out_rules(
+    applied: AppliedRules, spec: LeafSpec, shape: Shape | int | None, context: Context
+) -> tuple[AppliedRules, Layout]:
+    """Lays out an expression. A '*' that axis rules add moves last if it fits the mesh only there.
+
+    The counts of '* batch2 d' do not match mesh axes of sizes 2 and 4, those of 'batch2 d *' do.
+    """
+    layout = _lay_out(applied, spec, shape, context)
+    right, star = applied.expression.right, Term(star=True)
+    if right[:1] != (star,) or star in spec.expression.right or _fits(layout, context):
+        return applied, layout
+    moved = applied._replace(expression=write_short([*right[1:], star]))
+    moved_layout = _lay_out(moved, spec, shape, context)
+    return (moved, moved_layout) if _fits(moved_layout, context) else (applied, layout)
+
+
+def _fits(layout: Layout, context: Context) -> bool:
+    return lower(layout, context.lowering_mesh, context.mesh_is_ambient) is not None
 
 
 def _lay_out(
