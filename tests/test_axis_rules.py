@@ -207,6 +207,11 @@ def test_mesh_axes_as_in_rules_of_flax(given, placement):
         assert axis_rules([('batch', given)]).rules == axis_rules({'batch': placement}).rules
 
 
+@pytest.mark.parametrize('placement', ['4', '2*', '*', '@data', '@(data,tp)'])
+def test_placements_in_a_list_of_pairs(placement):
+    assert axis_rules([('batch', placement)]).rules == axis_rules(batch=placement).rules
+
+
 def test_a_mapping_and_keywords():
     ready = types.MappingProxyType({'batch': '@data', 'heads': '@tp'})
     with axis_rules(ready, d='@fsdp'):

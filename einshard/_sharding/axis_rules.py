@@ -247,5 +247,7 @@ def _mesh_axes_to_placement(value: Any) -> Any:
         return ''
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         return value
+    if isinstance(value, str) and value.isdigit():  # a count
+        return value
     placement = f'@{names[0]}' if len(names) == 1 else f'@({",".join(names)})'
     return placement if _is_placement(placement) else value
