@@ -146,6 +146,21 @@ def test_as_a_decorator_also_of_a_recursion():
     assert spec('batch') == P()
 
 
+@pytest.mark.parametrize(
+    ('decorated', 'kind'),
+    [
+        (classmethod(spec), 'classmethod'),
+        (staticmethod(spec), 'staticmethod'),
+        (property(spec), 'property'),
+        (dict, 'class dict'),
+        (None, 'NoneType'),
+    ],
+)
+def test_decorating_something_other_than_a_function(decorated, kind):
+    sentence = f'axis_rules must decorate a function, not {kind}'
+    assert refusal(axis_rules(), decorated).sentence == sentence
+
+
 def test_sharded_has_a_program_for_each_set_of_rules():
     body = counted(lambda x: einshard(x + 1, 'batch d'))
     f, x = sharded('batch d', out='batch d', mesh=MESH)(body), np.zeros((8, 8), np.float32)

@@ -61,6 +61,8 @@ class axis_rules:
     Rules are part of JAX's cache keys: functions under `jax.jit` and `sharded` are traced once per
     set of rules.
 
+    As a decorator, `axis_rules` goes below `@jax.jit`, `@classmethod` and `@property`.
+
     Do not `await` or `yield` inside the `with` block. Asyncio tasks share a thread, and JAX's cache
     keys use thread-local state, so einshard raises an error if another task in the thread has
     entered different rules. A thread that runs in a copied `contextvars` context has the rules, but
@@ -87,9 +89,10 @@ class axis_rules:
 
     Raises:
         EinshardError: a placement or an option is invalid, an axis has two rules without
-            `taken='next'`, or the decorated function is a generator or async function. When
-            applied: two axes of an array take the same mesh axis, the mesh lacks an axis, a name
-            looks misspelled, or another task in the thread has entered different rules.
+            `taken='next'`, or the decorated object is not a function, or is a generator or async
+            function. When applied: two axes of an array take the same mesh axis, the mesh lacks an
+            axis, a name looks misspelled, or another task in the thread has entered different
+            rules.
     """
 
     def __init__(
@@ -136,6 +139,7 @@ class axis_rules:
             )
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        _check_function(function)
         kind = deferred_kind(function)
         if kind:
             name = getattr(function, '__name__', repr(function))
@@ -150,6 +154,18 @@ class axis_rules:
                 return function(*args, **kwargs)
 
         return with_rules
+
+
+def _check_function(function: Any) -> None:
+    if isinstance(function, type | staticmethod) or not callable(function):
+        decorated, instead = type(function).__name__, 'decorate a function'
+        if isinstance(function, type):
+            decorated, instead = f'class {function.__name__}', 'decorate its methods'
+        elif isinstance(function, staticmethod | classmethod | property):
+            instead = f'put axis_rules below @{decorated}'
+        raise EinshardError(
+            f'axis_rules must decorate a function, not {decorated}', facts={'instead': instead}
+        )
 
 
 def check_option(
