@@ -534,7 +534,7 @@ def test_a_mesh_is_not_a_spec(call, mesh):
 
 @pytest.mark.parametrize('mesh', [MESH, MESH.abstract_mesh, jax.devices()])
 def test_the_error_for_a_mesh_suggests_a_call(mesh):
-    call = refusal(einshard, X, mesh).facts['instead'].partition(': ')[2]
+    call = refusal(einshard, X, mesh).facts['instead'].partition(' as in ')[2]
     assert call == "einshard(x, 'b d -> b* d', mesh=mesh)"
     if mesh is not MESH.abstract_mesh:
         eval(call, {'einshard': einshard, 'x': X, 'mesh': mesh})

@@ -229,7 +229,7 @@ def _not_a_spec(
     text = repr(spec)
     facts = {'expected': expected}
     if isinstance(spec, Mesh | AbstractMesh | jax.Device):
-        facts['instead'] = "an expression such as 'b d -> b* d', with mesh=mesh"
+        facts['instead'] = "an expression and mesh=, as in einshard(x, 'b d -> b* d', mesh=mesh)"
     elif shape_of(spec) is not None:
         text = array_text(spec)
         if swapped is not None:
