@@ -147,6 +147,7 @@ def test_specs_of_parameters_of_every_kind(case):
     ('function', 'args', 'kwargs'),
     [
         (lambda x, /, **more: x + more['x'], (X,), {'x': X}),
+        (lambda x, **more: x + sum(more.values()), (X,), {'0.w': X, 'a b': X, 'a²': X, '': X}),
         (lambda x, y=X: x + y, (X,), {}),
         (lambda x, y=X: x + y, (X, X + 1), {}),
         (functools.partial(weighted, scale=2.0), (X,), {}),

@@ -11,7 +11,6 @@ import difflib
 import inspect
 import keyword
 import numbers
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -341,7 +340,9 @@ def positional_signature(names: Sequence[str]) -> inspect.Signature:
     """Returns a signature with positional-only parameters. Renames 'args[0]' to 'args_0'."""
     valid_names: list[str] = []
     for name in names:
-        name = re.sub(r'\W', '_', name.removesuffix(']'))
+        name = ''.join(c if f'_{c}'.isidentifier() else '_' for c in name.removesuffix(']'))
+        if not name.isidentifier():  # such as '0_weight'
+            name = f'_{name}'
         while name in valid_names or keyword.iskeyword(name):
             name += '_'
         valid_names.append(name)
