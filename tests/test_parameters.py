@@ -81,6 +81,8 @@ class Scaler:
         return self.scale * x
 
 
+STATIC = {'static_argnums': 3, 'static_argnames': 'n'}
+
 # function, specs by position and by name, a call, and specs of its arguments in that order
 SIGNATURES = {
     'by name': (
@@ -93,6 +95,22 @@ SIGNATURES = {
         (weighted, (ROWS, None, COLUMNS, ROWS), {}),
         ((X, 1.0, X, X, X), {}),
         {'x': ON_ROWS, 'y': None, 'rest[0]': ON_COLUMNS, 'rest[1]': ON_ROWS, 'rest[2]': None},
+    ),
+    'static, of var-positional and var-keyword parameters': (
+        (weighted, (ROWS, None, COLUMNS), {'rest': COLUMNS, 'more': ROWS} | STATIC),
+        ((X, 1.0, X, 2.0, X), {'n': 3.0, 'z': X}),
+        {'x': ON_ROWS, 'y': None, 'rest[0]': ON_COLUMNS, 'rest[1]': None, 'rest[2]': ON_COLUMNS}
+        | {'n': None, 'z': ON_ROWS},
+    ),
+    'a keyword with the name of var-positional parameters': (
+        (weighted, (), {'rest': COLUMNS, 'more': ROWS}),
+        ((X, 1.0, X), {'rest': X}),
+        {'x': None, 'y': None, 'rest[0]': ON_COLUMNS, "more['rest']": ON_ROWS},
+    ),
+    'a static keyword with the name of var-positional parameters': (
+        (weighted, (ROWS,), {'rest': COLUMNS, 'more': ROWS, 'static_argnames': 'rest'}),
+        ((X, 1.0, X), {'rest': 2.0}),
+        {'x': ON_ROWS, 'y': None, 'rest[0]': ON_COLUMNS, "more['rest']": None},
     ),
     'of var-keyword parameters': (
         (weighted, (), {'x': ROWS, 'more': COLUMNS}),

@@ -11,7 +11,7 @@ import difflib
 import inspect
 import keyword
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,15 +94,17 @@ class Parameters:
     def value_labels(self, call: CallSignature) -> tuple[str, ...]:
         """Returns the label of each value: its parameter or keyword, or 'args[2]' in `*args`.
 
-        A keyword with the name of a positional-only parameter has the label "kwargs['x']".
+        A keyword with the name of a positional-only parameter or of `*args` has the label
+        "kwargs['x']".
         """
         named = self.names[: call.n_positional]
         rest = (f'{self.var_positional}[{i}]' for i in range(call.n_positional - len(named)))
-        by_keyword = (
-            f"{self.var_keyword}['{name}']" if name in self.positional_only else name
-            for name in call.keywords
-        )
+        not_keywords = self.positional_only | {self.var_positional}
+        by_keyword = (self._keyword_label(name, not_keywords) for name in call.keywords)
         return (*named, *rest, *by_keyword)
+
+    def _keyword_label(self, name: str, not_keywords: Collection[str | None]) -> str:
+        return f"{self.var_keyword}['{name}']" if name in not_keywords else name
 
     def assign(self, by_position: Sequence[Any], by_name: Mapping[str, Any]) -> dict[str, Any]:
         """Returns {label: spec}."""
@@ -169,7 +171,7 @@ class Parameters:
                     f"{by_name} includes '{name}', which is not a parameter of {self.function}",
                     facts={'parameters': ', '.join(names) or 'none'},
                 )
-        labels = {*listed}
+        labels = {self._keyword_label(name, (self.var_positional,)) for name in listed}
         indices = as_list(argnums, numbers.Integral, by_number, 'indices of parameters', '(0,)')
         for i in indices:
             if self.var_positional is not None and i >= len(self.names):
@@ -246,7 +248,8 @@ class Declaration:
         return value_specs
 
     def _argument(self, label: str) -> ValueSpec:
-        spec = self.parameters.spec_for(label, self.specs)
+        # a static element of `*args` or `**kwargs` does not take their spec
+        spec = None if label in self.static else self.parameters.spec_for(label, self.specs)
         return ValueSpec(self.parameters.function, label, spec, self.indivisible)
 
     def _read(self, name: str, spec: Spec) -> Spec:
