@@ -271,6 +271,12 @@ def test_static_and_donated_arguments_and_methods():
     np.testing.assert_array_equal(f(x, power=3), np.arange(8.0) ** 3)
     assert x.is_deleted()
 
+    @per_device('a*', powers='a*', out='a*', mesh=EIGHT, static_argnums=1)
+    def g(x, *powers):
+        return x ** powers[0]
+
+    close(g(np.arange(8.0), 3), np.arange(8.0) ** 3)
+
     class Model:
         @per_device('b x -> b8 x', out='b y -> b8 y', mesh=EIGHT, static_argnums=0)
         def __call__(self, x):

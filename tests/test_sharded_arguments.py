@@ -317,3 +317,25 @@ def test_a_default_is_placed_by_its_spec(size):
         else:
             assert 'is not divisible by 8' in refusal(call).sentence
         assert describe(f(X, np.zeros(16))) == 'a -> a8'
+
+
+@pytest.mark.parametrize('default', [np.ones(8), einshard(np.ones(8), 'a -> a8', mesh=EIGHT)])
+def test_a_default_of_a_positional_only_parameter_is_placed_by_its_spec(default):
+    @sharded(w='a*', x='a*', y='a*', z='a*', mesh=EIGHT)
+    def f(v, w=default, x=default, /, y=0.0, z=default):
+        return w, x, z
+
+    calls = [(0.0,), (0.0, X[:, 0]), (0.0, default, default)]
+    for args in calls:
+        for results in (f(*args), f.lower(*args).compile()(*args), f(*args, z=default)):
+            assert [describe(x) for x in results] == ['a -> a8'] * 3
+
+
+def test_a_default_is_not_donated():
+    default = einshard(np.ones(8), 'a*', mesh=EIGHT)
+    f = sharded('a*', mesh=EIGHT, donate_argnums=0)(lambda x=default: x + 1)
+    for call in (f, f, f.lower().compile()):
+        np.testing.assert_array_equal(call(), 2 * np.ones(8))
+    given = einshard(np.ones(8), 'a*', mesh=EIGHT)
+    f(given)
+    assert (default.is_deleted(), given.is_deleted()) == (False, True)

@@ -226,13 +226,19 @@ class Declaration:
     ) -> tuple[CallSignature, tuple[str, ...], list[Any]]:
         """Returns the signature of a call, its keywords, and its values.
 
-        The values are `args`, and then the value of each keyword. The keywords include omitted
-        parameters that have `_array_defaults`.
+        The values are `args`, and then the value of each keyword. They include omitted parameters
+        that have `_array_defaults`: positional-only ones after `args`, others by keyword.
         """
         if self._defaults:
-            taken = self.parameters.names[: len(args)]
-            defaults = {name: x for name, x in self._defaults.items() if name not in taken}
-            kwargs = {**defaults, **kwargs}
+            names, positional_only = self.parameters.names, self.parameters.positional_only
+            args = [*args]
+            for name in names[len(args) : len(positional_only)]:
+                if name not in self._defaults:
+                    break  # later ones cannot be passed without it
+                args.append(self._default(name))
+            given = {*names[: len(args)], *positional_only, *kwargs}
+            by_keyword = {name: self._default(name) for name in self._defaults if name not in given}
+            kwargs = {**by_keyword, **kwargs}
         call, order = self.parameters.flatten_call(len(args), kwargs)
         return call, order, [*args, *map(kwargs.__getitem__, order)]
 
@@ -264,17 +270,20 @@ class Declaration:
             owner = 'the result' if name == 'out=' else f"parameter '{name}'"
             raise error.about(spec_of=owner) from None
 
+    def _default(self, name: str) -> Any:
+        """Returns the default of a parameter, or a copy if jit donates the argument."""
+        default = self._defaults[name]
+        return jtu.tree_map(_copy, default) if name in self.donated else default
+
     def _array_defaults(self) -> dict[str, Any]:
         """Returns {parameter: default} for parameters that have a spec and a default with arrays.
 
-        `flatten_call` passes these defaults by keyword, so that they are sharded. Positional-only
-        parameters are excluded, because they have no keyword.
+        `flatten_call` passes these defaults as arguments, so that they are sharded.
         """
         return {
             name: parameter.default
             for name, parameter in self.parameters.signature.parameters.items()
             if self.specs.get(name) is not None
-            and name not in self.parameters.positional_only
             and any(
                 isinstance(x, jax.Array | np.ndarray) for x in jtu.tree_leaves(parameter.default)
             )
@@ -315,6 +324,10 @@ def _jit_options(named: Mapping[str, Any]) -> dict[str, Any]:
                 facts={'instead': 'pass specs by position or by name, and out= for the result'},
             )
     return {name: value for name, value in named.items() if name in JIT_OPTIONS}
+
+
+def _copy(leaf: Any) -> Any:
+    return jax.device_put(leaf, may_alias=False) if isinstance(leaf, jax.Array) else leaf
 
 
 def _is_method(function: Any) -> bool:

@@ -89,10 +89,12 @@ class Program:
         """Traces a call with keyword arguments.
 
         `jax.jit` with in_shardings rejects keyword arguments, so ShapeDtypeStructs have the
-        shardings instead. `order` has the names of `values[n_args:]`: the keywords, and omitted
-        parameters whose defaults contain arrays.
+        shardings instead. `order` has the names of the last `values`: the keywords, and omitted
+        parameters whose defaults contain arrays. Values between these and the first `n_args` are
+        such defaults of positional-only parameters.
         """
-        traced, names = self.traced, dict(enumerate(order, n_args))
+        n_positional = len(values) - len(order)
+        traced, names = self.traced, dict(enumerate(order, n_positional))
         context = traced.setup.context()
         structs = [
             value if i in traced.static else argument.as_structs(value, context)
@@ -100,10 +102,12 @@ class Program:
         ]
 
         def as_called(*args: Any, **kwargs: Any) -> Any:
-            omitted = {i: name for i, name in names.items() if name not in keywords}
-            specs = traced.arguments
-            defaults = {name: specs[i].constrain(values[i], context) for i, name in omitted.items()}
-            return traced.wrapper(*args, *map({**defaults, **kwargs}.__getitem__, order))
+            def default(i: int) -> Any:
+                return traced.arguments[i].constrain(values[i], context)
+
+            omitted = {name: default(i) for i, name in names.items() if name not in keywords}
+            by_keyword = map({**omitted, **kwargs}.__getitem__, order)
+            return traced.wrapper(*args, *map(default, range(n_args, n_positional)), *by_keyword)
 
         as_called.__name__ = as_called.__qualname__ = traced.setup.name
         as_called.__wrapped__ = traced.setup.function  # type: ignore[attr-defined]
@@ -111,9 +115,9 @@ class Program:
         options: dict[str, Any] = {
             **self.options,
             'static_argnums': tuple(i for i in traced.static if i < n_args),
-            'static_argnames': tuple(names[i] for i in traced.static if i >= n_args),
+            'static_argnames': tuple(names[i] for i in traced.static if i in names),
             'donate_argnums': tuple(i for i in donated if i < n_args),
-            'donate_argnames': tuple(names[i] for i in donated if i >= n_args),
+            'donate_argnames': tuple(names[i] for i in donated if i in names),
         }
         if traced.out_shardings is not None:
             options['out_shardings'] = traced.for_jit(traced.out_shardings)
