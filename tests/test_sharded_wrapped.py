@@ -94,6 +94,23 @@ def test_wrappers_copy_only_the_attributes_of_the_function(ours):
     assert sharded(tagged).tag is tagged.tag
 
 
+class Shadowing:
+    def __init__(self):
+        self._call = self.trace = self.lower = self.tag = lambda x: 2 * x
+
+    def __call__(self, x):
+        return self._call(x)
+
+
+@pytest.mark.parametrize('decorate', [on_eight, per_device('a* b', out='a* b', mesh=EIGHT)])
+def test_attributes_of_the_function_do_not_hide_methods(decorate):
+    function = Shadowing()
+    f = decorate(function)
+    for result in (f(X), f.lower(X).compile()(X), f.trace(X).lower().compile()(X)):
+        np.testing.assert_array_equal(result, 2 * X)
+    assert f.tag is function.tag
+
+
 def test_inspect_sees_the_function(f):
     assert inspect.signature(f) == inspect.signature(square)
     assert f.__doc__ == inspect.getdoc(f) == 'The second power.'
@@ -166,9 +183,20 @@ def test_methods_are_pickled_as_methods_are():
         np.testing.assert_array_equal(pickle.loads(pickle.dumps(bound))(X), expected)
 
 
-def test_copies_are_the_function_itself(ours):
-    assert copy.copy(ours) is ours
-    assert copy.deepcopy({'f': ours})['f'] is ours
+UNNAMED = {'a partial': functools.partial(square, power=3), 'an object': Shadowing()}
+
+
+@pytest.mark.parametrize('name', [*OURS, *UNNAMED])
+def test_copies_are_the_function_itself(name):
+    f = FUNCTIONS[name] if name in FUNCTIONS else on_eight(UNNAMED[name])
+    assert copy.copy(f) is f
+    assert copy.deepcopy({'f': f})['f'] is f
+
+
+@pytest.mark.parametrize('name', UNNAMED)
+def test_a_function_without_a_name_is_not_pickled(name):
+    with pytest.raises(pickle.PicklingError, match="Can't pickle <sharded function"):
+        pickle.dumps(on_eight(UNNAMED[name]))
 
 
 # ------------------------------------------------ transformed functions describe themselves

@@ -40,6 +40,10 @@ class ShardedFunction(Generic[P, R]):
 
     def __init__(self, setup: Setup):
         functools.update_wrapper(self, setup.function)
+        for name in [*vars(self)]:
+            # the attributes of a callable object would shadow methods, such as `lower`
+            if hasattr(ShardedFunction, name) and not name.startswith('__'):
+                del vars(self)[name]
         self._setup = setup
         self._programs = ProgramCache(setup)
         # The key is the number of positional arguments or, in a call with keywords, a tuple of that
@@ -89,7 +93,9 @@ class ShardedFunction(Generic[P, R]):
         return f'<sharded function {self._setup.name}>'
 
     def __reduce__(self) -> str:
-        return vars(self)['__qualname__']  # pickle and copy functions by name
+        # Pickles functions by name, and copies them as themselves. A partial has no name in its
+        # module, so that pickle raises an error.
+        return vars(self).get('__qualname__', self._setup.name)
 
     @property
     def __globals__(self) -> dict[str, Any]:
