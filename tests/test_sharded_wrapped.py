@@ -162,6 +162,23 @@ def test_a_function_is_freed_with_its_last_reference():
     assert ref() is None
 
 
+def test_methods_of_one_instance_are_equal():
+    model = Model()
+    assert model.twice == model.twice != Model().twice
+    assert model.twice != Model.twice
+    assert len({model.twice, model.twice, Model().twice}) == 2
+    traced = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def g(method, x):
+        traced.append(method)
+        return method(x)
+
+    for _ in range(3):
+        np.testing.assert_array_equal(g(model.twice, X), 2 * X)
+    assert len(traced) == 1
+
+
 @pytest.mark.parametrize('protocol', range(2, pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize('name', ['sharded', 'per_device'])
 def test_pickled_by_name(name, protocol, monkeypatch):

@@ -33,6 +33,15 @@ class BoundMethod(functools.partial[Any]):
     def __doc__(self) -> str | None:  # type: ignore[override]
         return self.__func__.__doc__
 
+    # like methods: JAX's caches find a function that is bound to the same instance again
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BoundMethod):
+            return NotImplemented
+        return self.__func__ == other.__func__ and self.__self__ is other.__self__
+
+    def __hash__(self) -> int:
+        return hash((self.__func__, id(self.__self__)))
+
     def __reduce__(self) -> Any:
         return getattr, (self.__self__, self.__func__.__name__)  # pickle methods by name
 
