@@ -255,8 +255,11 @@ def test_inline(inline):
 def test_compiler_options():
     with pytest.raises(Exception, match='no_such_option'):
         on_eight(ROWS, compiler_options={'no_such_option': True})(lambda x: x + 1)(X)
-    f = on_eight(ROWS, compiler_options={'xla_embed_ir_in_executable': True})
-    np.testing.assert_array_equal(f(lambda x: x + 1)(X), X + 1)
+    decorate = functools.partial(on_eight, compiler_options={'xla_embed_ir_in_executable': True})
+    np.testing.assert_array_equal(decorate(ROWS)(lambda x: x + 1)(X), X + 1)
+    # the constraints of out= are around a nested jit
+    mapped = jax.vmap(decorate('b*', out='b*')(lambda x: x + 1))
+    np.testing.assert_array_equal(mapped(X), X + 1)
 
 
 # ------------------------------------------------------------------------------- methods of jit

@@ -184,6 +184,7 @@ def _constrained(traced: TracedFunction, options: Mapping[str, Any]) -> Any:
     """Jits the function with constraints on the result and, on an ambient mesh, the arguments."""
     # jits the same function as `Program.jitted`, so that JAX reuses its trace
     inner: dict[str, Any] = {**options, 'in_shardings': None, 'inline': True}
+    inner.pop('compiler_options', None)  # JAX rejects them in a nested jit
     inlined = jax.jit(traced.wrapper, **inner)
 
     def constrained(*values: Any) -> Any:
