@@ -186,6 +186,16 @@ def test_functions_of_every_kind(function, args, kwargs):
     assert result.sharding == ON_COLUMNS
 
 
+def test_a_keyword_named_self():
+    f = on_four(ROWS, out=COLUMNS)(lambda self, x: self + x)
+    np.testing.assert_array_equal(f(self=X, x=X), 2 * X)
+    assert f.in_shardings(self=X, x=X) == {'self': ON_ROWS, 'x': None}
+    assert f.out_shardings(self=X, x=X) == ON_COLUMNS
+    assert f.eval_shape(self=X, x=X).shape == X.shape
+    for stage in (f.trace(self=X, x=X), f.lower(self=X, x=X)):
+        assert stage.out_info.shape == X.shape
+
+
 @pytest.mark.parametrize('decorate', [sharded, sharded(), on_four(), on_four(ROWS)])
 def test_decorated_with_and_without_parentheses(decorate):
     f = decorate(lambda x: x + 1)

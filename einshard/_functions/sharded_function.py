@@ -51,7 +51,7 @@ class ShardedFunction(Generic[P, R]):
         # it takes the keywords, and `TracedFunction.constrains_result`.
         self._fast_path: dict[Any, tuple[Any, tuple[str, ...], bool]] = {}
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         # This adds 0.5 us to the 4.3 us of `jax.jit` on one device. To save time, it does not check
         # that the jitted function is right for these arguments. If it is not, jit or the trace
         # raises.
@@ -102,28 +102,28 @@ class ShardedFunction(Generic[P, R]):
         function = inspect.unwrap(self._setup.function)
         return function.__globals__  # jaxtyped resolves annotations with them
 
-    def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
+    def lower(self, /, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """Like `jax.jit(f).lower`. Does not check `collectives=` or `memory=`."""
         if kwargs or self._setup.declaration.has_array_defaults:
             return self._trace_as_called(args, kwargs).lower()
         return self._call(args, kwargs, lambda program: program.jitted.lower)
 
-    def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
+    def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
         """Like `jax.jit(f).trace`."""
         if kwargs or self._setup.declaration.has_array_defaults:
             return self._trace_as_called(args, kwargs)
         return self._call(args, kwargs, lambda program: program.jitted.trace)
 
-    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Like `jax.jit(f).eval_shape`. Returns the shapes and dtypes of the result."""
         return self._call(args, kwargs, lambda program: program.jitted.eval_shape)
 
-    def in_shardings(self, *args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
+    def in_shardings(self, /, *args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
         """Returns the sharding or pytree of shardings of each argument, or None without a spec."""
         traced, values = self._traced_function(args, kwargs)
         return dict(zip(traced.names, traced.argument_shardings(values), strict=True))
 
-    def out_shardings(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def out_shardings(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Returns the sharding or pytree of shardings of the result, or None without `out=`."""
         traced, values = self._traced_function(args, kwargs)
         return traced.result_shardings(values)
