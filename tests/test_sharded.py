@@ -233,6 +233,16 @@ def test_static_and_donated_arguments_by_number_and_by_name(options, deleted):
         assert [name for name, x in arrays.items() if x.is_deleted()] == [*deleted]
 
 
+@pytest.mark.parametrize('out', [None, ROWS, lambda path, leaf: ROWS])
+def test_static_arguments_must_be_hashable(out):
+    f = on_eight(ROWS, out=out, static_argnames='n')(lambda x, n: x + n[0])
+    for call in (f, lambda x, n: f(x, n=n)) * 2:
+        for n in ([1], ([1],)):
+            with pytest.raises(ValueError, match='Non-hashable static arguments'):
+                call(X, n)
+        np.testing.assert_array_equal(call(X, (1,)), X + 1)
+
+
 @pytest.mark.parametrize('keep', [False, True])
 def test_keep_unused(keep):
     drop = lambda x, unused: x + 1  # noqa: E731

@@ -94,11 +94,19 @@ def _leaves_key(
     key: list[Any] = []
     for argument, value in zip(arguments, values, strict=True):
         if uses_all and argument.name in declaration.static:
-            key.append(value)
+            key.append(_static_key(value))
         elif uses_all or argument.needs_leaves(context):
             leaves, treedef = jtu.tree_flatten(value)
             key.append((treedef, tuple(map(_shape_and_dtype, leaves))))
     return tuple(key)
+
+
+def _static_key(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:  # jit raises
+        return type(value)
+    return value
 
 
 def _shape_and_dtype(leaf: Any) -> Any:
