@@ -36,6 +36,7 @@ def needed(x=X):
         ('1 TB', 10**12),
         ('7 B', 7),
         (7, 7),
+        (np.int64(7), 7),
     ],
 )
 def test_sizes(text, n):

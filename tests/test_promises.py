@@ -58,7 +58,14 @@ def test_limits_of_products(case):
     (x, w, out), needed = BY_THEORY[case]
     unlimited = limited(x, w, out=out, collectives=None)(product)
     kinds = [*needed]
-    kept = [needed, kinds, {*kinds}, (*kinds,), dict.fromkeys(kinds, 3), ['all-to-all', *kinds]]
+    kept = [
+        needed,
+        kinds,
+        {*kinds},
+        (*kinds,),
+        dict.fromkeys(kinds, np.int64(3)),
+        ['all-to-all', *kinds],
+    ]
     for promise in [*kept, *kinds]:
         f = limited(x, w, out=out, collectives=promise)(product)
         np.testing.assert_array_equal(f(X, W), X @ W)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import math
+import numbers
 import threading
 import warnings
 from collections import Counter
@@ -86,12 +87,12 @@ def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
     if not isinstance(promise, Mapping):
         return dict.fromkeys(promise, math.inf)
     for kind, limit in promise.items():
-        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:  # type: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(limit, numbers.Integral) or isinstance(limit, bool) or limit < 0:
             raise EinshardError(
                 f"the limit for '{kind}' must be a non-negative integer, not {limit!r}",
                 facts={'to allow any number': f"{given_as}'{kind}'"},
             )
-    return dict(promise)
+    return {kind: int(limit) for kind, limit in promise.items()}
 
 
 def check_promise(

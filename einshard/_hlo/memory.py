@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from .._errors import EinshardError
@@ -68,8 +69,8 @@ def parse_bytes(value: object, given_as: str) -> int:
     >>> parse_bytes('1.5 kB', 'memory='), parse_bytes('2 GiB', 'memory=')
     (1500, 2147483648)
     """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
+    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0:
+        return int(value)
     match = re.fullmatch(r'\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B\s*', str(value))
     if not isinstance(value, str) or match is None:
         raise EinshardError(
