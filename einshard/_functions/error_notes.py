@@ -89,7 +89,7 @@ def is_jax_error(error: BaseException) -> bool:
 
 
 class SpecLeaf(NamedTuple):
-    """A leaf of an argument."""
+    """A leaf of an argument, with its spec."""
 
     name: str  # such as 'w' or 'params/w'
     value: Any

@@ -94,7 +94,7 @@ def find_model(
     if not names:
         raise no_names_error(fn, args, kwargs)
     stages, spec_names, result_names = trace_with_names(fn, args, kwargs, names, mesh_axes)
-    assert stages.traced is not None, 'trace_call returned no traced function'
+    assert stages.traced is not None, 'only a jax.stages.Lowered has no trace'
     argument_names = _with_flax_names(spec_names, flax_names)
     result_names = _with_flax_names(result_names, flax_axis_names(stages.traced.out_info))
     program = flatten(stages.traced.jaxpr)

@@ -72,8 +72,9 @@ def find_devices_call(devices: Sequence[Device]) -> tuple[str, list[Device]]:
 def spec_lines(arguments: Sequence[tuple[str, Spec]], candidate: Candidate) -> tuple[str, ...]:
     """Returns lines that assign a spec to each argument, such as "x = 'batch@x embed'".
 
-    `Rules` take a line for each rule. Leaves out specs that are None or functions, also in `Rules`,
-    and pytrees that contain functions or `Rules`. `arguments` are pairs of a name and a spec.
+    `Rules` take a line for each rule. Specs that are None or functions are left out, and so are
+    such rules of `Rules`, and pytrees that contain functions or `Rules`. `arguments` are pairs of a
+    name and a spec.
     """
     axes = dict(candidate.axes)
     # the name of an argument in *args is 'args[0]'

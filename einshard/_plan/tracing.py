@@ -62,7 +62,7 @@ def trace_with_names(
     with _scope(names, mesh_axes):
         stages = _trace(fn, args, kwargs)
         traced = stages.traced
-        assert traced is not None, 'trace_call returned no traced function'
+        assert traced is not None, 'only a jax.stages.Lowered has no trace'
         return (
             stages,
             _names_of(stages.argument_specs(), jtu.tree_leaves(traced.args_info)),

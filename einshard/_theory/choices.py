@@ -71,8 +71,8 @@ def find_targets(operands: Sequence[ShardedArray], result: ShardedArray) -> Iter
 
     Tries, for each mesh axis, the array axes that it shards in the operands and in the result. XLA
     may reshard an operand to match the result if that sends less data. Skips layouts whose array
-    axes are not divisible; one always remains: that of operand 0, with the axes that only operand 1
-    has sharded as there.
+    axes are not divisible. One always remains: operand 0 stays as it is, and so do the axes that
+    only operand 1 has.
     """
     space = result.space
     # {(array axis in each operand, array axis in the result): the mesh axes that shard them}

@@ -33,7 +33,8 @@ def shard_largest(
     """Returns a spec that shards the largest divisible axis of each array over all devices.
 
         >>> import jax
-        >>>         >>> from einshard import describe, einshard, shard_largest
+        >>> import numpy as np
+        >>> from einshard import describe, einshard, shard_largest
         >>> x = einshard(np.ones((3, 2 * jax.device_count())), shard_largest)
         >>> x.sharding.shard_shape(x.shape)
         (3, 2)
@@ -114,6 +115,7 @@ class LargestAxis:
 
 
 def _shard_largest_axis(spec: AnySpec, shape: tuple[int, ...], axes: MeshAxes) -> LeafSpec:
-    identity = tuple(range(len(shape)))  # the array is its own parameter
+    # like the moment of a parameter that has the same axes
+    identity = tuple(range(len(shape)))
     context = current_context()
     return state_specs(spec, shape, shape, (identity,), axes, context, all_or_none=True)[0]

@@ -28,7 +28,7 @@ def does_not_fit(facts: Facts) -> Iterator[Finding]:
 
 
 def promise_broken(facts: Facts) -> Iterator[Finding]:
-    """Reports a program that exceeds `collectives=` or `memory=`. Calling it raises an error."""
+    """Reports a program that exceeds `collectives=` or `memory=`, so that a call raises."""
     limits, memory = facts.stages.limits, facts.memory
     if limits is None:
         return

@@ -85,7 +85,10 @@ def without_dim(axis: Axis) -> Axis:
 
 
 def merged(values: Sequence[Value], ndim: int) -> Value:
-    """Returns the result of an elementwise operation, with the axes of operands of rank `ndim`."""
+    """Returns the result, of rank `ndim`, of an elementwise operation.
+
+    Operands of lower ranks, such as scalars, do not contribute axes.
+    """
     same_rank = [value for value in values if len(value.axes) == ndim]
     axes = (merged_axis(axes) for axes in zip(*(value.axes for value in same_rank), strict=True))
     argument = same_rank[0].argument if len(same_rank) == 1 else None
