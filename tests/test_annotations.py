@@ -157,6 +157,7 @@ def test_equinox_modules():
     result = Linear(X, X[0])(X)
     np.testing.assert_allclose(result, X @ X + X[0], rtol=1e-6)
     assert result.sharding == COLUMNS
+    assert on_eight(Linear(X, X[0])).in_shardings(X) == {'x': ROWS}
 
 
 def every_kind(x: W, /, y: V, n, *rest: W, z: V, default: float = 1.0, **more: W) -> V:
@@ -179,6 +180,15 @@ class Scaler:
         return 3 * x
 
 
+@dataclasses.dataclass(frozen=True)
+class ScalerWithFields:
+    x: float = 2.0
+    w: V = 1.0
+
+    def __call__(self: 'ScalerWithFields', x: W) -> V:
+        return self.x * self.w * x
+
+
 @pytest.mark.parametrize(
     ('function', 'args', 'kwargs', 'expected'),
     [
@@ -189,6 +199,9 @@ class Scaler:
          {'x': None, 'required': ROWS, 'not_required': ROWS}),
         (Scaler(), (X,), {}, {'x': ROWS}),
         (Scaler().method, (X,), {}, {'x': ROWS}),
+        (ScalerWithFields(), (X,), {}, {'x': ROWS}),
+        (functools.partial(ScalerWithFields()), (X,), {}, {'x': ROWS}),
+        (jax.jit(ScalerWithFields()), (X,), {}, {'x': ROWS}),
         (functools.partial(Scaler(), scale=3.0), (X,), {}, {'x': ROWS}),
         (functools.partial(add, X), (X,), {'z': X}, {'y': COLUMNS, 'z': ROWS}),
         (functools.partial(functools.partial(add, z=2.0), X), (X,), {}, {'y': COLUMNS}),

@@ -8,7 +8,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
@@ -85,15 +85,18 @@ class SpecMetadata:
     spec: Spec
 
 
-def read_annotations(function: Callable[..., Any]) -> tuple[dict[str, Spec], Spec]:
+def read_annotations(
+    function: Callable[..., Any], parameters: Collection[str]
+) -> tuple[dict[str, Spec], Spec]:
     """Reads the `Sharded` annotations of a function.
 
-    Returns {parameter: spec}, and the spec of the result, which is None without an annotation.
+    Args:
+        parameters: the names of the parameters, without `self`.
+
+    Returns:
+        {parameter: spec}, and the spec of the result, which is None without an annotation.
     """
-    target: Any = function
-    while isinstance(target, functools.partial):
-        target = typing.cast('functools.partial[Any]', target).func
-    target = target.__call__ if not hasattr(target, '__annotations__') else target
+    target = _find_annotated(function)
     try:
         hints = typing.get_type_hints(target, include_extras=True)
     except NameError as error:
@@ -101,15 +104,33 @@ def read_annotations(function: Callable[..., Any]) -> tuple[dict[str, Spec], Spe
             f'cannot resolve the annotations of {name_of(function)}: {error}',
             facts={'try': f"define '{error.name}' in the module before decorating the function"},
         ) from None
-    if isinstance(function, functools.partial):
-        unbound = (*inspect.signature(function).parameters, 'return')
-        hints = {name: hint for name, hint in hints.items() if name in unbound}
+    unused = hints.keys() - {*parameters, 'return'}
+    if target is function:
+        unused &= {'self', 'cls'}  # other names are errors
+    for name in unused:
+        del hints[name]
     for name, hint in [*hints.items()]:
         if typing.get_origin(hint) is typing.Unpack:  # **kwargs: Unpack[TypedDict]
             hints |= _fields(_unwrapped(*typing.get_args(hints.pop(name))))
     specs = {name: _spec_of(hint) for name, hint in hints.items()}
     out = specs.pop('return', None)
     return {name: spec for name, spec in specs.items() if spec is not None}, out
+
+
+def _find_annotated(function: Any) -> Any:
+    """Returns the function whose annotations are read.
+
+    For an object with `__call__`, this is `__call__`: the annotations of the object are those of
+    the fields of its class.
+    """
+    while True:
+        inner = inspect.unwrap(function)
+        if isinstance(function, functools.partial):
+            function = typing.cast('functools.partial[Any]', function).func
+        elif inspect.isroutine(inner) or isinstance(inner, type):
+            return function
+        else:
+            function = function.__call__ if inner is function else inner
 
 
 def _spec_of(hint: Any) -> Spec:

@@ -307,7 +307,9 @@ def declare(
     specs = {name: spec for name, spec in named.items() if name not in options}
     is_annotated = not (in_specs or specs) and out is None
     if is_annotated:
-        specs, out = read_annotations(function)
+        own = parameters.names[: parameters.n_self]
+        names = [name for name in parameters.signature.parameters if name not in own]
+        specs, out = read_annotations(function, names)
     specs = parameters.assign(in_specs, specs)
     static, donated = (parameters.pop_labels(options, prefix) for prefix in ('static', 'donate'))
     if parameters.n_self and 'cls' in parameters.names:
