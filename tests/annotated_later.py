@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 from jaxtyping import Array, Float
 
 from einshard import Sharded, sharded
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Layer(NamedTuple):
@@ -43,3 +46,34 @@ class Model:
             return x @ self.w
 
         return apply
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Bias:
+    b: Sharded[Array, 'b i*']
+
+    @sharded
+    def add(self: Bias, x: Rows) -> Bias:
+        return Bias(x + self.b)
+
+
+Rows = Sharded[Array, 'b* i']
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    folder: Path | None = None
+    note: 'any text' = None
+
+
+@sharded(static_argnames=('config', 'folder'))
+def with_config(
+    x: Rows, y: 'the second term', config: Config, others: Config, folder: Path
+) -> 'the sum':
+    return x + y
+
+
+@sharded
+def with_path(x: Path):
+    return x

@@ -246,6 +246,26 @@ def test_annotations_that_are_strings():
     np.testing.assert_allclose(result, (X @ X + X[0]) @ X @ X, rtol=1e-5)
 
 
+def test_annotations_that_name_later_definitions():
+    with jax.set_mesh(device_mesh(EIGHT)):
+        bias = annotated_later.Bias(X)
+        assert annotated_later.Bias.add.in_shardings(bias, X) == {'self': None, 'x': ROWS}
+        assert bias.add(X).b.sharding == COLUMNS
+        assert sharded(annotated_later.Bias.add.__wrapped__)(bias, X).b.sharding == COLUMNS
+
+
+def test_annotations_that_cannot_be_resolved():
+    """They are errors only for arrays, for which they might be `Sharded` types."""
+    config = annotated_later.Config()
+    with jax.set_mesh(device_mesh(EIGHT)):
+        args = X, X, config, None, None
+        assert annotated_later.with_config(*args).sharding == ROWS
+        assert annotated_later.with_config.in_shardings(*args)['x'] == ROWS
+        with pytest.raises(EinshardError, match="annotation 'Path' of with_path: name 'Path'"):
+            annotated_later.with_path(X)
+        assert annotated_later.with_path(1) == 1
+
+
 # ------------------------------------------------------------------------- Sharded[...] as a type
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 import jax.tree_util as jtu
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType
 
@@ -86,24 +88,19 @@ class SpecMetadata:
 
 
 def read_annotations(
-    function: Callable[..., Any], parameters: Collection[str]
+    function: Callable[..., Any], parameters: Collection[str], static: Collection[str]
 ) -> tuple[dict[str, Spec], Spec]:
     """Reads the `Sharded` annotations of a function.
 
     Args:
         parameters: the names of the parameters, without `self`.
+        static: the names of static parameters.
 
     Returns:
         {parameter: spec}, and the spec of the result, which is None without an annotation.
     """
     target = _find_annotated(function)
-    try:
-        hints = typing.get_type_hints(target, include_extras=True)
-    except NameError as error:
-        raise EinshardError(
-            f'cannot resolve the annotations of {name_of(function)}: {error}',
-            facts={'try': f"define '{error.name}' in the module before decorating the function"},
-        ) from None
+    hints = _class_hints(target) if isinstance(target, type) else _own_hints(target)
     unused = hints.keys() - {*parameters, 'return'}
     if target is function:
         unused &= {'self', 'cls'}  # other names are errors
@@ -112,7 +109,11 @@ def read_annotations(
     for name, hint in [*hints.items()]:
         if typing.get_origin(hint) is typing.Unpack:  # **kwargs: Unpack[TypedDict]
             hints |= _fields(_unwrapped(*typing.get_args(hints.pop(name))))
-    specs = {name: _spec_of(hint) for name, hint in hints.items()}
+    specs = {
+        name: _spec_of(hint)
+        for name, hint in hints.items()
+        if name not in static or _contains_sharded(hint)
+    }
     out = specs.pop('return', None)
     return {name: spec for name, spec in specs.items() if spec is not None}, out
 
@@ -133,6 +134,60 @@ def _find_annotated(function: Any) -> Any:
             function = function.__call__ if inner is function else inner
 
 
+def _own_hints(owner: Any) -> dict[str, Any]:
+    """Returns the types of a function's annotations, or of those in the body of a class."""
+    if sys.version_info >= (3, 14):  # annotations are evaluated here
+        from annotationlib import Format
+
+        hints = inspect.get_annotations(owner, format=Format.FORWARDREF)
+    else:
+        hints = inspect.get_annotations(owner)
+    return {name: _evaluate(owner, hint) for name, hint in hints.items()}
+
+
+def _evaluate(owner: Any, hint: Any) -> Any:
+    """Evaluates the strings in an annotation.
+
+    Returns `_Unresolved` if that fails, or `Any` for text that is not a type, such as 'the input'.
+    """
+    if isinstance(hint, type):
+        return hint
+    if isinstance(owner, type):
+        module = sys.modules.get(owner.__module__)
+        scopes = dict(vars(owner)), vars(module) if module else {}
+    else:
+        scopes = (getattr(inspect.unwrap(owner), '__globals__', {}),) * 2
+    parameters = getattr(owner, '__type_params__', ())  # since Python 3.12
+    holder = type('', (), {'__annotations__': {'hint': hint}, '__type_params__': parameters})
+    try:
+        return typing.get_type_hints(holder, *scopes, include_extras=True)['hint']
+    except EinshardError:
+        raise
+    except Exception as error:  # text may raise anything
+        if isinstance(error, SyntaxError) and 'Sharded' not in str(hint):
+            return Any
+        missing = error.name if isinstance(error, NameError) else None
+        return _Unresolved(owner, hint, str(error), missing)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Unresolved:
+    """An annotation that cannot be evaluated yet, for example because it names a later class."""
+
+    owner: Any
+    hint: Any
+    reason: str
+    missing: str | None  # a name that is not defined
+
+    def error(self) -> EinshardError:
+        text = getattr(self.hint, '__forward_arg__', self.hint)
+        fix = f"define '{self.missing}' in the module, outside `if TYPE_CHECKING`"
+        return EinshardError(
+            f"cannot resolve the annotation '{text}' of {name_of(self.owner)}: {self.reason}",
+            fix=fix if self.missing else None,
+        )
+
+
 def _spec_of(hint: Any) -> Spec:
     """Returns the spec of a type, or None if the type does not contain `Sharded`.
 
@@ -147,12 +202,22 @@ def _spec_of(hint: Any) -> Spec:
         specs = tuple(_spec_of(item) for item in typing.get_args(hint))
         if not any(isinstance(spec, _ContainerSpec) for spec in specs):
             return specs if any(spec is not None for spec in specs) else None
-    return _ContainerSpec(hint) if _contains_sharded(hint) else None
+    may_have_spec = _contains_sharded(hint) or any(
+        isinstance(inner, _Unresolved) for inner in _nested_types(hint)
+    )
+    return _ContainerSpec(hint) if may_have_spec else None
 
 
 def _unwrapped(hint: Any) -> Any:
-    """Resolves type aliases, NewTypes, bound TypeVars, and qualifiers such as NotRequired."""
+    """Resolves type aliases, NewTypes, bound TypeVars, and qualifiers such as NotRequired.
+
+    Evaluates an annotation that was `_Unresolved` again.
+    """
     while True:
+        if isinstance(hint, _Unresolved):
+            hint = _evaluate(hint.owner, hint.hint)
+            if isinstance(hint, _Unresolved):
+                return hint
         if typing.get_origin(hint) in _QUALIFIERS:
             (hint,) = typing.get_args(hint)
         elif type(hint).__name__ == 'TypeAliasType':  # in typing since Python 3.12
@@ -188,18 +253,22 @@ class _ContainerSpec:
         self.hint = hint
 
     def __call__(self, path: str, leaf: Any) -> Spec:
-        return self._spec_at(path.split('/') if path else ())
+        return self._spec_at(path.split('/') if path else (), leaf)
 
     def for_tree(self, tree: Any) -> list[Spec]:
         # key paths instead of text, because dict keys may contain '/'
-        paths = [path for path, _ in jtu.tree_leaves_with_path(tree)]
-        return [self._spec_at([path_text([key]) for key in path]) for path in paths]
+        leaves = jtu.tree_leaves_with_path(tree)
+        return [self._spec_at([path_text([key]) for key in path], leaf) for path, leaf in leaves]
 
-    def _spec_at(self, keys: Iterable[str]) -> Spec:
+    def _spec_at(self, keys: Iterable[str], leaf: Any) -> Spec:
         hints = [self.hint]
         for key in keys:
             hints = [inner for hint in hints for inner in _element_types(hint, key)]
-        found = (_find_metadata(member) for hint in hints for member in _union_members(hint))
+        members = [member for hint in hints for member in _union_members(hint)]
+        for member in members:
+            if isinstance(member, _Unresolved) and np.ndim(leaf) > 0:
+                raise member.error()  # it may stand for a `Sharded` type
+        found = map(_find_metadata, members)
         return next((metadata.spec for metadata in found if metadata is not None), None)
 
 
@@ -214,7 +283,7 @@ def _element_types(hint: Any, key: str) -> list[Any]:
     """Returns the possible types of a container's element at a key such as '0' or 'w'."""
     hint = _unwrapped(hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if _find_metadata(hint) is not None:
+    if _find_metadata(hint) is not None or isinstance(hint, _Unresolved):
         return [hint]  # `Sharded[pytree type, spec]`: the spec is for all leaves
     if origin is Annotated:
         return _element_types(args[0], key)
@@ -233,19 +302,31 @@ def _fields(cls: Any) -> dict[str, Any]:
     has_fields = (
         dataclasses.is_dataclass(cls) or typing.is_typeddict(cls) or hasattr(cls, '_fields')
     )
-    if not isinstance(cls, type) or not has_fields:
-        return {}
-    return typing.get_type_hints(cls, include_extras=True)
+    return _class_hints(cls) if isinstance(cls, type) and has_fields else {}
 
 
-def _contains_sharded(hint: Any, enclosing: tuple[Any, ...] = ()) -> bool:
+def _class_hints(cls: type) -> dict[str, Any]:
+    hints: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        hints |= _own_hints(base)
+    return hints
+
+
+def _contains_sharded(hint: Any) -> bool:
+    return any(_find_metadata(inner) is not None for inner in _nested_types(hint))
+
+
+def _nested_types(hint: Any, found: list[Any] | None = None) -> list[Any]:
+    """Returns a type and the types in it: arguments of generic types, and types of fields."""
+    found = [] if found is None else found
     hint = _unwrapped(hint)
-    if _find_metadata(hint) is not None:
-        return True
-    if hint in enclosing:
-        return False  # a recursive type
-    inner = [*typing.get_args(hint), *_fields(typing.get_origin(hint) or hint).values()]
-    return any(_contains_sharded(inner_hint, (*enclosing, hint)) for inner_hint in inner)
+    if hint not in found:  # a type may contain itself
+        found.append(hint)
+        args = typing.get_args(hint)
+        inner = args[:1] if typing.get_origin(hint) is Annotated else args
+        for inner_hint in (*inner, *_fields(typing.get_origin(hint) or hint).values()):
+            _nested_types(inner_hint, found)
+    return found
 
 
 def _check_names(array_type: Any, expression: Expression) -> None:

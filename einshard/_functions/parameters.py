@@ -305,15 +305,15 @@ def declare(
     options = _jit_options(named)
     parameters = Parameters(function)
     specs = {name: spec for name, spec in named.items() if name not in options}
+    static, donated = (parameters.pop_labels(options, prefix) for prefix in ('static', 'donate'))
+    if parameters.n_self and 'cls' in parameters.names:
+        static |= {'cls'}  # a class is not a pytree
     is_annotated = not (in_specs or specs) and out is None
     if is_annotated:
         own = parameters.names[: parameters.n_self]
         names = [name for name in parameters.signature.parameters if name not in own]
-        specs, out = read_annotations(function, names)
+        specs, out = read_annotations(function, names, static)
     specs = parameters.assign(in_specs, specs)
-    static, donated = (parameters.pop_labels(options, prefix) for prefix in ('static', 'donate'))
-    if parameters.n_self and 'cls' in parameters.names:
-        static |= {'cls'}  # a class is not a pytree
     declaration = Declaration(parameters, specs, out, static, donated, indivisible, is_annotated)
     return options, declaration
 
