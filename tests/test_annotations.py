@@ -68,6 +68,45 @@ class Tree:
     children: 'list[Tree]'
 
 
+T = TypeVar('T')
+Ts = typing.TypeVarTuple('Ts')
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Box(typing.Generic[T]):
+    w: T
+
+
+@jax.tree_util.register_dataclass
+class BoxOfW(Box[W]):
+    pass
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class BoxOfLists(Box[list[T]], typing.Generic[T]):
+    v: T | None = None
+
+
+class Pair(NamedTuple, typing.Generic[T]):
+    first: T
+    second: 'dict[str, T]'
+
+
+class Entry(TypedDict, typing.Generic[T]):
+    w: T
+
+
+class EntryOfW(Entry[W]):
+    v: V
+
+
+class Several(NamedTuple, typing.Generic[T, *Ts]):
+    all: tuple[*Ts]
+    last: T
+
+
 IsW = NewType('IsW', W)
 BoundW = TypeVar('BoundW', bound=W)
 LAYER = Layer(X, X[0])
@@ -104,6 +143,22 @@ HINTS = [
     (tuple[BoundW, Array], (X, X), {'0': ROWS}),
     (list[NewType('IsLayer', Layer)], [LAYER], {f'0/{n}': s for n, s in OF_LAYER}),
     (TypeVar('Free'), X, {}),
+    # generic types
+    (Box[W], Box(X), {'w': ROWS}),
+    (Box[Box[W]], Box(Box(X)), {'w/w': ROWS}),
+    (Box[Array], Box(X), {}),
+    (Box, Box(X), {}),
+    (BoxOfW, BoxOfW(X), {'w': ROWS}),
+    (BoxOfLists[W], BoxOfLists([X], X), {'w/0': ROWS, 'v': ROWS}),
+    (Pair[W], Pair(X, {'p': X}), {'first': ROWS, 'second/p': ROWS}),
+    (Pair[Layer], Pair(LAYER, {}), {f'first/{n}': s for n, s in OF_LAYER}),
+    (Entry[W], {'w': X}, {'w': ROWS}),
+    (EntryOfW, {'w': X, 'v': X}, {'w': ROWS, 'v': COLUMNS}),
+    (Several[V, Array, W], Several((X, X), X), {'all/1': ROWS, 'last': COLUMNS}),
+    # unpacked tuples
+    (tuple[int, typing.Unpack[tuple[W, ...]]], (1, X, X), {'1': ROWS, '2': ROWS}),  # noqa: UP044
+    (tuple[V, *tuple[Layer, ...]], (X, LAYER), {'0': COLUMNS, '1/w': COLUMNS, '1/b': ENTRIES}),
+    (tuple[*tuple[Array, W], V], (X, X, X), {'1': ROWS, '2': COLUMNS}),
     # keys with a slash
     *[
         (dict[str, tuple[W, V]], {key: (X, X)}, {f'{key}/0': ROWS, f'{key}/1': COLUMNS})
@@ -149,9 +204,16 @@ def test_equinox_modules():
         def __call__(self, x: Sharded[Float[Array, 'b i'], 'b* i']) -> Sharded[Array, 'b o*']:
             return x @ self.w + self.b
 
+    class Holder(eqx.Module, typing.Generic[T]):
+        held: T
+
     def f(layers: list[Linear]):
         return 0
 
+    def g(holder: Holder[W]):
+        return 0
+
+    assert on_eight(g).in_shardings(Holder(X))['holder'].held == ROWS
     found = on_eight(f).in_shardings([Linear(X, X[0]), Linear(X, None)])
     assert by_path(found['layers']) == {'0/w': COLUMNS, '0/b': ENTRIES, '1/w': COLUMNS}
     result = Linear(X, X[0])(X)
@@ -165,6 +227,10 @@ def every_kind(x: W, /, y: V, n, *rest: W, z: V, default: float = 1.0, **more: W
 
 
 def with_typed_dict(x, **more: typing.Unpack[Behind]) -> V:
+    return x
+
+
+def of_tuple(x: V, *rest: *tuple[W, ...]) -> V:
     return x
 
 
@@ -197,6 +263,7 @@ class ScalerWithFields:
           'z': COLUMNS}),
         (with_typed_dict, (X,), {'required': X, 'not_required': X},
          {'x': None, 'required': ROWS, 'not_required': ROWS}),
+        (of_tuple, (X, X, X), {}, {'x': COLUMNS, 'rest[0]': ROWS, 'rest[1]': ROWS}),
         (Scaler(), (X,), {}, {'x': ROWS}),
         (Scaler().method, (X,), {}, {'x': ROWS}),
         (ScalerWithFields(), (X,), {}, {'x': ROWS}),
@@ -264,6 +331,46 @@ def test_annotations_that_cannot_be_resolved():
         with pytest.raises(EinshardError, match="annotation 'Path' of with_path: name 'Path'"):
             annotated_later.with_path(X)
         assert annotated_later.with_path(1) == 1
+
+
+@dataclasses.dataclass
+class WithoutKeys:
+    w: W
+
+    def tree_flatten(self):
+        return (self.w,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@dataclasses.dataclass
+class OtherKeys(WithoutKeys):
+    def tree_flatten_with_keys(self):
+        return ((jax.tree_util.GetAttrKey('weight'), self.w),), None
+
+
+jax.tree_util.register_pytree_node_class(WithoutKeys)
+jax.tree_util.register_pytree_with_keys_class(OtherKeys)
+
+
+@pytest.mark.parametrize(
+    ('hint', 'value', 'message'),
+    [
+        (WithoutKeys, WithoutKeys(X), 'WithoutKeys .* without key paths'),
+        (list[WithoutKeys | None], [WithoutKeys(X)], 'register_dataclass'),
+        (OtherKeys, OtherKeys(X), "the key 'weight' of its pytree is not a field"),
+        (tuple[*tuple[W, ...], V], (X, X), 'must be last'),
+    ],
+)
+def test_types_in_which_a_leaf_is_not_found(hint, value, message):
+    def f(x):
+        return x
+
+    f.__annotations__ = {'x': hint}
+    with pytest.raises(EinshardError, match=message):
+        on_eight(f)(value)
 
 
 # ------------------------------------------------------------------------- Sharded[...] as a type

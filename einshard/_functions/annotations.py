@@ -49,7 +49,8 @@ else:
 
         Type checkers see only the array type. `@sharded` without specs reads the annotations of the
         parameters and the result, including those inside tuples, lists, dicts, NamedTuples,
-        TypedDicts, dataclasses and Equinox modules.
+        TypedDicts, dataclasses and Equinox modules, also generic ones. A dataclass must be a pytree
+        with key paths: use `jax.tree_util.register_dataclass`.
 
         Under beartype, with or without `jaxtyping.jaxtyped`, a call raises EinshardError if an
         array is not sharded as the expression in its annotation says. Pytree types, and specs that
@@ -107,8 +108,10 @@ def read_annotations(
     for name in unused:
         del hints[name]
     for name, hint in [*hints.items()]:
-        if typing.get_origin(hint) is typing.Unpack:  # **kwargs: Unpack[TypedDict]
-            hints |= _fields(_unwrapped(*typing.get_args(hints.pop(name))))
+        packed = _packed(hint)
+        if packed is not None:
+            del hints[name]
+            hints |= _unpacked_hints(name, packed)
     specs = {
         name: _spec_of(hint)
         for name, hint in hints.items()
@@ -116,6 +119,21 @@ def read_annotations(
     }
     out = specs.pop('return', None)
     return {name: spec for name, spec in specs.items() if spec is not None}, out
+
+
+def _unpacked_hints(name: str, packed: Any) -> dict[str, Any]:
+    """Returns the hints of `**name: Unpack[TypedDict]` or `*name: Unpack[tuple[...]]`."""
+    if typing.get_origin(packed) is not tuple:
+        return _fields(packed)
+    items = _tuple_items(packed)
+    if len(items) == 2 and items[1] is Ellipsis:
+        return {name: items[0]}
+    if _contains_sharded(packed):
+        raise EinshardError(
+            f"the elements of '*{name}' cannot have different types with specs",
+            facts={'instead': f"use one parameter for each element, or '*{name}: *tuple[T, ...]'"},
+        )
+    return {}
 
 
 def _find_annotated(function: Any) -> Any:
@@ -198,8 +216,8 @@ def _spec_of(hint: Any) -> Spec:
     metadata = _find_metadata(hint)
     if metadata is not None:
         return metadata.spec
-    if typing.get_origin(hint) is tuple and Ellipsis not in typing.get_args(hint):
-        specs = tuple(_spec_of(item) for item in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple and Ellipsis not in _tuple_items(hint):
+        specs = tuple(map(_spec_of, _tuple_items(hint)))
         if not any(isinstance(spec, _ContainerSpec) for spec in specs):
             return specs if any(spec is not None for spec in specs) else None
     may_have_spec = _contains_sharded(hint) or any(
@@ -263,7 +281,10 @@ class _ContainerSpec:
     def _spec_at(self, keys: Iterable[str], leaf: Any) -> Spec:
         hints = [self.hint]
         for key in keys:
+            outer = hints
             hints = [inner for hint in hints for inner in _element_types(hint, key)]
+            if not hints:
+                _check_fields(outer, key)
         members = [member for hint in hints for member in _union_members(hint)]
         for member in members:
             if isinstance(member, _Unresolved) and np.ndim(leaf) > 0:
@@ -289,27 +310,111 @@ def _element_types(hint: Any, key: str) -> list[Any]:
         return _element_types(args[0], key)
     if origin in (typing.Union, types.UnionType):
         return [inner for member in args for inner in _element_types(member, key)]
-    if origin is tuple and Ellipsis not in args:
-        return [args[int(key)]] if key.isdigit() and int(key) < len(args) else []
-    if origin is tuple or (isinstance(origin, type) and not _fields(origin)):
+    if origin is tuple:
+        return _tuple_element(_tuple_items(hint), key)
+    fields = _fields(hint)
+    if isinstance(origin, type) and not fields:
         return [args[-1] if issubclass(origin, Mapping) else args[0]] if args else []
-    fields = _fields(hint if origin is None else origin)
     return [fields[key]] if key in fields else []
 
 
-def _fields(cls: Any) -> dict[str, Any]:
-    """Returns {field: type} of a NamedTuple, TypedDict, dataclass or Equinox module, or {}."""
+def _tuple_items(hint: Any) -> tuple[Any, ...]:
+    """Returns the types in `tuple[...]`, and Ellipsis after the type that it repeats.
+
+    Replaces `Unpack[tuple[A, B]]` with A and B.
+    """
+    items: tuple[Any, ...] = ()
+    for item in typing.get_args(hint):
+        packed = _packed(item)
+        items += (item,) if packed is None else _tuple_items(packed)
+    return items
+
+
+def _tuple_element(items: tuple[Any, ...], key: str) -> list[Any]:
+    if Ellipsis in items[:-1]:
+        raise EinshardError('in the type of a tuple with specs, Unpack[tuple[T, ...]] must be last')
+    if not key.isdigit() or not items:
+        return []
+    if items[-1] is Ellipsis:
+        return [items[min(int(key), len(items) - 2)]]
+    return [*items[int(key) :][:1]]
+
+
+def _packed(hint: Any) -> Any:
+    """Returns T for `Unpack[T]` and `*T`, or None for other types."""
+    if typing.get_origin(hint) is typing.Unpack:
+        return _unwrapped(typing.get_args(hint)[0])
+    if getattr(hint, '__unpacked__', False):
+        return tuple[typing.get_args(hint)]
+    return None
+
+
+def _check_fields(hints: list[Any], key: str) -> None:
+    """Raises if the pytree nodes with `Sharded` fields have no field for a key path."""
+    members = [member for hint in hints for member in _union_members(hint)]
+    classes = [member for member in members if member is not types.NoneType]
+    if not all(map(_fields, classes)) or not any(map(_contains_sharded, classes)):
+        return
+    name = name_of(typing.get_origin(classes[0]) or classes[0])
+    if key.isdigit():
+        raise EinshardError(
+            f'{name} has `Sharded` fields, but is registered without key paths',
+            fix=f'jax.tree_util.register_dataclass({name})',
+        )
+    raise EinshardError(
+        f"{name} has `Sharded` fields, but the key '{key}' of its pytree is not a field",
+        facts={'fields': ', '.join(_fields(classes[0]))},
+    )
+
+
+def _fields(hint: Any) -> dict[str, Any]:
+    """Returns {field: type} of a NamedTuple, TypedDict, dataclass or Equinox module, or {}.
+
+    The types of a generic class contain its type arguments instead of type variables.
+    """
+    cls = typing.get_origin(hint) or hint
     has_fields = (
         dataclasses.is_dataclass(cls) or typing.is_typeddict(cls) or hasattr(cls, '_fields')
     )
-    return _class_hints(cls) if isinstance(cls, type) and has_fields else {}
+    return _class_hints(hint) if isinstance(cls, type) and has_fields else {}
 
 
-def _class_hints(cls: type) -> dict[str, Any]:
+def _class_hints(hint: Any) -> dict[str, Any]:
+    arguments = _type_arguments(hint)
+    generic: dict[str, Any] = {}
     hints: dict[str, Any] = {}
-    for base in reversed(cls.__mro__):
-        hints |= _own_hints(base)
+    # a TypedDict does not have its bases in `__mro__`
+    for cls in reversed([*dict.fromkeys([*next(iter(arguments)).__mro__, *arguments])]):
+        for name, own in _own_hints(cls).items():
+            if typing.is_typeddict(cls) and generic.get(name) == own:
+                continue  # a TypedDict repeats the annotations of its bases
+            generic[name] = own
+            hints[name] = _substitute(own, cls, arguments.get(cls, ()))
     return hints
+
+
+def _type_arguments(hint: Any) -> dict[Any, tuple[Any, ...]]:
+    """Returns {class: type arguments} of a class and its bases, with the class first."""
+    cls, args = typing.get_origin(hint) or hint, typing.get_args(hint)
+    found = {cls: args}
+    if not hasattr(cls, '__orig_bases__'):  # neither it nor a base is generic
+        return found
+    for base in vars(cls).get('__orig_bases__', cls.__bases__):
+        origin = typing.get_origin(base) or base
+        if isinstance(origin, type) and origin not in (typing.Generic, typing.Protocol):
+            found = found | _type_arguments(_substitute(base, cls, args)) | found
+    return found
+
+
+def _substitute(hint: Any, cls: type, args: tuple[Any, ...]) -> Any:
+    """Replaces the type variables of a generic class in a type with type arguments."""
+    variables = [
+        typing.Unpack[variable] if isinstance(variable, typing.TypeVarTuple) else variable
+        for variable in getattr(cls, '__parameters__', ())
+    ]
+    if not args or not variables:
+        return hint
+    return typing.get_args(tuple[(*variables, hint)][args])[-1]  # type: ignore[reportInvalidTypeArguments]
 
 
 def _contains_sharded(hint: Any) -> bool:
@@ -324,7 +429,7 @@ def _nested_types(hint: Any, found: list[Any] | None = None) -> list[Any]:
         found.append(hint)
         args = typing.get_args(hint)
         inner = args[:1] if typing.get_origin(hint) is Annotated else args
-        for inner_hint in (*inner, *_fields(typing.get_origin(hint) or hint).values()):
+        for inner_hint in (*inner, *_fields(hint).values()):
             _nested_types(inner_hint, found)
     return found
 
