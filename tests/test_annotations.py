@@ -373,6 +373,21 @@ def test_types_in_which_a_leaf_is_not_found(hint, value, message):
         on_eight(f)(value)
 
 
+def test_unions_of_different_specs():
+    def f(x):
+        return x
+
+    for hint in (W | V, W | None | V, dict[str, W | V], Box[W | V]):
+        f.__annotations__ = {'x': hint}
+        with pytest.raises(EinshardError, match='different specs'):
+            sharded(f)
+    f.__annotations__ = {'x': W | list[V]}
+    with pytest.raises(EinshardError, match='different specs'):
+        on_eight(f)([X])
+    f.__annotations__ = {'x': W | Sharded[Int[Array, 'a b'], 'a* b']}
+    assert on_eight(f)(X).sharding == ROWS
+
+
 # ------------------------------------------------------------------------- Sharded[...] as a type
 
 

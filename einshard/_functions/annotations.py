@@ -58,8 +58,9 @@ else:
         explicit, because only then is the sharding part of the array's type.
 
         The array type may be a jaxtyping type, `jax.Array`, or a pytree type. All leaves of a
-        pytree have the same spec. The axis names of an expression must match the dimensions of a
-        jaxtyping type. '...' in the expression matches any number of dimensions.
+        pytree have the same spec. The types in a union cannot have different specs. The axis names
+        of an expression must match the dimensions of a jaxtyping type. '...' in the expression
+        matches any number of dimensions.
 
         Raises:
             EinshardError: the expression is invalid, or its axis names differ from the dimensions
@@ -289,8 +290,7 @@ class _ContainerSpec:
         for member in members:
             if isinstance(member, _Unresolved) and np.ndim(leaf) > 0:
                 raise member.error()  # it may stand for a `Sharded` type
-        found = map(_find_metadata, members)
-        return next((metadata.spec for metadata in found if metadata is not None), None)
+        return _only_spec(members)
 
 
 def _union_members(hint: Any) -> list[Any]:
@@ -298,6 +298,20 @@ def _union_members(hint: Any) -> list[Any]:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return [inner for member in typing.get_args(hint) for inner in _union_members(member)]
     return [hint]
+
+
+def _only_spec(members: list[Any]) -> Spec:
+    """Returns the spec of the types in a union, or None. Raises if they have different specs."""
+    specs: list[Spec] = []
+    for metadata in map(_find_metadata, members):
+        if metadata is not None and metadata.spec not in specs:
+            specs.append(metadata.spec)
+    if len(specs) > 1:
+        raise EinshardError(
+            'the types in a union cannot have different specs',
+            facts={'specs': ', '.join(map(repr, specs))},
+        )
+    return specs[0] if specs else None
 
 
 def _element_types(hint: Any, key: str) -> list[Any]:
@@ -427,6 +441,7 @@ def _nested_types(hint: Any, found: list[Any] | None = None) -> list[Any]:
     hint = _unwrapped(hint)
     if hint not in found:  # a type may contain itself
         found.append(hint)
+        _only_spec(_union_members(hint))
         args = typing.get_args(hint)
         inner = args[:1] if typing.get_origin(hint) is Annotated else args
         for inner_hint in (*inner, *_fields(hint).values()):
