@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -61,6 +62,9 @@ class Bias:
 Rows = Sharded[Array, 'b* i']
 
 
+Foreign = typing.Iterable['Elsewhere']
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     folder: Path | None = None
@@ -69,7 +73,7 @@ class Config:
 
 @sharded(static_argnames=('config', 'folder'))
 def with_config(
-    x: Rows, y: 'the second term', config: Config, others: Config, folder: Path
+    x: Rows, y: 'the second term', config: Config, other: Config, folder: Path, foreign: Foreign
 ) -> 'the sum':
     return x + y
 

@@ -107,6 +107,8 @@ class Several(NamedTuple, typing.Generic[T, *Ts]):
     last: T
 
 
+# like optax.OptState: the name in it is defined only in another module
+Foreign = typing.Iterable['Elsewhere'] | None
 IsW = NewType('IsW', W)
 BoundW = TypeVar('BoundW', bound=W)
 LAYER = Layer(X, X[0])
@@ -143,6 +145,10 @@ HINTS = [
     (tuple[BoundW, Array], (X, X), {'0': ROWS}),
     (list[NewType('IsLayer', Layer)], [LAYER], {f'0/{n}': s for n, s in OF_LAYER}),
     (TypeVar('Free'), X, {}),
+    # names of other modules
+    (Foreign, [X], {}),
+    (tuple[W, Foreign], (X, [X]), {'0': ROWS}),
+    (tuple['Layer', Foreign], (LAYER, X), {f'0/{n}': s for n, s in OF_LAYER}),
     # generic types
     (Box[W], Box(X), {'w': ROWS}),
     (Box[Box[W]], Box(Box(X)), {'w/w': ROWS}),
@@ -321,11 +327,24 @@ def test_annotations_that_name_later_definitions():
         assert sharded(annotated_later.Bias.add.__wrapped__)(bias, X).b.sharding == COLUMNS
 
 
+@on_eight
+def before_definition(x: typing.Optional['LaterRows'], y: list['LaterRows']):
+    return x
+
+
+LaterRows = W
+
+
+def test_quoted_names_of_later_definitions():
+    found = before_definition.in_shardings(X, [X])
+    assert found == {'x': ROWS, 'y': [ROWS]}
+
+
 def test_annotations_that_cannot_be_resolved():
     """They are errors only for arrays, for which they might be `Sharded` types."""
     config = annotated_later.Config()
     with jax.set_mesh(device_mesh(EIGHT)):
-        args = X, X, config, None, None
+        args = X, X, config, None, None, [X]
         assert annotated_later.with_config(*args).sharding == ROWS
         assert annotated_later.with_config.in_shardings(*args)['x'] == ROWS
         with pytest.raises(EinshardError, match="annotation 'Path' of with_path: name 'Path'"):

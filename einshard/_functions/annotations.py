@@ -171,6 +171,9 @@ def _evaluate(owner: Any, hint: Any) -> Any:
     """
     if isinstance(hint, type):
         return hint
+    if type(hint) is types.GenericAlias and not hint.__unpacked__:  # such as tuple[A, B]
+        origin: Any = hint.__origin__
+        return origin[tuple(_evaluate(owner, arg) for arg in hint.__args__)]
     if isinstance(owner, type):
         module = sys.modules.get(owner.__module__)
         scopes = dict(vars(owner)), vars(module) if module else {}
@@ -186,17 +189,33 @@ def _evaluate(owner: Any, hint: Any) -> Any:
         if isinstance(error, SyntaxError) and 'Sharded' not in str(hint):
             return Any
         missing = error.name if isinstance(error, NameError) else None
-        return _Unresolved(owner, hint, str(error), missing)
+        text = getattr(hint, '__forward_arg__', hint)
+        fallback = None
+        if missing and 'Sharded' not in str(text):
+            if not isinstance(text, str):
+                fallback = hint
+            elif not re.search(rf'\b{missing}\b', text):
+                # the type refers to itself in its own module, as optax.OptState does
+                variables = {parameter.__name__: parameter for parameter in parameters}
+                return _evaluate(owner, eval(text, scopes[0], {**scopes[1], **variables}))
+        return _Unresolved(owner, hint, str(error), missing, fallback)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Unresolved:
-    """An annotation that cannot be evaluated yet, for example because it names a later class."""
+    """An annotation that cannot be evaluated yet, for example because it names a later class.
+
+    Attributes:
+        missing: a name that is not defined, or None after another error.
+        fallback: a type with names in it that may belong to another module, such as
+            optax.OptState. It is used as it is if these names are not defined at the first call.
+    """
 
     owner: Any
     hint: Any
     reason: str
-    missing: str | None  # a name that is not defined
+    missing: str | None
+    fallback: Any
 
     def error(self) -> EinshardError:
         text = getattr(self.hint, '__forward_arg__', self.hint)
@@ -213,7 +232,7 @@ def _spec_of(hint: Any) -> Spec:
     For `tuple[A, B]`, returns a tuple of specs. For other containers and unions, and for a tuple
     that contains one of these, returns a `_ContainerSpec`.
     """
-    hint = _unwrapped(hint)
+    written, hint = hint, _unwrapped(hint)
     metadata = _find_metadata(hint)
     if metadata is not None:
         return metadata.spec
@@ -222,9 +241,9 @@ def _spec_of(hint: Any) -> Spec:
         if not any(isinstance(spec, _ContainerSpec) for spec in specs):
             return specs if any(spec is not None for spec in specs) else None
     may_have_spec = _contains_sharded(hint) or any(
-        isinstance(inner, _Unresolved) for inner in _nested_types(hint)
+        isinstance(inner, _Unresolved) for inner in _nested_types(written)
     )
-    return _ContainerSpec(hint) if may_have_spec else None
+    return _ContainerSpec(written) if may_have_spec else None
 
 
 def _unwrapped(hint: Any) -> Any:
@@ -236,7 +255,9 @@ def _unwrapped(hint: Any) -> Any:
         if isinstance(hint, _Unresolved):
             hint = _evaluate(hint.owner, hint.hint)
             if isinstance(hint, _Unresolved):
-                return hint
+                if hint.fallback is None:
+                    return hint
+                hint = hint.fallback
         if typing.get_origin(hint) in _QUALIFIERS:
             (hint,) = typing.get_args(hint)
         elif type(hint).__name__ == 'TypeAliasType':  # in typing since Python 3.12
@@ -438,6 +459,8 @@ def _contains_sharded(hint: Any) -> bool:
 def _nested_types(hint: Any, found: list[Any] | None = None) -> list[Any]:
     """Returns a type and the types in it: arguments of generic types, and types of fields."""
     found = [] if found is None else found
+    if isinstance(hint, _Unresolved):
+        found.append(hint)
     hint = _unwrapped(hint)
     if hint not in found:  # a type may contain itself
         found.append(hint)
