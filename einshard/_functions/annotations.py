@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import inspect
 import re
-import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -28,6 +27,16 @@ from .._sharding.resolve import resolve
 from .._text import array_text, name_of
 from .._trees.paths import path_text
 from .._trees.specs import Spec, check_specs
+from .type_hints import (
+    Unresolved,
+    class_hints,
+    fields_of,
+    own_hints,
+    packed_type,
+    tuple_items,
+    union_members,
+    unwrapped,
+)
 
 if TYPE_CHECKING:
     Sharded = Annotated
@@ -102,14 +111,14 @@ def read_annotations(
         {parameter: spec}, and the spec of the result, which is None without an annotation.
     """
     target = _find_annotated(function)
-    hints = _class_hints(target) if isinstance(target, type) else _own_hints(target)
+    hints = class_hints(target) if isinstance(target, type) else own_hints(target)
     unused = hints.keys() - {*parameters, 'return'}
     if target is function:
         unused &= {'self', 'cls'}  # other names are errors
     for name in unused:
         del hints[name]
     for name, hint in [*hints.items()]:
-        packed = _packed(hint)
+        packed = packed_type(hint)
         if packed is not None:
             del hints[name]
             hints |= _unpacked_hints(name, packed)
@@ -125,8 +134,8 @@ def read_annotations(
 def _unpacked_hints(name: str, packed: Any) -> dict[str, Any]:
     """Returns the hints of `**name: Unpack[TypedDict]` or `*name: Unpack[tuple[...]]`."""
     if typing.get_origin(packed) is not tuple:
-        return _fields(packed)
-    items = _tuple_items(packed)
+        return fields_of(packed)
+    items = tuple_items(packed)
     if len(items) == 2 and items[1] is Ellipsis:
         return {name: items[0]}
     if _contains_sharded(packed):
@@ -153,129 +162,24 @@ def _find_annotated(function: Any) -> Any:
             function = function.__call__ if inner is function else inner
 
 
-def _own_hints(owner: Any) -> dict[str, Any]:
-    """Returns the types of a function's annotations, or of those in the body of a class."""
-    if sys.version_info >= (3, 14):  # annotations are evaluated here
-        from annotationlib import Format
-
-        hints = inspect.get_annotations(owner, format=Format.FORWARDREF)
-    else:
-        hints = inspect.get_annotations(owner)
-    return {name: _evaluate(owner, hint) for name, hint in hints.items()}
-
-
-def _evaluate(owner: Any, hint: Any) -> Any:
-    """Evaluates the strings in an annotation.
-
-    Returns `_Unresolved` if that fails, or `Any` for text that is not a type, such as 'the input'.
-    """
-    if isinstance(hint, type):
-        return hint
-    if type(hint) is types.GenericAlias and not hint.__unpacked__:  # such as tuple[A, B]
-        origin: Any = hint.__origin__
-        return origin[tuple(_evaluate(owner, arg) for arg in hint.__args__)]
-    if isinstance(owner, type):
-        module = sys.modules.get(owner.__module__)
-        scopes = dict(vars(owner)), vars(module) if module else {}
-    else:
-        scopes = (getattr(inspect.unwrap(owner), '__globals__', {}),) * 2
-    parameters = getattr(owner, '__type_params__', ())  # since Python 3.12
-    holder = type('', (), {'__annotations__': {'hint': hint}, '__type_params__': parameters})
-    try:
-        return typing.get_type_hints(holder, *scopes, include_extras=True)['hint']
-    except EinshardError:
-        raise
-    except Exception as error:  # text may raise anything
-        if isinstance(error, SyntaxError) and 'Sharded' not in str(hint):
-            return Any
-        missing = error.name if isinstance(error, NameError) else None
-        text = getattr(hint, '__forward_arg__', hint)
-        fallback = None
-        if missing and 'Sharded' not in str(text):
-            if not isinstance(text, str):
-                fallback = hint
-            elif not re.search(rf'\b{missing}\b', text):
-                # the type refers to itself in its own module, as optax.OptState does
-                variables = {parameter.__name__: parameter for parameter in parameters}
-                return _evaluate(owner, eval(text, scopes[0], {**scopes[1], **variables}))
-        return _Unresolved(owner, hint, str(error), missing, fallback)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Unresolved:
-    """An annotation that cannot be evaluated yet, for example because it names a later class.
-
-    Attributes:
-        missing: a name that is not defined, or None after another error.
-        fallback: a type with names in it that may belong to another module, such as
-            optax.OptState. It is used as it is if these names are not defined at the first call.
-    """
-
-    owner: Any
-    hint: Any
-    reason: str
-    missing: str | None
-    fallback: Any
-
-    def error(self) -> EinshardError:
-        text = getattr(self.hint, '__forward_arg__', self.hint)
-        fix = f"define '{self.missing}' in the module, outside `if TYPE_CHECKING`"
-        return EinshardError(
-            f"cannot resolve the annotation '{text}' of {name_of(self.owner)}: {self.reason}",
-            fix=fix if self.missing else None,
-        )
-
-
 def _spec_of(hint: Any) -> Spec:
     """Returns the spec of a type, or None if the type does not contain `Sharded`.
 
     For `tuple[A, B]`, returns a tuple of specs. For other containers and unions, and for a tuple
     that contains one of these, returns a `_ContainerSpec`.
     """
-    written, hint = hint, _unwrapped(hint)
+    written, hint = hint, unwrapped(hint)
     metadata = _find_metadata(hint)
     if metadata is not None:
         return metadata.spec
-    if typing.get_origin(hint) is tuple and Ellipsis not in _tuple_items(hint):
-        specs = tuple(map(_spec_of, _tuple_items(hint)))
+    if typing.get_origin(hint) is tuple and Ellipsis not in tuple_items(hint):
+        specs = tuple(map(_spec_of, tuple_items(hint)))
         if not any(isinstance(spec, _ContainerSpec) for spec in specs):
             return specs if any(spec is not None for spec in specs) else None
     may_have_spec = _contains_sharded(hint) or any(
-        isinstance(inner, _Unresolved) for inner in _nested_types(written)
+        isinstance(inner, Unresolved) for inner in _nested_types(written)
     )
     return _ContainerSpec(written) if may_have_spec else None
-
-
-def _unwrapped(hint: Any) -> Any:
-    """Resolves type aliases, NewTypes, bound TypeVars, and qualifiers such as NotRequired.
-
-    Evaluates an annotation that was `_Unresolved` again.
-    """
-    while True:
-        if isinstance(hint, _Unresolved):
-            hint = _evaluate(hint.owner, hint.hint)
-            if isinstance(hint, _Unresolved):
-                if hint.fallback is None:
-                    return hint
-                hint = hint.fallback
-        if typing.get_origin(hint) in _QUALIFIERS:
-            (hint,) = typing.get_args(hint)
-        elif type(hint).__name__ == 'TypeAliasType':  # in typing since Python 3.12
-            hint = hint.__value__
-        elif isinstance(hint, typing.NewType):
-            hint = hint.__supertype__
-        elif isinstance(hint, typing.TypeVar) and hint.__bound__ is not None:
-            hint = hint.__bound__
-        else:
-            return hint
-
-
-_QUALIFIERS = {
-    typing.Required,
-    typing.NotRequired,
-    typing.Final,
-    getattr(typing, 'ReadOnly', typing.Final),  # since Python 3.13
-}
 
 
 def _find_metadata(hint: Any) -> SpecMetadata | None:
@@ -307,18 +211,11 @@ class _ContainerSpec:
             hints = [inner for hint in hints for inner in _element_types(hint, key)]
             if not hints:
                 _check_fields(outer, key)
-        members = [member for hint in hints for member in _union_members(hint)]
+        members = [member for hint in hints for member in union_members(hint)]
         for member in members:
-            if isinstance(member, _Unresolved) and np.ndim(leaf) > 0:
+            if isinstance(member, Unresolved) and np.ndim(leaf) > 0:
                 raise member.error()  # it may stand for a `Sharded` type
         return _only_spec(members)
-
-
-def _union_members(hint: Any) -> list[Any]:
-    hint = _unwrapped(hint)
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return [inner for member in typing.get_args(hint) for inner in _union_members(member)]
-    return [hint]
 
 
 def _only_spec(members: list[Any]) -> Spec:
@@ -337,32 +234,20 @@ def _only_spec(members: list[Any]) -> Spec:
 
 def _element_types(hint: Any, key: str) -> list[Any]:
     """Returns the possible types of a container's element at a key such as '0' or 'w'."""
-    hint = _unwrapped(hint)
+    hint = unwrapped(hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if _find_metadata(hint) is not None or isinstance(hint, _Unresolved):
+    if _find_metadata(hint) is not None or isinstance(hint, Unresolved):
         return [hint]  # `Sharded[pytree type, spec]`: the spec is for all leaves
     if origin is Annotated:
         return _element_types(args[0], key)
     if origin in (typing.Union, types.UnionType):
         return [inner for member in args for inner in _element_types(member, key)]
     if origin is tuple:
-        return _tuple_element(_tuple_items(hint), key)
-    fields = _fields(hint)
+        return _tuple_element(tuple_items(hint), key)
+    fields = fields_of(hint)
     if isinstance(origin, type) and not fields:
         return [args[-1] if issubclass(origin, Mapping) else args[0]] if args else []
     return [fields[key]] if key in fields else []
-
-
-def _tuple_items(hint: Any) -> tuple[Any, ...]:
-    """Returns the types in `tuple[...]`, and Ellipsis after the type that it repeats.
-
-    Replaces `Unpack[tuple[A, B]]` with A and B.
-    """
-    items: tuple[Any, ...] = ()
-    for item in typing.get_args(hint):
-        packed = _packed(item)
-        items += (item,) if packed is None else _tuple_items(packed)
-    return items
 
 
 def _tuple_element(items: tuple[Any, ...], key: str) -> list[Any]:
@@ -375,20 +260,11 @@ def _tuple_element(items: tuple[Any, ...], key: str) -> list[Any]:
     return [*items[int(key) :][:1]]
 
 
-def _packed(hint: Any) -> Any:
-    """Returns T for `Unpack[T]` and `*T`, or None for other types."""
-    if typing.get_origin(hint) is typing.Unpack:
-        return _unwrapped(typing.get_args(hint)[0])
-    if getattr(hint, '__unpacked__', False):
-        return tuple[typing.get_args(hint)]
-    return None
-
-
 def _check_fields(hints: list[Any], key: str) -> None:
     """Raises if the pytree nodes with `Sharded` fields have no field for a key path."""
-    members = [member for hint in hints for member in _union_members(hint)]
+    members = [member for hint in hints for member in union_members(hint)]
     classes = [member for member in members if member is not types.NoneType]
-    if not all(map(_fields, classes)) or not any(map(_contains_sharded, classes)):
+    if not all(map(fields_of, classes)) or not any(map(_contains_sharded, classes)):
         return
     name = name_of(typing.get_origin(classes[0]) or classes[0])
     if key.isdigit():
@@ -398,58 +274,8 @@ def _check_fields(hints: list[Any], key: str) -> None:
         )
     raise EinshardError(
         f"{name} has `Sharded` fields, but the key '{key}' of its pytree is not a field",
-        facts={'fields': ', '.join(_fields(classes[0]))},
+        facts={'fields': ', '.join(fields_of(classes[0]))},
     )
-
-
-def _fields(hint: Any) -> dict[str, Any]:
-    """Returns {field: type} of a NamedTuple, TypedDict, dataclass or Equinox module, or {}.
-
-    The types of a generic class contain its type arguments instead of type variables.
-    """
-    cls = typing.get_origin(hint) or hint
-    has_fields = (
-        dataclasses.is_dataclass(cls) or typing.is_typeddict(cls) or hasattr(cls, '_fields')
-    )
-    return _class_hints(hint) if isinstance(cls, type) and has_fields else {}
-
-
-def _class_hints(hint: Any) -> dict[str, Any]:
-    arguments = _type_arguments(hint)
-    generic: dict[str, Any] = {}
-    hints: dict[str, Any] = {}
-    # a TypedDict does not have its bases in `__mro__`
-    for cls in reversed([*dict.fromkeys([*next(iter(arguments)).__mro__, *arguments])]):
-        for name, own in _own_hints(cls).items():
-            if typing.is_typeddict(cls) and generic.get(name) == own:
-                continue  # a TypedDict repeats the annotations of its bases
-            generic[name] = own
-            hints[name] = _substitute(own, cls, arguments.get(cls, ()))
-    return hints
-
-
-def _type_arguments(hint: Any) -> dict[Any, tuple[Any, ...]]:
-    """Returns {class: type arguments} of a class and its bases, with the class first."""
-    cls, args = typing.get_origin(hint) or hint, typing.get_args(hint)
-    found = {cls: args}
-    if not hasattr(cls, '__orig_bases__'):  # neither it nor a base is generic
-        return found
-    for base in vars(cls).get('__orig_bases__', cls.__bases__):
-        origin = typing.get_origin(base) or base
-        if isinstance(origin, type) and origin not in (typing.Generic, typing.Protocol):
-            found = found | _type_arguments(_substitute(base, cls, args)) | found
-    return found
-
-
-def _substitute(hint: Any, cls: type, args: tuple[Any, ...]) -> Any:
-    """Replaces the type variables of a generic class in a type with type arguments."""
-    variables = [
-        typing.Unpack[variable] if isinstance(variable, typing.TypeVarTuple) else variable
-        for variable in getattr(cls, '__parameters__', ())
-    ]
-    if not args or not variables:
-        return hint
-    return typing.get_args(tuple[(*variables, hint)][args])[-1]  # type: ignore[reportInvalidTypeArguments]
 
 
 def _contains_sharded(hint: Any) -> bool:
@@ -459,15 +285,15 @@ def _contains_sharded(hint: Any) -> bool:
 def _nested_types(hint: Any, found: list[Any] | None = None) -> list[Any]:
     """Returns a type and the types in it: arguments of generic types, and types of fields."""
     found = [] if found is None else found
-    if isinstance(hint, _Unresolved):
+    if isinstance(hint, Unresolved):
         found.append(hint)
-    hint = _unwrapped(hint)
+    hint = unwrapped(hint)
     if hint not in found:  # a type may contain itself
         found.append(hint)
-        _only_spec(_union_members(hint))
+        _only_spec(union_members(hint))
         args = typing.get_args(hint)
         inner = args[:1] if typing.get_origin(hint) is Annotated else args
-        for inner_hint in (*inner, *_fields(hint).values()):
+        for inner_hint in (*inner, *fields_of(hint).values()):
             _nested_types(inner_hint, found)
     return found
 
