@@ -253,6 +253,12 @@ def refs_and_keys():
     data = gather({'keys': einshard(keys, 'a8'), 'key': jax.random.key(1)})
     np.testing.assert_array_equal(data['keys'], jax.random.key_data(keys))
     assert type(data['key']) is np.ndarray
+    # keys move between placements and meshes
+    explicit = Mesh(np.array(jax.devices())[::-1], ('x',), axis_types=(AxisType.Explicit,))
+    for expression, mesh in [('a -> * a', None), ('a -> a2 4', None), ('a@x', explicit)]:
+        moved = einshard({'k': einshard(keys, 'a8')}, expression, mesh=mesh)['k']
+        assert einshard(moved, expression, mesh=mesh) is moved
+        np.testing.assert_array_equal(gather(moved), jax.random.key_data(keys))
     error = refused(from_local, {'r': ref, 'x': FULL}, 'a* b')
     assert 'a jax.Ref' in str(error)
 

@@ -143,11 +143,17 @@ def _put_global(x: Any, sharding: NamedSharding, donate: bool) -> Any:
     the array. `device_put` would first gather all copies, to check that they are equal.
     """
     is_global = isinstance(x, jax.Array) and not x.is_fully_addressable
+    is_key = isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)
+    if is_global and is_key:  # device_put fails
+        data = _put_global(jax.random.key_data(x), sharding, donate)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if is_global or sharding.is_fully_addressable:
         return jax.device_put(x, sharding, donate=donate)
-    is_key = isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)
     full = x if is_key else as_host(x)
-    return jax.make_array_from_callback(full.shape, sharding, lambda index: full[index])
+    # without dtype=, this fails in a process that has no device of the mesh
+    return jax.make_array_from_callback(
+        full.shape, sharding, lambda index: full[index], dtype=full.dtype
+    )
 
 
 def as_host(x: Any) -> np.ndarray[Any, Any]:
