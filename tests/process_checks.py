@@ -225,6 +225,27 @@ def gathered_arrays():
     again = einshard(gathered['global'], describe(y))
     assert again.sharding == y.sharding
     check_shards(again, FULL, [(1, 2), (0, 4)])
+    # meshes whose devices are in different orders
+    crosswise = Mesh(np.array(jax.devices()).reshape(2, 4).T, ('x', 'y'))
+    pair = Mesh(np.array(jax.devices())[[0, 7]], ('x',))
+    arrays = [einshard(FULL, 'a@x b', mesh=mesh) for mesh in (crosswise, pair)]
+    for full in gather([y, *arrays, y]):
+        np.testing.assert_array_equal(full, FULL)
+
+
+@check
+def a_mesh_of_one_process():
+    """All processes make arrays for the mesh of a pipeline stage."""
+    keys = jax.random.split(jax.random.key(0), 8)
+    stage = einshard({'x': FULL, 'keys': keys}, 'a* ...', mesh=jax.devices()[4:])
+    assert {name: x.dtype for name, x in stage.items()} == {'x': FULL.dtype, 'keys': keys.dtype}
+    everywhere = einshard(FULL, 'a* b')
+    if jax.process_index() == 0:
+        return refused(gather, {'stage': stage['x'], 'x': everywhere})
+    gathered = gather({**stage, 'everywhere': everywhere})
+    for name in ('x', 'everywhere'):
+        np.testing.assert_array_equal(gathered[name], FULL)
+    np.testing.assert_array_equal(gathered['keys'], jax.random.key_data(keys))
 
 
 @check

@@ -267,6 +267,15 @@ def test_each_process_raises_its_own_error(run, n):
             )
 
 
+def test_gather_without_a_device_in_the_mesh(run):
+    assert said(run, 2, 'a_mesh_of_one_process')[0] == (
+        'process 0 has no device in the mesh\n'
+        "  array:          float32[8,16], leaf 'stage'\n"
+        "  mesh:           'd0': 2, 'd1': 2 (Auto, canonical mesh)\n"
+        '  devices are in: process 1'
+    )
+
+
 def test_axes_split_unevenly_across_processes(run):
     for texts in said(run, 2, 'uneven_rows'):
         assert texts['split unevenly'] == (

@@ -30,7 +30,7 @@ from .._trees.specs import (
 )
 from .device_put import as_host
 from .place import check_dtype, einshard
-from .process_agreement import PlannedArray, check_same_plan, group_processes, process_text
+from .process_agreement import PlannedArray, check_has_device, check_same_plan, group_processes
 
 T = TypeVar('T')
 
@@ -109,16 +109,7 @@ def _device_mesh(mesh: AnyMesh) -> Mesh:
             'from_local needs a mesh of devices, but this mesh is abstract',
             facts={'mesh': mesh_fact(mesh)},
         )
-    if not mesh.local_devices:
-        raise EinshardError(
-            f'process {jax.process_index()} has no device in the mesh',
-            facts={
-                'mesh': mesh_fact(mesh),
-                'devices are in': process_text(
-                    sorted({d.process_index for d in mesh.devices.flat})
-                ),
-            },
-        )
+    check_has_device(mesh)
     return mesh
 
 

@@ -13,6 +13,7 @@ from .._errors import EinshardError
 from .._sharding.mesh import device_mesh, is_partial
 from .._trees.paths import leaf_paths, leaf_text
 from .device_put import without_partial_axes
+from .process_agreement import check_has_device
 
 T = TypeVar('T')
 
@@ -27,8 +28,8 @@ def gather(tree: T) -> T:
         (4, 6)
 
     In one process this is `jax.device_get`. With several processes, all of them must call `gather`:
-    one program first replicates all arrays that have shards in other processes, so each device
-    needs memory for the full arrays.
+    it first replicates the arrays that have shards in other processes, with one program for arrays
+    with the same order of devices, so each device needs memory for the full arrays.
 
     Args:
         tree: a pytree. Leaves that are not JAX arrays are returned as they are. A `jax.Ref` is
@@ -41,7 +42,8 @@ def gather(tree: T) -> T:
         `jax.Ref`, a partial sum, or an array of PRNG keys.
 
     Raises:
-        EinshardError: a leaf is a traced value.
+        EinshardError: a leaf is a traced value, or this process has no device in the mesh of an
+            array.
     """
     leaves, treedef = jtu.tree_flatten(tree)
     for i, leaf in enumerate(leaves):
@@ -54,10 +56,19 @@ def gather(tree: T) -> T:
     leaves = [_plain_array(leaf) for leaf in leaves]
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
     remote = {i: leaf for i, leaf in arrays.items() if not leaf.is_fully_addressable}
-    if remote:
-        shardings = {i: _replicated_sharding(leaf) for i, leaf in remote.items()}
-        replicated = jax.jit(_identity, out_shardings=shardings)(remote)
-        arrays |= {i: leaf.addressable_data(0) for i, leaf in replicated.items()}
+    shardings = {i: _replicated_sharding(leaf) for i, leaf in remote.items()}
+    groups: dict[tuple[Any, ...], list[int]] = {}  # leaf indices by device order
+    for i, sharding in shardings.items():
+        groups.setdefault(tuple(sharding.mesh.devices.flat), []).append(i)
+    for group in groups.values():  # jit needs arrays with the same order of devices
+        replicate = jax.jit(_identity, out_shardings={i: shardings[i] for i in group})
+        arrays |= replicate({i: remote[i] for i in group})
+    for i, leaf in remote.items():  # after the programs, for which other processes wait
+        try:
+            check_has_device(shardings[i].mesh)
+        except EinshardError as error:
+            raise error.about(array=leaf_text(leaf_paths(tree, treedef)[i], leaf)) from None
+        arrays[i] = arrays[i].addressable_data(0)
     for i, host in jax.device_get(arrays).items():
         leaves[i] = host
     return jtu.tree_unflatten(treedef, leaves)

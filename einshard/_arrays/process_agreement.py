@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._cache import cached
 from .._errors import EinshardError
+from .._sharding.mesh import mesh_fact
 
 # an array that a process is about to build: ("float32[6,8], leaf 'w'", 'a b -> a* b')
 PlannedArray = tuple[str, str]
@@ -104,6 +105,20 @@ def _mismatch_error(planned: Mapping[int, Sequence[str]]) -> EinshardError:
             'expected': 'the same shapes, dtypes, paths and expressions in every process',
         },
     )
+
+
+def check_has_device(mesh: Mesh) -> None:
+    """Raises if this process has no device in the mesh."""
+    if not mesh.local_devices:
+        raise EinshardError(
+            f'process {jax.process_index()} has no device in the mesh',
+            facts={
+                'mesh': mesh_fact(mesh),
+                'devices are in': process_text(
+                    sorted({d.process_index for d in mesh.devices.flat})
+                ),
+            },
+        )
 
 
 def group_processes(texts: Mapping[int, str]) -> dict[str, str]:
