@@ -106,10 +106,16 @@ def kinds():
         x = einshard(full, 'a -> a*')
         assert x.dtype == dtype
         check_shards(x, full.astype(dtype), [(0, 8)])
-    for scalar in (3, 2.5, True, 1j, np.float64(2), np.ones(())):
+    for scalar in (3, 2.5, True, 1j, np.float64(2), np.ones(()), jnp.asarray(0.5), np.int32(1)):
         x = einshard(scalar, '... -> * ...')
-        assert (x.shape, x.dtype) == ((), jnp.asarray(scalar).dtype)
+        array = jnp.asarray(scalar)
+        assert (x.shape, x.dtype, x.weak_type) == ((), array.dtype, array.weak_type)
         check_shards(x, np.asarray(scalar, x.dtype), [(None, 8)])
+    x = einshard(jnp.full(16, 0.5), 'a -> a*')
+    assert x.weak_type
+    check_shards(x, np.full(16, 0.5, np.float32), [(0, 8)])
+    half = sharded('a*', '*', out='a*')(jnp.multiply)(np.ones(8, ml_dtypes.bfloat16), 0.5)
+    assert half.dtype == ml_dtypes.bfloat16
     for place in (einshard, from_local):
         with pytest.raises(OverflowError):
             place(2**40, '... -> * ...')

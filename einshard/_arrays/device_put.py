@@ -149,11 +149,25 @@ def _put_global(x: Any, sharding: NamedSharding, donate: bool) -> Any:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if is_global or sharding.is_fully_addressable:
         return jax.device_put(x, sharding, donate=donate)
+    # in host memory, JAX 0.8.1 would fail
+    if not is_key and _is_weakly_typed(x) and sharding.memory_kind == 'device':
+        return jax.jit(_identity, out_shardings=sharding)(x)
     full = x if is_key else as_host(x)
     # without dtype=, this fails in a process that has no device of the mesh
     return jax.make_array_from_callback(
         full.shape, sharding, lambda index: full[index], dtype=full.dtype
     )
+
+
+def _is_weakly_typed(x: Any) -> bool:
+    """Whether `x` is a number, or a weakly typed array that jit may place."""
+    if isinstance(x, jax.Array):
+        return x.weak_type and not x.committed
+    return type(x) in (int, float, complex)
+
+
+def _identity(x: Any) -> Any:
+    return x
 
 
 def as_host(x: Any) -> np.ndarray[Any, Any]:
