@@ -393,6 +393,18 @@ def test_memory_kind(devices8, kind):
     np.testing.assert_array_equal(back, X)
 
 
+@pytest.mark.parametrize('kinds', [('device', 'pinned_host'), ('pinned_host', 'device')])
+@pytest.mark.parametrize('tree', [lambda x: x, lambda x: [x, x + 1]])
+def test_other_memory_and_device_order(devices8, kinds, tree):
+    old, new = kinds
+    reverse = Mesh(np.array(devices8[::-1]), ('x',))
+    x = tree(einshard(X, 'a8 b', mesh=devices8, memory_kind=old))
+    moved = einshard(x, 'a b@x', mesh=reverse, memory_kind=new)
+    sharding = NamedSharding(reverse, P(None, 'x'), memory_kind=new)
+    assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(moved))
+    jax.tree.map(np.testing.assert_array_equal, moved, tree(X))
+
+
 @pytest.mark.parametrize('tree', [lambda x: x, lambda x: [x, x + 1]])
 def test_donation_to_another_kind_of_memory(devices8, tree):
     on_devices = tree(einshard(X, 'a b -> a8 b', mesh=devices8))

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from .._errors import EinshardError
 from .._sharding.context import is_tracing
-from .._sharding.mesh import are_equivalent, is_partial, partition_spec, spec_axes
+from .._sharding.mesh import AnyMesh, are_equivalent, is_partial, partition_spec, spec_axes
 from .._trees.specs import reject_masked_array
 from .reshard import reshard
 
@@ -31,9 +31,15 @@ def make_movable(x: Any, sharding: NamedSharding) -> Any:
     if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
         return x
     mesh = x.sharding.mesh
+    x = without_partial_axes(x, sharding) if is_partial(x.sharding) else x
+    memory_kind = x.sharding.memory_kind
+    if memory_kind != sharding.memory_kind and _is_reordered(sharding.mesh, mesh):
+        # in two steps, with the reordering in device memory: JAX 0.8.1 fails in host memory
+        if memory_kind == 'device':
+            return put_array(x, sharding.with_memory_kind(memory_kind))
+        x = jax.device_put(x, x.sharding.with_memory_kind(sharding.memory_kind))
     if not isinstance(mesh, Mesh) or AxisType.Explicit not in mesh.axis_types:
         return x
-    x = without_partial_axes(x, sharding) if is_partial(x.sharding) else x
     if jax.__version_info__ >= (0, 10) or mesh.axis_names == sharding.mesh.axis_names:
         return x
     # JAX 0.8.1 fails, because it looks up the mesh axes of `x` in the mesh of `sharding`
@@ -44,6 +50,14 @@ def make_movable(x: Any, sharding: NamedSharding) -> Any:
     )
     shards = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, with_auto_axes, shards)
+
+
+def _is_reordered(mesh: AnyMesh, other: AnyMesh) -> bool:
+    """Whether two meshes have the same devices in different orders."""
+    if isinstance(mesh, AbstractMesh) or isinstance(other, AbstractMesh):
+        return False
+    devices, others = list(mesh.devices.flat), list(other.devices.flat)
+    return devices != others and {*devices} == {*others}
 
 
 def without_partial_axes(x: Any, sharding: NamedSharding) -> Any:
