@@ -378,5 +378,22 @@ def test_jax_081_multiplies_a_partial_sum():
     np.testing.assert_array_equal(reshard(direct, P(None, None)), factor * A)
 
 
+@pytest.mark.parametrize('sign', ['+', '='])
+def test_memory_kinds(sign):
+    expression = f'a b {sign}@y'
+    on_host = einshard(A, 'a b', memory_kind='pinned_host')
+    back = einshard(on_host, expression)
+    assert back.sharding.memory_kind == 'device'
+    np.testing.assert_array_equal(gather(back), A)
+    if jax.__version_info__ < (0, 10):
+        error = refusal(einshard, A, expression, memory_kind='pinned_host')
+        assert error.sentence == f"before JAX 0.10, '{sign}@y' can only be in device memory"
+        return
+    for x in (A, einshard(A, 'a b'), back):
+        placed = einshard(x, expression, memory_kind='pinned_host')
+        assert describe(placed) == f'a b -> {expression} (in pinned_host)'
+        np.testing.assert_array_equal(gather(placed), A)
+
+
 def test_from_local_in_one_process():
     np.testing.assert_array_equal(gather(from_local(A, 'a b +@y')), A)

@@ -78,7 +78,8 @@ def _reshard(x: Any, sharding: NamedSharding) -> Any:
 def _put_partial(x: Any, sharding: NamedSharding, donate: bool) -> Any:
     """Places an array with a sharding that `device_put` rejects, because it is partial."""
     mesh = sharding.mesh
-    if not isinstance(x, jax.Array) or getattr(x.sharding, 'mesh', None) != mesh:
+    is_on_mesh = isinstance(x, jax.Array) and getattr(x.sharding, 'mesh', None) == mesh
+    if not is_on_mesh or x.sharding.memory_kind != sharding.memory_kind:
         spec = partition_spec(spec_axes(sharding.spec))
         x = put_array(x, NamedSharding(mesh, spec, memory_kind=sharding.memory_kind), donate)
     return _reshard(x, sharding)
