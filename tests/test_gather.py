@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from refusal import refusal
 
@@ -54,6 +54,19 @@ def test_traced_values():
     error = refusal(jax.jit(lambda tree: gather(tree)), {'w': X})
     assert error.sentence == 'a traced value cannot be gathered: it has no data yet'
     assert error.facts['array'] == "float32[12,16], leaf 'w'"
+
+
+def test_values_that_a_traced_function_closes_over():
+    mesh = Mesh(np.array(jax.devices()[:2]), ('x',), axis_types=(AxisType.Explicit,))
+    key, terms = jax.random.key(0), einshard(X, 'a b +@x', mesh=mesh)
+    host = []
+    jax.jit(lambda x: host.append(gather({'key': key, 'terms': terms, 'x': X})))(1)
+    np.testing.assert_array_equal(host[0]['key'], jax.random.key_data(key))
+    np.testing.assert_array_equal(host[0]['terms'], X)
+    ref = jax.new_ref(X)
+    error = refusal(jax.jit(lambda x: gather({'r': ref})), 1)
+    assert error.sentence == 'a traced value cannot be gathered: it has no data yet'
+    assert error.facts['array'].endswith("leaf 'r'")
 
 
 @pytest.mark.parametrize('impl', ['threefry2x32', 'rbg'])

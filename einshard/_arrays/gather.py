@@ -39,7 +39,7 @@ def gather(tree: T) -> T:
     Returns:
         The same pytree with NumPy arrays. For an array that `einshard` has sharded,
         `einshard(gather(x), describe(x))` on the same mesh restores `x` exactly, unless it is a
-        `jax.Ref`, a partial sum, or an array of PRNG keys.
+        `jax.Ref`, a partial sum, or an array of PRNG keys. Weak types become strong.
 
     Raises:
         EinshardError: a leaf is a traced value, or this process has no device in the mesh of an
@@ -47,16 +47,16 @@ def gather(tree: T) -> T:
     """
     leaves, treedef = jtu.tree_flatten(tree)
     for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tracer):
+        leaves[i] = _plain_array(leaf)
+        if isinstance(leaves[i], Tracer):
             array = leaf_text(leaf_paths(tree, treedef)[i], leaf)
             raise EinshardError(
                 'a traced value cannot be gathered: it has no data yet',
                 facts={'array': array, 'instead': 'return it and gather the result'},
             )
-    leaves = [_plain_array(leaf) for leaf in leaves]
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
     remote = {i: leaf for i, leaf in arrays.items() if not leaf.is_fully_addressable}
-    shardings = {i: _replicated_sharding(leaf) for i, leaf in remote.items()}
+    shardings: dict[int, Any] = {i: _replicated_sharding(leaf) for i, leaf in remote.items()}
     groups: dict[tuple[Any, ...], list[int]] = {}  # leaf indices by device order
     for i, sharding in shardings.items():
         groups.setdefault(tuple(sharding.mesh.devices.flat), []).append(i)
@@ -78,10 +78,13 @@ def _plain_array(leaf: Any) -> Any:
     """Reads a Ref, converts PRNG keys to key data, and adds up partial sums."""
     if isinstance(leaf, jax.Ref):
         leaf = leaf[...]
-    if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    if isinstance(leaf, jax.Array) and is_partial(leaf.sharding):
-        leaf = without_partial_axes(leaf, _replicated_sharding(leaf))
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
+        return leaf
+    with jax.ensure_compile_time_eval():  # a traced function may close over the array
+        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        if is_partial(leaf.sharding):
+            leaf = without_partial_axes(leaf, _replicated_sharding(leaf))
     return leaf
 
 
