@@ -263,6 +263,13 @@ def test_unconstrained_outside_a_trace(use):
     assert error.sentence.startswith('P.UNCONSTRAINED is only for values in a traced function')
 
 
+@pytest.mark.parametrize('struct', [jax.ShapeDtypeStruct((8, 8), 'f4'), jax.new_ref(X)], ids=type)
+def test_unconstrained_structs_and_refs_in_a_trace(struct):
+    f = jax.jit(lambda x: einshard([x, struct], P(P.UNCONSTRAINED, 'data'), mesh=AUTO)[0])
+    error = refusal(f, X)
+    assert error.sentence == 'P.UNCONSTRAINED is only for values in a traced function'
+
+
 @pytest.mark.parametrize('constant', [X, jnp.asarray(X)], ids=['numpy', 'jax'])
 def test_unconstrained_constants(constant):
     def f(x):

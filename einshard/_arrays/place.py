@@ -20,7 +20,7 @@ from .._sharding.context import Context, current_context, is_tracing
 from .._sharding.describe import describe
 from .._sharding.leaf_spec import AnySpec, with_memory_kind
 from .._sharding.mesh import MeshLike
-from .._sharding.resolve import Placement, Shape, find_placement, resolve
+from .._sharding.resolve import Placement, find_placement, resolve
 from .._trees.paths import leaf_paths, leaf_text
 from .._trees.specs import (
     Spec,
@@ -152,7 +152,7 @@ def _place_leaves(
     leaves: list[Any],
     spec_tree: Spec,
     specs: Sequence[AnySpec | None],
-    find: Callable[[AnySpec, Shape], Placement],
+    find: Callable[..., Placement],
     tracing: bool,
     donate: bool,
 ) -> list[Any]:
@@ -191,14 +191,15 @@ def _place_leaves(
 
 
 def _placement_of_leaf(
-    leaf: Any, kind: _LeafKind, spec: AnySpec | None, find: Callable[[AnySpec, Shape], Placement]
+    leaf: Any, kind: _LeafKind, spec: AnySpec | None, find: Callable[..., Placement]
 ) -> Placement | None:
     if spec is None:
         return None
     if kind == 'other':
         check_registered_pytree(leaf)
         return None
-    placement = find(spec, () if kind == 'number' else leaf.shape)
+    options = {'traced': False} if kind in ('struct', 'ref') else {}
+    placement = find(spec, () if kind == 'number' else leaf.shape, **options)
     if kind == 'numpy':
         check_dtype(placement.expression, leaf.dtype)
     return placement
