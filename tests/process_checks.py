@@ -24,6 +24,7 @@ from shards import ON_EIGHT, check_shards, slice_of
 
 from einshard import (
     Rules,
+    axis_rules,
     describe,
     device_mesh,
     einshard,
@@ -302,6 +303,10 @@ def own_parts():
             check_shards(x, FULL, grid)
             assert x.sharding == make_sharding(expression)
         np.testing.assert_array_equal(gather(x), FULL)
+    on_host = einshard(FULL, 'a* b', mesh=jax.local_devices(), memory_kind='pinned_host')
+    x = from_local(on_host, 'a* b')
+    assert x.sharding.memory_kind == 'device'
+    np.testing.assert_array_equal(gather(x), np.concatenate([FULL] * jax.process_count()))
     # an axis behind '...', and one that is empty
     images = np.arange(8 * 2 * 4).reshape(8, 2, 4)
     x = from_local(part_of(images, [(0, 8)]), 'batch ... c -> batch* ... c')
@@ -465,6 +470,9 @@ def uneven_rows():
     for name, (batch, its_spec) in cases.items():
         said[name] = refused(from_local, batch, its_spec)
         assert from_local(rows, spec).shape == (8 * jax.process_count(), 4)
+    with axis_rules(batch='*', indivisible='replicate'):
+        said['lenient axis rules'] = refused(from_local, {'x': rows[:7]}, 'batch d')
+        said['no rule'] = refused(from_local, {'x': rows[:7]}, spec)
     if jax.process_count() == 2:
         said['split unevenly'] = refused(
             from_local, rows, 'batch d -> batch3 d 2', mesh=jax.devices()[1:7]

@@ -204,7 +204,7 @@ def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
         if not is_even or len(shard_sets) * n_local != placement.layout.n_shards[axis]:
             raise _uneven_error(placement, axis, array, by_process)
         if sizes[axis] % n_local:
-            raise _indivisible_error(placement, axis, array, n_local, spec)
+            raise _indivisible_error(placement, axis, array, n_local, spec, context)
         sizes[axis] *= len(shard_sets)
     global_shape = tuple(sizes)
     return _LocalArray(array, global_shape, resolve(spec, global_shape, context).sharding)
@@ -228,11 +228,15 @@ def _shards_by_process(
 
 
 def _indivisible_error(
-    placement: Placement, axis: int, array: Any, n_local: int, spec: AnySpec
+    placement: Placement, axis: int, array: Any, n_local: int, spec: AnySpec, context: Context
 ) -> EinshardError:
     size, n_shards = array.shape[axis], placement.layout.n_shards[axis]
     name, terms = terms_of_axis(placement.expression, axis, array.ndim)
-    replicates = as_leaf_spec(spec).on_indivisible == 'replicate'
+    leaf_spec = as_leaf_spec(spec)
+    rules = context.axis_rules if leaf_spec.expression.short else ()
+    replicates = leaf_spec.on_indivisible == 'replicate' or any(
+        rule.replicates_indivisible for rule in rules if rule.name == name
+    )
     return placement.expression.error(
         f"axis '{name}' (local size {size}) is not divisible by {n_local}, "
         'the number of local shards',
@@ -262,7 +266,10 @@ def _uneven_error(
 def _build(local: _LocalArray) -> Any:
     if isinstance(local.array, jax.ShapeDtypeStruct):
         return local.array.update(shape=local.global_shape, sharding=local.sharding)
-    return jax.make_array_from_process_local_data(local.sharding, local.array, local.global_shape)
+    array = local.array
+    if isinstance(array, jax.Array) and array.sharding.memory_kind != 'device':
+        array = as_host(array)  # JAX cannot slice an array in host memory
+    return jax.make_array_from_process_local_data(local.sharding, array, local.global_shape)
 
 
 def _error_sentence(error: Exception) -> str:
