@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from counting import counted
 
-from einshard import EinshardError, make_sharding, sharded
+from einshard import EinshardError, make_sharding, per_device, sharded
 
 X = np.arange(16, dtype=np.float32).reshape(4, 4)
 FOUR = jax.devices()[:4]
@@ -257,6 +257,32 @@ def test_invalid_options_of_jit(option, value):
 def test_numbers_of_numpy_name_parameters(number):
     g = on_four(ROWS, static_argnums=number)(weighted)
     np.testing.assert_array_equal(g(X, X, 2.0), weighted(X, X, 2.0))
+
+
+def on_shards(*specs, **options):
+    return per_device(*specs, out=specs[0], axis_names=iter(['a']), **options)
+
+
+@pytest.mark.parametrize('decorator', [sharded, on_shards])
+def test_options_are_copied_when_they_are_given(decorator):
+    devices, names = FOUR[:2], ['x']
+    decorates = [
+        decorator(ROWS, mesh=mesh, static_argnames=iter(['n']), donate_argnames=names)
+        for mesh in (devices, iter(FOUR))
+    ]
+    devices += FOUR[2:]
+    names += ['no parameter']
+    for decorate, n_devices in zip(decorates, (2, 4), strict=True):
+        for _ in range(2):  # the first function does not use up the options
+
+            @decorate
+            def f(x, n):
+                assert type(n) is int
+                assert decorator is sharded or len(x) < 4
+                return x + n
+
+            np.testing.assert_array_equal(f(X, n=2), X + 2)
+            assert len(f(X, n=2).sharding.device_set) == n_devices
 
 
 def test_the_program_bears_the_names_of_function_and_parameters():

@@ -11,7 +11,7 @@ import difflib
 import inspect
 import keyword
 import numbers
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -336,6 +336,15 @@ def _is_method(function: Any) -> bool:
     """Whether a function is defined in a class body."""
     parts = getattr(function, '__qualname__', '').split('.')
     return len(parts) > 1 and parts[-2] != '<locals>'
+
+
+def copied(value: Any) -> Any:
+    """Copies a list or an iterator to a tuple: a list may change, and an iterator is read once."""
+    return tuple(value) if isinstance(value, list | Iterator) else value  # type: ignore[reportUnknownArgumentType]
+
+
+def with_copied_options(named: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: copied(x) if name in JIT_OPTIONS else x for name, x in named.items()}
 
 
 def as_list(values: Any, item_type: type, option: str, expected: str, example: str) -> list[Any]:

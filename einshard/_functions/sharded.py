@@ -13,7 +13,7 @@ from .._sharding.axis_rules import Fallback, check_option
 from .._sharding.mesh import MeshLike, check_mesh
 from .._text import deferred_kind, name_of
 from .._trees.specs import Spec, check_spec_functions, is_function, mesh_of
-from .parameters import declare
+from .parameters import copied, declare, with_copied_options
 from .promise import Budget, Promise, read_limits
 from .setup import Setup
 from .sharded_function import ShardedFunction
@@ -101,7 +101,8 @@ def sharded(
         MemoryExceeded: at a call, if the program needs more than `memory`.
     """
     check_option('indivisible', indivisible)
-    named = named_specs_and_jit_options
+    # read once, because the decorator may decorate several functions
+    mesh, named = copied(mesh), with_copied_options(named_specs_and_jit_options)
     limits = collectives, memory
     options = out, mesh, reshard, indivisible, limits, named
     no_options = all(x is None for x in (out, mesh, *limits)) and not (named or reshard)

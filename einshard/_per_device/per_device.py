@@ -14,7 +14,14 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .._errors import EinshardError
 from .._functions.error_notes import SpecLeaf
-from .._functions.parameters import JIT_OPTIONS, CallSignature, Parameters, as_list
+from .._functions.parameters import (
+    JIT_OPTIONS,
+    CallSignature,
+    Parameters,
+    as_list,
+    copied,
+    with_copied_options,
+)
 from .._functions.promise import Promise
 from .._functions.sharded import check_traceable, no_function_error, sharded
 from .._functions.sharded_function import ShardedFunction
@@ -94,13 +101,14 @@ def per_device(
             is inside a per-device function in which all mesh axes are manual.
         UnexpectedCollectives: at a call, if the program has collectives that are not allowed.
     """
-    named = named_specs_and_jit_options
+    named = with_copied_options(named_specs_and_jit_options)
+    mesh, axis_names = copied(mesh), copied(axis_names)
     spec_mesh = mesh_of([in_specs, out, named])
     mesh = spec_mesh if mesh is None else mesh
     in_specs, out, named = map(_as_expressions, (in_specs, out, named))
     if 'manual' in named:
         warnings.warn('manual= is now axis_names=', DeprecationWarning, stacklevel=2)
-        axis_names = named.pop('manual')
+        axis_names = copied(named.pop('manual'))
 
     def decorate(*functions: Any, **unexpected: Any) -> Any:
         function = functions[0] if len(functions) == 1 and not unexpected else None
