@@ -207,6 +207,18 @@ def test_a_mesh_with_out_alone():
         assert 'has no spec and is committed to' in refusal(f, x).sentence
 
 
+def test_specs_of_none_leave_the_devices_to_the_arguments():
+    for device in (EIGHT[3], EIGHT[4]):
+        x = jax.device_put(X, device)
+        f = sharded((None, None), None, out=(None, {'sum': None}), mesh=EIGHT)(
+            lambda pair, y: (y, {'sum': pair[0] + pair[1] + y})
+        )
+        for call in (f, f, jax.jit(f)):
+            (_, found) = call((x, x), x)
+            np.testing.assert_array_equal(found['sum'], 3 * X)
+            assert found['sum'].devices() == {device}
+
+
 # ------------------------------------------------------------------------ arrays that do not fit
 
 

@@ -156,7 +156,7 @@ def _placed_differently(
 
 def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> None:
     """Raises if a committed array is not on exactly the devices of the mesh, in mesh order."""
-    has_shardings = any(traced.in_shardings) or bool(jtu.tree_leaves(traced.out_shardings))
+    has_shardings = bool(jtu.tree_leaves((traced.in_shardings, traced.out_shardings)))
     if isinstance(traced.mesh, AbstractMesh) or not has_shardings:
         return  # without shardings, jit runs on the devices of its arguments
     devices = tuple(traced.mesh.devices.flat)

@@ -136,7 +136,7 @@ def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Pr
     in_shardings: dict[str, Any] = {}
     budget = setup.budget
     dynamic = [s for i, s in enumerate(traced.in_shardings) if i not in traced.static]
-    if any(sharding is not None for sharding in dynamic):
+    if jtu.tree_leaves(dynamic):
         in_shardings['in_shardings'] = tuple(map(traced.for_jit, dynamic))
         if traced.mesh.size == 1:  # the in_shardings keep the program on this device
             budget = budget and budget.on_one_device()

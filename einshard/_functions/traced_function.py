@@ -79,7 +79,7 @@ class TracedFunction:
     @property
     def has_shardings(self) -> bool:
         """Whether an argument or the result has a spec. If not, jit uses its arguments' devices."""
-        return self.result.spec is not None or bool(jtu.tree_leaves(self.in_shardings))
+        return bool(jtu.tree_leaves((self.in_shardings, self.result.spec)))
 
     def scope(self, mesh: AnyMesh) -> AbstractContextManager[Any]:
         """Makes `mesh` the default mesh in a `with` block that traces the function."""
