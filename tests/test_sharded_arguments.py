@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from placed import COLUMNS, EIGHT, MOVED, NAMED, REFUSED, REPLICATED, ROWS, mesh_of
 from refusal import refusal
 
-from einshard import Sharded, describe, einshard, make_sharding, sharded
+from einshard import Rules, Sharded, describe, einshard, make_sharding, sharded
 
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
 ON_ROWS, ON_COLUMNS = (make_sharding(text, mesh=EIGHT) for text in (ROWS, COLUMNS))
@@ -179,6 +179,19 @@ def test_the_fix_for_an_argument_on_other_devices_works(function, args, kwargs):
     options = eval(f'dict({fix.replace(" and ", ", ")})')
     found = sharded(ROWS, mesh=EIGHT, **options)(function)(*args, **kwargs)
     assert found.sharding == ON_ROWS
+
+
+@pytest.mark.parametrize('x', [MISPLACED, placed('a@p b', mesh_of(UNORDERED, p=8))])
+def test_a_leaf_without_a_spec_on_other_devices_is_refused(x):
+    for spec in ({'w': ROWS, 'b': None}, Rules([('w', ROWS), ('b', None)])):
+        f = sharded(spec, mesh=EIGHT)(lambda p: p['w'] + p['b'])
+        error = refusal(f, {'w': X, 'b': x})
+        assert error.sentence.startswith("argument 'p/b' has no spec and is committed to")
+        np.testing.assert_array_equal(f({'w': X, 'b': X}), 2 * X)
+        assert str(refusal(f, {'w': X, 'b': x})) == str(error)
+    assert error.facts['try'].startswith("'... -> * ...' instead of None, and reshard=True, in")
+    fixed = sharded({'w': ROWS, 'b': '... -> * ...'}, reshard=True, mesh=EIGHT)(f.__wrapped__)
+    np.testing.assert_array_equal(fixed({'w': X, 'b': x}), X + np.asarray(x))
 
 
 def test_the_fix_for_a_method_of_an_object_on_other_devices_works():

@@ -40,17 +40,26 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
     pairs = [*zip(traced.arguments, values, strict=True)]
     # check all before resharding any
     placements = [argument.find_placements(value, context) for argument, value in pairs]
+    # without shardings, jit runs on the devices of its arguments
+    has_shardings = bool(jtu.tree_leaves((traced.in_shardings, traced.out_shardings)))
+    has_fixed_devices = has_shardings and isinstance(traced.mesh, Mesh)
     placed: dict[int, Any] = {}
     to_compare: list[tuple[PlannedArray, Any]] = []
     for i, (argument, value) in enumerate(pairs):
         if i in traced.static:
             continue
         if argument.spec is None:
-            _check_devices(traced, argument, value)
+            if has_fixed_devices:
+                for path, leaf in jtu.tree_leaves_with_path(value):
+                    _check_devices(traced, argument, path, leaf)
             continue
         leaves: list[Any] = []
         for path, leaf, placement in placements[i]:
-            new = leaf if placement is None else _place(traced, argument, path, leaf, placement)
+            new = leaf
+            if placement is not None:
+                new = _place(traced, argument, path, leaf, placement)
+            elif has_fixed_devices:
+                _check_devices(traced, argument, path, leaf)
             leaves.append(new)
             if placement and new is not leaf and _must_compare(leaf, placement.sharding):
                 planned = argument.leaf_text(path, leaf), placement.expression.text
@@ -154,35 +163,35 @@ def _placed_differently(
     )
 
 
-def _check_devices(traced: TracedFunction, argument: ValueSpec, value: Any) -> None:
+def _check_devices(
+    traced: TracedFunction, argument: ValueSpec, path: Sequence[Any], leaf: Any
+) -> None:
     """Raises if a committed array is not on exactly the devices of the mesh, in mesh order."""
-    has_shardings = bool(jtu.tree_leaves((traced.in_shardings, traced.out_shardings)))
-    if isinstance(traced.mesh, AbstractMesh) or not has_shardings:
-        return  # without shardings, jit runs on the devices of its arguments
+    if not _is_committed(leaf):
+        return
     devices = tuple(traced.mesh.devices.flat)
-    for path, leaf in jtu.tree_leaves_with_path(value):
-        if not _is_committed(leaf):
-            continue
-        leaf_devices = leaf.sharding.device_set
-        outside = _outside(leaf.sharding, traced.mesh)
-        if outside:
-            where = 'devices outside the mesh'
-        elif len(leaf_devices) < len(devices):
-            where = f'{len(leaf_devices)} of the {len(devices)} devices'
-        elif _device_order(leaf.sharding) not in (None, devices):
-            where = 'the devices of the mesh in a different order'
-        else:
-            continue
-        device, *others = leaf_devices
-        raise EinshardError(
-            f'argument {str(argument.name)!r} has no spec and is committed to {where}',
-            facts={
-                'array': argument.leaf_text(path, leaf),
-                'placement': describe(leaf) if others else f'on {device}',
-                **({'outside the mesh': _devices_text(outside)} if outside else {}),
-                'try': _replication_fix(traced, str(argument.name), leaf),
-            },
-        ) from None
+    leaf_devices = leaf.sharding.device_set
+    outside = _outside(leaf.sharding, traced.mesh)
+    if outside:
+        where = 'devices outside the mesh'
+    elif len(leaf_devices) < len(devices):
+        where = f'{len(leaf_devices)} of the {len(devices)} devices'
+    elif _device_order(leaf.sharding) not in (None, devices):
+        where = 'the devices of the mesh in a different order'
+    else:
+        return
+    device, *others = leaf_devices
+    # the path is part of the name only if other leaves of the argument have a spec
+    name = str(argument.name) if argument.spec is None else argument.leaf_name(path)
+    raise EinshardError(
+        f'argument {name!r} has no spec and is committed to {where}',
+        facts={
+            'array': argument.leaf_text(path, leaf),
+            'placement': describe(leaf) if others else f'on {device}',
+            **({'outside the mesh': _devices_text(outside)} if outside else {}),
+            'try': _replication_fix(traced, argument, path, leaf),
+        },
+    ) from None
 
 
 def _outside(sharding: Sharding, mesh: Mesh) -> set[Any]:
@@ -195,14 +204,17 @@ def _devices_text(devices: Collection[Any]) -> str:
     return first_of([f'{device.platform}:{device.id}' for device in in_order], 8)
 
 
-def _replication_fix(traced: TracedFunction, label: str, leaf: jax.Array) -> str:
-    declaration = traced.setup.declaration
+def _replication_fix(
+    traced: TracedFunction, argument: ValueSpec, path: Sequence[Any], leaf: jax.Array
+) -> str:
+    declaration, label = traced.setup.declaration, str(argument.name)
     parameters = declaration.parameters
     is_self = label in parameters.names[: parameters.n_self]  # which cannot have a spec
     if is_self or declaration.is_annotated:
-        return _einshard_call(traced, label, REPLICATED)
+        value = label if argument.spec is None else f'{label}{jtu.keystr(tuple(path))}'
+        return _einshard_call(traced, value, REPLICATED)
     must_reshard = not (_is_unsharded(leaf.sharding) or traced.setup.reshard)
-    if label in declaration.specs:  # a keyword would be a second spec
+    if label in declaration.specs or argument.spec is not None:  # a keyword would be a second spec
         reshard = ', and reshard=True,' if must_reshard else ''
         return f"'{REPLICATED}' instead of None{reshard} in the decorator, to replicate it"
     reshard = ' and reshard=True' if must_reshard else ''

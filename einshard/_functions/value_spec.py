@@ -129,8 +129,11 @@ class ValueSpec:
         if self.name is None:
             suffix = f" '{text}'" if path else ''
             return f'{array_text(leaf)}, result{suffix} of {self.function}'
-        name = f'{self.name}/{text}' if path else str(self.name)
-        return f'{array_text(leaf)}, parameter {name!r} of {self.function}'
+        return f'{array_text(leaf)}, parameter {self.leaf_name(path)!r} of {self.function}'
+
+    def leaf_name(self, path: Sequence[Any]) -> str:
+        """Returns the name of a leaf of an argument, such as 'params/w'."""
+        return f'{self.name}/{path_text(path)}' if path else str(self.name)
 
     def _not_an_array(self, path: Sequence[Any], leaf: Any) -> EinshardError | None:
         """Returns the error for a leaf that is not an array, or None for an array."""
