@@ -511,6 +511,14 @@ def test_a_fix_for_one_of_two_fields_with_a_common_prefix():
     assert error.facts['try'] == SUM
 
 
+@pytest.mark.parametrize('key', ['a-b', 'a.b', 'my key', "it's", 'a "b"', 'x]y', '', 'a is b'])
+def test_keys_of_results_that_vary(key):
+    f = per_device('a*', out={'z': [{key: '...'}]}, mesh=EIGHT[:4])(lambda x: {'z': [{key: x}]})
+    error = refusal(f, MATRIX[0])
+    assert error.sentence.startswith(f"out= declares result 'z/0/{key}' of <lambda> replicated")
+    assert error.facts['try'] == SUM_OR_SHARD
+
+
 # ------------------------------------------------------------------------ axes of size 1
 
 SMALL = np.arange(16, dtype=np.float32).reshape(2, 8)

@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
 # JAX's messages for one axis and for several axes
 _VARYING_ERROR = re.compile(
-    r"out_specs(\S*) is .* which implies that .* (?:replicated across mesh axis '(\w+)'"
+    r'out_specs((?:[\[.].*?)?) is P(?:artitionSpec)?\(.* which implies that .* '
+    r"(?:replicated across mesh axis '(\w+)'"
     r'|and not \{([^}]+)\})'
 )
+# 'my key' and mean, of "['my key'].mean"
+_KEYS = re.compile(r"""(?<=\[')(.*?)(?='\])|(?<=\[")(.*?)(?="\])|(\w+)""")
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class VaryingResult:
     axes: tuple[str, ...]
 
     def error(self, function: str, facts: Mapping[str, str]) -> EinshardError:
-        path = '/'.join(re.findall(r'\w+', self.key))
+        path = '/'.join(''.join(part) for part in _KEYS.findall(self.key))
         result = f"result '{path}'" if path else 'the result'
         return EinshardError(
             f'out= declares {result} of {function} replicated over {quoted(self.axes)}, but '
