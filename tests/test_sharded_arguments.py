@@ -55,7 +55,7 @@ def test_unsharded_arrays_are_placed(kind, f):
 @pytest.mark.parametrize('kind', REFUSED)
 def test_arrays_sharded_differently_are_errors(kind, f):
     x = REFUSED[kind](X)
-    for call in (f, lambda x: f(x=x), f.lower, lambda x: f.lower(x=x)):
+    for call in (f, lambda x: f(x=x), f.lower, lambda x: f.lower(x=x), f.trace):
         error = refusal(call, x)
         assert error.sentence.startswith('the argument is already sharded differently')
         assert error.facts['array'] == "float32[8,8], parameter 'x' of plus"

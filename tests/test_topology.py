@@ -192,6 +192,25 @@ def test_arrays_are_used_for_their_shapes_only():
     assert [row.bytes for row in report.arguments] == [4 * 1024 * 512 // 16, 4 * 512 * 256 // 16]
 
 
+@pytest.mark.parametrize('name', ['v5e:2x2', 'v5e:4x4'])
+def test_arrays_on_other_devices_are_used_for_their_shapes_only(name):
+    mesh = topology(name)
+    w = np.ones((64, 64), np.float32)
+    arrays = [
+        jax.device_put(w, jax.devices()[3]),
+        einshard(w, '... -> * ...'),
+        einshard(w, 'a* b', mesh=jax.devices()[:8]),
+    ]
+    f = sharded('a* b', out='a b*', mesh=mesh, reshard=True)(lambda x: x + 1)
+    expected = f.lower(w).as_text()
+    for x in arrays:
+        assert f.lower(x).as_text() == expected
+        assert f.trace(x=x).out_info.shape == f.eval_shape(x).shape == (64, 64)
+        assert explain(f, x).collectives.counts == {'all-to-all': 1}
+        for run in (f, lambda x: einshard(x, 'a* b', mesh=mesh)):
+            assert refusal(run, x).sentence.startswith('the devices of a topology can neither')
+
+
 def test_plain_functions_are_traced_for_the_mesh_each_time():
     def f(x):
         return einshard(x * 2, 'a b -> a* b')

@@ -117,7 +117,7 @@ def device_put(x: Any, sharding: Any, donate: bool = False) -> Any:
     """Calls `jax.device_put`, with clearer errors for `topology` devices and failed donations."""
     try:
         return jax.device_put(x, sharding, donate=donate)
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
         converted = topology_error(error)
         if donate and 'different memory kinds' in str(error):
             converted = EinshardError(
@@ -133,8 +133,8 @@ def topology_error(error: Exception) -> EinshardError | None:
     """Converts a JAX error about `topology` devices. Returns None for other errors."""
     text = str(error)
     parts = ['compile-only', "no attribute 'local_devices'"]
-    if jax.process_count() == 1:  # with several processes, this error has other causes
-        parts.append('non-addressable device')  # JAX 0.8.1
+    if jax.process_count() == 1:  # with several processes, these errors have other causes
+        parts += ['non-addressable device', 'represents addressable devices']
     if not any(part in text for part in parts):
         return None
     return EinshardError(

@@ -340,7 +340,7 @@ def _is_method(function: Any) -> bool:
 
 def copied(value: Any) -> Any:
     """Copies a list or an iterator to a tuple: a list may change, and an iterator is read once."""
-    return tuple(value) if isinstance(value, list | Iterator) else value  # type: ignore[reportUnknownArgumentType]
+    return tuple(value) if isinstance(value, list | Iterator) else value
 
 
 def with_copied_options(named: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from .._sharding.mesh import is_partial, memory_kind_of, partial_axes
 from .._sharding.resolve import Placement
 from .._text import first_of
 from .traced_function import TracedFunction
-from .value_spec import ValueSpec
+from .value_spec import ValueSpec, as_struct
 
 
 def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool) -> Sequence[Any]:
@@ -34,7 +34,7 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
     Raises for an array that is already sharded, but not as its spec says, unless `reshard=True`.
     Raises for an array without a spec that is committed to devices other than those of the mesh. If
     `running`, raises if the processes pass different data for an array sharded over several
-    processes.
+    processes. If not, returns ShapeDtypeStructs for devices that cannot hold arrays.
     """
     context = traced.setup.context()
     pairs = [*zip(traced.arguments, values, strict=True)]
@@ -42,14 +42,13 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
     placements = [argument.find_placements(value, context) for argument, value in pairs]
     # without shardings, jit runs on the devices of its arguments
     has_shardings = bool(jtu.tree_leaves((traced.in_shardings, traced.out_shardings)))
-    has_fixed_devices = has_shardings and isinstance(traced.mesh, Mesh)
     placed: dict[int, Any] = {}
     to_compare: list[tuple[PlannedArray, Any]] = []
     for i, (argument, value) in enumerate(pairs):
         if i in traced.static:
             continue
         if argument.spec is None:
-            if has_fixed_devices:
+            if has_shardings:
                 for path, leaf in jtu.tree_leaves_with_path(value):
                     _check_devices(traced, argument, path, leaf)
             continue
@@ -57,8 +56,8 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
         for path, leaf, placement in placements[i]:
             new = leaf
             if placement is not None:
-                new = _place(traced, argument, path, leaf, placement)
-            elif has_fixed_devices:
+                new = _place(traced, argument, path, leaf, placement, running)
+            elif has_shardings:
                 _check_devices(traced, argument, path, leaf)
             leaves.append(new)
             if placement and new is not leaf and _must_compare(leaf, placement.sharding):
@@ -77,6 +76,7 @@ def _place(
     path: Sequence[Any],
     leaf: Any,
     placement: Placement,
+    running: bool,
 ) -> Any:
     if isinstance(leaf, jax.Ref) and not isinstance(leaf, Tracer):
         try:
@@ -91,7 +91,12 @@ def _place(
     if current is not None and not (_is_unsharded(current) or traced.setup.reshard):
         raise _placed_differently(traced, current, placement, leaf, argument, path) from None
     if current is not None or _must_put(leaf, sharding):
-        return _reshard(traced, leaf, sharding)
+        try:
+            return _reshard(traced, leaf, sharding)
+        except EinshardError:  # the devices of a topology cannot hold arrays
+            if running or is_tracing():
+                raise
+            return as_struct(leaf, placement)
     return leaf
 
 
@@ -167,7 +172,7 @@ def _check_devices(
     traced: TracedFunction, argument: ValueSpec, path: Sequence[Any], leaf: Any
 ) -> None:
     """Raises if a committed array is not on exactly the devices of the mesh, in mesh order."""
-    if not _is_committed(leaf):
+    if isinstance(traced.mesh, AbstractMesh) or not _is_committed(leaf):
         return
     devices = tuple(traced.mesh.devices.flat)
     leaf_devices = leaf.sharding.device_set

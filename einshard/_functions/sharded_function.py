@@ -175,8 +175,9 @@ class ShardedFunction(Generic[P, R]):
         program.traced.check_devices(values)
         if get_method is _run and program.must_place_arguments():
             values = place_arguments(program.traced, values, not is_tracing())
-        elif not (program.args_checked or is_tracing()):
-            # jit accepts an array on the same devices in another order, then fails at the next call
+        elif not (is_tracing() or (program.args_checked and get_method is _run)):
+            # jit accepts an array on the same devices in another order, then fails at the next
+            # call; `trace` accepts any array, and the lowering fails
             values = place_arguments(program.traced, values, get_method is _run)
             program.args_checked = True
         try:

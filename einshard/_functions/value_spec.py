@@ -121,7 +121,7 @@ class ValueSpec:
 
     def as_structs(self, value: Any, context: Context) -> Any:
         """Replaces each leaf that has a spec with a ShapeDtypeStruct with the spec's sharding."""
-        return self._map_leaves(_as_struct, value, context)
+        return self._map_leaves(as_struct, value, context)
 
     def leaf_text(self, path: Sequence[Any], leaf: Any) -> str:
         """Formats a leaf for errors: "float32[6,8], parameter 'params/w' of step"."""
@@ -181,7 +181,7 @@ def _constrain_leaf(leaf: Any, placement: Placement) -> Any:
     return (constrain if isinstance(leaf, Tracer) else place_constant)(leaf, placement)
 
 
-def _as_struct(leaf: Any, placement: Placement) -> jax.ShapeDtypeStruct:
+def as_struct(leaf: Any, placement: Placement) -> jax.ShapeDtypeStruct:
     aval: Any = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, sharding=placement.sharding, weak_type=aval.weak_type
