@@ -122,6 +122,37 @@ def test_einshard_inside(name, types):
 ROWS_TO_COLUMNS = sharded('a b -> a* b', out='a b -> a b*', mesh=EIGHT)
 
 
+BATCH = RANDOM.normal(size=(8, 8, 8)).astype(np.float32)
+
+
+@pytest.mark.parametrize('types', [AUTO, EXPLICIT], ids=str)
+@pytest.mark.parametrize(
+    ('transform', 'placed', 'spec', 'text'),
+    [
+        (jax.vmap, 'c@p a b', 'a@p b', "'c a b -> c@p a b', whose first axis is"),
+        (jax.vmap, 'c a b@p', 'a@p b', "'c a b -> c a b@p', whose first axis is"),
+        (jax.vmap, 'c@p a b', '... b@q', "'a b c -> a@p b c', whose first axis is"),
+        (functools.partial(jax.vmap, in_axes=1), 'a c b@q', 'a@p b', "'c a b -> c a b@q', whose"),
+        (functools.partial(jax.vmap, in_axes=2), 'a b c@q', 'a b@p', "'c a b -> c@q a b', whose"),
+        (lambda f: jax.vmap(jax.vmap(f)), 'a@p b c', 'a@q', "'b c a -> b@p c a', whose first 2"),
+        (lambda f: jax.vmap(jax.grad(lambda x: f(x).sum())), 'c@p a b', 'a@q b', "'c a b -> c@p "),
+        (lambda f: jax.grad(lambda x: jax.vmap(f)(x).sum()), 'c@p a b', 'a@q b', "'c a b -> c@p "),
+    ],
+)
+def test_an_argument_that_is_sharded_differently_under_vmap(transform, placed, spec, text, types):
+    with jax.set_mesh(mesh_of(p=4, q=2, types=types)):
+        x = einshard(BATCH, placed)
+        with pytest.raises(EinshardError) as caught:
+            transform(sharded(spec)(jnp.sin))(x)
+        assert caught.value.sentence.startswith(
+            f'the argument is already sharded differently, as {text}'
+        )
+        fix = 'reshard=True in the decorator' if types == AUTO else None
+        assert caught.value.facts.get('try') == fix
+        if fix:
+            close(transform(sharded(spec, reshard=True)(jnp.sin))(x), transform(jnp.sin)(BATCH))
+
+
 def test_vmap_over_named_mesh_axes():
     mesh = mesh_of(p=2, q=4)
     f = sharded('a b@q', out='a b@q', mesh=mesh)(lambda x: einshard(jnp.sin(x), 'a@q b'))

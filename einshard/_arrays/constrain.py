@@ -204,13 +204,34 @@ def sharding_rejected_by_jit(x: Any, in_shardings: Any) -> Sharding | None:
     try:
         jax.jit(_identity, in_shardings=in_shardings)(x)
     except ValueError:
-        shardings: list[Sharding] = []
-        try:
-            jax.debug.inspect_array_sharding(x, callback=shardings.append)
-        except AttributeError:  # host data, which jit does not shard over several processes
-            return SingleDeviceSharding(jax.local_devices()[0])
-        return shardings[0]
+        return _inspect_sharding(x)
     return None
+
+
+def _inspect_sharding(x: Any) -> Sharding:
+    shardings: list[Sharding] = []
+    try:
+        jax.debug.inspect_array_sharding(x, callback=shardings.append)
+    except AttributeError:  # host data, which jit does not shard over several processes
+        return SingleDeviceSharding(jax.local_devices()[0])
+    return shardings[0]
+
+
+def batched_sharding(x: Any) -> tuple[Sharding, int]:
+    """Returns the sharding of a tracer's value, and how many batch axes of jax.vmap come first.
+
+    The tracer itself shows neither how many batch axes its value has, nor where they are.
+    """
+    values = [x]
+    probe: Any = jax.custom_batching.custom_vmap(_identity)
+
+    @probe.def_vmap
+    def batched(_: int, in_batched: Sequence[bool], value: Any) -> tuple[Any, bool]:
+        values.append(value)  # JAX has moved the batch axis to the front
+        return probe(value), in_batched[0]
+
+    probe(jax.lax.stop_gradient(x))  # jax.grad cannot differentiate `batched`
+    return _inspect_sharding(values[-1]), values[-1].ndim - x.ndim
 
 
 def reshard_traced(x: Any, sharding: NamedSharding, replicated: Any) -> Any:

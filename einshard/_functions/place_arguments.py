@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from .._arrays.constrain import reshard_traced, sharding_rejected_by_jit
+from .._arrays.constrain import batched_sharding, reshard_traced, sharding_rejected_by_jit
 from .._arrays.device_put import device_put, make_movable, put
 from .._arrays.place import check_ref
 from .._arrays.process_agreement import PlannedArray, check_same_contents
@@ -135,36 +135,43 @@ def _placed_differently(
 ) -> EinshardError:
     memory, expected = memory_kind_of(current), memory_kind_of(placement.sharding)
     facts: dict[str, str] = {}
+    n_batch_axes = 0
     if memory != expected:
         sentence = f'the argument is in {memory} memory, but its spec expects {expected} memory'
     else:
-        # under jax.vmap the sharding includes the batch axis, which the leaf lacks
-        is_batched = isinstance(current, NamedSharding) and len(current.spec) > leaf.ndim
-        if is_batched:
-            current_text = describe(current)
-        else:
-            current_text = describe_in(placement.expression, current, leaf.ndim)
+        if isinstance(leaf, Tracer):
+            current, n_batch_axes = batched_sharding(leaf)
+        current_text = describe_in(placement.expression, current, leaf.ndim, n_batch_axes)
+        as_text = f"as '{current_text}'"
+        if n_batch_axes:
+            first = 'first axis is' if n_batch_axes == 1 else f'first {n_batch_axes} axes are'
+            as_text += f', whose {first} mapped by jax.vmap'
         unreduced, _ = partial_axes(current)
         is_sum = unreduced and not is_partial(placement.sharding)
-        sentence = f"the argument is already sharded differently, as '{current_text}'"
+        sentence = f'the argument is already sharded differently, {as_text}'
         if is_sum:
             sentence = f"the argument is a partial sum, '{current_text}', but its spec has no '+'"
         mesh = placement.sharding.mesh
         outside = set[Any]() if isinstance(mesh, AbstractMesh) else _outside(current, mesh)
         order = (_device_order(current), _device_order(placement.sharding))
         if outside:
-            sentence = f"the argument is on devices outside the mesh, sharded as '{current_text}'"
+            sentence = f'the argument is on devices outside the mesh, sharded {as_text}'
             facts['outside the mesh'] = _devices_text(outside)
         elif current_text == str(placement.expression) and None not in order and len({*order}) > 1:
             sentence = 'the argument is sharded as its spec says, but in a different device order'
     spec = with_memory_kind(str(placement.expression), placement.sharding.memory_kind)
     value = f'{argument.name}{jtu.keystr(tuple(path))}'
+    fixes = ['reshard=True in the decorator']
+    if not n_batch_axes:  # under jax.vmap, a constraint leaves the batch axes as they are
+        fixes.append(_einshard_call(traced, value, spec))
+    elif AxisType.Explicit in placement.sharding.mesh.axis_types:
+        fixes = []  # resharding fails if the spec uses the mesh axes of a batch axis
     return placement.expression.error(
         sentence,
         [term for term in placement.expression.right if term.spans_devices],
         array=argument.leaf_text(path, leaf),
         **facts,
-        **{'try': f'reshard=True in the decorator, or {_einshard_call(traced, value, spec)}'},
+        **({'try': ', or '.join(fixes)} if fixes else {}),
     )
 
 

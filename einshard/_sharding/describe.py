@@ -131,12 +131,19 @@ def _describe_with_notes(
     return Description(f'{named.text}{_notes(sharding, *notes)}')
 
 
-def describe_in(expression: Expression, sharding: Sharding, ndim: int) -> str:
-    """Describes a sharding with the axis names of `expression`, unless that has '...'."""
+def describe_in(
+    expression: Expression, sharding: Sharding, ndim: int, n_batch_axes: int = 0
+) -> str:
+    """Describes a sharding with the axis names of `expression`, unless that has '...'.
+
+    The axes of the array are `n_batch_axes` axes that `expression` lacks, and then its `ndim` axes.
+    """
     if not isinstance(sharding, NamedSharding):
         return describe(sharding)
     names = expression.names
-    return describe_named(sharding, ndim, None if ELLIPSIS in names else names)
+    letters = (letter for letter in axis_letters() if letter not in names)
+    all_names = (*itertools.islice(letters, n_batch_axes), *names)
+    return describe_named(sharding, n_batch_axes + ndim, None if ELLIPSIS in names else all_names)
 
 
 def sharding_of(x: Any) -> Sharding | Description | None:
