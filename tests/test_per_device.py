@@ -571,6 +571,37 @@ def test_pytree_results_with_an_axis_of_size_1():
         per_device('i1 j8', out='i j -> * i j', mesh=EIGHT)(lambda x: x)(SMALL)
 
 
+@pytest.mark.parametrize('spec', ['i* j', 'i j*', 'i8 j', 'i* j@p', '... j -> ... j*'])
+@pytest.mark.parametrize('sizes', [(4, 2), (8, 1), (1, 8), (2, 4, 1), (1, 1)], ids=str)
+def test_a_body_for_meshes_of_every_shape(sizes, spec):
+    mesh = mesh_of(**dict(zip('pqr', sizes, strict=False)))
+    spec = spec.replace('8', str(mesh.size))
+
+    def body(x):
+        y = jax.lax.all_gather(x, 'p', axis=1, tiled=True) if '@p' in spec else x
+        return y, jax.lax.psum((x.sum(), (x * x).sum()), mesh.axis_names)
+
+    out = spec.replace('@p', ''), '...'
+    f = per_device(spec, out=out, mesh=mesh)(body)
+    _, (total, squares) = f(MATRIX)
+    close((total, squares), (MATRIX.sum(), (MATRIX * MATRIX).sum()))
+    assert total.sharding.is_fully_replicated
+    close(jax.grad(lambda x: f(x)[1][1])(MATRIX), 2 * MATRIX)
+
+
+@pytest.mark.parametrize('types', [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize('spec', ['i* j', 'i8 j', 'i@(p,q) j', 'i@p j'])
+def test_scalar_results_need_not_be_reduced_over_an_axis_of_size_1(spec, types):
+    mesh = mesh_of(p=8, q=1, types=types)
+    x = einshard(MATRIX, spec, mesh=mesh)
+    f = per_device(spec, out='...', mesh=mesh)(lambda x: jax.lax.psum(x.sum(), 'p'))
+    close(f(x), MATRIX.sum())
+    assert f(x).sharding.is_fully_replicated
+    assert refusal(per_device(spec, out='...', mesh=mesh)(jnp.sum), x).sentence.startswith(
+        "out= declares the result of sum replicated over 'p'"
+    )
+
+
 def test_manual_is_the_old_name_of_axis_names():
     mesh = mesh_of(p=4, q=2)
     with pytest.warns(DeprecationWarning, match='manual= is now axis_names='):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -305,13 +306,22 @@ class _PerDeviceFunction:
             self._result_leaves(resolver, result)  # raises clearer errors than JAX
             return result
 
+        def body_1d(*dynamic_shards: Any) -> Any:
+            # the spec of a scalar could not name the mesh axes of size 1
+            return jtu.tree_map(jnp.atleast_1d, body(*dynamic_shards))
+
         body.__name__ = body.__qualname__ = self.name
+        body_1d.__name__ = body_1d.__qualname__ = self.name
         in_specs = tuple(self._argument_specs(resolver, labels[i], values[i]) for i in dynamic)
         shard_map = functools.partial(jax.shard_map, mesh=resolver.mesh, axis_names=self.manual)
         mapped = functools.partial(shard_map, body, in_specs=in_specs)
         try:
-            out_specs = self._out_specs(resolver, mapped, arguments)
-            return mapped(out_specs=out_specs, check_vma=self.check_vma)(*arguments)
+            out_specs, shapes = self._out_specs(resolver, mapped, arguments)
+            if not resolver.size_one_axes(self.manual):
+                return mapped(out_specs=out_specs, check_vma=self.check_vma)(*arguments)
+            mapped = functools.partial(shard_map, body_1d, in_specs=in_specs)
+            results = mapped(out_specs=out_specs, check_vma=self.check_vma)(*arguments)
+            return jtu.tree_map(lambda y, x: y if x.ndim else y[0], results, shapes)
         except EinshardError:
             raise
         except (NameError, AssertionError, KeyError, ValueError, TypeError) as error:
@@ -387,7 +397,8 @@ class _PerDeviceFunction:
 
     def _out_specs(
         self, resolver: Resolver, mapped: Callable[..., Any], arguments: Sequence[Any]
-    ) -> Any:
+    ) -> tuple[Any, Any]:
+        """Returns the specs of the results, and their shapes per device if they are needed."""
         texts = jtu.tree_leaves(self.out)
         if resolver.size_one_axes(self.manual) or any(map(resolver.needs_rank, texts)):
             # traces the body for the ranks of its results; any out_specs give the same ranks
@@ -395,8 +406,11 @@ class _PerDeviceFunction:
             shapes = jax.eval_shape(unchecked, *arguments)
             leaves = self._result_leaves(resolver, shapes)
             specs = [resolver.result_spec(text, ndim, self.manual) for text, ndim in leaves]
-            return jtu.tree_unflatten(jtu.tree_structure(shapes), specs)
-        return jtu.tree_map(lambda text: resolver.partition_spec(text, None, self.manual), self.out)
+            return jtu.tree_unflatten(jtu.tree_structure(shapes), specs), shapes
+        specs = jtu.tree_map(
+            lambda text: resolver.partition_spec(text, None, self.manual), self.out
+        )
+        return specs, None
 
     def _result_leaves(self, resolver: Resolver, result: Any) -> list[tuple[str, int]]:
         """Returns the expression and rank of each array. Raises if an array does not fit."""

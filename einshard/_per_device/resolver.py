@@ -75,10 +75,34 @@ class Resolver(NamedTuple):
 
     def partition_spec(self, text: str, ndim: int | None, manual: frozenset[str]) -> PartitionSpec:
         spec = make_sharding(self._on_mesh_axes(text), ndim=ndim, mesh=self.mesh).spec
-        if not manual:
+        position = self._position_of_size_one_axes(text, ndim)
+        if not manual and position is None:
             return spec
-        entries = map(entry_axes, spec)
-        return PartitionSpec(*(tuple(a for a in entry if a in manual) for entry in entries))
+        entries = [tuple(a for a in e if not manual or a in manual) for e in map(entry_axes, spec)]
+        if position is not None:
+            entries += [()] * (position + 1 - len(entries))
+            entries[position] += self._unnamed_size_one_axes(entries, manual)
+        return PartitionSpec(*entries)
+
+    def _position_of_size_one_axes(self, text: str, ndim: int | None) -> int | None:
+        """Returns the array axis of the last term with a count or a star, on the user's mesh.
+
+        It gets the mesh axes of size 1, so that a body that sums over all mesh axes works for every
+        shape of the mesh: JAX counts a value as varying along the mesh axes that its spec names.
+        """
+        # JAX takes in_specs only as they are in the type of an argument with Explicit axes
+        is_explicit = AxisType.Explicit in self.mesh.axis_types
+        if self.uses_array_names or ndim is None or is_explicit:
+            return None
+        expression = self.expression(text)
+        terms = [term for term in expression.right if term.star or term.count is not None]
+        return axis_positions(expression, ndim).get(terms[-1].name or '') if terms else None
+
+    def _unnamed_size_one_axes(
+        self, entries: Sequence[tuple[Any, ...]], manual: frozenset[str]
+    ) -> tuple[str, ...]:
+        named = {axis for entry in entries for axis in entry}
+        return tuple(axis for axis in self.size_one_axes(manual) if axis not in named)
 
     def all_explicit(self, manual: frozenset[str]) -> bool:
         """Whether all manual mesh axes are explicit."""
@@ -104,14 +128,12 @@ class Resolver(NamedTuple):
         return tuple(a for a in sizes if sizes[a] == 1 and (not manual or a in manual))
 
     def result_spec(self, text: str, ndim: int, manual: frozenset[str]) -> PartitionSpec:
-        spec = self.partition_spec(text, ndim, manual)
-        if not ndim:
-            return spec
+        """Returns the spec of a result, or of a scalar result as an array of shape (1,)."""
         # JAX counts a value as varying along a mesh axis of size 1, so the spec must name that axis
+        spec = self.partition_spec(text, ndim, manual)
         first, *others = [*map(entry_axes, spec)] or [()]
-        named = {axis for entry in (first, *others) for axis in entry}
-        unnamed = (axis for axis in self.size_one_axes(manual) if axis not in named)
-        return partition_spec([(*first, *unnamed), *others])
+        unnamed = self._unnamed_size_one_axes((first, *others), manual)
+        return partition_spec([(*first, *unnamed), *others]) if unnamed else spec
 
     def mesh_axes_of(self, axis: str) -> str:
         """Lists, for an error, the axes of the user's mesh that shard an array axis."""
