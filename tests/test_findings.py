@@ -532,6 +532,25 @@ def test_names_and_mesh_axes_of_reshaped_axes(axes, before, after, expected):
     assert [(axis.name, axis.mesh_axes) for axis in found] == expected
 
 
+@pytest.mark.parametrize(
+    'update',
+    [
+        lambda x, i: x.at[i].add(1.0).T,
+        lambda x, i: x.at[i].multiply(2.0)[:, :8],
+        lambda x, i: x.at[i].min(0.0) @ x.T,
+        lambda x, i: x.at[i].apply(jnp.sin).T,
+        lambda x, i: jax.ops.segment_max(x, i, 8).T,
+        lambda x, i: jax.grad(lambda x: x[i].sum())(x).T,
+        lambda x, i: jnp.histogram(x[:, 0])[0][:3],
+        lambda x, i: jax.lax.reduce(x, -jnp.inf, jnp.logaddexp, (1,))[:8],
+    ],
+)
+def test_results_of_scatters_and_reductions_have_axes(update):
+    """Their jaxprs combine two scalars."""
+    update = sharded('b@data d', 'b@data', mesh=mesh_for(FSDP))(update)
+    assert found_in(explain(update, struct(64, 64), struct(64, dtype=np.int32))) == []
+
+
 def test_gradients_that_are_reduced_for_each_microbatch():
     c, mesh = Choices(WITHOUT_DATA, microbatches=4), mesh_for(FSDP)
     wrong = report_of(c)

@@ -293,14 +293,16 @@ def _typed(v: Any, value: Value) -> Value:
 def _called_jaxpr(eqn: Any) -> Any:
     """Returns the jaxpr that an equation such as jit or checkpoint calls, or None.
 
-    The inputs of the jaxpr are the last operands of the equation.
+    The inputs of the jaxpr are the last operands of the equation. The scalar function of a scatter
+    or a reduction is not called: its results have other shapes than those of the equation.
     """
     if eqn.primitive.name == 'pallas_call':
         return None
     for parameter in eqn.params.values():
         inner = jaxpr_in(parameter)
         if hasattr(inner, 'eqns') and hasattr(inner, 'invars'):
-            is_call = len(inner.outvars) == len(eqn.outvars)
+            shapes = [getattr(v.aval, 'shape', None) for v in inner.outvars]
+            is_call = shapes == [getattr(v.aval, 'shape', None) for v in eqn.outvars]
             return inner if is_call and len(inner.invars) <= len(eqn.invars) else None
     return None
 
