@@ -415,6 +415,26 @@ def test_constraints_without_effect():
     assert {finding.kind for finding in (*report.findings, *report.notes)} == {'no effect'}
 
 
+@pytest.mark.parametrize('specify', ['in_shardings', 'struct', 'keyword', None])
+def test_a_constraint_repeats_only_shardings_that_the_user_specified(specify):
+    """The compiler chooses the sharding of other arguments because of the constraint."""
+    rows = make_sharding('b x -> b* x')
+    x, w = struct(64, 128), struct(128, 32)
+
+    def repeated(unused, x, w):
+        return jax.lax.with_sharding_constraint(x, rows) @ w
+
+    if specify == 'keyword':
+        report = explain(sharded(None, 'b* x', None)(repeated), 0.0, x=x, w=w)
+    elif specify == 'in_shardings':
+        report = explain(jax.jit(repeated, in_shardings=(None, rows, None)), 0.0, x, w)
+    else:
+        placed = einshard(x, 'b* x') if specify else x
+        report = explain(jax.jit(repeated), 0.0, placed, w)
+        assert report.flops < explain(lambda x, w: x @ w, x, w).flops
+    assert [note.kind for note in report.notes] == ['no effect'] * bool(specify)
+
+
 def test_constraints_in_loops_are_seen():
     @sharded('x y -> x* y')
     def loop(x):

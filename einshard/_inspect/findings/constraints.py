@@ -47,11 +47,9 @@ def _no_effect(facts: Facts) -> Iterator[tuple[Finding, bool]]:
     if facts.stages.traced is None:
         return
     jaxpr = facts.stages.traced.jaxpr.jaxpr
-    shardings = {
-        variable: array.sharding
-        for variable, array in zip(jaxpr.invars, facts.arguments, strict=False)
-        if array.sharding is not None
-    }
+    specified = _arguments_with_sharding(facts)
+    pairs = enumerate(zip(jaxpr.invars, facts.arguments, strict=False))
+    shardings = {variable: array.sharding for i, (variable, array) in pairs if i in specified}
     reasons: dict[str, list[str | None]] = {}
     for line, reason in _constraints(jaxpr, shardings):
         reasons.setdefault(line, []).append(reason)
@@ -60,6 +58,19 @@ def _no_effect(facts: Facts) -> Iterator[tuple[Finding, bool]]:
         if reason is not None and None not in several:
             is_repeated = reason not in (_RESULT_UNUSED, _DEVICE_PUT)
             yield Finding('no effect', reason, line or None), is_repeated
+
+
+def _arguments_with_sharding(facts: Facts) -> set[int]:
+    """Returns the indices of the arguments whose sharding the user specified.
+
+    The compiler chooses the other shardings, often because of a constraint.
+    """
+    module: Any = facts.stages.lower().compiler_ir()  # JAX caches the lowered program
+    (main,) = (op for op in module.body.operations if op.attributes['sym_name'].value == 'main')
+    # the first inputs may be effect tokens or constants
+    attributes = [*main.arg_attrs][-len(facts.used_arguments) :]
+    pairs = zip(facts.used_arguments, attributes, strict=False)
+    return {i for i, names in pairs if 'sdy.sharding' in names or 'mhlo.sharding' in names}
 
 
 def _constraints(jaxpr: Any, shardings: dict[Any, Any]) -> Iterator[tuple[str, str | None]]:
