@@ -231,6 +231,41 @@ def test_replicated_compute_along_an_unused_mesh_axis():
     assert wrong.flops > 2.5 * fixed.flops
 
 
+def scanned(x, w):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+
+def unrolled(x, w):
+    for i in range(w.shape[0]):
+        x = jnp.tanh(x @ w[i])
+    return x
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+@pytest.mark.parametrize(
+    ('layers', 'kind', 'placement'),
+    [
+        (scanned, 'sharded loop axis', 'l x y -> l x@tensor y'),
+        (unrolled, 'replicated compute', 'l x y -> l x y@tensor'),
+    ],
+)
+def test_replicated_compute_of_weights_whose_layers_are_sharded(platform, layers, kind, placement):
+    """One finding suggests how to shard them."""
+    mesh = mesh_for('tensor', platform)
+
+    def report_for(spec):
+        build = sharded('b x -> b@data x', spec, mesh=mesh)(layers)
+        return explain(build, struct(64, 128), struct(8, 128, 128))
+
+    wrong, fixed = report_for('l x y -> l@tensor x y'), report_for(placement)
+    assert 'replicated compute' in found_in(wrong)
+    assert [(f.kind, f.suggestion) for f in wrong.findings if f.suggestion] == [
+        (kind, f"shard w with '{placement}'")
+    ]
+    assert wrong.flops == 4 * fixed.flops
+    assert fixed.network_bytes < wrong.network_bytes
+
+
 def test_a_compiled_program_is_not_checked_for_replicated_compute():
     compiled = make_step(CORRECT['data'], mesh_for(FSDP)).lower(*arguments()).compile()
     (note,) = [note for note in explain(compiled).notes if note.kind == 'not checked']

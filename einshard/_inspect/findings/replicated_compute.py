@@ -14,7 +14,7 @@ from ..report_rows import Finding
 from .activations import missing_constraint, weight_and_data
 from .expressions import expression_of, shard_text
 from .facts import Facts
-from .sharded_loops import sharded_loop_axis, suggestion_for_batch
+from .sharded_loops import looped_weights, sharded_loop_axis, suggestion_for_batch
 from .values import Axis, Product, Value
 
 # the smallest ratios that are reported
@@ -140,17 +140,20 @@ def _shard_weights(facts: Facts, unused: tuple[str, ...], lines: Sequence[_Repea
     assert facts.mesh is not None
     sharded_names: set[str] = set()
     placements: dict[str, str] = {}
+    looped = looped_weights(facts)  # for these, another finding has a suggestion
     for repeated in lines:
         for product in repeated.products:
             weight, _ = weight_and_data(product) or (None, None)
-            if weight is None or weight.argument is None:
+            if weight is None or weight.argument is None or weight.argument in looped:
                 continue
             axis = _axis_to_shard(facts, product, weight, unused, sharded_names)
             if axis is None:
                 continue
             sharded_names.add(axis.name)
             axes = [
-                replace(other, mesh_axes=unused) if other.dim == axis.dim else other
+                replace(other, mesh_axes=unused)
+                if other.dim == axis.dim
+                else other.without_mesh_axes(unused)
                 for other in facts.argument_axes(weight.argument)
             ]
             path = facts.arguments[weight.argument].path

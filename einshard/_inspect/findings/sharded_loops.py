@@ -31,14 +31,9 @@ def sharded_loop_axis(facts: Facts) -> Iterator[Finding]:
     The compiler gathers stacked weights, often in each iteration. In a scan over microbatches, no
     microbatch is sharded, and the compiler may send activations instead of weights.
     """
-    for (line, mesh_axes, is_data), arrays in _arrays_of_scans(facts).items():
-        if is_data:
-            rows = _collectives_of_activations(facts, mesh_axes)
-        else:
-            rows = _collectives_of_weights(facts, mesh_axes, arrays)
+    for scan, arrays, rows in _reported_scans(facts):
+        line, _, is_data = scan
         n_bytes = sum(row.total_bytes for row in rows)
-        if n_bytes <= facts.min_bytes:
-            continue
         sent = format_bytes(n_bytes)
         effect = f': {sent} are sent to gather it'
         if is_data:
@@ -53,6 +48,16 @@ def sharded_loop_axis(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def looped_weights(facts: Facts) -> set[int]:
+    """Returns the indices of the weights that `sharded_loop_axis` reports."""
+    return {
+        value.argument
+        for scan, arrays, _ in _reported_scans(facts)
+        for value, _ in arrays
+        if not scan.is_data and value.argument is not None
+    }
+
+
 def suggestion_for_batch(facts: Facts, mesh_axes: Collection[str]) -> str:
     """Suggests how to keep a scanned batch sharded over `mesh_axes` in a loop, or returns ''."""
     for (line, axes, _), arrays in _arrays_of_scans(facts).items():
@@ -60,6 +65,19 @@ def suggestion_for_batch(facts: Facts, mesh_axes: Collection[str]) -> str:
         if suggestion and set(mesh_axes) & set(axes):
             return suggestion
     return ''
+
+
+def _reported_scans(
+    facts: Facts,
+) -> Iterator[tuple[_ShardedScan, list[Scanned], list[CollectiveRow]]]:
+    """Yields (scan, scanned arrays, collectives) if the collectives send enough bytes."""
+    for scan, arrays in _arrays_of_scans(facts).items():
+        if scan.is_data:
+            rows = _collectives_of_activations(facts, scan.mesh_axes)
+        else:
+            rows = _collectives_of_weights(facts, scan.mesh_axes, arrays)
+        if sum(row.total_bytes for row in rows) > facts.min_bytes:
+            yield scan, arrays, rows
 
 
 def _arrays_of_scans(facts: Facts) -> dict[_ShardedScan, list[Scanned]]:
