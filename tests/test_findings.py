@@ -266,6 +266,37 @@ def test_replicated_compute_of_weights_whose_layers_are_sharded(platform, layers
     assert fixed.network_bytes < wrong.network_bytes
 
 
+@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+@pytest.mark.parametrize(
+    ('spec', 'placement', 'n_repeats'),
+    [
+        ('a b@data x', 'a b x -> a b@(data,tensor) x', 4),
+        ('a b x', 'a b x -> a b@(data,tensor) x', 16),
+        ('c a b@data x', 'c a b x -> c a b@(data,tensor) x', 4),  # loops over c and over a
+    ],
+)
+def test_replicated_compute_of_microbatches(platform, spec, placement, n_repeats):
+    """Their batch is the first axis that no loop runs over."""
+    mesh = mesh_for('tensor', platform)
+
+    def report_for(spec):
+        @sharded('x y', spec, out='x y', mesh=mesh, donate_argnums=0)
+        def step(w, xs):
+            def add(g, x):
+                if x.ndim > 2:
+                    return jax.lax.scan(add, g, x)
+                return g + jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), None
+
+            return w - add(jnp.zeros_like(w), xs)[0]
+
+        return explain(step, struct(256, 256), struct(*[4] * (spec.count(' ') - 1), 64, 256))
+
+    wrong = report_for(spec)
+    (finding,) = [f for f in wrong.findings if f.kind == 'replicated compute']
+    assert finding.suggestion == f"shard xs with '{placement}'"
+    assert wrong.flops == n_repeats * report_for(placement.partition('-> ')[2]).flops
+
+
 def test_a_compiled_program_is_not_checked_for_replicated_compute():
     compiled = make_step(CORRECT['data'], mesh_for(FSDP)).lower(*arguments()).compile()
     (note,) = [note for note in explain(compiled).notes if note.kind == 'not checked']

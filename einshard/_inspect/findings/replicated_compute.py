@@ -14,7 +14,7 @@ from ..report_rows import Finding
 from .activations import missing_constraint, weight_and_data
 from .expressions import expression_of, shard_text
 from .facts import Facts
-from .sharded_loops import looped_weights, sharded_loop_axis, suggestion_for_batch
+from .sharded_loops import looped_dims, looped_weights, sharded_loop_axis, suggestion_for_batch
 from .values import Axis, Product, Value
 
 # the smallest ratios that are reported
@@ -164,21 +164,36 @@ def _shard_weights(facts: Facts, unused: tuple[str, ...], lines: Sequence[_Repea
 def _shard_batch(facts: Facts, added: tuple[str, ...], product: Product) -> str:
     """Suggests sharding a batch also over the mesh axes `added`, or returns ''.
 
-    A batch is a sharded first axis of a data argument. If there is none, the batch is the first
-    axis of the data argument that the matmul reads. Chooses the first divisible batch.
+    A batch is the first axis of a data argument that no loop runs over. Chooses the first divisible
+    one that is sharded already; if none is, that of the argument that the matmul reads.
     """
     assert facts.mesh is not None
-    data = [(i, value) for i, value in enumerate(facts.values) if value.is_data and value.axes]
-    _, operand = weight_and_data(product) or (None, None)
-    operands = [(i, value) for i, value in data if operand and operand.argument == i]
-    for i, value in [pair for pair in data if pair[1].axes[0].mesh_axes] or operands:
-        batch = value.axes[0]
+    looped = looped_dims(facts)
+    data: list[tuple[int, int]] = []  # (argument, batch axis)
+    for i, value in enumerate(facts.values):
+        dims = [dim for dim in range(len(value.axes)) if (i, dim) not in looped]
+        data += [(i, dims[0])] * (value.is_data and bool(dims))
+    sharded = [(i, dim) for i, dim in data if facts.argument_axes(i)[dim].mesh_axes]
+    for i, dim in sharded or [pair for pair in data if _is_free(product, *pair)]:
+        value, array = facts.values[i], facts.arguments[i]
+        batch = value.axes[dim]
         mesh_axes = (*batch.mesh_axes, *(name for name in added if name not in value.mesh_axes))
-        array, n_shards = facts.arguments[i], prod(facts.mesh.shape[name] for name in mesh_axes)
-        if mesh_axes != batch.mesh_axes and array.shape[0] % n_shards == 0:
-            axes = (replace(batch, mesh_axes=mesh_axes), *value.axes[1:])
+        n_shards = prod(facts.mesh.shape[name] for name in mesh_axes)
+        if mesh_axes != batch.mesh_axes and array.shape[dim] % n_shards == 0:
+            axes = [*value.axes]
+            axes[dim] = replace(batch, mesh_axes=mesh_axes)
             return f"shard {array.path} with '{expression_of(axes, facts.mesh)}'"
     return ''
+
+
+def _is_free(product: Product, argument: int, dim: int) -> bool:
+    """Whether an axis of a data argument is in the data that a matmul reads, and not contracted."""
+    _, data = weight_and_data(product) or (None, None)
+    if data is None or data.argument != argument:
+        return False
+    index = 0 if data is product.left else 1
+    contracted = [pair[index] for pair in product.contracted]
+    return any(axis.dim == dim and i not in contracted for i, axis in enumerate(data.axes))
 
 
 def _axis_to_shard(

@@ -58,6 +58,18 @@ def looped_weights(facts: Facts) -> set[int]:
     }
 
 
+def looped_dims(facts: Facts) -> set[tuple[int, int]]:
+    """Returns the (argument, axis) pairs that loops run over."""
+    return {
+        (value.argument, value.axes[0].dim)
+        for loop in (facts.trace.loops if facts.trace else ())
+        for value, aval in loop.xs
+        if value.argument is not None
+        and value.axes[0].dim >= 0
+        and aval.shape[0] == facts.arguments[value.argument].shape[value.axes[0].dim]
+    }
+
+
 def suggestion_for_batch(facts: Facts, mesh_axes: Collection[str]) -> str:
     """Suggests how to keep a scanned batch sharded over `mesh_axes` in a loop, or returns ''."""
     for (line, axes, _), arrays in _arrays_of_scans(facts).items():
@@ -85,9 +97,9 @@ def _arrays_of_scans(facts: Facts) -> dict[_ShardedScan, list[Scanned]]:
     # on Explicit mesh axes, JAX raises an error for a scan over a sharded axis
     loops = facts.trace.loops if facts.trace and not facts.is_explicit else ()
     for loop in loops:
-        for scanned in loop.sharded_xs:
+        for scanned in loop.xs if loop.length > 1 else ():
             value = scanned.value
-            if value.is_data or value.argument is not None:
+            if value.axes[0].mesh_axes and (value.is_data or value.argument is not None):
                 scan = _ShardedScan(loop.line, value.axes[0].mesh_axes, value.is_data)
                 group = arrays.setdefault(scan, [])
                 if scanned not in group:  # the backward pass also scans it

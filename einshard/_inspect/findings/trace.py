@@ -40,7 +40,7 @@ class Loop:
     line: str
     length: int
     sums: tuple[Value, ...]  # the elements of the carry to which the body only adds
-    sharded_xs: tuple[Scanned, ...]  # the scanned arrays whose first axis is sharded
+    xs: tuple[Scanned, ...]  # the scanned arrays
 
 
 class Slice(NamedTuple):
@@ -209,12 +209,11 @@ class _Reader:
         carry = values[n_consts : n_consts + n_carry]
         results = self.read(inner, [*values[:n_consts], *carry, *slices], site)
         sums = tuple(results[i] for i in _indices_of_sums(inner, n_consts, n_carry))
-        sharded_xs = tuple(
+        xs = tuple(
             Scanned(value, v.aval)
             for value, v in zip(scanned, eqn.invars[n_consts + n_carry :], strict=True)
-            if length > 1 and value.axes[0].mesh_axes
         )
-        self.trace.loops.append(Loop(self.line_of(eqn), length, sums, sharded_xs))
+        self.trace.loops.append(Loop(self.line_of(eqn), length, sums, xs))
         carried = [
             merged([value, after], len(value.axes))
             for value, after in zip(carry, results, strict=False)
