@@ -177,18 +177,121 @@ def test_an_inherited_sharding():
     (finding,) = wrong.findings
     assert finding.kind == 'inherited sharding'
     assert finding.text.startswith(
-        'activations inherit the sharding of state/w/embed along tensor, and are sent along it in '
+        'activations inherit the sharding of state/w/embed along tensor, and are gathered along it '
+        'in '
     )
+    assert finding.text.endswith(f', {format_bytes(finding.bytes)} more than necessary')
     (expression,) = expressions(finding)
     assert expression == 'b s d -> b@data s d'
-    fixed, right = c._replace(embedded=expression), Choices(c.weights)
-    check_fixed(wrong, report_of(fixed, mesh), report_of(right, mesh))
+    fixed, right = report_of(c._replace(embedded=expression), mesh), Choices(c.weights)
+    check_fixed(wrong, fixed, report_of(right, mesh))
+    assert finding.bytes <= wrong.network_bytes - fixed.network_bytes
 
 
 def test_an_inherited_sharding_that_costs_nothing():
     """Reduce-scatters and all-gathers of the residual stream send as much as all-reduces."""
     c, _ = sized_for('tpu', Choices(MEGATRON | {'embed': 'v d@tensor'}, embedded=None))
     assert found_in(report_of(c, mesh_for(c, 'tpu'))) == []
+
+
+def feed_forward(platform, n_layers, placement=None):
+    @sharded(
+        'b@data s',
+        'v x@tensor',
+        [('x f@tensor', 'f@tensor x')] * n_layers,
+        mesh=mesh_for('tensor', platform),
+    )
+    def forward(tokens, table, layers):
+        x = table[tokens] if placement is None else einshard(table[tokens], placement)
+        for up, down in layers:
+            x = x + jax.nn.relu(x @ up) @ down
+        return x
+
+    layers = [(struct(256, 1024), struct(1024, 256))] * n_layers
+    return explain(forward, struct(64, 32, dtype=np.int32), struct(512, 256), layers)
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+def test_bytes_of_an_inherited_sharding(platform):
+    """Without it, the result of the lookup is gathered once."""
+    wrong = feed_forward(platform, 3)
+    (finding,) = wrong.findings
+    assert finding.kind == 'inherited sharding'
+    fixed = feed_forward(platform, 3, *expressions(finding))
+    assert found_in(fixed) == []
+    assert finding.bytes == wrong.network_bytes - fixed.network_bytes
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+def test_an_inherited_sharding_that_is_gathered_once_is_not_reported(platform):
+    report, constrained = (
+        feed_forward(platform, 1),
+        feed_forward(platform, 1, 'b s x -> b@data s x'),
+    )
+    assert found_in(report) == []
+    assert report.network_bytes <= constrained.network_bytes
+
+
+def test_an_inherited_sharding_in_a_loop_over_a_sharded_batch():
+    """Its suggestion names the batch, so it is reported after each microbatch is sharded."""
+    specs = ['v x@tensor', [('x f@tensor', 'f@tensor x')] * 3]
+
+    def report_for(placement):
+        @sharded(specs, 'b@data s', out=specs, mesh=mesh_of(data=2, tensor=4))
+        def gradients(weights, tokens):
+            def loss(weights, tokens):
+                table, layers = weights
+                x = table[tokens]
+                for up, down in layers:
+                    x = x + jax.nn.relu(x @ up) @ down
+                return jnp.mean(x**2)
+
+            def add(total, tokens):
+                return jax.tree.map(jnp.add, total, jax.grad(loss)(weights, tokens)), None
+
+            batches = einshard(tokens.reshape(4, 16, 32), placement)
+            return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, weights), batches)[0]
+
+        weights = [struct(512, 64), [(struct(64, 256), struct(256, 64))] * 3]
+        return explain(gradients, weights, struct(64, 32, dtype=np.int32))
+
+    wrong = report_for('a@data b s')
+    assert 'inherited sharding' not in found_in(wrong)
+    (placement,) = {expression for f in wrong.findings for expression in expressions(f)}
+    fixed = report_for(placement)
+    assert fixed.network_bytes < wrong.network_bytes
+    (finding,) = [f for f in fixed.findings if f.kind == 'inherited sharding']
+    assert expressions(finding) == ['b s x -> b@data s x']
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+def test_replicated_compute_after_a_lookup(platform):
+    """The result inherits tensor from the table, so the sharding of the tokens does not matter."""
+
+    def report_for(placement):
+        @sharded('b@data s', 'v x@tensor', 'x f', mesh=mesh_for('tensor', platform))
+        def forward(tokens, table, w):
+            x = table[tokens]
+            return (x if placement is None else einshard(x, placement)) @ w
+
+        tokens = struct(64, 32, dtype=np.int32)
+        return explain(forward, tokens, struct(512, 256), struct(256, 512))
+
+    wrong = report_for(None)
+    (finding,) = wrong.findings
+    assert finding.kind == 'replicated compute'
+    assert finding.suggestion.startswith('constrain the result of the lookup in test_findings.py:')
+    (expression,) = expressions(finding)
+    assert expression == 'b s x -> b@(data,tensor) s x'
+    fixed = report_for(expression)
+    assert wrong.flops == 4 * fixed.flops
+    assert wrong.network_bytes >= fixed.network_bytes
+    # in place of the constraint of the user, another finding suggests a sharding of w
+    kept = report_for('b s x -> b@data s x@tensor')
+    assert {f.kind: f.suggestion for f in kept.findings} == {
+        'contracted axis': "shard w with 'x f -> x@tensor f'",
+        'replicated compute': '',
+    }
 
 
 REPLICATED = {

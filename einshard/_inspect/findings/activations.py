@@ -14,7 +14,8 @@ from ..report_rows import CollectiveRow, Finding
 from .expressions import expression_of
 from .facts import Facts
 from .lines import lines_text
-from .values import Axis, Product, Value
+from .sharded_loops import loops_over_batch
+from .values import Axis, Product, Value, weight_and_data
 
 
 class _ProductCollective(NamedTuple):
@@ -53,14 +54,6 @@ def _find_product_collectives(facts: Facts) -> Iterator[_ProductCollective]:
             operands = weight_and_data(product)
             if operands is not None:
                 yield _ProductCollective(collective, row, product, *operands, along)
-
-
-def weight_and_data(product: Product) -> tuple[Value, Value] | None:
-    """Returns (weight, other operand), or None if neither operand is a weight."""
-    for weight, data in ((product.right, product.left), (product.left, product.right)):
-        if weight.argument is not None and not weight.is_data:
-            return weight, data
-    return None
 
 
 # --- batch --------------------------------------------------------------------------------------
@@ -242,37 +235,77 @@ def _inherited_sharding(
     facts: Facts, table: int, along: frozenset[str], items: Sequence[_ProductCollective]
 ) -> Iterator[Finding]:
     """Reports activations that inherit the sharding of `table`, unless this sharding is free."""
-    assert facts.trace is not None
-    assert facts.mesh is not None
-    distinct = {item.collective.name: item for item in items}.values()
-    n_bytes = sum(item.row.total_bytes for item in distinct)
-    # the sharding is free if it splits an all-reduce into a reduce-scatter and an all-gather, which
-    # together send as much
+    lookup = lookup_in(facts, table)
+    if lookup is None or loops_over_batch(facts):  # the batch of the lookup is still unsharded
+        return
+    sizes = {
+        size
+        for axis, size in zip(lookup.result.axes, lookup.aval.shape, strict=True)
+        if axis.origin == table and along & set(axis.mesh_axes)
+    }
+    gathers = [
+        row
+        for collective, row in _activations_along(facts, along)
+        if (gather := facts.all_gathers.get(collective.name)) is not None
+        and gather.array.shape[gather.dimension] in sizes
+    ]
+    # a constraint on the lookup needs one all-gather, and all-reduces instead of reduce-scatters,
+    # which send twice as much
+    gathered = sum(row.total_bytes for row in gathers)
     scattered = sum(
         row.total_bytes
-        for row, axes in zip(facts.rows, facts.along, strict=True)
-        if row.kind == 'reduce-scatter' and row.role == 'activations' and axes == along
+        for _, row in _activations_along(facts, along)
+        if row.kind == 'reduce-scatter'
     )
-    if scattered > n_bytes / 2:
+    n_bytes = gathered - scattered - _bytes_to_gather(facts, lookup, along)
+    if n_bytes <= facts.min_bytes:
         return
-    for product in facts.trace.products:
-        if product.is_lookup and product.left.argument == table:
-            axes = [
+    path, mesh_axes = facts.arguments[table].path, items[0].row.along
+    yield Finding(
+        'inherited sharding',
+        f'activations inherit the sharding of {path} along {mesh_axes}, and are gathered along it '
+        f'in {lines_text(gathers)}: {format_bytes(gathered)}, '
+        f'{format_bytes(n_bytes)} more than necessary',
+        lookup.line,
+        n_bytes,
+        constrain_lookup(
+            facts,
+            lookup,
+            [
                 axis.without_mesh_axes(along) if axis.origin == table else axis
-                for axis in product.result.axes
-            ]
-            array = facts.arguments[table]
-            lines = lines_text(item.row for item in distinct)
-            yield Finding(
-                'inherited sharding',
-                f'activations inherit the sharding of {array.path} along {items[0].row.along}, '
-                f'and are sent along it in {lines}: {format_bytes(n_bytes)}',
-                product.line,
-                n_bytes,
-                f'constrain the result of the lookup in {short_source(product.line)}: '
-                f"einshard(..., '{expression_of(axes, facts.mesh)}')",
-            )
-            return
+                for axis in lookup.result.axes
+            ],
+        ),
+    )
+
+
+def _bytes_to_gather(facts: Facts, lookup: Product, along: frozenset[str]) -> int:
+    """Returns the bytes that a device sends in one run to gather the result of a lookup."""
+    assert facts.mesh is not None
+    n = prod(facts.mesh.shape[name] for name in along)
+    n_shards = prod(facts.mesh.shape[name] for name in lookup.result.mesh_axes - along)
+    shard_bytes = prod(lookup.aval.shape) * lookup.aval.dtype.itemsize // n_shards
+    return shard_bytes * (n - 1) // n * (lookup.runs or 1)
+
+
+def _activations_along(
+    facts: Facts, along: frozenset[str]
+) -> Iterator[tuple[Collective, CollectiveRow]]:
+    rows = zip(facts.collectives, facts.rows, facts.along, strict=True)
+    return ((c, row) for c, row, axes in rows if row.role == 'activations' and axes == along)
+
+
+def lookup_in(facts: Facts, table: int) -> Product | None:
+    """Returns the first lookup in an argument."""
+    products = facts.trace.products if facts.trace else ()
+    return next((p for p in products if p.is_lookup and p.left.argument == table), None)
+
+
+def constrain_lookup(facts: Facts, lookup: Product, axes: Sequence[Axis]) -> str:
+    """Suggests constraining the result of a lookup."""
+    assert facts.mesh is not None
+    line, placement = short_source(lookup.line), expression_of(axes, facts.mesh)
+    return f"constrain the result of the lookup in {line}: einshard(..., '{placement}')"
 
 
 def _paths_of(facts: Facts, values: Sequence[Value]) -> str:

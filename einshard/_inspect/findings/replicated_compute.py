@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from ..._text import first_of, format_flops, short_source
 from ..report_rows import Finding
-from .activations import missing_constraint, weight_and_data
+from .activations import constrain_lookup, lookup_in, missing_constraint
 from .expressions import expression_of, shard_text
 from .facts import Facts
 from .sharded_loops import looped_dims, looped_weights, sharded_loop_axis, suggestion_for_batch
-from .values import Axis, Product, Value
+from .values import Axis, Product, Value, weight_and_data
 
 # the smallest ratios that are reported
 _MIN_RATIO = 1.5  # flops of all devices / flops before partitioning
@@ -124,9 +124,31 @@ def _constrain_result(facts: Facts, repeated: _RepeatedLine) -> str:
     # the same result
     used = _mesh_axes_of_result(product)
     if unused := tuple(name for name in _mesh_axes(facts) if name not in used):
+        _, data = weight_and_data(product) or (None, None)
+        if data is not None and data.mesh_axes & set(unused):
+            return _shard_lookup(facts, unused, data)
         return _shard_batch(facts, unused, product)
     placement = expression_of(product.result.axes, facts.mesh)
     return f"constrain the result of the matmul in {short_source(repeated.line)}: '{placement}'"
+
+
+def _shard_lookup(facts: Facts, unused: tuple[str, ...], data: Value) -> str:
+    """Suggests sharding the batch of a lookup over mesh axes that it inherits from the table.
+
+    Returns '' if they shard the data of the matmul for another reason, or if the batch is not
+    divisible.
+    """
+    assert facts.mesh is not None
+    origins = {axis.origin for axis in data.axes if set(unused) & set(axis.mesh_axes)}
+    table = origins.pop()
+    lookup = lookup_in(facts, table) if isinstance(table, int) and not origins else None
+    if lookup is None or not set(unused) <= lookup.result.mesh_axes:
+        return ''
+    batch, *rest = (axis.without_mesh_axes(unused) for axis in lookup.result.axes)
+    batch = replace(batch, mesh_axes=(*batch.mesh_axes, *unused))
+    if lookup.aval.shape[0] % prod(facts.mesh.shape[name] for name in batch.mesh_axes):
+        return ''
+    return constrain_lookup(facts, lookup, [batch, *rest])
 
 
 def _mesh_axes_of_result(product: Product) -> set[str]:

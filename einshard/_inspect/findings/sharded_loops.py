@@ -11,12 +11,11 @@ from ..._sharding.mesh import is_canonical_mesh
 from ..._text import array_text, first_of, format_bytes, short_source
 from ..fold_layers import fold_paths
 from ..report_rows import CollectiveRow, Finding
-from .activations import weight_and_data
 from .expressions import expression_of, shard_text
 from .facts import Facts
 from .lines import lines_text
 from .trace import Scanned
-from .values import Value
+from .values import Value, weight_and_data
 
 
 class _ShardedScan(NamedTuple):
@@ -46,6 +45,11 @@ def sharded_loop_axis(facts: Facts) -> Iterator[Finding]:
             n_bytes,
             _reshard_before_loop(facts, line, arrays) or _shard_other_axis(facts, arrays),
         )
+
+
+def loops_over_batch(facts: Facts) -> bool:
+    """Whether a loop runs over a sharded axis of data, so that its iterations have no batch."""
+    return any(scan.is_data for scan in _arrays_of_scans(facts))
 
 
 def looped_weights(facts: Facts) -> set[int]:

@@ -163,6 +163,8 @@ class _Reader:
             replace(
                 product,
                 line=self.line_of(eqn) or (self.line_of(site.call) if site.call else ''),
+                aval=eqn.outvars[0].aval,
+                runs=site.runs,
                 flops=None if site.runs is None else flops * site.runs,
                 is_backward=site.is_backward,
                 in_shard_map=site.n_shards > 0,

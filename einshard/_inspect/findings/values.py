@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,10 @@ class Product:
             the indices.
         contracted, batch: (axis of left, axis of right) pairs.
         line: the user's source line, or ''.
-        flops: the flops before partitioning, of all executions in one run. None if a loop around it
-            has an unknown trip count.
+        aval: the shape and dtype of the result.
+        runs: how often it runs in one run of the function. None if a loop around it has an unknown
+            trip count.
+        flops: the flops before partitioning, of all `runs`, or None.
         in_shard_map: whether it is in a `shard_map`, where shapes are those of a shard.
     """
 
@@ -73,11 +76,21 @@ class Product:
     contracted: tuple[tuple[int, int], ...] = ()
     batch: tuple[tuple[int, int], ...] = ()
     line: str = ''
+    aval: Any = None
+    runs: int | None = None
     flops: int | None = None
     is_backward: bool = False
     in_shard_map: bool = False
     is_lookup: bool = False
     is_convolution: bool = False
+
+
+def weight_and_data(product: Product) -> tuple[Value, Value] | None:
+    """Returns (weight, other operand), or None if neither operand is a weight."""
+    for weight, data in ((product.right, product.left), (product.left, product.right)):
+        if weight.argument is not None and not weight.is_data:
+            return weight, data
+    return None
 
 
 def without_dim(axis: Axis) -> Axis:
