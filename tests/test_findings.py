@@ -557,6 +557,60 @@ def test_microbatches_are_sharded_over_the_axis_of_their_rows(spec, shape, place
     assert expressions(finding) == placements
 
 
+@pytest.mark.parametrize(
+    ('spec', 'placement'),
+    [
+        ('a@data b d', 'a b d -> a b@data d'),
+        ('a@tensor b@data d', 'a b d -> a b@(data,tensor) d'),
+    ],
+)
+def test_microbatches_that_are_an_argument(spec, placement):
+    mesh = mesh_for('tensor', 'tpu')  # on CPU, the loop sends no activations
+
+    def report_for(spec):
+        @sharded('d f', spec, out='d f', mesh=mesh, donate_argnums=0)
+        def step(w, batches):
+            def add(total, x):
+                return total + jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w), None
+
+            return w - jax.lax.scan(add, jnp.zeros_like(w), batches)[0]
+
+        return explain(step, struct(512, 512), struct(4, 64, 512))
+
+    wrong = report_for(spec)
+    (finding,) = [f for f in wrong.findings if f.kind == 'sharded loop axis']
+    assert finding.suggestion == f"shard batches with '{placement}'"
+    fixed = report_for(placement)
+    assert 'sharded loop axis' not in found_in(fixed)
+    assert wrong.flops == 4 * fixed.flops
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+@pytest.mark.parametrize('is_product', [False, True])
+def test_rows_of_a_loop_keep_their_features(platform, is_product):
+    """Sharded features need a collective for each row."""
+    mesh = mesh_for('tensor', platform)
+
+    def report_for(spec):
+        @sharded(spec, 'd f', mesh=mesh)
+        def rows(x, w):
+            def row(x):
+                return jnp.tanh(x @ w) if is_product else jnp.outer(x, x).sum(0) + w[0, 0]
+
+            return jax.lax.map(row, x)
+
+        return explain(rows, struct(64, 128), struct(128, 128))
+
+    report = report_for('b@data d')
+    (finding,) = [f for f in report.findings if f.kind == 'sharded loop axis']
+    assert finding.suggestion == ''
+    if platform == 'tpu':
+        (finding,) = [f for f in report.findings if f.kind == 'gathered again']
+        assert finding.suggestion.startswith('gather it once, before the loop: x = einshard(x, ')
+    else:  # the CPU compiler gathers the rows once, before the loop
+        assert report.network_bytes < report_for('b d@data').network_bytes
+
+
 @pytest.mark.parametrize('platform', ['cpu', 'tpu'])
 @pytest.mark.parametrize('split', ['split', 'slice'])
 def test_a_split_of_a_sharded_axis(platform, split):

@@ -15,7 +15,7 @@ from .activations import constrain_lookup, lookup_in, missing_constraint
 from .expressions import expression_of, shard_text
 from .facts import Facts
 from .sharded_loops import looped_dims, looped_weights, sharded_loop_axis, suggestion_for_batch
-from .values import Axis, Product, Value, weight_and_data
+from .values import Axis, Product, Value, is_free_axis, weight_and_data
 
 # the smallest ratios that are reported
 _MIN_RATIO = 1.5  # flops of all devices / flops before partitioning
@@ -196,7 +196,7 @@ def _shard_batch(facts: Facts, added: tuple[str, ...], product: Product) -> str:
         dims = [dim for dim in range(len(value.axes)) if (i, dim) not in looped]
         data += [(i, dims[0])] * (value.is_data and bool(dims))
     sharded = [(i, dim) for i, dim in data if facts.argument_axes(i)[dim].mesh_axes]
-    for i, dim in sharded or [pair for pair in data if _is_free(product, *pair)]:
+    for i, dim in sharded or [pair for pair in data if is_free_axis(product, *pair)]:
         value, array = facts.values[i], facts.arguments[i]
         batch = value.axes[dim]
         mesh_axes = (*batch.mesh_axes, *(name for name in added if name not in value.mesh_axes))
@@ -206,16 +206,6 @@ def _shard_batch(facts: Facts, added: tuple[str, ...], product: Product) -> str:
             axes[dim] = replace(batch, mesh_axes=mesh_axes)
             return f"shard {array.path} with '{expression_of(axes, facts.mesh)}'"
     return ''
-
-
-def _is_free(product: Product, argument: int, dim: int) -> bool:
-    """Whether an axis of a data argument is in the data that a matmul reads, and not contracted."""
-    _, data = weight_and_data(product) or (None, None)
-    if data is None or data.argument != argument:
-        return False
-    index = 0 if data is product.left else 1
-    contracted = [pair[index] for pair in product.contracted]
-    return any(axis.dim == dim and i not in contracted for i, axis in enumerate(data.axes))
 
 
 def _axis_to_shard(

@@ -15,7 +15,7 @@ from .expressions import expression_of, shard_text
 from .facts import Facts
 from .lines import lines_text
 from .trace import Scanned
-from .values import Value, weight_and_data
+from .values import Value, is_free_axis, weight_and_data
 
 
 class _ShardedScan(NamedTuple):
@@ -43,7 +43,8 @@ def sharded_loop_axis(facts: Facts) -> Iterator[Finding]:
             f'along {_along_text(facts, arrays[0].value)}{effect} in {lines_text(rows)}',
             line,
             n_bytes,
-            _reshard_before_loop(facts, line, arrays) or _shard_other_axis(facts, arrays),
+            _reshard_before_loop(facts, line, arrays)
+            or (_shard_rows if is_data else _shard_weights)(facts, arrays),
         )
 
 
@@ -174,9 +175,45 @@ def _reshard_before_loop(facts: Facts, line: str, arrays: Sequence[Scanned]) -> 
     return f'reshard the array before the loop of {source} runs over it: {text}'
 
 
-def _shard_other_axis(facts: Facts, arrays: Sequence[Scanned]) -> str:
-    """Suggests sharding another axis of each array, or returns '' if one has no suitable axis."""
+def _shard_rows(facts: Facts, arrays: Sequence[Scanned]) -> str:
+    """Suggests sharding the rows of each microbatch, or returns ''.
+
+    The rows are the second axis of an argument, if a matmul reads it and does not contract it. If
+    not, the loop may run over rows, and the axis has features.
+    """
     assert facts.mesh is not None
+    assert facts.trace is not None
+    placements: dict[str, str] = {}
+    for scanned in arrays:
+        value, aval = scanned
+        argument = value.argument
+        if argument is None or not _is_axis_of_argument(facts, scanned):
+            return ''
+        products = [product for product in facts.trace.products if not product.is_convolution]
+        if not any(is_free_axis(product, argument, 1) for product in products):
+            return ''
+        first, second, *rest = facts.argument_axes(argument)
+        mesh_axes = (*second.mesh_axes, *first.mesh_axes)
+        if aval.shape[1] % prod(facts.mesh.shape[name] for name in mesh_axes):
+            return ''
+        axes = (replace(first, mesh_axes=()), replace(second, mesh_axes=mesh_axes), *rest)
+        placements[facts.arguments[argument].path] = expression_of(axes, facts.mesh)
+    return shard_text(placements)
+
+
+def _shard_weights(facts: Facts, arrays: Sequence[Scanned]) -> str:
+    """Suggests sharding another axis of each array, or returns '' if one has no suitable axis.
+
+    Also returns '' if no matmul has one of them as its weight: they may be data.
+    """
+    assert facts.mesh is not None
+    assert facts.trace is not None
+    # a backward pass also multiplies data by gradients
+    forward = (product for product in facts.trace.products if not product.is_backward)
+    pairs = filter(None, map(weight_and_data, forward))
+    weights = {weight.argument for weight, _ in pairs}
+    if all(value.argument not in weights for value, _ in arrays):
+        return ''
     placements: dict[str, str] = {}
     for scanned in arrays:
         value = scanned.value

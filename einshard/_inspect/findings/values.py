@@ -93,6 +93,16 @@ def weight_and_data(product: Product) -> tuple[Value, Value] | None:
     return None
 
 
+def is_free_axis(product: Product, argument: int, dim: int) -> bool:
+    """Whether an axis of a data argument is in the data of a matmul, and not contracted."""
+    _, data = weight_and_data(product) or (None, None)
+    if data is None or data.argument != argument:
+        return False
+    index = 0 if data is product.left else 1
+    contracted = [pair[index] for pair in product.contracted]
+    return any(axis.dim == dim and i not in contracted for i, axis in enumerate(data.axes))
+
+
 def without_dim(axis: Axis) -> Axis:
     return dataclasses.replace(axis, dim=-1)
 
