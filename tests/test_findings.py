@@ -169,6 +169,34 @@ def test_a_contracted_axis(platform):
     check_fixed(wrong, fixed, report_of(c._replace(weights=MEGATRON), mesh))
 
 
+@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+@pytest.mark.parametrize(
+    ('r', 'z', 'out', 'platforms'),
+    [
+        (256, 4096, 'b@data z@tensor', []),  # a small latent, as in LoRA
+        (1024, 1024, 'b@data z@tensor', []),
+        (1536, 1024, 'b@data z@tensor', ['tpu']),  # on CPU, XLA makes no reduce-scatter
+        (4096, 256, 'b@data z@tensor', ['cpu', 'tpu']),
+        (256, 4096, 'b@data z', []),
+        (4096, 256, 'b@data z', ['cpu', 'tpu']),
+    ],
+)
+def test_a_contracted_axis_is_reported_if_reducing_sends_less(platform, r, z, out, platforms):
+    def build(spec):
+        @sharded('b@data x', 'x r@tensor', spec, out=out, mesh=mesh)
+        def products(x, a, b):
+            return (x @ a) @ b  # on TPU, XLA gives the gather the line of the first matmul
+
+        return explain(products, *(struct(*s, dtype=jnp.bfloat16) for s in shapes))
+
+    mesh, shapes = mesh_for('tensor', platform), ((256, 512), (512, r), (r, z))
+    wrong, suggested = build('r z@tensor'), build('r@tensor z')
+    assert found_in(wrong) == ['contracted axis'] * (platform in platforms)
+    assert (suggested.network_bytes < wrong.network_bytes) == (platform in platforms)
+    if wrong.findings:
+        assert expressions(wrong.findings[0]) == ['r z -> r@tensor z']
+
+
 def test_an_inherited_sharding():
     """The embedding is sharded over d, and so is the residual stream."""
     c = Choices(MEGATRON | {'embed': 'v d@tensor'}, embedded=None)

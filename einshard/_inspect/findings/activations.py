@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from ..._hlo.collective import Collective
+from ..._hlo.collective import Collective, ring_bytes
 from ..._text import first_of, format_bytes, short_source
 from ..fold_layers import fold_paths
 from ..report_rows import CollectiveRow, Finding
@@ -119,7 +119,7 @@ def _gathered_bytes(facts: Facts, item: _ProductCollective) -> int:
     assert item.weight.argument is not None
     assert facts.mesh is not None
     array = facts.arguments[item.weight.argument]
-    n_shards = prod(facts.mesh.shape[name] for name in item.weight.mesh_axes - item.along)
+    n_shards = _n_shards(facts, item.weight, item.along)
     sizes = (array.shape[axis.dim] for axis in item.weight.axes if axis.dim >= 0)
     return prod(sizes) * array.dtype.itemsize // n_shards
 
@@ -148,6 +148,20 @@ def _value_to_constrain(
 # --- contracted axes ----------------------------------------------------------------------------
 
 
+class _GatheredAxis(NamedTuple):
+    """A contracted axis that is sharded in the data, but not in the weight.
+
+    Attributes:
+        axis: the axis of the data.
+        placement: the expression of the weight if it is sharded like the data.
+        items: the collectives on the line of the matmul.
+    """
+
+    axis: Axis
+    placement: str
+    items: list[_ProductCollective]
+
+
 def contracted_axes(facts: Facts) -> Iterator[Finding]:
     """Reports contracted axes that are sharded in the data, but not in the weight.
 
@@ -158,21 +172,33 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
         return
     # keyed by (argument index of the lookup table, mesh axes)
     inherited: dict[tuple[int, frozenset[str]], list[_ProductCollective]] = {}
-    # keyed by (source line, name of the contracted axis, suggested expression of the weight)
-    reshardable: dict[tuple[str, str, str], list[_ProductCollective]] = {}
-    # arguments that a suggestion reshards; data whose sharding comes from one needs no suggestion
-    resharded: set[int] = set()
+    gathered: dict[int, _GatheredAxis] = {}  # by the position of the product in the trace
     order = {id(product): i for i, product in enumerate(facts.trace.products)}
     for item in sorted(_find_product_collectives(facts), key=lambda item: order[id(item.product)]):
         for axis, weight_axis in _mismatched_axes(facts, item):
             if isinstance(axis.origin, int) and axis.origin in facts.lookup_tables:
                 inherited.setdefault((axis.origin, item.along), []).append(item)
-            elif item.row.kind != 'all-reduce' and axis.origin not in resharded:
+            elif item.row.kind != 'all-reduce':
                 placement = _weight_sharded_like_data(facts, item, axis, weight_axis)
-                if placement is not None and item.weight.argument is not None:
-                    key = item.product.line, axis.name, placement
-                    reshardable.setdefault(key, []).append(item)
-                    resharded.add(item.weight.argument)
+                if placement is not None:
+                    at = order[id(item.product)]
+                    gathered.setdefault(at, _GatheredAxis(axis, placement, [])).items.append(item)
+    # keyed by (source line, name of the contracted axis, suggested expression of the weight)
+    reshardable: dict[tuple[str, str, str], list[_ProductCollective]] = {}
+    # arguments that a suggestion reshards; data whose sharding comes from one needs no suggestion
+    resharded: set[int] = set()
+    similar: dict[tuple[int, ...], list[_GatheredAxis]] = {}
+    for found in gathered.values():
+        similar.setdefault(found.items[0].product.sizes, []).append(found)
+    for found in gathered.values():
+        item = found.items[0]
+        if found.axis.origin not in resharded and _is_cheaper_to_reduce(
+            facts, found, similar[item.product.sizes]
+        ):
+            key = item.product.line, found.axis.name, found.placement
+            reshardable.setdefault(key, []).extend(found.items)
+            assert item.weight.argument is not None
+            resharded.add(item.weight.argument)
     for (table, along), items in inherited.items():
         yield from _inherited_sharding(facts, table, along, items)
     for (line, name, placement), items in reshardable.items():
@@ -229,6 +255,48 @@ def _weight_sharded_like_data(
         for other in facts.argument_axes(item.weight.argument)
     ]
     return expression_of(axes, facts.mesh)
+
+
+def _is_cheaper_to_reduce(
+    facts: Facts, found: _GatheredAxis, similar: Sequence[_GatheredAxis]
+) -> bool:
+    """Whether reducing the result sends less than gathering the data.
+
+    Compares all matmuls of the same sizes, `similar`, because on TPU XLA gives some all-gathers the
+    line of the operation before the matmul.
+    """
+    assert facts.mesh is not None
+    item, names = found.items[0], set(found.axis.mesh_axes)
+    product, data_index = item.product, _operand_indices(item)[0]
+    n_gathered = product.sizes[data_index] // _n_shards(facts, item.data, names)
+    n_shards = _n_shards(facts, product.result, names)
+    n_reduced = product.sizes[2] // n_shards
+    on_line = {item.collective.name for found in similar for item in found.items}
+    # if the result is sharded over `names`, a reduce-scatter replaces the gather of the data, and a
+    # gather of the result stays. On CPU, XLA all-reduces instead, and needs no gather of the result
+    is_scattered = facts.platform != 'cpu' and names <= product.result.mesh_axes
+    gathered = 0
+    for collective, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
+        sizes = _n_elements(collective)
+        is_of_data = row.kind != 'all-reduce' and along == names and n_gathered in sizes
+        if collective.name in on_line or (is_of_data and n_gathered != n_reduced):
+            gathered += 0 if is_scattered and n_reduced in sizes else row.total_bytes
+    kind = 'reduce-scatter' if is_scattered else 'all-reduce'
+    group_size = prod(facts.mesh.shape[name] for name in names)
+    reduced = ring_bytes(kind, product.result_bytes // n_shards, group_size) * (product.runs or 1)
+    return gathered > len(similar) * reduced
+
+
+def _n_shards(facts: Facts, value: Value, gathered: Collection[str]) -> int:
+    """Returns the number of shards of a value that is not sharded over the mesh axes `gathered`."""
+    assert facts.mesh is not None
+    return prod(facts.mesh.shape[name] for name in value.mesh_axes.difference(gathered))
+
+
+def _n_elements(collective: Collective) -> list[int]:
+    """Returns the number of elements of each array, and of all arrays."""
+    sizes = [prod(array.shape) for array in collective.arrays]
+    return [*sizes, sum(sizes)]
 
 
 def _inherited_sharding(

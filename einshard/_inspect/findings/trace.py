@@ -159,6 +159,7 @@ class _Reader:
         if product is None:
             return elementwise(eqn.outvars[0], values)
         flops = flops_of(eqn) * max(site.n_shards, 1)
+        left, right, result = (v.aval for v in (*eqn.invars[:2], eqn.outvars[0]))
         self.trace.products.append(
             replace(
                 product,
@@ -168,6 +169,9 @@ class _Reader:
                 flops=None if site.runs is None else flops * site.runs,
                 is_backward=site.is_backward,
                 in_shard_map=site.n_shards > 0,
+                sizes=(left.size, right.size, result.size),
+                result_bytes=result.size * result.dtype.itemsize,
+                runs=site.runs,
             )
         )
         return product.result

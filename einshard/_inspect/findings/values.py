@@ -68,6 +68,9 @@ class Product:
             trip count.
         flops: the flops before partitioning, of all `runs`, or None.
         in_shard_map: whether it is in a `shard_map`, where shapes are those of a shard.
+        sizes: the numbers of elements of `left`, `right` and `result` before partitioning.
+        result_bytes: the bytes of `result` before partitioning, in one execution.
+        runs: the number of executions in one run, or None if unknown.
     """
 
     left: Value
@@ -83,6 +86,9 @@ class Product:
     in_shard_map: bool = False
     is_lookup: bool = False
     is_convolution: bool = False
+    sizes: tuple[int, ...] = ()
+    result_bytes: int = 0
+    runs: int | None = 1
 
 
 def weight_and_data(product: Product) -> tuple[Value, Value] | None:
