@@ -14,6 +14,7 @@ import mistakes
 import numpy as np
 import pytest
 from hlo import llama
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from mistakes import BOTH, FSDP, MEGATRON, Choices, arguments, expressions, make_step
@@ -685,9 +686,21 @@ def test_a_split_of_a_sharded_axis(platform, split):
     [
         # in the same line, a sum along tensor
         (1024, 'f@tensor d', lambda h, w: (h[:, :512] * h[:, 512:]) @ w, ['b@data a f@tensor']),
-        # parts of two sizes, and a single element
+        # parts of two sizes, in a slice and in a split, and a single element
         (768, 'f d', lambda h, w: (h[:, :512] @ w) * h[:, 512:].sum(1, keepdims=True), []),
+        (1024, 'f d', lambda h, w: ((p := jnp.split(h, [512, 768], 1))[0] @ w)[:, :256] * p[1], []),
+        (1024, 'f d', lambda h, w: h[:, :256] @ w[:256] + h[:, 256:].sum(1, keepdims=True), []),
         (512, 'f d', lambda h, w: jnp.concatenate([h[:, :1], h[:, :1] * h[:, 1:]], 1) @ w, []),
+        # parts of 2, which are not divisible by 4; every other element; other starts
+        (512, 'f d', lambda h, w: h[:, :2] @ w[:2], []),
+        (1024, 'f d', lambda h, w: lax.slice(h, (0, 0), (64, 1024), (1, 2)) @ w, []),
+        (1024, 'f d', lambda h, w: h[:, 256:768] @ w, []),
+        (
+            1024,
+            'f d',
+            lambda h, w: lax.dynamic_slice(jnp.cos(h), (0, jnp.int32(w[0, 0])), (64, 512)) @ w,
+            [],
+        ),
     ],
 )
 def test_parts_of_a_sharded_axis(size, down, product, placements):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import prod
 
 from ..._text import format_bytes
 from ..report_rows import Finding
@@ -21,10 +22,10 @@ def sliced_axis(facts: Facts) -> Iterator[Finding]:
     The parts are on different devices. The compiler reshards each part over all devices of the mesh
     axis.
     """
-    slices: dict[tuple[str, tuple[str, ...]], Slice] = {}
+    slices: dict[tuple[str, tuple[str, ...]], list[Slice]] = {}
     for sliced in facts.trace.slices if facts.trace else ():
-        slices.setdefault((sliced.line, sliced.axis.mesh_axes), sliced)
-    for (line, mesh_axes), sliced in slices.items():
+        slices.setdefault((sliced.line, sliced.axis.mesh_axes), []).append(sliced)
+    for (line, mesh_axes), several in slices.items():
         rows = [
             row
             for row, along in zip(facts.rows, facts.partly_along, strict=True)
@@ -33,6 +34,7 @@ def sliced_axis(facts: Facts) -> Iterator[Finding]:
         n_bytes = sum(row.total_bytes for row in rows)
         if n_bytes <= facts.min_bytes:
             continue
+        sliced = several[0]
         name = f"axis '{sliced.axis.name}'" if sliced.axis.name else f'axis {sliced.dim}'
         largest = max(rows, key=lambda row: row.total_bytes)
         yield Finding(
@@ -41,14 +43,20 @@ def sliced_axis(facts: Facts) -> Iterator[Finding]:
             f'{format_bytes(n_bytes)} are sent to shard the parts',
             line,
             n_bytes,
-            _suggestion(facts, sliced),
+            _suggestion(facts, several),
         )
 
 
-def _suggestion(facts: Facts, sliced: Slice) -> str:
-    """Suggests giving the parts their own axis. Returns '' for parts of size 1 or unequal size."""
+def _suggestion(facts: Facts, slices: Sequence[Slice]) -> str:
+    """Suggests giving the parts their own axis.
+
+    Returns '' if the slices are not equal parts, or if their size is 1 or not divisible.
+    """
     assert facts.mesh is not None
-    if sliced.part < 2 or sliced.size % sliced.part:
+    sliced = slices[0]
+    n_shards = prod(facts.mesh.shape[name] for name in sliced.axis.mesh_axes)
+    is_equal = all(s.is_equal_part and s.part == sliced.part for s in slices)
+    if not is_equal or sliced.part < 2 or sliced.part % n_shards:
         return ''
     axes = [*sliced.value.axes]
     axes.insert(sliced.dim, Axis())

@@ -51,6 +51,7 @@ class Slice(NamedTuple):
     dim: int
     size: int  # the size of the axis
     part: int  # the size of the slice
+    is_equal_part: bool  # whether it is one of size // part equal parts
 
     @property
     def axis(self) -> Axis:
@@ -180,7 +181,9 @@ class _Reader:
         sizes, parts = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
         for dim, (axis, size, part) in enumerate(zip(value.axes, sizes, parts, strict=True)):
             if 0 < part != size and axis.mesh_axes:
-                self.trace.slices.append(Slice(self.line_of(eqn), value, dim, size, part))
+                is_equal_part = size % part == 0 and _starts_at_multiple(eqn, dim, part)
+                found = Slice(self.line_of(eqn), value, dim, size, part, is_equal_part)
+                self.trace.slices.append(found)
 
     def read_constraint(self, eqn: Any, before: Value, site: _CallSite) -> Value:
         sharding = eqn.params.get('sharding', eqn.params.get('dst_sharding'))
@@ -314,6 +317,17 @@ def _called_jaxpr(eqn: Any) -> Any:
 
 def jaxpr_in(parameter: Any) -> Any:
     return getattr(parameter, 'jaxpr', parameter)
+
+
+def _starts_at_multiple(eqn: Any, dim: int, part: int) -> bool:
+    """Whether all slices along `dim` are contiguous and start at multiples of `part`."""
+    if eqn.primitive.name == 'split':
+        return set(eqn.params['sizes']) == {part}
+    if eqn.primitive.name == 'dynamic_slice':
+        start = getattr(eqn.invars[1 + dim], 'val', None)  # of a literal
+        return start is not None and int(start) % part == 0
+    strides = eqn.params['strides']
+    return eqn.params['start_indices'][dim] % part == 0 and (strides is None or strides[dim] == 1)
 
 
 def _n_of_same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
