@@ -29,8 +29,8 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
         if row.kind != 'all-reduce' or site is None or row.is_backward or row.bytes < _MIN_BYTES:
             continue
         found = find_sliced_sum(facts.module, site)
-        # on TPU and GPU, XLA turns direct slices into reduce-scatters, so skip them on CPU
-        if found is None or (found.is_direct and facts.platform == 'cpu'):
+        # direct slices are what the suggestion gives; XLA decides whether to reduce-scatter them
+        if found is None or found.is_direct or row.total_bytes < facts.min_bytes:
             continue
         suggestion = _constrain_result(facts, row.source or '', along, found)
         if not suggestion:
