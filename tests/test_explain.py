@@ -721,6 +721,25 @@ def test_diff():
     assert ('sent in one run', before.network_bytes, after.network_bytes) in diff.numbers
 
 
+@pytest.mark.parametrize(
+    ('argument', 'paths'),
+    [
+        (struct(16, 16), ['result']),
+        ({'result': struct(16, 16)}, ['result/result']),
+        ({'a/b': struct(16, 16), 'a': {'b': struct(16, 16)}}, ['result/a/b'] * 2),
+    ],
+)
+def test_diff_of_arrays_with_the_same_path(argument, paths):
+    def double(result):
+        return jax.tree.map(lambda x: 2 * x, result)
+
+    before, after = (
+        explain(sharded(spec, out='x16 y')(double), argument) for spec in ('x16 y', 'x y16')
+    )
+    changes = "float32[16,16] 'x y -> x16 y'", "float32[16,16] 'x y -> x y16'"
+    assert before.diff(after).arrays == tuple((path, *changes) for path in paths)
+
+
 # --- bad input ----------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -79,21 +80,24 @@ class Diff:
 class DiffInput:
     """The parts of a report that `make_diff` compares."""
 
-    arrays: Sequence[ArrayRow]
+    arguments: Sequence[ArrayRow]
+    results: Sequence[ArrayRow]
     collectives: Sequence[CollectiveRow]
     numbers: Mapping[str, int]  # bytes by name, and 'flops'
 
 
 def make_diff(before: DiffInput, after: DiffInput) -> Diff:
-    old, new = _placements(before.arrays), _placements(after.arrays)
-    paths = list(dict.fromkeys([*old, *new]))
+    old, new = _placements(before), _placements(after)
+    keys = list(dict.fromkeys([*old, *new]))
     old_totals, new_totals = _totals(before.collectives), _totals(after.collectives)
     texts = dict.fromkeys([*old_totals, *new_totals])
     totals = [(text, old_totals.get(text, _ZERO), new_totals.get(text, _ZERO)) for text in texts]
     changed = [(text, a, b) for text, a, b in totals if a.executions != b.executions]
     changed.sort(key=lambda change: -abs(change[2].sent - change[1].sent))
     return Diff(
-        arrays=tuple((p, old.get(p), new.get(p)) for p in paths if old.get(p) != new.get(p)),
+        arrays=tuple(
+            (key.path, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)
+        ),
         collectives=tuple((text, a.executions, b.executions) for text, a, b in changed),
         details=tuple((b.sent - a.sent, _lines_text(b.lines or a.lines)) for _, a, b in changed),
         numbers=tuple(
@@ -112,8 +116,27 @@ def _format_number(name: str, number: int) -> str:
     return format_flops(number) if name == 'flops' else format_bytes(number)
 
 
-def _placements(rows: Sequence[ArrayRow]) -> Mapping[str, str]:
-    return {row.path: f"{row.array} '{row.placement}'" for row in rows}
+class _Key(NamedTuple):
+    """Identifies an array. An argument may be called 'result', and paths may repeat.
+
+    Attributes:
+        n_before: the number of arguments, or of results, with the same path before this one.
+    """
+
+    is_result: bool
+    path: str
+    n_before: int
+
+
+def _placements(report: DiffInput) -> Mapping[_Key, str]:
+    counts: Counter[tuple[bool, str]] = Counter()
+    placements: dict[_Key, str] = {}
+    for is_result, rows in ((False, report.arguments), (True, report.results)):
+        for row in rows:
+            key = _Key(is_result, row.path, counts[is_result, row.path])
+            counts[is_result, row.path] += 1
+            placements[key] = f"{row.array} '{row.placement}'"
+    return placements
 
 
 class _Totals(NamedTuple):

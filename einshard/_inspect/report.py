@@ -106,7 +106,7 @@ class Report(Display):
             'temporaries': memory.temporaries if memory else 0,
             'flops': int(self.flops or 0),
         }
-        return DiffInput((*self.arguments, *self.results), self.collectives, numbers)
+        return DiffInput(self.arguments, self.results, self.collectives, numbers)
 
     def to_dict(self) -> dict[str, Any]:
         """Converts the report to dictionaries, lists, strings and numbers, for JSON."""
