@@ -893,11 +893,12 @@ def test_an_all_reduce_of_which_devices_keep_a_slice_as_suggested(platform):
     assert 'sliced all-reduce' not in found_in(before) + found_in(after)
 
 
-def decoder(before):
-    """A loop over steps with one weight, as in inference."""
+def decoder(before, tree=lambda w: w):
+    """A loop over steps with one weight, as in inference. `tree` makes the argument of the weight."""
 
     @sharded('d@data f', 'b@data d', mesh=mesh_for('', 'tpu'))
     def decode(w, x):
+        (w,) = jax.tree.leaves(w)
         w = w if before is None else einshard(w, before)
 
         def step(x, _):
@@ -905,7 +906,7 @@ def decoder(before):
 
         return jax.lax.scan(step, x, length=8)[0]
 
-    return explain(decode, struct(2048, 2048), struct(1024, 2048))
+    return explain(decode, tree(struct(2048, 2048)), struct(1024, 2048))
 
 
 def test_a_gather_in_a_loop_that_does_not_change_the_array():
@@ -924,6 +925,19 @@ def test_a_gather_in_a_loop_that_does_not_change_the_array():
     fixed = decoder(expression)
     assert found_in(fixed) == []
     assert fixed.network_bytes <= wrong.network_bytes // 4  # f32, where the loop had bf16
+
+
+@pytest.mark.parametrize(
+    ('tree', 'call'),
+    [
+        (lambda w: {'key': w}, 'key = einshard(key, '),
+        (lambda w: (w,), 'einshard(..., '),
+        (lambda w: {'class': w}, 'einshard(..., '),
+    ],
+)
+def test_only_names_are_assigned_to_in_a_suggestion(tree, call):
+    (finding,) = decoder(None, tree).findings
+    assert finding.suggestion == f"gather it once, before the loop: {call}'d f -> 16 d f')"
 
 
 @pytest.mark.parametrize('platform', ['cpu', 'tpu'])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -142,7 +143,9 @@ def _gather_before_loop(facts: Facts, repeated: _RepeatedGather) -> str:
     axes = facts.argument_axes(facts.used_arguments[parameter])
     gathered = [axis.without_mesh_axes(repeated.along) for axis in axes]
     name, expression = array.path.split('/')[-1], expression_of(gathered, facts.mesh)
-    return f"gather it once, before the loop: {name} = einshard({name}, '{expression}')"
+    is_variable = name.isidentifier() and not keyword.iskeyword(name)
+    assigned, value = (f'{name} = ', name) if is_variable else ('', '...')
+    return f"gather it once, before the loop: {assigned}einshard({value}, '{expression}')"
 
 
 def _repeated_gathers(facts: Facts) -> Iterator[_RepeatedGather]:
