@@ -198,6 +198,33 @@ def test_a_contracted_axis_is_reported_if_reducing_sends_less(platform, r, z, ou
         assert expressions(wrong.findings[0]) == ['r z -> r@tensor z']
 
 
+def dense(x, w):
+    return jnp.einsum('bx,xy->by', jax.nn.relu(x), w)
+
+
+def test_contracted_axes_of_two_matmuls_on_one_line():
+    """Each finding is about the collectives of its own matmul."""
+    shapes = (2048, 512), (512, 4096), (4096, 128), (128, 2048), (2048, 128)
+
+    def build(second, fourth):
+        specs = ['b@data x', 'x f@tensor', second, 'y z@tensor', fourth]
+
+        @sharded(*specs, out='b@data w', mesh=mesh_for('tensor'))
+        def layers(x, *weights):
+            return functools.reduce(dense, weights, x)
+
+        return explain(layers, *(struct(*shape, dtype=jnp.bfloat16) for shape in shapes))
+
+    wrong = build('f y@tensor', 'z w@tensor')
+    gathered = {row.arrays: row.total_bytes for row in wrong.collectives}
+    assert [(f.kind, f.bytes) for f in wrong.findings] == [
+        ('contracted axis', gathered[f'bf16[512,{size}]']) for size in (4096, 2048)
+    ]
+    fixed = build(*(expressions(finding)[0] for finding in wrong.findings))
+    assert found_in(fixed) == []
+    assert fixed.network_bytes < wrong.network_bytes / 5
+
+
 def test_an_inherited_sharding():
     """The embedding is sharded over d, and so is the residual stream."""
     c = Choices(MEGATRON | {'embed': 'v d@tensor'}, embedded=None)

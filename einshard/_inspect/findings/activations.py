@@ -174,11 +174,18 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
     inherited: dict[tuple[int, frozenset[str]], list[_ProductCollective]] = {}
     gathered: dict[int, _GatheredAxis] = {}  # by the position of the product in the trace
     order = {id(product): i for i, product in enumerate(facts.trace.products)}
+    # the sizes of the matmuls on each line: a helper function, for example, has matmuls of several
+    sizes: dict[str, set[tuple[int, ...]]] = {}
+    for product in facts.trace.products:
+        if not (product.is_lookup or product.is_backward):
+            sizes.setdefault(product.line, set()).add(product.sizes)
     for item in sorted(_find_product_collectives(facts), key=lambda item: order[id(item.product)]):
         for axis, weight_axis in _mismatched_axes(facts, item):
             if isinstance(axis.origin, int) and axis.origin in facts.lookup_tables:
                 inherited.setdefault((axis.origin, item.along), []).append(item)
-            elif item.row.kind != 'all-reduce':
+            elif item.row.kind != 'all-reduce' and (
+                len(sizes[item.product.line]) == 1 or _sends_data(facts, item, axis)
+            ):
                 placement = _weight_sharded_like_data(facts, item, axis, weight_axis)
                 if placement is not None:
                     at = order[id(item.product)]
@@ -266,9 +273,8 @@ def _is_cheaper_to_reduce(
     line of the operation before the matmul.
     """
     assert facts.mesh is not None
-    item, names = found.items[0], set(found.axis.mesh_axes)
-    product, data_index = item.product, _operand_indices(item)[0]
-    n_gathered = product.sizes[data_index] // _n_shards(facts, item.data, names)
+    names, product = frozenset(found.axis.mesh_axes), found.items[0].product
+    n_gathered = _n_gathered(facts, found.items[0], names)
     n_shards = _n_shards(facts, product.result, names)
     n_reduced = product.sizes[2] // n_shards
     on_line = {item.collective.name for found in similar for item in found.items}
@@ -285,6 +291,19 @@ def _is_cheaper_to_reduce(
     group_size = prod(facts.mesh.shape[name] for name in names)
     reduced = ring_bytes(kind, product.result_bytes // n_shards, group_size) * (product.runs or 1)
     return gathered > len(similar) * reduced
+
+
+def _sends_data(facts: Facts, item: _ProductCollective, axis: Axis) -> bool:
+    """Whether the collective has the size of the data, gathered along the mesh axes of `axis`."""
+    assert facts.mesh is not None
+    n_gathered = _n_gathered(facts, item, axis.mesh_axes)
+    shard = n_gathered // prod(facts.mesh.shape[name] for name in axis.mesh_axes)
+    return not {n_gathered, shard}.isdisjoint(_n_elements(item.collective))
+
+
+def _n_gathered(facts: Facts, item: _ProductCollective, names: Collection[str]) -> int:
+    """Returns the elements of the data on a device, if it is gathered along the mesh axes `names`."""
+    return item.product.sizes[_operand_indices(item)[0]] // _n_shards(facts, item.data, names)
 
 
 def _n_shards(facts: Facts, value: Value, gathered: Collection[str]) -> int:
