@@ -456,6 +456,25 @@ def test_replicated_compute_of_microbatches(platform, spec, placement, n_repeats
     assert wrong.flops == n_repeats * report_for(placement.partition('-> ')[2]).flops
 
 
+@pytest.mark.parametrize('n_channels', [8, 64])
+def test_grouped_convolutions_are_not_replicated_compute(n_channels):
+    """XLA for CPU makes a dense convolution of the gradient."""
+
+    @sharded('h w i o', 'b@data h w c', mesh=mesh_for('data'))
+    def gradient(kernel, x):
+        def loss(kernel):
+            options = {'dimension_numbers': ('NHWC', 'HWIO', 'NHWC'), 'padding': 'SAME'}
+            y = lax.conv_general_dilated(
+                x, kernel, (1, 1), feature_group_count=n_channels, **options
+            )
+            return jnp.sum(y**2)
+
+        return jax.grad(loss)(kernel)
+
+    report = explain(gradient, struct(3, 3, 1, n_channels), struct(32, 16, 16, n_channels))
+    assert found_in(report) == []
+
+
 def test_a_compiled_program_is_not_checked_for_replicated_compute():
     compiled = make_step(CORRECT['data'], mesh_for(FSDP)).lower(*arguments()).compile()
     (note,) = [note for note in explain(compiled).notes if note.kind == 'not checked']

@@ -157,4 +157,5 @@ def _convolution(eqn: Any, values: Sequence[Value]) -> Product:
     axes[numbers.out_spec[1]] = kernel.axes[numbers.rhs_spec[0]]
     result = Value(drop_repeats(axes), None, image.is_data or kernel.is_data)
     contracted = ((numbers.lhs_spec[1], numbers.rhs_spec[1]),)
-    return Product(image, kernel, result, contracted, is_convolution=True)
+    is_grouped = max(eqn.params['feature_group_count'], eqn.params['batch_group_count']) > 1
+    return Product(image, kernel, result, contracted, is_convolution=True, is_grouped=is_grouped)

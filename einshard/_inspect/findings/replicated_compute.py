@@ -84,13 +84,15 @@ def _repeated_lines(facts: Facts) -> Iterator[_RepeatedLine]:
             unknown.add(row.source or '')
     for line, products in by_line.items():
         flops = [product.flops for product in products if product.flops is not None]
-        # XLA pads small convolutions on TPU, which adds flops
-        is_padded = facts.platform == 'tpu' and any(p.is_convolution for p in products)
-        if line in unknown or len(flops) < len(products) or is_padded:
+        # XLA pads small convolutions on TPU, and elsewhere makes dense convolutions of some grouped
+        # ones; both add flops
+        on_tpu = facts.platform == 'tpu'
+        has_more_flops = any(p.is_convolution if on_tpu else p.is_grouped for p in products)
+        if line in unknown or len(flops) < len(products) or has_more_flops:
             continue
         ratio = compiled[line] * facts.n_devices / max(sum(flops), 1)
         wasted = compiled[line] - sum(flops) / facts.n_devices
-        if ratio >= _MIN_RATIO:
+        if ratio >= _MIN_RATIO and round(ratio) <= facts.n_devices:
             forward = [product for product in products if not product.is_backward] or products
             forward.sort(key=lambda product: -(product.flops or 0))
             yield _RepeatedLine(line, round(ratio), int(wasted), forward)

@@ -67,6 +67,7 @@ class Product:
         runs: how often it runs in one run of the function. None if a loop around it has an unknown
             trip count.
         flops: the flops before partitioning, of all `runs`, or None.
+        is_grouped: whether it is a convolution with groups of features, or of the batch.
         in_shard_map: whether it is in a `shard_map`, where shapes are those of a shard.
         sizes: the numbers of elements of `left`, `right` and `result` before partitioning.
         result_bytes: the bytes of `result` before partitioning, in one execution.
@@ -86,6 +87,7 @@ class Product:
     in_shard_map: bool = False
     is_lookup: bool = False
     is_convolution: bool = False
+    is_grouped: bool = False
     sizes: tuple[int, ...] = ()
     result_bytes: int = 0
     runs: int | None = 1
