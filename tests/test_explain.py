@@ -449,6 +449,27 @@ def test_constraints_in_loops_are_seen():
     assert found == [line_of(loop, "einshard(x, 'a b -> a b*')")]
 
 
+def in_rows(x):
+    return einshard(x, 'a b -> a@data b')
+
+
+def forgotten(x):
+    _, x = einshard(x, 'a b -> a b@data'), einshard(jnp.tanh(x), 'a b -> a b@data')
+    in_rows(x)
+    x = in_rows(jnp.tanh(x))
+    return jax.lax.scan(lambda x, _: (in_rows(jnp.sin(x)), None), x, length=3)[0].sum()
+
+
+@pytest.mark.parametrize('types', [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize('transform', [lambda f: f, jax.grad])
+def test_each_unused_constraint_is_found(types, transform):
+    """Also if the same line or the same helper function has constraints that are used."""
+    f = sharded('a@data b', mesh=mesh_of(types=types, data=8))(transform(forgotten))
+    found = [f for f in explain(f, struct(16, 16)).findings if 'is not used' in f.text]
+    lines = [line_of(forgotten, text) for text in ('einshard(x', '    in_rows')]
+    assert [short(finding.source) for finding in found] == lines
+
+
 def test_warnings_is_the_old_name_of_findings_and_notes():
     report = explain(idle, struct(16, 16))
     with pytest.deprecated_call(match='use .findings'):

@@ -940,7 +940,7 @@ def test_an_all_reduce_of_which_devices_keep_a_slice_as_suggested(platform):
 
 
 def decoder(before, tree=lambda w: w):
-    """A loop over steps with one weight, as in inference. `tree` makes the argument of the weight."""
+    """A loop over steps with one weight, as in inference. `tree` makes the argument of it."""
 
     @sharded('d@data f', 'b@data d', mesh=mesh_for('', 'tpu'))
     def decode(w, x):

@@ -302,7 +302,7 @@ def _sends_data(facts: Facts, item: _ProductCollective, axis: Axis) -> bool:
 
 
 def _n_gathered(facts: Facts, item: _ProductCollective, names: Collection[str]) -> int:
-    """Returns the elements of the data on a device, if it is gathered along the mesh axes `names`."""
+    """Returns the elements of the data on a device, if it is gathered along `names`."""
     return item.product.sizes[_operand_indices(item)[0]] // _n_shards(facts, item.data, names)
 
 

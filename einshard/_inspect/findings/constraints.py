@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
@@ -16,9 +16,10 @@ from ..._text import first_of
 from ..report_rows import Finding
 from .expressions import expression_of
 from .facts import Facts
-from .lines import line_of
+from .lines import Frame, stack_of, user_line
 from .trace import inner_jaxprs
 
+_Stack: TypeAlias = tuple[Frame, ...]
 _RESULT_UNUSED = 'the result of this constraint is not used; assign it: x = einshard(x, ...)'
 _DEVICE_PUT = (
     'jax.device_put has no effect in a jitted function; use einshard or '
@@ -40,9 +41,12 @@ def repeated_constraints(facts: Facts) -> Iterator[Finding]:
 
 
 def _no_effect(facts: Facts) -> Iterator[tuple[Finding, bool]]:
-    """Yields (finding, is_repeated) for each line whose constraints all have no effect.
+    """Yields (finding, is_repeated) for constraints without effect, at most one for each line.
 
-    `is_repeated` says whether the constrained value already has the sharding of the constraint.
+    A constraint is unused if it is unused wherever it occurs with the same call stack: in its
+    forward and its backward pass, for example. Other constraints have no effect if none of the same
+    line has one. `is_repeated` says whether the constrained value already has the sharding of the
+    constraint.
     """
     if facts.stages.traced is None:
         return
@@ -50,10 +54,19 @@ def _no_effect(facts: Facts) -> Iterator[tuple[Finding, bool]]:
     specified = _arguments_with_sharding(facts)
     pairs = enumerate(zip(jaxpr.invars, facts.arguments, strict=False))
     shardings = {variable: array.sharding for i, (variable, array) in pairs if i in specified}
-    reasons: dict[str, list[str | None]] = {}
-    for line, reason in _constraints(jaxpr, shardings):
-        reasons.setdefault(line, []).append(reason)
-    for line, several in reasons.items():
+    by_stack: dict[_Stack, list[str | None]] = {}
+    for stack, reason in _constraints(jaxpr, shardings):
+        by_stack.setdefault(stack, []).append(reason)
+    unused: list[_Stack] = []
+    others: dict[str, list[_Stack]] = {}
+    for stack, reasons in by_stack.items():
+        is_unused = set(reasons) == {_RESULT_UNUSED}
+        (unused if is_unused else others.setdefault(user_line(stack), [])).append(stack)
+    unused_lines = (_line_of_unused(stack, others.get(user_line(stack), ())) for stack in unused)
+    for line in dict.fromkeys(unused_lines):
+        yield Finding('no effect', _RESULT_UNUSED, line or None), False
+    for line, stacks in others.items():
+        several = [reason for stack in stacks for reason in by_stack[stack]]
         reason = several[-1]
         if reason is not None and None not in several:
             is_repeated = reason not in (_RESULT_UNUSED, _DEVICE_PUT)
@@ -73,8 +86,20 @@ def _arguments_with_sharding(facts: Facts) -> set[int]:
     return {i for i, names in pairs if 'sdy.sharding' in names or 'mhlo.sharding' in names}
 
 
-def _constraints(jaxpr: Any, shardings: dict[Any, Any]) -> Iterator[tuple[str, str | None]]:
-    """Yields (line, reason) for each constraint without effect, and (line, None) for others.
+def _line_of_unused(stack: _Stack, others: Sequence[_Stack]) -> str:
+    """Returns the line of an unused constraint, or of the call of a helper function that has it.
+
+    It is the innermost frame that differs from those of `others`, which are on the same line.
+    """
+    n_same = 0
+    for other in others:
+        pairs = enumerate(zip(stack, other, strict=False))
+        n_same = max(n_same, next((i for i, (a, b) in pairs if a != b), 0))
+    return user_line(stack[n_same:])
+
+
+def _constraints(jaxpr: Any, shardings: dict[Any, Any]) -> Iterator[tuple[_Stack, str | None]]:
+    """Yields (stack, reason) for each constraint without effect, and (stack, None) for others.
 
     Also yields each `jax.device_put` without effect, and searches nested jaxprs. `shardings` has
     the shardings of the inputs; this function adds those of constrained values.
@@ -95,11 +120,16 @@ def _constraints(jaxpr: Any, shardings: dict[Any, Any]) -> Iterator[tuple[str, s
                     text = describe_named(sharding, result.aval.ndim)
                 reason = f"the value is already '{text}', so this constraint has no effect"
             shardings[result] = sharding
-            yield line_of(eqn), reason
+            yield stack_of(eqn), reason
+        elif name == 'reshard':
+            axis_types, stack = {*eqn.params['dst_sharding'].mesh.axis_types}, stack_of(eqn)
+            # JAX's own have no stack; on a mesh that has Auto axes too, a constraint follows
+            if axis_types == {AxisType.Explicit} and stack:
+                yield stack, None if id(eqn.outvars[0]) in used else _RESULT_UNUSED
         elif name == 'device_put':
             targets = [s for s in eqn.params['devices'] if isinstance(s, NamedSharding)]
             if targets and all(map(_has_no_effect_in_jit, targets)):
-                yield line_of(eqn), _DEVICE_PUT
+                yield stack_of(eqn), _DEVICE_PUT
         for inner in inner_jaxprs(eqn.params.values()):
             yield from _constraints(inner, {})
 
@@ -138,8 +168,9 @@ def names_without_rule(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             'names without a rule',
             f'{first_of([repr(name) for name, _ in sharded], 3)} '
-            f'{"has" if len(sharded) == 1 else "have"} no axis rule, so this constraint replicates '
-            f"a value that is sharded as '{expression_of(axes, mesh)}'",
+            f'{"has" if len(sharded) == 1 else "have"} no axis rule, so this constraint gathers '
+            f'{"this axis" if len(sharded) == 1 else "these axes"} of a value that is sharded as '
+            f"'{expression_of(axes, mesh)}'",
             constraint.line or None,
             sent,
             f'write axis_rules(..., {rules})',

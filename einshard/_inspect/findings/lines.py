@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from ..._errors import plural
 from ..._hlo.sources import innermost_user_line
@@ -12,7 +12,28 @@ from ..._text import first_of, short_source
 from ..report_rows import CollectiveRow
 
 _MAX_FRAMES = 100  # of the call stack, from the innermost
-_FRAME = re.compile(r'(.*?):(\d+)\b')
+_FRAME = re.compile(r'(.*?):(\d+)(?::(\d+))?\b')  # file, line, column
+
+
+class Frame(NamedTuple):
+    file: str
+    line: str
+    column: str | None
+
+
+def stack_of(eqn: Any) -> tuple[Frame, ...]:
+    """Returns the call stack of an equation, innermost frame first. Empty if unknown."""
+    # imported here because it loads modules that nothing else needs
+    from jax.extend.source_info_util import summarize
+
+    stack = summarize(eqn.source_info, _MAX_FRAMES).split('\n')
+    matches = (_FRAME.match(frame.strip()) for frame in reversed(stack))
+    return tuple(Frame(match[1], match[2], match[3]) for match in matches if match)
+
+
+def user_line(stack: Sequence[Frame]) -> str:
+    """Returns the innermost line outside libraries, such as 'model.py:12', or '' if unknown."""
+    return innermost_user_line((frame.file, frame.line) for frame in stack) or ''
 
 
 def line_of(eqn: Any, innermost: bool = False) -> str:
@@ -21,15 +42,10 @@ def line_of(eqn: Any, innermost: bool = False) -> str:
     HLO of JAX 0.8 has only the innermost line of the call stack, even if it is in a library such as
     Flax. If `innermost`, returns this line instead of the user's.
     """
-    # imported here because it loads modules that nothing else needs
-    from jax.extend.source_info_util import summarize
-
-    stack = summarize(eqn.source_info, _MAX_FRAMES).split('\n')
-    matches = (_FRAME.match(frame.strip()) for frame in reversed(stack))
-    frames = [(match[1], match[2]) for match in matches if match]
+    stack = stack_of(eqn)
     if innermost:
-        return ':'.join(frames[0]) if frames else ''
-    return innermost_user_line(frames) or ''
+        return f'{stack[0].file}:{stack[0].line}' if stack else ''
+    return user_line(stack)
 
 
 def lines_text(rows: Iterable[CollectiveRow]) -> str:
