@@ -1042,13 +1042,37 @@ def test_names_without_a_rule():
     wrong = ruled(other='@data')
     (finding,) = [f for f in wrong.findings if f.kind == 'names without a rule']
     assert finding.text == (
-        "'batch' has no axis rule, so this constraint replicates a value that is sharded as "
-        "'batch sequence d -> batch@data sequence d'"
+        "'batch' has no axis rule, so this constraint gathers this axis of a value that is sharded "
+        "as 'batch sequence d -> batch@data sequence d'"
     )
     assert finding.suggestion == "write axis_rules(..., batch='@data')"
     fixed = ruled(batch='@data')
     assert found_in(fixed) == []
     assert fixed.network_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ('rules', 'suggested'),
+    [
+        ({'embed': '@tensor'}, {'d': '@tensor'}),  # embed: d by another name
+        ({'d': ''}, None),
+        ({'sequence': '@tensor'}, None),  # instead of d
+    ],
+)
+def test_names_without_a_rule_if_another_name_has_one(rules, suggested):
+    def build(**rules):
+        @sharded('b@data s x', 'x d@tensor', mesh=mesh_for('tensor'))
+        def product(x, w):
+            with axis_rules(batch='@data', **rules):
+                return jnp.tanh(einshard(x @ w, 'batch sequence d'))
+
+        return explain(product, struct(64, 32, 64), struct(64, 256))
+
+    wrong = build(**rules)
+    found = [f.suggestion for f in wrong.findings if f.kind == 'names without a rule']
+    assert found == ([] if suggested is None else ["write axis_rules(..., d='@tensor')"])
+    if suggested is not None:
+        assert build(**rules, **suggested).network_bytes < wrong.network_bytes
 
 
 # --- meshes -------------------------------------------------------------------------------------

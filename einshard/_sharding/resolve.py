@@ -65,7 +65,7 @@ class Placement:
     replicated_by_default: bool = False
     is_unconstrained: bool = False  # some axes are P.UNCONSTRAINED; for traced values only
     warning: str | None = None  # about a likely typo in the expression
-    names_without_rule: tuple[str, ...] = ()  # set if axis rules leave all axes unsharded
+    names_without_rule: tuple[str, ...] = ()  # of a short form under axis rules
 
 
 def make_sharding(
@@ -199,7 +199,7 @@ def find_placement(
         replicated_by_default=replicated_by_default and warning is None,
         is_unconstrained=bool(spec.unconstrained),
         warning=warning,
-        names_without_rule=_names_without_rule(spec.expression, applied.expression, context),
+        names_without_rule=_names_without_rule(spec.expression, context),
     )
 
 
@@ -287,12 +287,9 @@ def _check_memory_kind(expression: Expression, memory_kind: str | None, mesh: An
         )
 
 
-def _names_without_rule(
-    written: Expression, applied: Expression, context: Context
-) -> tuple[str, ...]:
+def _names_without_rule(written: Expression, context: Context) -> tuple[str, ...]:
     is_bare = written.short and not any(term.spans_devices for term in written.right)
-    is_sharded = any(term.name and term.spans_devices for term in applied.right)
-    if not (context.axis_rules and is_bare) or is_sharded:
+    if not (context.axis_rules and is_bare):
         return ()
     has_rule = {ELLIPSIS, *(rule.name for rule in context.axis_rules)}
     return tuple(name for name in written.names if name not in has_rule)

@@ -150,7 +150,7 @@ def _has_no_effect_in_jit(sharding: NamedSharding) -> bool:
 
 
 def names_without_rule(facts: Facts) -> Iterator[Finding]:
-    """Reports constraints that replicate a sharded axis because no axis rule has its name."""
+    """Reports constraints that gather a sharded axis because no axis rule has its name."""
     for constraint in facts.trace.constraints if facts.trace else ():
         names = without_rule_at.get(constraint.line, ())
         mesh = facts.mesh
@@ -158,7 +158,10 @@ def names_without_rule(facts: Facts) -> Iterator[Finding]:
         sharded = [
             (after.name, before.mesh_axes)
             for before, after in pairs
-            if before.mesh_axes and after.name in names
+            # a rule may shard another axis over these mesh axes
+            if constraint.after.mesh_axes.isdisjoint(before.mesh_axes)
+            and before.mesh_axes
+            and after.name in names
         ]
         if not sharded or constraint.is_backward or mesh is None:
             continue
