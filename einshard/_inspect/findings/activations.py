@@ -371,8 +371,7 @@ def _bytes_to_gather(facts: Facts, lookup: Product, along: frozenset[str]) -> in
     assert facts.mesh is not None
     n = prod(facts.mesh.shape[name] for name in along)
     n_shards = prod(facts.mesh.shape[name] for name in lookup.result.mesh_axes - along)
-    shard_bytes = prod(lookup.aval.shape) * lookup.aval.dtype.itemsize // n_shards
-    return shard_bytes * (n - 1) // n * (lookup.runs or 1)
+    return lookup.result_bytes // n_shards * (n - 1) // n * (lookup.runs or 1)
 
 
 def _activations_along(

@@ -165,14 +165,12 @@ class _Reader:
             replace(
                 product,
                 line=self.line_of(eqn) or (self.line_of(site.call) if site.call else ''),
-                aval=eqn.outvars[0].aval,
+                aval=result,
                 runs=site.runs,
                 flops=None if site.runs is None else flops * site.runs,
                 is_backward=site.is_backward,
                 in_shard_map=site.n_shards > 0,
                 sizes=(left.size, right.size, result.size),
-                result_bytes=result.size * result.dtype.itemsize,
-                runs=site.runs,
             )
         )
         return product.result

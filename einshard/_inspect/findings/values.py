@@ -63,15 +63,13 @@ class Product:
             the indices.
         contracted, batch: (axis of left, axis of right) pairs.
         line: the user's source line, or ''.
-        aval: the shape and dtype of the result.
+        aval: the shape and dtype of `result` before partitioning.
         runs: how often it runs in one run of the function. None if a loop around it has an unknown
             trip count.
         flops: the flops before partitioning, of all `runs`, or None.
         is_grouped: whether it is a convolution with groups of features, or of the batch.
         in_shard_map: whether it is in a `shard_map`, where shapes are those of a shard.
         sizes: the numbers of elements of `left`, `right` and `result` before partitioning.
-        result_bytes: the bytes of `result` before partitioning, in one execution.
-        runs: the number of executions in one run, or None if unknown.
     """
 
     left: Value
@@ -89,8 +87,11 @@ class Product:
     is_convolution: bool = False
     is_grouped: bool = False
     sizes: tuple[int, ...] = ()
-    result_bytes: int = 0
-    runs: int | None = 1
+
+    @property
+    def result_bytes(self) -> int:
+        """The bytes of `result` before partitioning, in one execution."""
+        return self.aval.size * self.aval.dtype.itemsize
 
 
 def weight_and_data(product: Product) -> tuple[Value, Value] | None:
