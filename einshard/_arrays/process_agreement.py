@@ -89,8 +89,8 @@ def _mesh_of_rows(mesh: Mesh) -> Mesh:
 def _mismatch_error(planned: Mapping[int, Sequence[str]]) -> EinshardError:
     """Returns the error for an array that differs between processes.
 
-    `planned` maps each process to the description of its array, or of the lack of one, and the
-    expression, which long descriptions leave out.
+    `planned` maps each process to two texts: a description of its array (or of the lack of one),
+    and the expression. The second text is missing if there is no array or the description is long.
     """
     expressions = {expression for _, *rest in planned.values() for expression in rest}
     if len(expressions) == 1:

@@ -111,8 +111,9 @@ class Parameters:
         names = self.names[self.n_self :]
         n_specs = len(by_position)
         if n_specs > len(names) and self.var_positional is None:
+            besides = f' besides {self.names[0]}' if self.n_self else ''
             raise EinshardError(
-                f'{self.function} has {plural(len(names), "positional parameter")}, '
+                f'{self.function} has {plural(len(names), "positional parameter")}{besides}, '
                 f'but {plural(n_specs, "spec")} {"was" if n_specs == 1 else "were"} given',
                 facts={
                     'parameters': ', '.join(names) or 'none',

@@ -169,7 +169,7 @@ class _Finder:
         elif match := _GROUPS.search(op.attributes):
             groups = self.slices.within(read_groups(match[1]))
         if not (groups or is_kernel or 'channel_id=' in op.attributes):
-            groups = (tuple(range(self.slices.n_devices)),)  # '{}' means all devices
+            groups = (tuple(range(self.slices.n_devices)),)  # '{}', without a channel
         return {
             'kind': kind,
             'operands': narrowed(operands, dtypes),

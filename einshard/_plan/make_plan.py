@@ -84,7 +84,7 @@ def _n_indistinguishable(choices: Sequence[Evaluation]) -> int:
         return 1
     least, most = choices[0].seconds
     for i, one in enumerate(choices):
-        # a plan that was not compiled for the target may be faster than plan 0
+        # the last case: a plan that was not compiled for the target may be faster than plan 0
         if one.error or one.seconds[0] > most or one.seconds[1] < least:
             return i
     return len(choices)

@@ -181,7 +181,7 @@ class Search:
 
 
 def is_neighbor(one: Candidate, other: Candidate) -> bool:
-    """Whether two candidates differ only in the mesh axes of one name, or only in mesh sizes."""
+    """Whether two candidates shard one name differently, or differ only in mesh axis sizes."""
     changed = one.changed_names(other)
     if one.mesh == other.mesh:
         return len(changed) == 1

@@ -189,7 +189,8 @@ def _shard_batch(facts: Facts, added: tuple[str, ...], product: Product) -> str:
     """Suggests sharding a batch also over the mesh axes `added`, or returns ''.
 
     A batch is the first axis of a data argument that no loop runs over. Chooses the first divisible
-    one that is sharded already; if none is, that of the argument that the matmul reads.
+    batch among those that are sharded already. If none is sharded, it is the batch that the matmul
+    reads.
     """
     assert facts.mesh is not None
     looped = looped_dims(facts)

@@ -27,8 +27,8 @@ class _ShardedScan(NamedTuple):
 def sharded_loop_axis(facts: Facts) -> Iterator[Finding]:
     """Reports scans over a sharded axis, such as the axis of microbatches or of stacked layers.
 
-    The compiler gathers stacked weights, often in each iteration. In a scan over microbatches, no
-    microbatch is sharded, and the compiler may send activations instead of weights.
+    The compiler gathers stacked weights, often in each iteration. If the axis of microbatches is
+    sharded, the rows of a microbatch are not, and the compiler may send activations.
     """
     for scan, arrays, rows in _reported_scans(facts):
         line, _, is_data = scan
