@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 
 from ._command_arguments import (
     abstract_mesh,
-    is_function,
+    is_plain_function,
     load,
     mesh_of,
     read_arguments,
@@ -143,7 +143,7 @@ def _explain(arguments: Sequence[str]) -> str:
     )
     parser.add_argument(
         '--save',
-        type=_file,
+        type=_output_file,
         metavar='FILE',
         help="also write the report to a file: '.html' for a web page",
     )
@@ -224,7 +224,7 @@ def _table(arguments: Sequence[str]) -> str:
     if not isinstance(rules, Rules):
         raise EinshardError(f'{options.rules} is of type {type(rules).__name__}, not Rules')
     args, kwargs = read_arguments(options.args)
-    if is_function(tree):
+    if is_plain_function(tree):
         tree = result_shapes(tree, args, kwargs)
     elif args or kwargs:
         kind = type(tree).__name__
@@ -286,12 +286,12 @@ def _mesh_axis(text: str) -> tuple[str, int]:
     return name, int(size)
 
 
-def _file(text: str) -> str:
-    """Checks that the folder of a file exists, before anything is compiled."""
+def _output_file(text: str) -> str:
+    """Checks that the directory of a file exists, before anything is compiled."""
     if Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f'{text!r} is a folder')
+        raise argparse.ArgumentTypeError(f'{text!r} is a directory')
     if not Path(text).parent.is_dir():
-        raise argparse.ArgumentTypeError(f'the folder of {text!r} does not exist')
+        raise argparse.ArgumentTypeError(f'the directory of {text!r} does not exist')
     return text
 
 

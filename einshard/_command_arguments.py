@@ -57,10 +57,10 @@ def _read_argument(text: str) -> Any:
             facts={'arrays': "'f32[8,128]'", 'values': '0.1, True, module:name'},
         )
     value = load(text)
-    return result_shapes(value, (), {}) if is_function(value) else value
+    return result_shapes(value, (), {}) if is_plain_function(value) else value
 
 
-def is_function(value: Any) -> bool:
+def is_plain_function(value: Any) -> bool:
     """Whether a value is a function, and not a callable pytree, such as a module of Equinox."""
     return callable(value) and jtu.all_leaves([value])
 

@@ -290,7 +290,9 @@ def test_save(capsys, model, tmp_path):
     assert file.read_text('utf-8').startswith('<!DOCTYPE html>')
 
 
-@pytest.mark.parametrize(('name', 'words'), [('', 'is a folder'), ('no/r.html', 'does not exist')])
+@pytest.mark.parametrize(
+    ('name', 'words'), [('', 'is a directory'), ('no/r.html', 'does not exist')]
+)
 def test_save_fails_before_anything_is_compiled(capsys, model, tmp_path, name, words):
     with pytest.raises(SystemExit) as ended, counting() as counts:
         main([*f'explain {model}:plain --args f32[2] --save'.split(), str(tmp_path / name)])

@@ -68,6 +68,7 @@ def test_arrays_sharded_differently_are_errors(kind, f):
 def test_rows_in_another_order_of_devices():
     """jit reorders such an array at its first call, and fails at the second."""
     f = sharded(ROWS, out=COLUMNS, mesh=EIGHT)(plus)
+    f.lower(X)
     for _ in range(2):
         x = placed('a@p b', mesh_of(EIGHT[::-1], p=8))
         assert 'is already sharded differently' in refusal(f, x).sentence

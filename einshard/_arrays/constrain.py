@@ -46,8 +46,8 @@ SizedAxes: TypeAlias = tuple[tuple[int, tuple[Any, ...]], ...]
 names_at: dict[str, tuple[str, ...]] = register_cache({})
 # Maps 'file:line' to `Placement.names_without_rule`.
 without_rule_at: dict[str, tuple[str, ...]] = register_cache({})
-# For `to_jax`, because `jax.vmap` adds axes to constraints. Maps 'file:line' to the `sized_axes` of
-# each constraint on that line, without these axes. The inner dict is an ordered set.
+# For `to_jax`. Maps 'file:line' to the `sized_axes` of each constraint on that line, before
+# `jax.vmap` adds its batch axes. The inner dict is an ordered set.
 axes_at: dict[str, dict[SizedAxes, None]] = register_cache({})
 # For `einshard.einsum`. Maps 'file:line' to {letter in the `jnp.einsum` call: axis name}, or to {}
 # if the calls on that line differ.
@@ -79,7 +79,7 @@ def constrain(x: Any, placement: Placement) -> Any:
 def _record(x: Any, placement: Placement) -> None:
     """Records a constraint: its expression for `plan`, its axes for `explain` and `to_jax`."""
     expression, sharding = placement.expression, placement.sharding
-    by_axis = [restrict_to_type(sharding, kind) for kind in sharding.mesh.axis_types]
+    by_type = [restrict_to_type(sharding, kind) for kind in {*sharding.mesh.axis_types}]
     expressions = constraints_of_trace.get()
     if expressions is not None:
         expressions.append(expression)
@@ -88,7 +88,7 @@ def _record(x: Any, placement: Placement) -> None:
             names_at[line] = ()
         without_rule_at[line] = placement.names_without_rule
         axes = axes_at.setdefault(line, {})
-        axes.update((sized_axes(x.shape, sharding), None) for sharding in by_axis)
+        axes.update((sized_axes(x.shape, restricted), None) for restricted in by_type)
 
 
 def record_einsum(names: Mapping[str, str]) -> None:

@@ -34,7 +34,8 @@ def make_movable(x: Any, sharding: NamedSharding) -> Any:
     x = without_partial_axes(x, sharding) if is_partial(x.sharding) else x
     memory_kind = x.sharding.memory_kind
     if memory_kind != sharding.memory_kind and _is_reordered(sharding.mesh, mesh):
-        # in two steps, with the reordering in device memory: JAX 0.8.1 fails in host memory
+        # In two steps: XLA cannot change the memory kind and the order of the devices at once. JAX
+        # 0.8.1 can change the order only in device memory.
         if memory_kind == 'device':
             return put_array(x, sharding.with_memory_kind(memory_kind))
         x = jax.device_put(x, x.sharding.with_memory_kind(sharding.memory_kind))
@@ -129,7 +130,11 @@ def device_put(x: Any, sharding: Any, donate: bool = False) -> Any:
         raise converted from None
 
 
-def topology_error(error: Exception) -> EinshardError | None:
+class TopologyError(EinshardError):
+    """Raised because the devices of a `topology` cannot hold arrays."""
+
+
+def topology_error(error: Exception) -> TopologyError | None:
     """Converts a JAX error about `topology` devices. Returns None for other errors."""
     text = str(error)
     parts = ['compile-only', "no attribute 'local_devices'"]
@@ -137,7 +142,7 @@ def topology_error(error: Exception) -> EinshardError | None:
         parts += ['non-addressable device', 'represents addressable devices']
     if not any(part in text for part in parts):
         return None
-    return EinshardError(
+    return TopologyError(
         'the devices of a topology can neither hold arrays nor run programs',
         facts={'instead': 'compile for them: explain(...), or .lower(...).compile()'},
     )
@@ -164,7 +169,7 @@ def _put_global(x: Any, sharding: NamedSharding, donate: bool) -> Any:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if is_global or sharding.is_fully_addressable:
         return jax.device_put(x, sharding, donate=donate)
-    # in host memory, JAX 0.8.1 would fail
+    # `make_array_from_callback` would drop the weak type. In host memory, JAX 0.8.1 would fail.
     if not is_key and _is_weakly_typed(x) and sharding.memory_kind == 'device':
         return jax.jit(_identity, out_shardings=sharding)(x)
     full = x if is_key else as_host(x)

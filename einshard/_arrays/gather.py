@@ -28,8 +28,8 @@ def gather(tree: T) -> T:
         (4, 6)
 
     In one process this is `jax.device_get`. With several processes, all of them must call `gather`:
-    it first replicates the arrays that have shards in other processes, with one program for arrays
-    with the same order of devices, so each device needs memory for the full arrays.
+    it first replicates the arrays that have shards in other processes, so each device needs memory
+    for the full arrays. Arrays with the same order of devices share one program.
 
     Args:
         tree: a pytree. Leaves that are not JAX arrays are returned as they are. A `jax.Ref` is

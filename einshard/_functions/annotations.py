@@ -140,8 +140,8 @@ def _unpacked_hints(name: str, packed: Any) -> dict[str, Any]:
         return {name: items[0]}
     if _contains_sharded(packed):
         raise EinshardError(
-            f"the elements of '*{name}' cannot have different types with specs",
-            facts={'instead': f"use one parameter for each element, or '*{name}: *tuple[T, ...]'"},
+            f"the type of '*{name}' lists several types, but all its elements have the same spec",
+            facts={'instead': f"use '*{name}: T', or one parameter for each element"},
         )
     return {}
 
@@ -270,7 +270,7 @@ def _check_fields(hints: list[Any], key: str) -> None:
     if key.isdigit():
         raise EinshardError(
             f'{name} has `Sharded` fields, but is registered without key paths',
-            fix=f'jax.tree_util.register_dataclass({name})',
+            facts={'instead': f'register it by jax.tree_util.register_dataclass({name})'},
         )
     raise EinshardError(
         f"{name} has `Sharded` fields, but the key '{key}' of its pytree is not a field",

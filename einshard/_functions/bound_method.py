@@ -33,7 +33,7 @@ class BoundMethod(functools.partial[Any]):
     def __doc__(self) -> str | None:  # type: ignore[override]
         return self.__func__.__doc__
 
-    # like methods: JAX's caches find a function that is bound to the same instance again
+    # as for bound methods, so that JAX's caches recognize the same method of the same instance
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BoundMethod):
             return NotImplemented

@@ -99,12 +99,12 @@ class Parameters:
         """
         named = self.names[: call.n_positional]
         rest = (f'{self.var_positional}[{i}]' for i in range(call.n_positional - len(named)))
-        not_keywords = self.positional_only | {self.var_positional}
-        by_keyword = (self._keyword_label(name, not_keywords) for name in call.keywords)
+        into_kwargs = self.positional_only | {self.var_positional}
+        by_keyword = (self._keyword_label(name, into_kwargs) for name in call.keywords)
         return (*named, *rest, *by_keyword)
 
-    def _keyword_label(self, name: str, not_keywords: Collection[str | None]) -> str:
-        return f"{self.var_keyword}['{name}']" if name in not_keywords else name
+    def _keyword_label(self, name: str, into_kwargs: Collection[str | None]) -> str:
+        return f"{self.var_keyword}['{name}']" if name in into_kwargs else name
 
     def assign(self, by_position: Sequence[Any], by_name: Mapping[str, Any]) -> dict[str, Any]:
         """Returns {label: spec}."""
@@ -274,7 +274,7 @@ class Declaration:
     def _default(self, name: str) -> Any:
         """Returns the default of a parameter, or a copy if jit donates the argument."""
         default = self._defaults[name]
-        return jtu.tree_map(_copy, default) if name in self.donated else default
+        return jtu.tree_map(_copy_array, default) if name in self.donated else default
 
     def _array_defaults(self) -> dict[str, Any]:
         """Returns {parameter: default} for parameters that have a spec and a default with arrays.
@@ -329,7 +329,7 @@ def _jit_options(named: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in named.items() if name in JIT_OPTIONS}
 
 
-def _copy(leaf: Any) -> Any:
+def _copy_array(leaf: Any) -> Any:
     return jax.device_put(leaf, may_alias=False) if isinstance(leaf, jax.Array) else leaf
 
 

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from .._arrays.constrain import batched_sharding, reshard_traced, sharding_rejected_by_jit
-from .._arrays.device_put import device_put, make_movable, put
+from .._arrays.device_put import TopologyError, device_put, make_movable, put
 from .._arrays.place import check_ref
 from .._arrays.process_agreement import PlannedArray, check_same_contents
 from .._errors import EinshardError
@@ -41,14 +41,14 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
     # check all before resharding any
     placements = [argument.find_placements(value, context) for argument, value in pairs]
     # without shardings, jit runs on the devices of its arguments
-    has_shardings = bool(jtu.tree_leaves((traced.in_shardings, traced.out_shardings)))
+    jit_has_shardings = bool(jtu.tree_leaves((traced.in_shardings, traced.out_shardings)))
     placed: dict[int, Any] = {}
     to_compare: list[tuple[PlannedArray, Any]] = []
     for i, (argument, value) in enumerate(pairs):
         if i in traced.static:
             continue
         if argument.spec is None:
-            if has_shardings:
+            if jit_has_shardings:
                 for path, leaf in jtu.tree_leaves_with_path(value):
                     _check_devices(traced, argument, path, leaf)
             continue
@@ -57,7 +57,7 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
             new = leaf
             if placement is not None:
                 new = _place(traced, argument, path, leaf, placement, running)
-            elif has_shardings:
+            elif jit_has_shardings:
                 _check_devices(traced, argument, path, leaf)
             leaves.append(new)
             if placement and new is not leaf and _must_compare(leaf, placement.sharding):
@@ -93,7 +93,7 @@ def _place(
     if current is not None or _must_put(leaf, sharding):
         try:
             return _reshard(traced, leaf, sharding)
-        except EinshardError:  # the devices of a topology cannot hold arrays
+        except TopologyError:
             if running or is_tracing():
                 raise
             return as_struct(leaf, placement)
@@ -161,17 +161,18 @@ def _placed_differently(
             sentence = 'the argument is sharded as its spec says, but in a different device order'
     spec = with_memory_kind(str(placement.expression), placement.sharding.memory_kind)
     value = f'{argument.name}{jtu.keystr(tuple(path))}'
-    fixes = ['reshard=True in the decorator']
-    if not n_batch_axes:  # under jax.vmap, a constraint leaves the batch axes as they are
-        fixes.append(_einshard_call(traced, value, spec))
-    elif AxisType.Explicit in placement.sharding.mesh.axis_types:
-        fixes = []  # resharding fails if the spec uses the mesh axes of a batch axis
+    fix = f'reshard=True in the decorator, or {_einshard_call(traced, value, spec)}'
+    if n_batch_axes:
+        # `einshard` would only be a constraint, and keep the batch axes as they are
+        fix = 'reshard=True in the decorator'
+        if AxisType.Explicit in placement.sharding.mesh.axis_types:
+            fix = ''  # resharding fails if the spec uses the mesh axes of a batch axis
     return placement.expression.error(
         sentence,
         [term for term in placement.expression.right if term.spans_devices],
         array=argument.leaf_text(path, leaf),
         **facts,
-        **({'try': ', or '.join(fixes)} if fixes else {}),
+        **({'try': fix} if fix else {}),
     )
 
 

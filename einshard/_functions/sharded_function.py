@@ -175,11 +175,12 @@ class ShardedFunction(Generic[P, R]):
         program.traced.check_devices(values)
         if get_method is _run and program.must_place_arguments():
             values = place_arguments(program.traced, values, not is_tracing())
-        elif not (is_tracing() or (program.args_checked and get_method is _run)):
+        elif not is_tracing() and not (get_method is _run and program.args_checked):
             # jit accepts an array on the same devices in another order, then fails at the next
             # call; `trace` accepts any array, and the lowering fails
-            values = place_arguments(program.traced, values, get_method is _run)
-            program.args_checked = True
+            running = get_method is _run
+            values = place_arguments(program.traced, values, running)
+            program.args_checked |= running
         try:
             result = get_method(program)(*values)
         except (ValueError, RuntimeError) as error:

@@ -27,14 +27,14 @@ def own_hints(owner: Any) -> dict[str, Any]:
 
 def class_hints(hint: Any) -> dict[str, Any]:
     arguments = _type_arguments(hint)
-    generic: dict[str, Any] = {}
+    unsubstituted: dict[str, Any] = {}
     hints: dict[str, Any] = {}
     # a TypedDict does not have its bases in `__mro__`
     for cls in reversed([*dict.fromkeys([*next(iter(arguments)).__mro__, *arguments])]):
         for name, own in own_hints(cls).items():
-            if typing.is_typeddict(cls) and generic.get(name) == own:
+            if typing.is_typeddict(cls) and unsubstituted.get(name) == own:
                 continue  # a TypedDict repeats the annotations of its bases
-            generic[name] = own
+            unsubstituted[name] = own
             hints[name] = _substitute(own, cls, arguments.get(cls, ()))
     return hints
 
@@ -60,6 +60,7 @@ def _type_arguments(hint: Any) -> dict[Any, tuple[Any, ...]]:
     for base in vars(cls).get('__orig_bases__', cls.__bases__):
         origin = typing.get_origin(base) or base
         if isinstance(origin, type) and origin not in (typing.Generic, typing.Protocol):
+            # keeps the order and the first type arguments
             found = found | _type_arguments(_substitute(base, cls, args)) | found
     return found
 

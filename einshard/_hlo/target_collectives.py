@@ -60,7 +60,7 @@ class _Use(NamedTuple):
     """An instruction that uses the result of an all-reduce, or a sum of such results."""
 
     user: Instruction
-    operand_index: int  # of the result in `user.operands`; -1 if the result is `user`, a root
+    operand_index: int  # of the result in `user.operands`; -1 if `user` is the result, and a root
     terms: frozenset[_Key]  # the all-reduces whose results are summed before this use
 
 

@@ -2,8 +2,8 @@
 
 If two programs add the same n numbers in different orders, their results differ by about sqrt(n)
 rounding errors. In dtypes narrower than float32, a device accumulates a sum in float32 and rounds
-only the result. There,
-n is the number of operations, plus the number of devices of each all-reduce.
+only the result. For these dtypes, n is the number of operations plus the number of devices in each
+all-reduce.
 """
 
 from __future__ import annotations

@@ -306,12 +306,12 @@ class _PerDeviceFunction:
             self._result_leaves(resolver, result)  # raises clearer errors than JAX
             return result
 
-        def body_1d(*dynamic_shards: Any) -> Any:
+        def body_without_scalars(*dynamic_shards: Any) -> Any:
             # the spec of a scalar could not name the mesh axes of size 1
             return jtu.tree_map(jnp.atleast_1d, body(*dynamic_shards))
 
         body.__name__ = body.__qualname__ = self.name
-        body_1d.__name__ = body_1d.__qualname__ = self.name
+        body_without_scalars.__name__ = body_without_scalars.__qualname__ = self.name
         in_specs = tuple(self._argument_specs(resolver, labels[i], values[i]) for i in dynamic)
         shard_map = functools.partial(jax.shard_map, mesh=resolver.mesh, axis_names=self.manual)
         mapped = functools.partial(shard_map, body, in_specs=in_specs)
@@ -319,7 +319,7 @@ class _PerDeviceFunction:
             out_specs, shapes = self._out_specs(resolver, mapped, arguments)
             if not resolver.size_one_axes(self.manual):
                 return mapped(out_specs=out_specs, check_vma=self.check_vma)(*arguments)
-            mapped = functools.partial(shard_map, body_1d, in_specs=in_specs)
+            mapped = functools.partial(shard_map, body_without_scalars, in_specs=in_specs)
             results = mapped(out_specs=out_specs, check_vma=self.check_vma)(*arguments)
             return jtu.tree_map(lambda y, x: y if x.ndim else y[0], results, shapes)
         except EinshardError:
@@ -398,7 +398,7 @@ class _PerDeviceFunction:
     def _out_specs(
         self, resolver: Resolver, mapped: Callable[..., Any], arguments: Sequence[Any]
     ) -> tuple[Any, Any]:
-        """Returns the specs of the results, and their shapes per device if they are needed."""
+        """Returns the specs of the results, and arrays of their ranks if the body was traced."""
         texts = jtu.tree_leaves(self.out)
         if resolver.size_one_axes(self.manual) or any(map(resolver.needs_rank, texts)):
             # traces the body for the ranks of its results; any out_specs give the same ranks

@@ -90,7 +90,7 @@ class Resolver(NamedTuple):
         It gets the mesh axes of size 1, so that a body that sums over all mesh axes works for every
         shape of the mesh: JAX counts a value as varying along the mesh axes that its spec names.
         """
-        # JAX takes in_specs only as they are in the type of an argument with Explicit axes
+        # for Explicit axes, JAX requires that in_specs match the type of the argument
         is_explicit = AxisType.Explicit in self.mesh.axis_types
         if self.uses_array_names or ndim is None or is_explicit:
             return None

@@ -93,7 +93,7 @@ class SpecAxes:
         return grid[1:] if n_replicas == count else ((None, n_replicas // count), *grid[1:])
 
     def check(self, specs: Sequence[SpecAxes]) -> None:
-        """Raises if this spec shards an axis twice, or uses its own mesh axis or an unknown one."""
+        """Raises if this spec shards an axis twice, or names an axis that no other spec defines."""
         terms = [term for term in self.expression.right if _defines_an_axis(term)]
         names = [term.name for term in terms]
         repeated = [term for term in terms if names.count(term.name) > 1]

@@ -30,13 +30,13 @@ def device_mismatch_error(mesh: AnyMesh, values: Iterable[Any]) -> EinshardError
     else:  # `sharded` may reshard its arguments, but their traced types name the old mesh
         meshes = [program_mesh]
     for other in (get_abstract_mesh(), *meshes):
-        if not other.empty and _have_different_devices(mesh, other):
+        if not other.empty and _have_other_devices_or_order(mesh, other):
             return _error(mesh, other) if is_staging() else None
     return None
 
 
 @cached
-def _have_different_devices(mesh: AnyMesh, other: AnyMesh) -> bool:
+def _have_other_devices_or_order(mesh: AnyMesh, other: AnyMesh) -> bool:
     if isinstance(mesh, Mesh) and isinstance(other, Mesh):
         return tuple(mesh.devices.flat) != tuple(other.devices.flat)
     return mesh.size != other.size
@@ -47,7 +47,7 @@ def _error(mesh: AnyMesh, other: AnyMesh) -> EinshardError:
     sentence = f'the mesh has {plural(n, "device")}, but the program runs on {n_program}'
     if n == n_program:
         sentence = (
-            'the mesh has the devices of the program in another order'
+            'the mesh has the devices of the program in a different order'
             if device_mesh(mesh) == device_mesh(other)
             else 'the mesh and the program are on different devices'
         )

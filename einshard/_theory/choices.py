@@ -71,8 +71,8 @@ def find_targets(operands: Sequence[ShardedArray], result: ShardedArray) -> Iter
 
     Tries, for each mesh axis, the array axes that it shards in the operands and in the result. XLA
     may reshard an operand to match the result if that sends less data. Skips layouts whose array
-    axes are not divisible. One always remains: operand 0 stays as it is, and so do the axes that
-    only operand 1 has.
+    axes are not divisible. At least one remains: that which keeps the sharding of operand 0, and of
+    the axes that only operand 1 has.
     """
     space = result.space
     # {(array axis in each operand, array axis in the result): the mesh axes that shard them}
@@ -89,7 +89,7 @@ def find_targets(operands: Sequence[ShardedArray], result: ShardedArray) -> Iter
         array_axes = {axis: name for name, axes in pairs for axis in axes}
         array_axes = _sort_mesh_axes([*operands, result], array_axes)
         target = space.reassign(space.replicated, array_axes)
-        if space.divides(target):
+        if space.is_divisible(target):
             targets[target] = None
     return targets
 
@@ -187,6 +187,6 @@ def _scatter_results(product: ShardedArray, partial: Sequence[str]) -> Iterable[
     space = product.space
     for name in product.names:
         scattered = product.reassign(dict.fromkeys(partial, name))
-        is_divisible = space.divides(scattered.layout)
+        is_divisible = space.is_divisible(scattered.layout)
         if is_divisible and is_in_order(scattered.mesh_axes(name), space.mesh_shape):
             yield scattered

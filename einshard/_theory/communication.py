@@ -76,7 +76,7 @@ class Space:
         splits.sort(key=lambda s: last[s.mesh_axes[0]] if s.axis is None else s.axis)
         return Layout(tuple(splits))
 
-    def divides(self, layout: Layout) -> bool:
+    def is_divisible(self, layout: Layout) -> bool:
         """Whether each array axis is divisible by its number of shards, or sizes are unknown."""
         return self.sizes is None or all(
             self.sizes[self.names[at]] % n == 0 for at, n in layout.n_shards.items()

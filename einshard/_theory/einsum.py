@@ -235,13 +235,17 @@ def _sharded_differently(
     """Makes the error about a contracted axis that only operand `i` shards over `axes`."""
     text, other = contraction.text, contraction.operands[1 - i]
     terms = [term for array in contraction.operands for term in array.right if term.name == name]
+    sentence = f"axis '{name}' of a partial sum must be in both operands"
     fix = None
     if name in other.names:
+        sentence = (
+            f"for a partial sum, both operands must shard contracted axis '{name}' in the same way"
+        )
         start, end = next(term.span for term in other.right if term.name == name)
         correct = Term(name, mesh_axes=tuple(map(str, axes)))
         fix = Suggestion(f'{text[:start]}{correct}{text[end:]}')
     return contraction.error(
-        f"for a partial sum, both operands must shard contracted axis '{name}' in the same way",
+        sentence,
         [term.span for term in terms],
         fix=fix,
         operand_0=jax.typeof(operands[0]),

@@ -23,6 +23,7 @@ from .._sharding.mesh import (
     is_canonical_mesh,
     mesh_fact,
     partition_spec,
+    partition_text,
     sizes_of,
     spec_axes,
 )
@@ -54,11 +55,18 @@ def state_specs(
         axis_maps: the ways to match axes of the state array to axes of the parameter. There are
             several only if parameter axes have the same size.
         also_over: shard the state array over these mesh axes too, unless they shard the parameter.
-        all_or_none: shard one array axis over all of these mesh axes, or use none of them.
+        all_or_none: shard one array axis over all of these mesh axes, or use none of them. Also
+            keeps the partial sums of `spec`, as `shard_largest` needs.
     """
     param_spec = as_leaf_spec(spec)
-    if param_spec.unconstrained:
-        raise EinshardError('mesh axes cannot be added to a spec with P.UNCONSTRAINED')
+    if param_spec.partition is not None and param_spec.unconstrained:
+        raise EinshardError(
+            'mesh axes cannot be added to a spec with P.UNCONSTRAINED',
+            facts={
+                'spec': partition_text(param_spec.partition),
+                'instead': 'replace P.UNCONSTRAINED with None or mesh axes',
+            },
+        )
     placement = resolve(param_spec, param_shape, context)
     mesh, partition = placement.sharding.mesh, placement.sharding.spec
     entries = spec_axes(partition)

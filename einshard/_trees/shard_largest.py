@@ -115,7 +115,7 @@ class LargestAxis:
 
 
 def _shard_largest_axis(spec: AnySpec, shape: tuple[int, ...], axes: MeshAxes) -> LeafSpec:
-    # like the moment of a parameter that has the same axes
+    # `state_specs` treats the array as a parameter, and as a state with the same axes
     identity = tuple(range(len(shape)))
     context = current_context()
     return state_specs(spec, shape, shape, (identity,), axes, context, all_or_none=True)[0]

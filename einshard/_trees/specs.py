@@ -200,9 +200,10 @@ def meshes_of(spec: Spec) -> Set[AnyMesh]:
 
 
 def context_of(spec: Spec, context: Context) -> Context:
-    """Gives a context without a mesh that of the NamedShardings in a spec, if they have one mesh.
+    """Returns the context, on the mesh of the NamedShardings in `spec` if it has no mesh.
 
-    Otherwise scalars and leaves with expressions would be on other devices than their neighbors.
+    Without this, scalars and leaves with expressions may be on other devices than the leaves with
+    NamedShardings. If these have several meshes, returns the context unchanged.
     """
     meshes = meshes_of(spec) if context.mesh is None else set()
     return context_on(next(iter(meshes)), context) if len(meshes) == 1 else context
@@ -284,7 +285,7 @@ def is_array(leaf: Any) -> bool:
 
 def shape_of(leaf: Any) -> tuple[int, ...] | None:
     """Returns the shape of an array or a ShapeDtypeStruct, or None for other leaves."""
-    # `jnp.bfloat16` and `np.float32` have a dtype but no shape, a Mesh has a shape but no dtype
+    # types such as `np.float32` have a dtype, but their `shape` is not a tuple; a Mesh has no dtype
     shape = getattr(leaf, 'shape', None)
     return shape if isinstance(shape, tuple) and hasattr(leaf, 'dtype') else None
 

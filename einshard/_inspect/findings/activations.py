@@ -174,7 +174,7 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
     inherited: dict[tuple[int, frozenset[str]], list[_ProductCollective]] = {}
     gathered: dict[int, _GatheredAxis] = {}  # by the position of the product in the trace
     order = {id(product): i for i, product in enumerate(facts.trace.products)}
-    # the sizes of the matmuls on each line: a helper function, for example, has matmuls of several
+    # the sizes of the matmuls on each line; in a helper function, a line may have several
     sizes: dict[str, set[tuple[int, ...]]] = {}
     for product in facts.trace.products:
         if not (product.is_lookup or product.is_backward):
@@ -302,7 +302,7 @@ def _sends_data(facts: Facts, item: _ProductCollective, axis: Axis) -> bool:
 
 
 def _n_gathered(facts: Facts, item: _ProductCollective, names: Collection[str]) -> int:
-    """Returns the elements of the data on a device, if it is gathered along `names`."""
+    """Returns the number of elements of the data on a device, if it is gathered along `names`."""
     return item.product.sizes[_operand_indices(item)[0]] // _n_shards(facts, item.data, names)
 
 
@@ -321,9 +321,9 @@ def _n_elements(collective: Collective) -> list[int]:
 def _inherited_sharding(
     facts: Facts, table: int, along: frozenset[str], items: Sequence[_ProductCollective]
 ) -> Iterator[Finding]:
-    """Reports activations that inherit the sharding of `table`, unless this sharding is free."""
+    """Reports activations that inherit the sharding of `table`, if a constraint sends less."""
     lookup = lookup_in(facts, table)
-    if lookup is None or loops_over_batch(facts):  # the batch of the lookup is still unsharded
+    if lookup is None or loops_over_batch(facts):  # another finding, to be fixed first
         return
     sizes = {
         size
@@ -369,9 +369,9 @@ def _inherited_sharding(
 def _bytes_to_gather(facts: Facts, lookup: Product, along: frozenset[str]) -> int:
     """Returns the bytes that a device sends in one run to gather the result of a lookup."""
     assert facts.mesh is not None
-    n = prod(facts.mesh.shape[name] for name in along)
-    n_shards = prod(facts.mesh.shape[name] for name in lookup.result.mesh_axes - along)
-    return lookup.result_bytes // n_shards * (n - 1) // n * (lookup.runs or 1)
+    group_size = prod(facts.mesh.shape[name] for name in along)
+    n_bytes = lookup.result_bytes // _n_shards(facts, lookup.result, along)
+    return ring_bytes('all-gather', n_bytes, group_size) * (lookup.runs or 1)
 
 
 def _activations_along(

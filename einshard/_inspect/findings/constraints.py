@@ -44,9 +44,9 @@ def _no_effect(facts: Facts) -> Iterator[tuple[Finding, bool]]:
     """Yields (finding, is_repeated) for constraints without effect, at most one for each line.
 
     A constraint is unused if it is unused wherever it occurs with the same call stack: in its
-    forward and its backward pass, for example. Other constraints have no effect if none of the same
-    line has one. `is_repeated` says whether the constrained value already has the sharding of the
-    constraint.
+    forward and its backward pass, for example. Others are yielded only if no constraint on their
+    line has an effect. `is_repeated` says whether the constrained value already has the sharding of
+    the constraint.
     """
     if facts.stages.traced is None:
         return
@@ -123,7 +123,7 @@ def _constraints(jaxpr: Any, shardings: dict[Any, Any]) -> Iterator[tuple[_Stack
             yield stack_of(eqn), reason
         elif name == 'reshard':
             axis_types, stack = {*eqn.params['dst_sharding'].mesh.axis_types}, stack_of(eqn)
-            # JAX's own have no stack; on a mesh that has Auto axes too, a constraint follows
+            # reshards of JAX have no stack; on meshes with Auto axes, einshard also constrains
             if axis_types == {AxisType.Explicit} and stack:
                 yield stack, None if id(eqn.outvars[0]) in used else _RESULT_UNUSED
         elif name == 'device_put':

@@ -18,7 +18,8 @@ def replicated(facts: Facts) -> Iterator[Finding]:
     for array, rows in by_array.items():
         paths = first_of(fold_paths(row.path for row in rows), 4)
         text = (
-            f'{paths}: {array}, replicated on {facts.n_devices} devices, '
-            f'{format_bytes(rows[0].bytes)} on each'
+            f'{paths}, {array}, {"is" if len(rows) == 1 else "are"} replicated on '
+            f'{facts.n_devices} devices: {format_bytes(rows[0].bytes)} '
+            f'{"" if len(rows) == 1 else "of each "}on each'
         )
         yield Finding('replicated', text, bytes=sum(row.bytes for row in rows))

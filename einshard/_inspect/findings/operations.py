@@ -94,7 +94,7 @@ def flops_of(eqn: Any) -> int:
 def product_of(eqn: Any, values: Sequence[Value]) -> Product | None:
     """Reads a matmul, convolution or lookup. Returns None for gathers that are not lookups.
 
-    The caller sets `line`, `aval`, `runs`, `flops`, `is_backward` and `in_shard_map`.
+    The caller sets `line`, `aval`, `sizes`, `runs`, `flops`, `is_backward` and `in_shard_map`.
     """
     if eqn.primitive.name == 'gather':
         return _lookup(eqn, values)

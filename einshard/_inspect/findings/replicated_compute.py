@@ -92,6 +92,7 @@ def _repeated_lines(facts: Facts) -> Iterator[_RepeatedLine]:
             continue
         ratio = compiled[line] * facts.n_devices / max(sum(flops), 1)
         wasted = compiled[line] - sum(flops) / facts.n_devices
+        # with a larger ratio, XLA has added flops
         if ratio >= _MIN_RATIO and round(ratio) <= facts.n_devices:
             forward = [product for product in products if not product.is_backward] or products
             forward.sort(key=lambda product: -(product.flops or 0))
@@ -197,7 +198,8 @@ def _shard_batch(facts: Facts, added: tuple[str, ...], product: Product) -> str:
     data: list[tuple[int, int]] = []  # (argument, batch axis)
     for i, value in enumerate(facts.values):
         dims = [dim for dim in range(len(value.axes)) if (i, dim) not in looped]
-        data += [(i, dims[0])] * (value.is_data and bool(dims))
+        if value.is_data and dims:
+            data.append((i, dims[0]))
     sharded = [(i, dim) for i, dim in data if facts.argument_axes(i)[dim].mesh_axes]
     for i, dim in sharded or [pair for pair in data if is_free_axis(product, *pair)]:
         value, array = facts.values[i], facts.arguments[i]

@@ -299,10 +299,10 @@ def _typed(v: Any, value: Value) -> Value:
 def _called_jaxpr(eqn: Any) -> Any:
     """Returns the jaxpr that an equation such as jit or checkpoint calls, or None.
 
-    The inputs of the jaxpr are the last operands of the equation. The scalar function of a scatter
-    or a reduction is not called: its results have other shapes than those of the equation.
+    The inputs of the jaxpr are the last operands of the equation. The function of scalars that a
+    scatter or a reduction has is not called.
     """
-    if eqn.primitive.name == 'pallas_call':
+    if eqn.primitive.name.startswith(('pallas_call', 'reduce', 'scatter')):
         return None
     for parameter in eqn.params.values():
         inner = jaxpr_in(parameter)
