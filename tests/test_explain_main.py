@@ -76,6 +76,7 @@ def model(tmp_path, monkeypatch):
     (tmp_path / 'model_on_command.py').write_text(MODEL)
     (tmp_path / 'broken_on_command.py').write_text('import no_such_module_of_test')
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv('XLA_FLAGS', os.environ['XLA_FLAGS'])  # --devices changes it
     yield 'model_on_command'
     sys.modules.pop('model_on_command', None)
 
