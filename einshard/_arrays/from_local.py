@@ -63,8 +63,9 @@ def from_local(batch: T, spec: Spec, *, mesh: MeshLike | None = None, check: boo
         spec: the spec of the global arrays, as for `einshard`. Spec functions and `Rules` get the
             local arrays.
         mesh: a mesh, or a sequence of devices, as for `make_sharding`.
-        check: whether processes compare shapes etc. first. Use False if all processes always have
-            the same number of rows, as with a data loader that drops the last incomplete batch.
+        check: whether the processes first compare shapes, dtypes, paths and expressions. Use False
+            if all processes always have the same number of rows, as with a data loader that drops
+            the last incomplete batch.
 
     Returns:
         A pytree of global arrays of shape (all rows, ...). In one process, the result of

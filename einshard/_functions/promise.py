@@ -223,7 +223,7 @@ class Budget:
         self._warned = False
 
     def on_one_device(self) -> Budget | None:
-        """Returns None if nothing needs a check on one device, which has no collectives."""
+        """Returns None if there is no memory limit: one device has no collectives."""
         return None if self.limits.memory is None else self
 
     def check(self, compiled: Any, sharded_by: Callable[[Any], ShardedBy]) -> None:

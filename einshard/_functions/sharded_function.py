@@ -93,8 +93,8 @@ class ShardedFunction(Generic[P, R]):
         return f'<sharded function {self._setup.name}>'
 
     def __reduce__(self) -> str:
-        # Pickles functions by name, and copies them as themselves. A partial has no name in its
-        # module, so that pickle raises an error.
+        # pickle stores functions by name, and copy returns the function itself. A partial has no
+        # name in its module, so pickle raises an error.
         return vars(self).get('__qualname__', self._setup.name)
 
     @property

@@ -44,7 +44,7 @@ def _check_axis(name: str, size: object) -> None:
     if not is_mesh_axis(name):
         raise EinshardError(
             f'{name!a} is not a valid mesh axis name',
-            facts={'expected': "no spaces, '(', ')', ',', '@', '*' or '->'; Unicode in NFC"},
+            facts={'expected': "a name without spaces, '(', ')', ',', '@', '*' and '->', in NFC"},
         )
     if _RESERVED.fullmatch(name):
         raise EinshardError(f"{name!r} is reserved for einshard's own meshes; use another name")

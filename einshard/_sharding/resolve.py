@@ -65,7 +65,7 @@ class Placement:
     replicated_by_default: bool = False
     is_unconstrained: bool = False  # some axes are P.UNCONSTRAINED; for traced values only
     warning: str | None = None  # about a likely typo in the expression
-    names_without_rule: tuple[str, ...] = ()  # of a short form under axis rules
+    names_without_rule: tuple[str, ...] = ()  # axis names, in a short form under axis rules
 
 
 def make_sharding(
@@ -215,7 +215,7 @@ def _apply_axis_rules(spec: LeafSpec, context: Context) -> AppliedRules:
 def _lay_out_rules(
     applied: AppliedRules, spec: LeafSpec, shape: Shape | int | None, context: Context
 ) -> tuple[AppliedRules, Layout]:
-    """Lays out an expression. A '*' that axis rules add moves last if it fits the mesh only there.
+    """Lays out an expression. Moves a '*' of axis rules to the end if it fits the mesh only there.
 
     The counts of '* batch2 d' do not match mesh axes of sizes 2 and 4, those of 'batch2 d *' do.
     """
