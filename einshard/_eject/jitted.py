@@ -194,7 +194,7 @@ def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
     assert stages.traced is not None
     jaxpr = stages.traced.jaxpr.jaxpr
     # On Explicit axes, `sharded` reshards arguments with specs before the function uses them.
-    # Omit these reshards, because `jit_function` places the arguments.
+    # Omit these reshards, because the written code places the arguments.
     specs = zip(jaxpr.invars, stages.argument_specs() or (), strict=False)
     resharded = {id(argument) for argument, spec in specs if spec is not None}
     found: dict[tuple[str, str], str] = {}

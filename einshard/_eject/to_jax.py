@@ -244,7 +244,7 @@ def _write_function(stages: Stages, mesh: AnyMesh, title: str) -> str:
             expected = 'a sharded function, or sharding constraints in the function'
         else:
             sentence = (
-                'a traced function has no specs, and no sharding constraints were found in this one'
+                'a trace lacks the specs of its function, and this one has no sharding constraints'
             )
             expected = 'a sharded function (not its trace), or constraints in the function'
         raise EinshardError(sentence, facts={'expected': expected})

@@ -100,7 +100,7 @@ def _assignment(name: str, spec: Spec, axes: Mapping[str, tuple[str, ...]]) -> I
 
 
 def raw_string(pattern: str) -> str:
-    """Writes a pattern as source text, if possible without escaped backslashes: r'w\\d'."""
+    """Writes a pattern as source text, if possible as a raw string where it has backslashes."""
     quoted = repr(pattern)
     raw = f'r{quoted}'.replace('\\\\', '\\')
     with suppress(SyntaxError):

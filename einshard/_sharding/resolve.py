@@ -158,7 +158,7 @@ def resolve(
 def find_placement(
     spec: AnySpec, shape: Shape | int | None, context: Context, memory_kind: str | None
 ) -> Placement:
-    """Finds the placement as `resolve` does, but does not test fixes in errors, and does not warn.
+    """Finds the placement as `resolve` does, but without testing fixes in errors or warning.
 
     Allows P.UNCONSTRAINED. A repeated call costs one cache lookup.
     """

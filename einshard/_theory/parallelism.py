@@ -211,7 +211,7 @@ def parallelism(
         einsum: an einsum of one or two operands, as for `einsum`, or a list of einsums. Operands
             may have placements (`'b x8, x y8 -> b y'`); those without one are replicated.
         devices: the number of devices. Default: as many as the counts use; required if every
-            placement has a star and no mesh axis. Devices that counts do not use hold replicas.
+            placement has a star and no mesh axis. Devices that `counts` do not use hold replicas.
         sizes: the size of every axis. Without it, the bytes of collectives are None.
         item_bytes: bytes per element.
         counts: `x=8` splits axis x into 8 shards in every operand that has it. The order of the
