@@ -325,7 +325,7 @@ def test_large_arrays_on_every_device():
     arguments = (struct(512, 513), struct(512, 513))
     report = explain(f, *arguments)
     assert report.results[1].placement == 'a b -> 16 a b'
-    text = 'x, result/1, float32[512,513], are replicated on 16 devices: 1.0 MiB of each on each'
+    text = 'x, result/1, float32[512,513], are replicated on 16 devices: 1.0 MiB per array on each'
     assert [(note.kind, note.text) for note in report.notes] == [('replicated', text)]
     assert report.findings == ()  # as in data parallelism
     assert not explain(f, *arguments, replicated_above=4 * 512 * 513).notes

@@ -20,6 +20,6 @@ def replicated(facts: Facts) -> Iterator[Finding]:
         text = (
             f'{paths}, {array}, {"is" if len(rows) == 1 else "are"} replicated on '
             f'{facts.n_devices} devices: {format_bytes(rows[0].bytes)} '
-            f'{"" if len(rows) == 1 else "of each "}on each'
+            f'{"" if len(rows) == 1 else "per array "}on each'
         )
         yield Finding('replicated', text, bytes=sum(row.bytes for row in rows))
