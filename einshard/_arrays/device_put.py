@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from .._errors import EinshardError
 from .._sharding.context import is_tracing
-from .._sharding.mesh import AnyMesh, are_equivalent, is_partial, partition_spec, spec_axes
+from .._sharding.mesh import are_equivalent, is_partial, is_reordered, partition_spec, spec_axes
 from .._trees.specs import reject_masked_array
 from .reshard import reshard
 
@@ -33,7 +33,7 @@ def make_movable(x: Any, sharding: NamedSharding) -> Any:
     mesh = x.sharding.mesh
     x = without_partial_axes(x, sharding) if is_partial(x.sharding) else x
     memory_kind = x.sharding.memory_kind
-    if memory_kind != sharding.memory_kind and _is_reordered(sharding.mesh, mesh):
+    if memory_kind != sharding.memory_kind and is_reordered(sharding.mesh, mesh):
         # In two steps: XLA cannot change the memory kind and the order of the devices at once. JAX
         # 0.8.1 can change the order only in device memory.
         if memory_kind == 'device':
@@ -51,14 +51,6 @@ def make_movable(x: Any, sharding: NamedSharding) -> Any:
     )
     shards = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, with_auto_axes, shards)
-
-
-def _is_reordered(mesh: AnyMesh, other: AnyMesh) -> bool:
-    """Whether two meshes have the same devices in different orders."""
-    if isinstance(mesh, AbstractMesh) or isinstance(other, AbstractMesh):
-        return False
-    devices, others = list(mesh.devices.flat), list(other.devices.flat)
-    return devices != others and {*devices} == {*others}
 
 
 def without_partial_axes(x: Any, sharding: NamedSharding) -> Any:

@@ -176,8 +176,9 @@ def _spec_of(hint: Any) -> Spec:
         specs = tuple(map(_spec_of, tuple_items(hint)))
         if not any(isinstance(spec, _ContainerSpec) for spec in specs):
             return specs if any(spec is not None for spec in specs) else None
-    may_have_spec = _contains_sharded(hint) or any(
-        isinstance(inner, Unresolved) for inner in _nested_types(written)
+    may_have_spec = any(
+        isinstance(inner, Unresolved) or _find_metadata(inner) is not None
+        for inner in _nested_types(written)
     )
     return _ContainerSpec(written) if may_have_spec else None
 

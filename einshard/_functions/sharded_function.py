@@ -148,8 +148,9 @@ class ShardedFunction(Generic[P, R]):
 
         def get_method(program: Program) -> Callable[..., Any]:
             def trace(*values: Any) -> jax.stages.Traced:
-                placed = place_arguments(program.traced, values, running=False)
-                return program.trace_as_called(len(args), kwargs, order, placed)
+                if is_tracing():  # otherwise, `_call` has placed them
+                    values = tuple(place_arguments(program.traced, values, running=False))
+                return program.trace_as_called(len(args), kwargs, order, values)
 
             return trace
 

@@ -323,6 +323,14 @@ def is_reshaped(mesh: AnyMesh, other: AnyMesh) -> bool:
     return reshape_canonical_mesh(other, mesh.axis_sizes) == mesh
 
 
+def is_reordered(mesh: AnyMesh, other: AnyMesh) -> bool:
+    """Whether two meshes have the same devices in different orders."""
+    if isinstance(mesh, AbstractMesh) or isinstance(other, AbstractMesh):
+        return False
+    devices, others = list(mesh.devices.flat), list(other.devices.flat)
+    return devices != others and {*devices} == {*others}
+
+
 @cached
 def shrink_mesh(mesh: AnyMesh, single_mesh: AnyMesh) -> AnyMesh:
     """Returns a mesh with the axes of `mesh`, all of size 1, on the device of `single_mesh`."""

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, get_abstract_mesh
 from .._cache import cached
 from .._errors import EinshardError, plural
 from .context import innermost_scope, is_staging
-from .mesh import AnyMesh, device_mesh, mesh_fact
+from .mesh import AnyMesh, is_reordered, mesh_fact
 
 
 def device_mismatch_error(mesh: AnyMesh, values: Iterable[Any]) -> EinshardError | None:
@@ -48,7 +48,7 @@ def _error(mesh: AnyMesh, other: AnyMesh) -> EinshardError:
     if n == n_program:
         sentence = (
             'the mesh has the devices of the program in a different order'
-            if device_mesh(mesh) == device_mesh(other)
+            if is_reordered(mesh, other)
             else 'the mesh and the program are on different devices'
         )
     return EinshardError(

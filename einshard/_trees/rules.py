@@ -183,19 +183,18 @@ class Rules:
             return 'scalar', REPLICATED
         if self.min_size and math.prod(shape) < self.min_size:
             return 'small', REPLICATED
-        number = self.match(path)
+        number, pattern = self.match(path), None
         if number is None:
             if self.default is _NO_DEFAULT:
                 return None, None
             name, spec = 'default=', self.default
         else:
-            pattern, spec = self.rules[number]
-            name = f"'{pattern}'"
+            (text, spec), pattern = self.rules[number], self.patterns[number]
+            name = f"'{text}'"
         try:
-            leaf_spec = _spec_for(spec, path, leaf)
+            leaf_spec = _spec_for(spec, path, leaf, pattern)
         except EinshardError as error:
-            note = {} if number is None else _part_of_word_note(self.patterns[number], path)
-            raise error.about(array=leaf_text(path, leaf), rule=name, **note) from None
+            raise error.about(array=leaf_text(path, leaf), rule=name) from None
         if leaf_spec is not None:
             leaf_spec = with_fallbacks(
                 leaf_spec, on_missing=self.missing, on_indivisible=self.indivisible, rule=name
@@ -323,17 +322,21 @@ def read_min_size(size: Any, option: str, unit: str) -> int:
     return n
 
 
-def _spec_for(spec: Spec, path: str, leaf: Any) -> LeafSpec | None:
+def _spec_for(spec: Spec, path: str, leaf: Any, pattern: re.Pattern[str] | None) -> LeafSpec | None:
     if spec is None:
         return None
     if is_function(spec):
-        return _spec_for(spec(path, leaf), path, leaf)
+        return _spec_for(spec(path, leaf), path, leaf, pattern)
     if not isinstance(spec, LEAF_SPECS):
         raise EinshardError(
             f'the spec function returned {spec!r}, which is not a spec for a rule',
             facts={'expected': _SPECS},
         )
-    return _fit_to_rank(as_leaf_spec(spec), len(leaf.shape))
+    leaf_spec = as_leaf_spec(spec)
+    try:
+        return _fit_to_rank(leaf_spec, len(leaf.shape))
+    except EinshardError as error:
+        raise error.about(**(_part_of_word_note(pattern, path) if pattern else {})) from None
 
 
 @cached

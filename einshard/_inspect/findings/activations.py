@@ -190,25 +190,9 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
                 if placement is not None:
                     at = order[id(item.product)]
                     gathered.setdefault(at, _GatheredAxis(axis, placement, [])).items.append(item)
-    # keyed by (source line, name of the contracted axis, suggested expression of the weight)
-    reshardable: dict[tuple[str, str, str], list[_ProductCollective]] = {}
-    # arguments that a suggestion reshards; data whose sharding comes from one needs no suggestion
-    resharded: set[int] = set()
-    similar: dict[tuple[int, ...], list[_GatheredAxis]] = {}
-    for found in gathered.values():
-        similar.setdefault(found.items[0].product.sizes, []).append(found)
-    for found in gathered.values():
-        item = found.items[0]
-        if found.axis.origin not in resharded and _is_cheaper_to_reduce(
-            facts, found, similar[item.product.sizes]
-        ):
-            key = item.product.line, found.axis.name, found.placement
-            reshardable.setdefault(key, []).extend(found.items)
-            assert item.weight.argument is not None
-            resharded.add(item.weight.argument)
     for (table, along), items in inherited.items():
         yield from _inherited_sharding(facts, table, along, items)
-    for (line, name, placement), items in reshardable.items():
+    for (line, name, placement), items in _to_reshard(facts, [*gathered.values()]).items():
         distinct = {item.collective.name: item for item in items}.values()
         n_bytes = sum(item.row.total_bytes for item in distinct)
         paths = _paths_of(facts, [item.weight for item in items])
@@ -222,6 +206,31 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
             n_bytes,
             f"shard {paths} with '{placement}'",
         )
+
+
+def _to_reshard(
+    facts: Facts, gathered: Sequence[_GatheredAxis]
+) -> dict[tuple[str, str, str], list[_ProductCollective]]:
+    """Chooses the axes for which resharding the weight sends less.
+
+    Keyed by (source line, name of the contracted axis, suggested expression of the weight).
+    """
+    chosen: dict[tuple[str, str, str], list[_ProductCollective]] = {}
+    # arguments that a suggestion reshards; data whose sharding comes from one needs no suggestion
+    resharded: set[int] = set()
+    similar: dict[tuple[int, ...], list[_GatheredAxis]] = {}
+    for found in gathered:
+        similar.setdefault(found.items[0].product.sizes, []).append(found)
+    for found in gathered:
+        item = found.items[0]
+        if found.axis.origin not in resharded and _is_cheaper_to_reduce(
+            facts, found, similar[item.product.sizes]
+        ):
+            key = item.product.line, found.axis.name, found.placement
+            chosen.setdefault(key, []).extend(found.items)
+            assert item.weight.argument is not None
+            resharded.add(item.weight.argument)
+    return chosen
 
 
 def _mismatched_axes(facts: Facts, item: _ProductCollective) -> Iterator[tuple[Axis, Axis]]:
