@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 from placed import mesh_of
 from test_context import transformed
 
-from einshard import EinshardError, device_mesh, einshard, make_sharding, sharded
+from einshard import EinshardError, describe, device_mesh, einshard, make_sharding, sharded
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 EIGHT = jax.devices()[:8]
+JAX_VERSION = tuple(map(int, jax.__version__.split('.')[:2]))
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(8, 16)).astype(np.float32)
 W1 = RANDOM.normal(size=(16, 48)).astype(np.float32) / 4
@@ -373,7 +374,9 @@ def test_first_calls_in_threads_trace_and_compile_once(out, in_threads):
         results = in_threads(16, lambda i: f(X + i, y=float(i)) if i % 2 else f(X + i, float(i)))
     for i, result in enumerate(results):
         close(result, np.sin(X + i) * i)
-    assert threaded.runs == counts.of('threaded')[1] == 1
+    assert counts.of('threaded')[1] == 1
+    # for shapes alone, JAX 0.8 traces in each thread
+    assert threaded.runs == 1 or ('...' in out and JAX_VERSION < (0, 9))
 
 
 def test_first_calls_in_threads_with_meshes_of_their_own(in_threads):
@@ -418,3 +421,31 @@ def test_functions_that_call_each_other_do_not_lock_each_other_out(in_threads):
     results = in_threads(8, lambda i: (ping, pong)[i % 2](X, depth=3 + i // 2 % 2))
     for result in results:
         np.testing.assert_array_equal(result, X + 1)
+
+
+@pytest.mark.parametrize(
+    'options',
+    [{'out': 'a b -> a* b'}, {'out': '... b -> ... b*'}, {'collectives': ()}, {'memory': '1 GB'}],
+    ids=str,
+)
+@pytest.mark.parametrize('rest', [{}, {'out': '... b -> ... b*'}], ids=['', 'ranks'])
+def test_another_thread_calls_the_function_while_it_is_traced(options, rest, in_threads):
+    def body(x, n):
+        if n == 0:
+            return x + 1
+        (constant,) = in_threads(1, lambda _: f(X, 0))
+        return x + constant
+
+    f = sharded('a b -> a b*', mesh=EIGHT, static_argnums=1, **{**rest, **options})(body)
+    for _ in range(2):
+        close(in_threads(1, lambda _: f(X, 1))[0], 2 * X + 1)
+
+
+def test_a_spec_function_calls_its_own_function():
+    def spec(path, leaf):
+        return 'a b -> a b*' if leaf.shape[0] < 8 or f(leaf[:4]).shape == (4, 16) else None
+
+    f = sharded(spec, mesh=EIGHT)(lambda x: 2 * x)
+    result = f(X)
+    np.testing.assert_array_equal(result, 2 * X)
+    assert describe(result) == 'a b -> a b8'

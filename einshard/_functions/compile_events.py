@@ -49,6 +49,7 @@ class _Compilation:
 _thread = _Thread()
 _lock = threading.Lock()
 _n_watchers = 0  # in all threads
+_n_registered = 0  # how often `_on_event` was registered
 # Keyed by thread id. Includes threads without watchers, so that other threads do not take the
 # programs of these threads for their own.
 _compilations: dict[int, _Compilation] = {}
@@ -56,10 +57,13 @@ _compilations: dict[int, _Compilation] = {}
 
 def watch(watcher: Watcher) -> None:
     """Adds a watcher for this thread. Only the watcher added last is called."""
-    global _n_watchers
+    global _n_watchers, _n_registered
+    n_before = _n_registered
+    is_registered = is_listening()  # outside the lock, because it calls every listener
     with _lock:
-        if not is_listening():
+        if not is_registered and _n_registered == n_before:
             jax.monitoring.register_event_duration_secs_listener(_on_event)
+            _n_registered += 1
         _n_watchers += 1
     _thread.watchers.append(watcher)
 

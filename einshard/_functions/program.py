@@ -13,9 +13,7 @@ from jax.sharding import AbstractMesh
 from .._sharding.context import is_staging, is_tracing
 from .._sharding.mesh import is_partial
 from .._trees.specs import is_none
-from .parameters import CallSignature
 from .promise import CheckedJit
-from .setup import Setup
 from .sharding_trees import has_partial_axes, shardings_of
 from .traced_function import TracedFunction
 
@@ -65,6 +63,11 @@ class Program:
             and shardings_of(values, self.without_spec) == self.shardings_without_spec
             and self.traced.matches_result(values)
         )
+
+    def is_same_as(self, other: Program) -> bool:
+        """Whether another thread has made `other` at the same time for the same call."""
+        shardings = self.shardings_without_spec
+        return self.traced is other.traced and shardings == other.shardings_without_spec
 
     def must_place_arguments(self) -> bool:
         """Whether `place_arguments` must run in each call.
@@ -125,9 +128,9 @@ class Program:
         return jax.jit(as_called, **options).trace(*structs[:n_args], **by_keyword)
 
 
-def make_program(setup: Setup, call: CallSignature, values: Sequence[Any]) -> Program:
+def make_program(traced: TracedFunction, values: Sequence[Any]) -> Program:
     """Traces the function if its out_shardings depend on the shapes of the result."""
-    traced = TracedFunction(setup, call, values)
+    setup = traced.setup
     traced.out_shardings = traced.result_shardings(values)
     options: dict[str, Any] = {**setup.options, 'static_argnums': tuple(traced.static)}
     donated = traced.positions(setup.declaration.donated)

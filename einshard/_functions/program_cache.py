@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import jax
 import jax.tree_util as jtu
 
-from .._sharding.context import AxisRules, Context, is_tracing
+from .._sharding.context import AxisRules, Context
 from .._sharding.mesh import AnyMesh
 from .parameters import CallSignature, Declaration
 from .program import Program, make_program
 from .setup import Setup
 from .sharding_trees import shardings_of
+from .traced_function import TracedFunction
 
 # call signature, `Setup.mesh_key`, axis rules, `Context.on_one_device`
 _OuterKey: TypeAlias = tuple[CallSignature, tuple[AnyMesh, bool], AxisRules, bool]
@@ -36,7 +35,8 @@ class ProgramCache:
     def __init__(self, setup: Setup):
         self._setup = setup
         self._programs: dict[_OuterKey, dict[Any, Program]] = {}
-        self._lock = threading.Lock()
+        # what is being traced for new programs, by outer and inner key
+        self._in_progress: dict[Any, TracedFunction] = {}
         self.need_full_lookup = False
 
     def find(self, call: CallSignature, values: Sequence[Any], rejected: Any = None) -> Program:
@@ -59,15 +59,22 @@ class ProgramCache:
         inner_key = leaves_key, shardings_of(values, without_spec)
         program = programs.get(inner_key)
         if program is None or program.runnable is rejected:
-            # Only one thread at a time makes a program. This may trace the function, so a call
-            # inside a trace takes no lock: its own thread may have it.
-            with nullcontext() if is_tracing() else self._lock:
+            # No lock, because this runs user code (the function, spec functions), which may wait
+            # for a thread that calls this function. Threads that make the same program share
+            # `traced`, so that JAX (except 0.8) traces once.
+            key, traced = (outer_key, inner_key), TracedFunction(self._setup, call, values)
+            traced = self._in_progress.setdefault(key, traced)
+            try:
                 for program in list(programs.values()):
                     if program.runnable is not rejected and program.is_for(values):
                         break
                 else:
-                    program = make_program(self._setup, call, values)
+                    program = make_program(traced, values)
+                    for other in list(programs.values()):
+                        program = other if other.is_same_as(program) else program
                 programs[inner_key] = program
+            finally:
+                self._in_progress.pop(key, None)
         # the fast path of ShardedFunction does not compare meshes, axis rules or shardings
         has_several_contexts = len({key[1:] for key in self._programs}) > 1
         self.need_full_lookup |= has_several_contexts or bool(program.without_spec)

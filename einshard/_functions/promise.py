@@ -287,7 +287,6 @@ class CheckedJit:
         self._sharded_by = sharded_by
         self._options = options
         self._nested = nested
-        self._first_check_lock = threading.RLock()
         # stored, so that callers can compare it with `is`: each `self._call` is a new object
         self.call = self._call
         self._reset()
@@ -296,9 +295,9 @@ class CheckedJit:
         if is_tracing():
             self._budget.warn_unchecked()
             return self._nested(*values)
-        if not self._jitted.first_is_checked:
-            self._check_first(values)
         jitted = self._jitted
+        if not jitted.first_is_checked:
+            self._check(jitted, values)
         try:
             result = jitted.function(*values)
         except BaseException:
@@ -306,7 +305,7 @@ class CheckedJit:
                 self._reset()  # JAX keeps the trace, but its program was not checked
             raise
         if jitted.unchecked_threads or self._jitted is not jitted:
-            self._check(values)
+            self._check(self._jitted, values)
         return result
 
     def clear_cache(self) -> None:
@@ -324,13 +323,8 @@ class CheckedJit:
 
         self._jitted = _Jitted(jax.jit(record_trace, **self._options), unchecked_threads)
 
-    def _check_first(self, values: Sequence[Any]) -> None:
-        with self._first_check_lock:
-            if not self._jitted.first_is_checked:
-                self._check(values)
-
-    def _check(self, values: Sequence[Any]) -> None:
-        jitted = self._jitted  # another thread may replace it
+    def _check(self, jitted: _Jitted, values: Sequence[Any]) -> None:
+        # no lock: tracing runs user code, which may wait for a thread that calls this function
         try:
             compiled = jitted.function.trace(*values).lower().compile()
             self._budget.check(compiled, functools.partial(self._sharded_by, values))
