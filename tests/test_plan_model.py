@@ -227,6 +227,29 @@ def test_no_names():
     assert set(find_model(eval(fix, known), args, {}).sizes) == {'rows', 'columns'}
 
 
+@pytest.mark.parametrize(
+    ('other', 'spec'),
+    [
+        ({'step': f32()}, 'None'),
+        ({'step': f32(), 'seed': f32()}, 'None'),
+        ((), 'None'),
+        (
+            {'(w': f32(4, 8), 'b': f32(8)},
+            r"Rules([('\\(w$', 'rows columns')], default='... -> * ...')",
+        ),
+    ],
+)
+def test_example_in_error_runs(other, spec):
+    def double(x, other):
+        return x * 2
+
+    args = f32(16, 32), other
+    fix = refusal(find_model, double, args, {}).fix
+    assert fix == f"sharded('batch length', {spec})(double)"
+    known = {'sharded': sharded, 'Rules': Rules, 'double': double}
+    assert {'batch', 'length'} <= {*find_model(eval(fix, known), args, {}).sizes}
+
+
 # --- costs, by hand -------------------------------------------------------------------------------
 
 T, D, F = 64, 16, 32

@@ -215,3 +215,46 @@ def test_names_of_flax_shard_the_arguments():
     found = plan(layer.apply, params, x, mesh=EIGHT, objective='memory', pin=pin, compilations=1)
     [kernel] = [row for row in found.explain().arguments if 'kernel' in row.path]
     assert kernel.placement == 'a b -> a b@x'
+    assert "Flax names axes of arguments: 'embed' and 'mlp'" in found.notes[0]
+
+
+def test_names_of_flax_shard_arguments_without_a_spec():
+    """The plan is that of the same names in specs, whatever else the function has specs for."""
+    nn = pytest.importorskip('flax.linen')
+
+    class Mlp(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.initializers.ones
+            up = nn.with_logical_partitioning(init, ('embed', 'mlp'))
+            down = nn.with_logical_partitioning(init, ('mlp', 'embed'))
+            x = nn.Dense(1024, use_bias=False, kernel_init=up)(x)
+            return nn.Dense(256, use_bias=False, kernel_init=down)(x)
+
+    def step(x, scale, *, params):
+        return scale * Mlp().apply(params, x)
+
+    x = struct(128, 256)
+    boxed = jax.eval_shape(Mlp().init, jax.random.key(0), x)
+    names = Rules([('Dense_0', 'embed mlp'), ('Dense_1', 'mlp embed')])
+    by_flax = sharded('batch act', params=None, static_argnames='scale')(step)
+    by_spec = sharded('batch act', params=names, static_argnames='scale')(step)
+    # a spec counts, not the names in Flax
+    renamed = Rules([('Dense_0', 'in out'), ('Dense_1', 'out in')])
+    by_both = sharded('batch act', params=renamed, static_argnames='scale')(step)
+    jitted = jax.jit(step, static_argnames='scale')
+
+    def best(step, params, **pin):
+        options = {'mesh': EIGHT, 'objective': 'memory', 'compilations': 1}
+        found = plan(step, x, 2.0, params=params, pin=pin, **options)
+        report = found.explain()
+        kernels = [row.bytes for row in report.arguments if 'kernel' in row.path]
+        return sorted(found.rules), kernels, report.memory.total
+
+    data = {'batch': '', 'act': ''}
+    expected = best(by_spec, nn.unbox(boxed), embed='', mlp='@x', **data)
+    assert expected[0] == ['act', 'batch', 'embed', 'mlp']
+    assert best(by_flax, boxed, embed='', mlp='@x', **data) == expected
+    assert best(jitted, boxed, embed='', mlp='@x')[1:] == expected[1:]
+    renamed_plan = best(by_both, boxed, **{'in': '', 'out': '@x'}, **data)
+    assert renamed_plan == (['act', 'batch', 'in', 'out'], *expected[1:])

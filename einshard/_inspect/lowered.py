@@ -86,6 +86,11 @@ class Stages:
                 facts={'the compiler says': str(error).strip().partition('\n')[0]},
             ) from error
 
+    def dynamic_leaves(self) -> list[Any]:
+        """Returns the leaves of the arguments of a `sharded` function, without static arguments."""
+        static = () if self.program is None else self.program.static
+        return jtu.tree_leaves([x for i, x in enumerate(self.values) if i not in static])
+
     def argument_specs(self) -> list[AnySpec | None] | None:
         if self.program is None:
             return None

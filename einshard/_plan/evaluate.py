@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from .._trees.paths import path_text
 from .candidate import Candidate
 from .compile import Compiled, Worker, check_flatbuffers, export
 from .evaluation import CostSource, Evaluation
-from .flax_names import flax_axis_names
+from .flax_names import FlaxNames
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Function:
     Attributes:
         devices: the devices of the target. Each candidate arranges them in its own mesh.
         chip: the chip whose speeds set the lower bounds on time, or None if it is unknown.
+        flax_names: see `Model.flax_names`.
     """
 
     fn: Any
@@ -48,6 +50,7 @@ class Function:
     kwargs: Mapping[str, Any]
     devices: Mesh
     chip: Chip | None
+    flax_names: Sequence[FlaxNames | None] = ()
 
     def trace(self, candidate: Candidate) -> Stages:
         with candidate.scope(self.devices) as mesh:
@@ -82,19 +85,15 @@ class Function:
         yield from map(self.evaluate, candidates)
 
     def _structs(self, candidate: Candidate, mesh: Mesh) -> Any:
-        """Replaces arrays with ShapeDtypeStructs, sharded by Flax names unless `fn` has specs."""
-        arguments = tuple(self.args), dict(self.kwargs)
-        leaves, treedef = jtu.tree_flatten(arguments)
-        axes = dict(candidate.axes)
-        # a `sharded` function shards its arguments by its specs
-        has_specs = as_sharded(self.fn) is not None
-        flax_names = [None] * len(leaves) if has_specs else flax_axis_names(arguments)
+        """Replaces arrays with ShapeDtypeStructs, sharded by the axis names from Flax."""
+        leaves, treedef = jtu.tree_flatten((tuple(self.args), dict(self.kwargs)))
+        axes = {axis: (axis,) for axis in mesh.axis_names} | dict(candidate.axes)
         structs: list[Any] = []
-        for x, array_names in zip(leaves, flax_names, strict=True):
+        for x, array_names in itertools.zip_longest(leaves, self.flax_names):
             sharding = None
             if array_names is not None:
-                entries = (sum((axes.get(name, ()) for name in names), ()) for names in array_names)
-                sharding = NamedSharding(mesh, partition_spec(entries))
+                entries = [[axis for name in names for axis in axes[name]] for names in array_names]
+                sharding = NamedSharding(mesh, partition_spec(map(tuple, entries)))
             is_array = hasattr(x, 'shape')
             structs.append(
                 jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if is_array else x

@@ -8,16 +8,19 @@ Flax is not imported.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.tree_util as jtu
 
 from .names import AxisNames
 
+# the names of each axis of an array; () for an axis without a name
+FlaxNames: TypeAlias = tuple[AxisNames, ...]
 
-def flax_axis_names(args: Any) -> list[tuple[AxisNames, ...] | None]:
+
+def flax_axis_names(args: Any) -> list[FlaxNames | None]:
     """Returns the axis names of each leaf, or None if Flax has no entry for each of its axes."""
-    found: list[tuple[AxisNames, ...] | None] = []
+    found: list[FlaxNames | None] = []
     for node in jtu.tree_leaves(args, is_leaf=_has_names):
         entries = _names(node)
         names = None if entries is None else tuple(map(_as_tuple, entries))

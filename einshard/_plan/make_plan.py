@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from .._errors import EinshardError, plural
+from .._errors import EinshardError, plural, quoted
 from .._text import format_bytes
 from .evaluate import Function
 from .evaluation import Evaluation
@@ -41,7 +41,7 @@ def make_plan(search: Search, found: Candidates, model: Model, function: Functio
         n_candidates=len(search.estimates),
         pruned=found.pruned,
         stopped=search.stopped,
-        notes=tuple(_notes(choices, search)),
+        notes=tuple(_notes(choices, search, model)),
         warnings=tuple(_warnings(choices[0], search, model)),
         _function=function,
     )
@@ -60,7 +60,13 @@ def _no_plan_compiles(choices: Sequence[Evaluation], model: Model) -> EinshardEr
     )
 
 
-def _notes(choices: Sequence[Evaluation], search: Search) -> Iterator[str]:
+def _notes(choices: Sequence[Evaluation], search: Search, model: Model) -> Iterator[str]:
+    in_flax = [name for names in model.flax_names for axis in names or () for name in axis]
+    if names := [name for name in model.sizes if name in in_flax]:
+        yield (
+            f'Flax names axes of arguments: {quoted(names)}. axis_rules does not shard these '
+            'arguments, so place them before the call'
+        )
     n = _n_indistinguishable(choices) if search.objective == 'bound' else 1
     if n > 1:
         yield (

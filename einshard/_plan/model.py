@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 
 from .costly_ops import CostlyOp, find_costly_ops
 from .flatten import Program, flatten
-from .flax_names import flax_axis_names
+from .flax_names import FlaxNames, flax_axis_names
 from .live_sets import LiveSet, StoredArray, find_live_sets
 from .names import ArrayNames, AxisNames, name_axes
 from .tracing import first_trace, names_in, no_names_error, trace_with_names
@@ -51,6 +51,8 @@ class Model:
             combination of names occurs once.
         results: the results that do not reuse the memory of a donated argument.
         live_sets: see `find_live_sets`.
+        flax_names: for each leaf of the arguments of the call, the axis names from Flax that shard
+            it, or None.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Model:
     results: tuple[StoredArray, ...]
     costly_ops: tuple[CostlyOp, ...]
     live_sets: tuple[LiveSet, ...]
+    flax_names: tuple[FlaxNames | None, ...]
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
@@ -86,8 +89,7 @@ def find_model(
 
     `mesh_axes` are the mesh axes that the expressions of the function may name directly.
     """
-    expressions = first_trace(fn, args, kwargs, mesh_axes)
-    flax_names = flax_axis_names((tuple(args), dict(kwargs)))
+    expressions, flax_names = first_trace(fn, args, kwargs, mesh_axes)
     names = [name for array in flax_names for axis in array or () for name in axis]
     names += [name for expression in expressions for name in names_in(expression)]
     names = [name for name in dict.fromkeys(names) if name not in mesh_axes]
@@ -95,8 +97,9 @@ def find_model(
         raise no_names_error(fn, args, kwargs)
     stages, spec_names, result_names = trace_with_names(fn, args, kwargs, names, mesh_axes)
     assert stages.traced is not None, 'only a jax.stages.Lowered has no trace'
-    argument_names = _with_flax_names(spec_names, flax_names)
-    result_names = _with_flax_names(result_names, flax_axis_names(stages.traced.out_info))
+    known = {*names, *mesh_axes}
+    argument_names = _with_flax_names(spec_names, stages.traced.args_info, known)
+    result_names = _with_flax_names(result_names, stages.traced.out_info, known)
     program = flatten(stages.traced.jaxpr)
     found = name_axes(program, argument_names, result_names)
     axis_names = [tuple(axis or () for axis in value_names) for value_names in found]
@@ -114,17 +117,23 @@ def find_model(
         results=_new_results(program, axis_names, arrays, results),
         costly_ops=find_costly_ops(program, axis_names, states),
         live_sets=find_live_sets(program, axis_names),
+        flax_names=tuple(flax_names),
     )
 
 
 def _with_flax_names(
-    spec_names: list[ArrayNames | None], flax_names: Sequence[ArrayNames | None]
+    spec_names: Sequence[ArrayNames | None], tree: Any, known: Collection[str]
 ) -> list[ArrayNames | None]:
-    # `flax_names` may also have entries for static arguments, and we cannot tell which
-    if len(spec_names) != len(flax_names):
-        return spec_names
-    pairs = zip(spec_names, flax_names, strict=True)
-    return [from_flax if names is None else names for names, from_flax in pairs]
+    """Replaces None by the names that Flax keeps with the leaf, without names not in `known`.
+
+    Names are not in `known` if Flax keeps them only with results, or with the `self` of a method.
+    """
+    found: list[ArrayNames | None] = []
+    for names, from_flax in zip(spec_names, flax_axis_names(tree), strict=True):
+        if names is None and from_flax is not None:
+            names = tuple(tuple(name for name in axis if name in known) for axis in from_flax)
+        found.append(names)
+    return found
 
 
 def _sizes_and_array_names(

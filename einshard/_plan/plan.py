@@ -115,7 +115,7 @@ def plan(
     found = find_candidates(space, estimator, memory=limit, objective=objective)
     if not any(axes for candidate in found.ranked for _, axes in candidate.axes):
         raise _nothing_to_shard(model, devices)
-    function = Function(fn, args, kwargs, devices, chip)
+    function = Function(fn, args, kwargs, devices, chip, model.flax_names)
     # for CPUs, the partitioner is already the compiler of the target
     is_cpu = devices.devices.flat[0].platform == 'cpu'
     with closing(Partitioner(function)) as partitioner:

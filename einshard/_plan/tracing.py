@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +32,7 @@ from .._text import name_of
 from .._trees.paths import path_text
 from .._trees.rules import Rules
 from .flatten import mesh_axes_of
+from .flax_names import FlaxNames, flax_axis_names
 from .names import ArrayNames
 
 _trace_numbers = itertools.count()
@@ -38,17 +40,32 @@ _trace_numbers = itertools.count()
 
 def first_trace(
     fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh_axes: Sequence[str]
-) -> list[Expression]:
-    """Traces a function, and returns the expressions in its argument specs and constraints."""
+) -> tuple[list[Expression], list[FlaxNames | None]]:
+    """Traces a function, and returns where its axis names come from.
+
+    Returns:
+        The expressions in its argument specs and constraints. For each leaf of `(args, kwargs)`,
+        the axis names that Flax keeps with it, or None if there are none, or if the leaf has a
+        spec, whose names count instead.
+    """
     constraints: list[Expression] = []
     token = constraints_of_trace.set(constraints)
     try:
         with _scope((), mesh_axes):
-            stages = _trace(fn, args, kwargs)
+            stages, structs = _trace(fn, args, kwargs)
             specs = stages.argument_specs() or []
     finally:
         constraints_of_trace.reset(token)
-    return [as_leaf_spec(spec).expression for spec in specs if spec] + constraints
+    # By identity, because a `sharded` function has the values of a call in an order of its own.
+    # `_trace` has made an object for each array.
+    specs_of = {
+        id(leaf): spec for leaf, spec in zip(stages.dynamic_leaves(), specs, strict=bool(specs))
+    }
+    flax_names = [
+        names if specs_of.get(id(leaf)) is None else None
+        for leaf, names in zip(jtu.tree_leaves(structs), flax_axis_names(structs), strict=True)
+    ]
+    return [as_leaf_spec(spec).expression for spec in specs if spec] + constraints, flax_names
 
 
 def trace_with_names(
@@ -60,7 +77,7 @@ def trace_with_names(
 ) -> tuple[Stages, list[ArrayNames | None], list[ArrayNames | None]]:
     """Returns the traced function, and the axis names of all arguments and results with specs."""
     with _scope(names, mesh_axes):
-        stages = _trace(fn, args, kwargs)
+        stages, _ = _trace(fn, args, kwargs)
         traced = stages.traced
         assert traced is not None, 'only a jax.stages.Lowered has no trace'
         return (
@@ -83,11 +100,15 @@ def _names_of(
     return [None if spec is None else names_of(spec, tuple(leaf.shape)) for spec, leaf in pairs]
 
 
-def _trace(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Stages:
+def _trace(
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Stages, tuple[Sequence[Any], Mapping[str, Any]]]:
+    """Traces a function, and also returns the arguments with a ShapeDtypeStruct for each array."""
     args, kwargs = jtu.tree_map(_struct, (tuple(args), dict(kwargs)))
     # `trace_call` does not accept a mesh for jitted functions, which use the mesh in context
     is_jitted = hasattr(fn, 'trace') and not isinstance(fn, ShardedFunction)
-    return trace_call(fn, args, kwargs, None if is_jitted else current_context().lowering_mesh)
+    mesh = None if is_jitted else current_context().lowering_mesh
+    return trace_call(fn, args, kwargs, mesh), (args, kwargs)
 
 
 def _struct(leaf: Any) -> Any:
@@ -152,15 +173,16 @@ _WEIGHT_NAMES = 'rows', 'columns', 'depth', 'height', 'width'
 def _example_spec(arg: Any, number: int) -> Any:
     """Returns an example spec of an argument, with a name for each axis of its largest array.
 
-    The example is None for a scalar. For a pytree, it is `Rules` that replicate the other arrays.
+    The example is None if all arrays are scalars. For a pytree, it is `Rules` that replicate the
+    other arrays.
     """
     leaves = [(path_text(path), leaf) for path, leaf in jtu.tree_leaves_with_path(arg)]
     path, leaf = max(leaves, key=lambda one: math.prod(np.shape(one[1])), default=('', 0))
     is_weight = number > 0 or len(leaves) > 1
     names = ' '.join((_WEIGHT_NAMES if is_weight else _DATA_NAMES)[: np.ndim(leaf)])
-    if len(leaves) < 2:
+    if len(leaves) < 2 or not names:
         return names or None
-    return Rules([(f'{path.rpartition("/")[2]}$', names)], default=REPLICATED)
+    return Rules([(f'{re.escape(path.rpartition("/")[2])}$', names)], default=REPLICATED)
 
 
 def _spec_text(spec: Any) -> str:
