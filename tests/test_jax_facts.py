@@ -240,6 +240,25 @@ def test_a_user_context_is_in_the_keys_of_jit_and_of_traces_by_equality():
     assert context.value is None
 
 
+def test_lowered_programs_keep_their_devices_and_shardings_in_private():
+    # _inspect.oversized reads them there; if Lowered gets a property for them, use it instead
+    rows, columns = NamedSharding(ONE_AXIS, P('x')), NamedSharding(ONE_AXIS, P(None, 'x'))
+
+    def f(unused, x):
+        return jax.lax.with_sharding_constraint(x + 1, columns) * 2
+
+    lowered = jax.jit(f, in_shardings=rows, out_shardings=rows).lower(X, X)
+    options, devices = lowered._lowering.compile_args, lowered._lowering._device_list
+    assert [*devices] == [*ONE_AXIS.devices.flat]
+    assert options['kept_var_idx'] == {1}
+    assert options['in_shardings'] == (rows,)
+    assert options['out_shardings'] == (rows,)
+    assert columns in options['intermediate_shardings']
+    with jax.set_mesh(ONE_AXIS):
+        in_context = jax.jit(lambda x: x + 1).lower(X)
+    assert in_context._lowering.compile_args['context_mesh'] == ONE_AXIS
+
+
 def test_programs_with_refs_keep_their_shardings_in_private():
     # _inspect.lowered.compiled_shardings reads them there; if the first two properties work, use
     # them alone

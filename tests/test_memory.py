@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from einshard import EinshardError, explain, sharded, topology
+from einshard import explain, sharded, topology
 
 pytest.importorskip('libtpu', reason='libtpu compiles for TPUs, and is not installed')
 
@@ -115,7 +115,62 @@ def test_one_device_is_too_small(rows):
     assert [row.placement for row in report.results] == ['a b -> a b']
 
 
-def test_lowered_programs_that_do_not_fit(rows):
-    lowered = jax.jit(lambda x: x @ x.T).lower(bf16(400_000, 400_000, sharding=rows))
-    with pytest.raises(EinshardError, match='does not compile'):
-        explain(lowered)
+def add_rows(x):
+    return jnp.cumsum(x[::-1], 0) + x
+
+
+@sharded('b@d x', mesh=topology('v5e:2x2', d=4))
+def add_rows_on_own_mesh(x):
+    return add_rows(x)
+
+
+def devices_known_from(place, rows):
+    """Returns a function and its argument. Only `place` says on which devices the function runs."""
+    x = bf16(400_000, 100_000)
+    spec = P('d')
+    by_rows = NamedSharding(rows.mesh, P('d'))
+    if place == 'in_shardings':
+        return jax.jit(add_rows, in_shardings=by_rows), x
+    if place == 'out_shardings':
+        return jax.jit(add_rows, out_shardings=by_rows), x
+    if place == 'constraint':
+        constrain = jax.lax.with_sharding_constraint
+        return jax.jit(lambda x: constrain(add_rows(constrain(x, by_rows)), by_rows)), x
+    if place == 'shard_map':
+        add = jax.shard_map(add_rows, mesh=rows.mesh, in_specs=spec, out_specs=spec)
+        return jax.jit(add), x
+    if place == 'sharded':
+        return add_rows_on_own_mesh, x
+    if place == 'nested sharded':
+        return jax.jit(lambda x: add_rows_on_own_mesh(x)), x
+    one = SingleDeviceSharding(rows.mesh.devices.flat[0])
+    return jax.jit(add_rows, in_shardings=one), x
+
+
+PLACES = ['in_shardings', 'out_shardings', 'constraint', 'shard_map', 'sharded', 'nested sharded']
+
+
+@pytest.mark.parametrize('place', [*PLACES, 'one device'])
+@pytest.mark.parametrize('stage', ['function', 'traced', 'lowered'])
+def test_programs_that_do_not_fit_on_devices_that_arguments_do_not_name(place, stage, rows):
+    f, x = devices_known_from(place, rows)
+    if stage == 'function':
+        report = explain(f, x)
+    else:
+        report = explain(f.trace(x) if stage == 'traced' else f.lower(x))
+    assert report.findings[0].kind == 'does not fit'
+    n = 1 if place == 'one device' else 4
+    assert (report.n_devices, report.device_kind) == (n, 'TPU v5 lite')
+    assert report.memory.capacity == int(15.75 * GIB)
+    names = ('b', 'x') if place == 'sharded' and stage == 'function' else ('a', 'b')
+    on_d = '@d' * (n > 1)
+    assert report.arguments[0].placement == '{0} {1} -> {0}{2} {1}'.format(*names, on_d)
+    assert report.memory.arguments >= 2 * 400_000 * 100_000 / n
+
+
+def test_lowered_programs_that_do_not_fit_and_drop_an_argument(rows):
+    f = jax.jit(lambda unused, x: x @ x.T, in_shardings=rows)
+    report = explain(f.lower(bf16(64), bf16(400_000, 400_000)))
+    placements = [row.placement for row in report.arguments]
+    assert placements == ['not used', 'a b -> a@d b']
+    assert report.findings[0].kind == 'does not fit'

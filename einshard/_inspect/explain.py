@@ -27,7 +27,7 @@ from .findings.facts import Facts
 from .findings.find import find_findings, find_notes
 from .intermediates import find_intermediates
 from .lowered import Stages, compiled_shardings, trace_call
-from .oversized import Oversized, compile_stages, find_compile_mesh
+from .oversized import Oversized, compile_stages
 from .payloads import Payload, find_payloads, find_weights
 from .report import Report
 from .report_rows import CollectiveRow
@@ -88,18 +88,16 @@ def explain(
     """
     chip = None if chip is None else as_chip(chip)
     stages = trace_call(fn, args, kwargs, mesh)
-    compile_mesh = find_compile_mesh(stages, (args, kwargs), mesh)
-    return explain_stages(stages, compile_mesh, chip, replicated_above, intermediates)
+    return explain_stages(stages, chip, replicated_above, intermediates)
 
 
 def explain_stages(
     stages: Stages,
-    mesh: AnyMesh | None,
     chip: Chip | None = None,
     replicated_above: int = 2**20,
     intermediates: bool = False,
 ) -> Report:
-    facts = _read_program(stages, compile_stages(stages, mesh), chip, replicated_above)
+    facts = _read_program(stages, compile_stages(stages), chip, replicated_above)
     return _make_report(facts, intermediates)
 
 

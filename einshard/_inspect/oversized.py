@@ -15,13 +15,12 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import AbstractMesh, NamedSharding
-from jax.stages import Compiled
+from jax.sharding import Mesh, NamedSharding
+from jax.stages import Compiled, Lowered
 
 from .._errors import EinshardError
 from .._hlo.module import Module
-from .._sharding.context import current_context, is_mesh_in_context
-from .._sharding.mesh import AnyMesh, MeshLike
+from .._sharding.mesh import device_mesh
 from .intermediates import compile_with_dumps, newest_dump, read_shardings
 from .lowered import Stages
 
@@ -51,49 +50,33 @@ class Oversized:
         return self.memory
 
 
-def find_compile_mesh(stages: Stages, args: Any, mesh: MeshLike | None) -> AnyMesh | None:
-    """Finds the mesh that a program will be compiled for, or None if it is unknown.
-
-    `mesh` is the user's `mesh=`.
-    """
-    if stages.program is not None:
-        return stages.program.mesh
-    if mesh is not None:
-        return current_context(mesh).lowering_mesh
-    for leaf in jtu.tree_leaves(args):
-        sharding = getattr(leaf, 'sharding', None)
-        if isinstance(sharding, NamedSharding):
-            return sharding.mesh
-    ambient = current_context(None).lowering_mesh
-    return ambient if is_mesh_in_context(ambient) else None
-
-
-def compile_stages(stages: Stages, mesh: AnyMesh | None) -> Compiled | Oversized:
+def compile_stages(stages: Stages) -> Compiled | Oversized:
     """Compiles a program. If it does not fit into memory, reads the compiler's dumps instead.
 
-    Raises the compiler's error if the dumps cannot be read, for example because there is no mesh.
+    Raises the compiler's error if the dumps cannot be read, for example because no mesh expresses
+    their shardings.
     """
     try:
         return stages.compile()
     except EinshardError as error:
         available = _AVAILABLE.search(str(error.__cause__))
-        if available is None or mesh is None or isinstance(mesh, AbstractMesh):
+        if available is None:
             raise
         size, unit = available.groups()
-        oversized = _read_oversized(stages, mesh, int(float(size) * 1024 ** _UNITS[unit]))
+        oversized = _read_oversized(stages.lower(), int(float(size) * 1024 ** _UNITS[unit]))
         if oversized is None:
             raise
         return oversized
 
 
-def _read_oversized(stages: Stages, mesh: AnyMesh, available: int) -> Oversized | None:
+def _read_oversized(lowered: Lowered, available: int) -> Oversized | None:
     """Compiles again and reads the compiler's dumps. Returns None if they cannot be read."""
-    lowered = stages.lower()
+    kept, meshes = _arguments_and_meshes(lowered)
     with tempfile.TemporaryDirectory() as folder:
         compile_with_dumps(lowered, folder)
+        before = newest_dump(folder, 'before_*spmd-partitioning*')
         # for a single device, there is no partitioning
-        ending = 'before_*spmd-partitioning*' if mesh.size > 1 else '.before_optimizations'
-        before = newest_dump(folder, ending)
+        before = before or newest_dump(folder, '.before_optimizations')
         after = newest_dump(folder, '.after_optimizations')
         buffers = newest_dump(folder, '.after_optimizations-buffer-assignment')
     if not (before and after and buffers):
@@ -101,34 +84,50 @@ def _read_oversized(stages: Stages, mesh: AnyMesh, available: int) -> Oversized 
     module = Module(before)
     parameters = sorted(module.entry.parameters(), key=lambda op: op.parameter_number)
     leaves, treedef = jtu.tree_flatten(lowered.args_info)
-    used = _used_arguments(stages, len(leaves))
-    if len(used) != len(parameters):
+    if len(kept) != len(parameters):
         return None
-    argument_shardings = {
-        i: read_shardings(op, [len(leaves[i].shape)], mesh)[0]
-        for i, op in zip(used, parameters, strict=True)
-    }
     results, out_tree = jtu.tree_flatten(lowered.out_info)
-    ndims = [len(result.shape) for result in results]
-    result_shardings = read_shardings(module.entry.root, ndims, mesh)
-    if None in argument_shardings.values() or None in result_shardings:
+    arrays = [(op, [len(leaves[i].shape)]) for i, op in zip(kept, parameters, strict=True)]
+    arrays.append((module.entry.root, [len(result.shape) for result in results]))
+    for mesh in meshes:
+        shardings = [s for op, ndims in arrays for s in read_shardings(op, ndims, mesh)]
+        if None not in shardings:
+            break
+    else:
         return None
-    shardings = treedef.unflatten([argument_shardings.get(i) for i in range(len(leaves))])
+    argument_shardings = dict(zip(kept, shardings, strict=False))
     out_info = out_tree.unflatten(
         jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=sharding)
-        for result, sharding in zip(results, result_shardings, strict=True)
+        for result, sharding in zip(results, shardings[len(kept) :], strict=True)
     )
-    sizes = read_sizes(buffers)
-    return Oversized(lowered.args_info, shardings, out_info, after, sizes, available)
+    return Oversized(
+        lowered.args_info,
+        treedef.unflatten([argument_shardings.get(i) for i in range(len(leaves))]),
+        out_info,
+        after,
+        read_sizes(buffers),
+        available,
+    )
 
 
-def _used_arguments(stages: Stages, n_leaves: int) -> Sequence[int]:
-    """Returns the indices of the argument leaves that JAX keeps, or all if there is no jaxpr."""
-    if stages.traced is None:
-        return range(n_leaves)
-    jaxpr = stages.traced.jaxpr.jaxpr
-    used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
-    return [i for i, variable in enumerate(jaxpr.invars) if id(variable) in used]
+def _arguments_and_meshes(lowered: Lowered) -> tuple[Sequence[int], Sequence[Mesh]]:
+    """Returns the indices of the argument leaves that JAX keeps, and meshes of all its devices.
+
+    The devices may be known only from `in_shardings=` or from constraints, and `Lowered` has no
+    public property for them. So this reads private fields, which tests/test_jax_facts.py checks.
+    """
+    lowering: Any = lowered._lowering  # type: ignore[reportPrivateUsage]
+    options, devices = lowering.compile_args, [*lowering._device_list]
+    shardings = (
+        *options['in_shardings'],
+        *options['out_shardings'],
+        *options['intermediate_shardings'],
+    )
+    meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
+    meshes += [options['context_mesh'], device_mesh(devices)]
+    # the partitioner numbers the devices in this order
+    found = [m for m in meshes if isinstance(m, Mesh) and [*m.devices.flat] == devices]
+    return sorted(options['kept_var_idx']), list(dict.fromkeys(found))
 
 
 def read_sizes(buffers: str) -> Any:

@@ -59,8 +59,8 @@ class Function:
     def report(self, candidate: Candidate) -> Report:
         """Compiles the function for the target, and reports on it as `explain` does."""
         stages = self.trace(candidate)
-        with candidate.scope(self.devices) as mesh:
-            return explain_stages(stages, mesh, self.chip)
+        with candidate.scope(self.devices):
+            return explain_stages(stages, self.chip)
 
     def evaluate(self, candidate: Candidate) -> Evaluation:
         try:
