@@ -435,6 +435,26 @@ def test_a_constraint_repeats_only_shardings_that_the_user_specified(specify):
     assert [note.kind for note in report.notes] == ['no effect'] * bool(specify)
 
 
+@pytest.mark.parametrize('where', ['function', 'scan', 'cond', 'while', 'nested jit', 'gradient'])
+def test_constraints_of_python_scalars(where):
+    """JAX keeps the scalars as literals of the jaxpr, which have no hash."""
+    everywhere = make_sharding('... -> * ...')
+
+    def one():
+        return jax.lax.with_sharding_constraint(1.0, everywhere)
+
+    programs = {
+        'function': lambda x: x.sum() + one(),
+        'scan': lambda x: jax.lax.scan(lambda c, row: (c + one() + row.sum(), one()), 0.0, x),
+        'cond': lambda x: jax.lax.cond(x.sum() > 0, one, lambda: 2 * one()),
+        'while': lambda x: jax.lax.while_loop(lambda c: c < x.sum(), lambda c: c + one(), one()),
+        'nested jit': lambda x: jax.jit(lambda a, b: (a, b * one(), 2.0))(one(), x),
+        'gradient': jax.grad(lambda x: (x * one()).sum() * one()),
+    }
+    report = explain(jax.jit(programs[where]), einshard(struct(64, 16), 'x y -> x* y'))
+    assert 'no effect' not in {finding.kind for finding in (*report.findings, *report.notes)}
+
+
 def test_constraints_in_loops_are_seen():
     @sharded('x y -> x* y')
     def loop(x):

@@ -53,7 +53,7 @@ def _no_effect(facts: Facts) -> Iterator[tuple[Finding, bool]]:
     jaxpr = facts.stages.traced.jaxpr.jaxpr
     specified = _arguments_with_sharding(facts)
     pairs = enumerate(zip(jaxpr.invars, facts.arguments, strict=False))
-    shardings = {variable: array.sharding for i, (variable, array) in pairs if i in specified}
+    shardings = {id(v): array.sharding for i, (v, array) in pairs if i in specified}
     by_stack: dict[_Stack, list[str | None]] = {}
     for stack, reason in _constraints(jaxpr, shardings):
         by_stack.setdefault(stack, []).append(reason)
@@ -98,11 +98,12 @@ def _line_of_unused(stack: _Stack, others: Sequence[_Stack]) -> str:
     return user_line(stack[n_same:])
 
 
-def _constraints(jaxpr: Any, shardings: dict[Any, Any]) -> Iterator[tuple[_Stack, str | None]]:
+def _constraints(jaxpr: Any, shardings: dict[int, Any]) -> Iterator[tuple[_Stack, str | None]]:
     """Yields (stack, reason) for each constraint without effect, and (stack, None) for others.
 
     Also yields each `jax.device_put` without effect, and searches nested jaxprs. `shardings` has
-    the shardings of the inputs; this function adds those of constrained values.
+    the shardings of the inputs, by the id of the variable, because literals have no hash; this
+    function adds those of constrained values.
     """
     used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
     used |= {id(v) for v in jaxpr.outvars}
@@ -110,7 +111,7 @@ def _constraints(jaxpr: Any, shardings: dict[Any, Any]) -> Iterator[tuple[_Stack
         name = eqn.primitive.name
         if name == 'sharding_constraint':
             sharding, result = eqn.params['sharding'], eqn.outvars[0]
-            before = shardings.get(eqn.invars[0])
+            before = shardings.get(id(eqn.invars[0]))
             reason = None
             if id(result) not in used:
                 reason = _RESULT_UNUSED
@@ -119,7 +120,7 @@ def _constraints(jaxpr: Any, shardings: dict[Any, Any]) -> Iterator[tuple[_Stack
                 if isinstance(sharding, NamedSharding):
                     text = describe_named(sharding, result.aval.ndim)
                 reason = f"the value is already '{text}', so this constraint has no effect"
-            shardings[result] = sharding
+            shardings[id(result)] = sharding
             yield stack_of(eqn), reason
         elif name == 'reshard':
             axis_types, stack = {*eqn.params['dst_sharding'].mesh.axis_types}, stack_of(eqn)
