@@ -254,6 +254,13 @@ AWAIT = 'axis_rules cannot span an await'
 COPIED = 'this thread runs in a copied contextvars'
 
 
+def entered(rules):
+    """A `with` block's worth of rules, which an async function can hold, but not enter itself."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(rules)
+    return stack
+
+
 def spec_of(function):
     return function(X).sharding.spec
 
@@ -291,7 +298,7 @@ def test_two_tasks_that_hold_rules_across_an_await(function, warm, one_object, c
     results = []
 
     async def task(rules):
-        with rules:
+        with entered(rules):
             for _ in range(2):
                 await asyncio.sleep(0)
                 results.append(spec_of(function))
@@ -314,10 +321,15 @@ def test_two_tasks_that_hold_rules_across_an_await(function, warm, one_object, c
 def test_tasks_that_take_turns_and_do_not_await_inside(function, clean):
     shared = {entry: axis_rules(batch=f'@{entry}') for entry in ('data', 'tp')}
 
+    def call(entry):
+        with shared[entry]:
+            return spec_of(function)
+
     async def task(entry):
         for _ in range(3):
-            with shared[entry]:
-                assert spec_of(function) == P(entry)
+            assert call(entry) == P(entry)
+            assert await asyncio.to_thread(call, entry) == P(entry)
+            assert shared[entry](spec_of)(function) == P(entry)
             await asyncio.sleep(0)
 
     async def main():
@@ -330,7 +342,7 @@ def test_a_task_without_rules_beside_one_that_holds_them(clean):
     jax.clear_caches()
 
     async def holds():
-        with axis_rules(batch='@data'):
+        with entered(axis_rules(batch='@data')):
             await asyncio.sleep(0.01)
             return spec_of(held)
 
@@ -349,18 +361,76 @@ def test_a_task_without_rules_beside_one_that_holds_them(clean):
 
 def test_tasks_that_leave_in_another_order_than_they_entered(clean):
     async def inner(left):
-        with axis_rules(batch='@tp'):  # begun inside the rules of the other task
+        with entered(axis_rules(batch='@tp')):  # begun inside the rules of the other task
             await left.wait()
 
     async def main():
         left = asyncio.Event()
-        with axis_rules(batch='@data'):
+        with entered(axis_rules(batch='@data')):
             task = asyncio.create_task(inner(left))
             await asyncio.sleep(0)
         left.set()
         await task
 
     assert 'must be exited innermost first' in refusal(lambda: asyncio.run(main())).sentence
+
+
+@contextlib.contextmanager
+def in_generator(rules):
+    with rules:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def in_async_generator(rules):
+    with rules:
+        yield
+
+
+class InClass:
+    def __init__(self, rules):
+        self.rules = rules
+
+    def __enter__(self):
+        return self.rules.__enter__()
+
+    def __exit__(self, *raised):
+        return self.rules.__exit__(*raised)
+
+
+@contextlib.contextmanager
+def in_exit_stack(rules):
+    with contextlib.ExitStack() as stack:
+        yield stack.enter_context(InClass(rules))
+
+
+MANAGERS = [lambda rules: rules, in_generator, InClass, in_exit_stack, in_async_generator]
+
+
+@pytest.mark.parametrize('warm', [False, True])
+@pytest.mark.parametrize('manager', MANAGERS)
+def test_an_async_function_cannot_enter_rules(manager, warm, clean):
+    """It may await in the block, and there, nothing of einshard runs before a compiled function."""
+    jax.clear_caches()
+    if warm:
+        with pytest.warns(UserWarning, match='has no placement'):
+            held(X)
+    manage = manager(axis_rules(batch='@data'))
+
+    async def holds():
+        if manager is in_async_generator:
+            async with manage:
+                await asyncio.to_thread(held, X)
+        else:
+            with manage:
+                await asyncio.to_thread(held, X)
+
+    error = refusal(lambda: asyncio.run(holds()))
+    name = 'in_async_generator' if manager is in_async_generator else 'holds'
+    assert error.sentence.startswith(f'axis_rules cannot be entered in the async function {name}')
+    if manager is not in_async_generator:  # a plain function may
+        with manager(axis_rules(batch='@data')):
+            assert spec_of(held) == P('data')
 
 
 def test_generators_that_leave_in_another_order_than_they_entered(clean):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -63,11 +65,24 @@ class axis_rules:
 
     As a decorator, `axis_rules` goes below `@jax.jit`, `@classmethod` and `@property`.
 
-    Do not `await` or `yield` inside the `with` block. Asyncio tasks share a thread, and JAX's cache
-    keys use thread-local state, so einshard raises an error if another task in the thread has
-    entered different rules. A thread that runs in a copied `contextvars` context has the rules, but
-    not the cache keys. There, `einshard` and `sharded` work, but under plain `jax.jit` einshard
-    raises an error, so enter the rules in the function that the thread runs.
+    Async functions cannot enter rules: at an `await`, other tasks of the thread would run with
+    them, because JAX's cache keys belong to the thread. Enter the rules in a plain function that
+    the async function calls, or decorate that function. A task has the rules of the code that
+    starts it.
+
+        >>> import asyncio
+        >>> @axis_rules(batch='@data')
+        ... def place(x):
+        ...     return einshard(x, 'batch d', mesh=mesh)
+        >>> async def main():
+        ...     return await asyncio.to_thread(place, np.ones((jax.device_count(), 4)))
+        >>> describe(asyncio.run(main()))
+        'a b -> a@data b'
+
+    A thread starts without rules, so enter them in the function that it runs, as here. If it runs
+    in a copied `contextvars` context, as with `asyncio.to_thread`, `einshard` and `sharded` use the
+    rules of that context, and einshard raises an error in a function that plain `jax.jit` traces.
+    A function that JAX has traced without rules runs without them there.
 
     Args:
         placements: a mapping from axis names to placements, such as `TRAINING_AXES`. A placement
@@ -90,9 +105,9 @@ class axis_rules:
     Raises:
         EinshardError: a placement or an option is invalid, an axis has two rules without
             `taken='next'`, or the decorated object is not a function, or is a generator or async
-            function. When applied: two axes of an array take the same mesh axis, the mesh lacks an
-            axis, a name looks misspelled, or another task in the thread has entered different
-            rules.
+            function; an async function enters the rules. When applied: two axes of an array take
+            the same mesh axis, the mesh lacks an axis, a name looks misspelled, or another task in
+            the thread has entered different rules.
     """
 
     def __init__(
@@ -126,6 +141,7 @@ class axis_rules:
             self.rules.append(rule)
 
     def __enter__(self) -> axis_rules:
+        _check_not_async()
         enter_rules(self, self.rules)
         return self
 
@@ -154,6 +170,29 @@ class axis_rules:
                 return function(*args, **kwargs)
 
         return with_rules
+
+
+def _check_not_async() -> None:
+    """Raises if an async function, which may await in the block, calls `axis_rules.__enter__`.
+
+    At an await, no code of einshard runs. A task that then calls a compiled function under
+    `jax.jit` would silently run the program of the rules of this task.
+    """
+    frame: Any = sys._getframe(2)  # type: ignore[reportPrivateUsage]
+    # context managers, and generators that are decorated as such, enter for their caller
+    while frame is not None and (
+        frame.f_code.co_flags & inspect.CO_GENERATOR
+        or frame.f_code.co_name == '__enter__'
+        or frame.f_globals.get('__name__') == 'contextlib'
+    ):
+        frame = frame.f_back
+    if frame and frame.f_code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+        name = frame.f_code.co_name
+        raise EinshardError(
+            f'axis_rules cannot be entered in the async function {name}: at an await, other tasks '
+            'of this thread would run with its rules',
+            facts={'instead': f'enter it in a plain function that {name} calls'},
+        )
 
 
 def _check_function(function: Any) -> None:
