@@ -322,6 +322,35 @@ def test_vmap():
     close(jax.vmap(LAYER(product), in_axes=(0, None))(xs, W), xs @ W)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason='JAX cannot map a psum of shard_map')
+@pytest.mark.parametrize('ambient', [False, True])
+@pytest.mark.parametrize('transform', [jax.jit, lambda f: f], ids=['jit', 'eager'])
+def test_vmap_keeps_an_axis_that_is_not_manual(transform, ambient):
+    """As `jax.shard_map` with `axis_names` does; with in_shardings, jit would gather the axis."""
+    mesh = mesh_of(p=2, q=4)
+
+    def body(x, w):
+        return jax.lax.psum(x @ w, 'q')
+
+    hand = jax.shard_map(
+        body, mesh=mesh, in_specs=(P('q'), P('q')), out_specs=P(), axis_names={'q'}
+    )
+    specs = 'x -> x@q', 'x y -> x@q y'
+    decorate = per_device(*specs, out='y -> y', axis_names='q', mesh=None if ambient else mesh)
+    with jax.set_mesh(mesh) if ambient else contextlib.nullcontext():
+        xs = einshard(X, 'b x -> b@p x@q', mesh=mesh)
+        w = einshard(W, 'x y -> x@q y', mesh=mesh)
+        ours, theirs = (transform(jax.vmap(f, (0, None))) for f in (decorate(body), hand))
+        close(ours(xs, w), X @ W)
+        assert ours(xs, w).sharding.is_equivalent_to(theirs(xs, w).sharding, 2)
+        assert ours(xs, w).sharding.spec == P('p')
+        if transform is jax.jit:
+            assert 'all-gather' not in ours.lower(xs, w).compile().as_text()
+        else:  # an axis that the function sees is sharded differently
+            wrong = einshard(X, 'b x -> b x@p', mesh=mesh)
+            assert 'is already sharded differently' in refusal(ours, wrong, w).sentence
+
+
 def test_scan():
     f = LAYER(product)
 

@@ -12,7 +12,15 @@ from jax.sharding import PartitionSpec as P
 from placed import mesh_of
 from test_context import transformed
 
-from einshard import EinshardError, describe, device_mesh, einshard, make_sharding, sharded
+from einshard import (
+    EinshardError,
+    describe,
+    device_mesh,
+    einshard,
+    make_sharding,
+    per_device,
+    sharded,
+)
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 EIGHT = jax.devices()[:8]
@@ -152,6 +160,22 @@ def test_an_argument_that_is_sharded_differently_under_vmap(transform, placed, s
         assert caught.value.facts.get('try') == fix
         if fix:
             close(transform(sharded(spec, reshard=True)(jnp.sin))(x), transform(jnp.sin)(BATCH))
+
+
+@pytest.mark.parametrize('decorator', [sharded, per_device])
+@pytest.mark.parametrize(
+    ('placed', 'expected'), [('c@p a b', 'c@p a b@q'), ('c a b@p', 'c a b@q'), ('c@q a b', None)]
+)
+def test_reshard_on_a_given_mesh_under_vmap(placed, expected, decorator):
+    mesh = mesh_of(p=4, q=2)
+    x = einshard(BATCH, placed, mesh=mesh)
+    f = decorator('a b@q', out='a b@q', reshard=True, mesh=mesh)(jnp.sin)
+    y = jax.vmap(f)(x)
+    close(y, np.sin(BATCH))
+    if expected and decorator is sharded:  # jax.shard_map gathers an axis that it maps
+        assert y.sharding.is_equivalent_to(make_sharding(expected, mesh=mesh), 3)
+    gradient = jax.vmap(jax.grad(lambda x: f(x).sum()))(x)
+    close(gradient, np.cos(BATCH))
 
 
 def test_vmap_over_named_mesh_axes():

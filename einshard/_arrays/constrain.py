@@ -234,6 +234,19 @@ def batched_sharding(x: Any) -> tuple[Sharding, int]:
     return _inspect_sharding(values[-1]), values[-1].ndim - x.ndim
 
 
+def elements_match(x: Any, sharding: NamedSharding) -> bool:
+    """Whether a tracer's value is sharded like this, apart from the batch axes of jax.vmap."""
+    batched, n_batch_axes = batched_sharding(x)
+    if not isinstance(batched, NamedSharding):
+        return False
+    if isinstance(sharding.mesh, AbstractMesh):
+        if batched.mesh.abstract_mesh != sharding.mesh:
+            return False
+        sharding = NamedSharding(batched.mesh, sharding.spec)
+    spec = PartitionSpec(*spec_axes(batched.spec)[n_batch_axes:])
+    return NamedSharding(batched.mesh, spec).is_equivalent_to(sharding, x.ndim)
+
+
 def reshard_traced(x: Any, sharding: NamedSharding, replicated: Any) -> Any:
     """Reshards an argument of a jitted function that is called under jax.grad or jax.vmap.
 

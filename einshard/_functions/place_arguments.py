@@ -11,7 +11,12 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from .._arrays.constrain import batched_sharding, reshard_traced, sharding_rejected_by_jit
+from .._arrays.constrain import (
+    batched_sharding,
+    elements_match,
+    reshard_traced,
+    sharding_rejected_by_jit,
+)
 from .._arrays.device_put import TopologyError, device_put, make_movable, put
 from .._arrays.place import check_ref
 from .._arrays.process_agreement import PlannedArray, check_same_contents
@@ -105,7 +110,10 @@ def _rejected_sharding(
 ) -> Sharding | None:
     """Returns the sharding of `leaf`, or None if jit accepts `leaf` where it expects `sharding`."""
     if isinstance(leaf, Tracer) or _is_on_abstract_mesh(traced, sharding):
-        return sharding_rejected_by_jit(leaf, traced.for_jit(sharding))
+        rejected = sharding_rejected_by_jit(leaf, traced.for_jit(sharding))
+        if rejected is not None and traced.setup.keeps_mapped_axes:
+            return None if elements_match(leaf, sharding) else rejected
+        return rejected
     if not _is_committed(leaf):
         return None
     return None if leaf.sharding.is_equivalent_to(sharding, leaf.ndim) else leaf.sharding

@@ -26,6 +26,8 @@ class Program:
         options: options of jit, without shardings.
         jitted: the jitted function, to run and to lower.
         nested: the version for calls inside a trace.
+        constrained: `nested` for arguments that are placed: constraints instead of in_shardings,
+            which would reject an argument of jax.vmap whose mapped axis is sharded.
         runnable: the function that a call runs: `jitted`, or `checked.call`.
         checked: checks the limits on collectives and memory. None if there are no limits.
         without_spec: the positions of arguments that have leaves without a spec. Empty if there are
@@ -39,6 +41,7 @@ class Program:
     options: Mapping[str, Any]
     jitted: Any
     nested: Any
+    constrained: Any
     runnable: Any
     checked: CheckedJit | None
     without_spec: Sequence[int]
@@ -56,6 +59,10 @@ class Program:
             return self.nested(*values)
         return self.runnable(*values)
 
+    def run_placed(self, *values: Any) -> Any:
+        """Runs with the arguments that `place_arguments` returns."""
+        return self.constrained(*values) if is_tracing() else self.run(*values)
+
     def is_for(self, values: Sequence[Any]) -> bool:
         """Whether the shardings of this program are right for a call with these values."""
         return (
@@ -72,12 +79,12 @@ class Program:
     def must_place_arguments(self) -> bool:
         """Whether `place_arguments` must run in each call.
 
-        Under jax.grad or jax.vmap outside jit, `nested` accepts any sharding on an ambient mesh,
-        because it has no in_shardings. Jit cannot place host data as a partial sum: it raises, or
-        in JAX 0.8.1 returns a sum that is too large.
+        Under jax.grad or jax.vmap outside jit, `nested` accepts any sharding if it has no
+        in_shardings. Jit cannot place host data as a partial sum: it raises, or in JAX 0.8.1
+        returns a sum that is too large.
         """
         if is_tracing():
-            return self.traced.mesh_is_ambient and not is_staging()
+            return self.nested is self.constrained and not is_staging()
         return has_partial_axes(self.traced.in_shardings)
 
     def clear_cache(self) -> None:
@@ -147,7 +154,8 @@ def make_program(traced: TracedFunction, values: Sequence[Any]) -> Program:
     if traced.out_shardings is not None:
         with_shardings['out_shardings'] = traced.for_jit(traced.out_shardings)
     jitted = jax.jit(traced.wrapper, **with_shardings)
-    nested = _make_nested(traced, jitted, options, in_shardings)
+    constrained = _constrained(traced, options, constrain_arguments=True)
+    nested = _make_nested(traced, jitted, constrained, options, in_shardings)
     runnable, checked, without_spec = jitted, None, list[int]()
     if budget is not None:
         checked = CheckedJit(budget, traced.wrapper, traced.sharded_by, with_shardings, nested)
@@ -156,13 +164,22 @@ def make_program(traced: TracedFunction, values: Sequence[Any]) -> Program:
         without_spec = [i for i, x in rows if i not in traced.static and _lacks_spec(x)]
     shardings_without_spec = shardings_of(values, without_spec)
     return Program(
-        traced, options, jitted, nested, runnable, checked, without_spec, shardings_without_spec
+        traced,
+        options,
+        jitted,
+        nested,
+        constrained,
+        runnable,
+        checked,
+        without_spec,
+        shardings_without_spec,
     )
 
 
 def _make_nested(
     traced: TracedFunction,
     jitted: Any,
+    constrained: Any,
     options: Mapping[str, Any],
     in_shardings: Mapping[str, Any],
 ) -> Any:
@@ -173,25 +190,33 @@ def _make_nested(
     """
     if traced.mesh_is_ambient:
         # in_shardings would tie the trace to these devices, but JAX reuses it on other devices
-        return _constrained(traced, options)
-    nested = jitted
+        return constrained
     # constraints would fail on an abstract mesh that is not in context
-    if traced.out_shardings is not None and not isinstance(traced.mesh, AbstractMesh):
-        nested = _constrained(traced, {**options, **in_shardings})
+    can_constrain = not isinstance(traced.mesh, AbstractMesh)
+    if traced.setup.keeps_mapped_axes and can_constrain:
+        # in_shardings replicate a mapped axis; constraints leave it as it is, as shard_map does
+        return constrained
+    nested = jitted
+    if traced.out_shardings is not None and can_constrain:
+        with_shardings = {**options, **in_shardings}
+        nested = _constrained(traced, with_shardings, constrain_arguments=False)
     if has_partial_axes(traced.in_shardings):
-        nested = _choose_by_type(nested, _constrained(traced, options))
+        without_shardings = _constrained(traced, options, constrain_arguments=False)
+        nested = _choose_by_type(nested, without_shardings)
     return nested
 
 
-def _constrained(traced: TracedFunction, options: Mapping[str, Any]) -> Any:
-    """Jits the function with constraints on the result and, on an ambient mesh, the arguments."""
+def _constrained(
+    traced: TracedFunction, options: Mapping[str, Any], constrain_arguments: bool
+) -> Any:
+    """Jits the function with constraints on the result and, if asked, on the arguments."""
     # jits the same function as `Program.jitted`, so that JAX reuses its trace
     inner: dict[str, Any] = {**options, 'in_shardings': None, 'inline': True}
     inner.pop('compiler_options', None)  # JAX rejects them in a nested jit
     inlined = jax.jit(traced.wrapper, **inner)
 
     def constrained(*values: Any) -> Any:
-        if traced.mesh_is_ambient:
+        if constrain_arguments:
             values = tuple(traced.constrain_arguments(values))
         context, result = traced.setup.context(), inlined(*values)
         with traced.scope(context.lowering_mesh):

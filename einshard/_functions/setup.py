@@ -27,6 +27,7 @@ class Setup:
     reshard: bool
     options: Mapping[str, Any]  # `jax.jit` options, except those that select parameters
     budget: Budget | None  # None: no limits on collectives and memory
+    keeps_mapped_axes: bool = False  # whether nested calls leave an axis of jax.vmap as it is
 
     def context(self) -> Context:
         """Returns the mesh and axis rules. In a trace, a mesh from `jax.set_mesh` is abstract."""

@@ -108,15 +108,15 @@ def sharded(
     no_options = all(x is None for x in (out, mesh, *limits)) and not (named or reshard)
     one_function = len(in_specs) == 1 and _can_decorate(in_specs[0])
     if one_function and no_options and indivisible == 'error':
-        return _decorate(in_specs[0], (), *options)
+        return decorate(in_specs[0], (), *options)
     check_spec_functions(in_specs)
 
-    def decorate(*functions: Any, **unexpected: Any) -> Any:
+    def decorator(*functions: Any, **unexpected: Any) -> Any:
         if len(functions) != 1 or unexpected or not _can_decorate(functions[0]):
             raise no_function_error('sharded', [*functions, *unexpected.values()], in_specs)
-        return _decorate(functions[0], in_specs, *options)
+        return decorate(functions[0], in_specs, *options)
 
-    return decorate
+    return decorator
 
 
 def _can_decorate(x: Any) -> bool:
@@ -149,7 +149,7 @@ def check_traceable(function: Any) -> None:
         )
 
 
-def _decorate(
+def decorate(
     function: Any,
     in_specs: Sequence[Spec],
     out: Spec,
@@ -158,10 +158,19 @@ def _decorate(
     indivisible: Fallback,
     limits: tuple[Promise | None, str | int | None],
     named: Mapping[str, Any],
+    keeps_mapped_axes: bool = False,
 ) -> Any:
+    """Decorates a function as `sharded` does.
+
+    Args:
+        limits: `collectives` and `memory`.
+        named: specs by parameter name, and options of `jax.jit`.
+        keeps_mapped_axes: whether calls in traces leave a mapped axis of `jax.vmap` as it is,
+            where `jax.jit` with `in_shardings` replicates it.
+    """
     if isinstance(function, staticmethod | classmethod):
-        options = out, mesh, reshard, indivisible, limits, named
-        return type(function)(_decorate(function.__func__, in_specs, *options))
+        options = out, mesh, reshard, indivisible, limits, named, keeps_mapped_axes
+        return type(function)(decorate(function.__func__, in_specs, *options))
     check_traceable(function)
     name = name_of(function)
     try:
@@ -175,4 +184,6 @@ def _decorate(
         budget = parsed_limits and Budget(name, parsed_limits)
     except EinshardError as error:
         raise error.about(function=name) from None
-    return ShardedFunction(Setup(function, name, declaration, mesh, reshard, options, budget))
+    return ShardedFunction(
+        Setup(function, name, declaration, mesh, reshard, options, budget, keeps_mapped_axes)
+    )

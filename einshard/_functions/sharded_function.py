@@ -235,7 +235,7 @@ class ShardedFunction(Generic[P, R]):
         placed = place_arguments(program.traced, values, get_method is _run)
         if placed is values:
             raise error
-        return get_method(program)(*placed)
+        return (program.run_placed if get_method is _run else get_method(program))(*placed)
 
     def _traced_function(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]

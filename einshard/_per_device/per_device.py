@@ -24,7 +24,8 @@ from .._functions.parameters import (
     with_copied_options,
 )
 from .._functions.promise import Promise
-from .._functions.sharded import check_traceable, no_function_error, sharded
+from .._functions.sharded import check_traceable, no_function_error
+from .._functions.sharded import decorate as decorate_sharded
 from .._functions.sharded_function import ShardedFunction
 from .._notation.axis_positions import axis_positions
 from .._notation.mesh_text import mesh_text
@@ -124,15 +125,18 @@ def per_device(
         on_shards = _PerDeviceFunction(
             function, in_specs, specs_by_name, out, mesh, spec_mesh, axis_names, check_vma, options
         )
-        return sharded(
-            *map(on_shards.resolved_at_call, in_specs),
+        return decorate_sharded(
+            on_shards.global_function(),
+            [*map(on_shards.resolved_at_call, in_specs)],
             out=on_shards.resolved_at_call(out),
             mesh=spec_mesh or mesh,
             reshard=reshard,
-            collectives=collectives,
-            **{name: on_shards.resolved_at_call(spec) for name, spec in specs_by_name.items()},
-            **options,
-        )(on_shards.global_function())
+            indivisible='error',
+            limits=(collectives, None),
+            named=options
+            | {name: on_shards.resolved_at_call(spec) for name, spec in specs_by_name.items()},
+            keeps_mapped_axes=bool(on_shards.manual),
+        )
 
     return decorate
 
