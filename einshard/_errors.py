@@ -57,7 +57,7 @@ class EinshardError(ValueError):
             for key, fact in (facts or {}).items()
         }
         self.fix = fix
-        super().__init__(self._render())
+        super().__init__(sentence)
 
     def about(self, **facts: object) -> EinshardError:
         """Returns a copy with more facts, shown first. Does not replace existing facts."""
@@ -79,7 +79,8 @@ class EinshardError(ValueError):
             **others,
         }
 
-    def _render(self) -> str:
+    def __str__(self) -> str:
+        # formatted when it is shown: a tree with 10,000 wrong leaves makes 50,000 errors
         lines = [printable(self.sentence)]
         if self.expression is not None:
             lines.append('    ' + printable(self.expression))
@@ -94,7 +95,7 @@ class EinshardError(ValueError):
         return '\n'.join(lines)
 
     def __reduce__(self):
-        # self.args is the rendered message, which `__init__` would render again
+        # self.args has only the sentence
         return functools.partial(type(self), **self.parts()), ()
 
 
@@ -189,6 +190,8 @@ def _carets(text: str, spans: Sequence[Span]) -> str:
 
 def printable(text: str) -> str:
     """Replaces whitespace with spaces, and unprintable characters with U+FFFD."""
+    if text.isascii() and text.isprintable():
+        return text
     return ''.join(' ' if c.isspace() else c if c.isprintable() else '\ufffd' for c in text)
 
 

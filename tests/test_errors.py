@@ -7,8 +7,20 @@ import traceback
 import jax
 import numpy as np
 import pytest
+from counting import entered
+from refusal import refusal
 
-from einshard import EinshardError, axis_rules, einshard, make_sharding
+import einshard as einshard_package
+from einshard import (
+    EinshardError,
+    Rules,
+    axis_rules,
+    clear_caches,
+    device_mesh,
+    einshard,
+    make_sharding,
+    sharded,
+)
 
 
 @pytest.fixture
@@ -78,3 +90,40 @@ def test_no_other_error_is_shown_above_ours():
 def test_facts_with_wide_labels_are_aligned():
     error = EinshardError('sentence', facts={'along 行': 'x', 'along b': 'x', 'n': 'x'})
     assert str(error).split('\n')[1:] == ['  along 行: x', '  along b:  x', '  n:        x']
+
+
+BAD_LEAVES = {
+    'einshard': lambda tree: einshard(tree, 'a b -> a* b'),
+    'rules': lambda tree: einshard(tree, Rules([('layer', 'a b -> a* b')])),
+    'sharded': lambda tree: sharded('a b -> a* b')(lambda tree: tree)(tree),
+    'table': lambda tree: Rules([('layer', 'a b -> a* b')]).table(tree),
+}
+
+
+@pytest.mark.parametrize('how', BAD_LEAVES)
+def test_many_leaves_that_do_not_fit(how):
+    """The time is proportional to the number of leaves: few functions for each of them."""
+
+    def functions(n):
+        clear_caches()
+        tree = {f'layer{i}': np.ones((7, 4), np.float32) for i in range(n)}
+        errors = []
+        names = entered(lambda: errors.append(refusal(BAD_LEAVES[how], tree)), einshard_package)
+        (error,) = errors
+        assert error.sentence.startswith("axis 'a' (size 7) is not divisible by")
+        assert error.facts['also'].endswith(f'and {n - 9} more')
+        return names
+
+    once, twice = functions(100), functions(200)
+    assert len(twice) - len(once) < 100 * 40
+    assert twice.count('leaf_paths') == once.count('leaf_paths')  # each takes all leaves
+
+
+@pytest.mark.parametrize('n', [3, 400])
+@pytest.mark.parametrize('star', ['', '*'])
+def test_counts_whose_product_python_does_not_format(n, star):
+    names = [chr(ord('a') + i // 20) + chr(ord('a') + i % 20) for i in range(n)]
+    text = f'{" ".join(names)} -> {" ".join(f"{name}999999999989" for name in names)} {star}'
+    error = refusal(make_sharding, text.strip())
+    assert error.sentence.startswith(f'the counts need at least 10^{12 * n - 1} devices')
+    assert refusal(device_mesh, x=10**5000).sentence.startswith('the mesh axes need at least 10^')

@@ -162,7 +162,7 @@ def _place_leaves(
     """
     moving: dict[int, NamedSharding] = {}  # leaf index to sharding
     others: set[int] = set()  # indices of leaves that are not arrays, but have a spec
-    errors: list[EinshardError] = []
+    errors: list[tuple[int, EinshardError]] = []
     for i, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
         try:
             kind = _kind(type(leaf))
@@ -176,13 +176,13 @@ def _place_leaves(
             elif kind != 'array' or not is_placed(leaf, placement.sharding):
                 moving[i] = placement.sharding
         except EinshardError as error:
-            array = leaf_text(leaf_paths(tree)[i], leaf)
-            errors.append(error.about(array=array))
-    if others:
-        own = sorted(others & leaves_with_own_spec(tree, spec_tree))
-        errors += [not_an_array(leaf_paths(tree)[i], leaves[i]) for i in own]
-    if errors:
-        raise combine_errors(errors) from None
+            errors.append((i, error))
+    own = sorted(others & leaves_with_own_spec(tree, spec_tree)) if others else []
+    if errors or own:
+        paths = leaf_paths(tree)
+        texts = [error.about(array=leaf_text(paths[i], leaves[i])) for i, error in errors]
+        texts += [not_an_array(paths[i], leaves[i]) for i in own]
+        raise combine_errors(texts) from None
     if moving:
         moved = put([leaves[i] for i in moving], [*moving.values()], donate)
         for i, leaf in zip(moving, moved, strict=True):

@@ -51,6 +51,14 @@ def solve_counts(
     """
     stars = [term for term in terms if term.star]
     product = math.prod(term.factor for term in terms)
+    if product >= TOO_MANY:
+        raise expression.error(
+            f'the counts need {huge_text(product)} devices, but there '
+            f'{"is" if n == 1 else "are"} only {n}',
+            [term for term in terms if term.factor > 1],
+            **devices.hints,
+            devices=devices.fact(),
+        )
     if not stars and product != n:
         raise _wrong_product(expression, terms, product, n, devices)
     if n % product:
@@ -70,6 +78,15 @@ def solve_counts(
             works_with=_works_with(product * devices.taken, len(stars)),
         )
     return tuple(term.factor * (star_value if term.star else 1) for term in terms)
+
+
+# Python cannot format more than 4300 digits, and nobody can read them
+TOO_MANY = 10**30
+
+
+def huge_text(n: int) -> str:
+    """Formats a number of at least `TOO_MANY`."""
+    return f'at least 10^{math.floor(math.log10(n))}'
 
 
 def _root(n: int, k: int) -> int | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from numbers import Integral
 
 from .._errors import EinshardError
+from .._notation.counts import TOO_MANY, huge_text
 from .._notation.words import is_mesh_axis
 
 _MAX_SHOWN = 5
@@ -31,6 +32,10 @@ def solve_sizes(sizes: Mapping[str, int], n_devices: int, call: str) -> dict[str
         )
     given_sizes = {name: size for name, size in sizes.items() if size != -1}
     product = math.prod(given_sizes.values())
+    if product >= TOO_MANY:
+        raise EinshardError(
+            f'the mesh axes need {huge_text(product)} devices, but there are only {n_devices}'
+        )
     if n_devices % product or (not unknown and product != n_devices):
         raise _size_error(sizes, given_sizes, n_devices, call)
     return {name: n_devices // product if size == -1 else size for name, size in sizes.items()}

@@ -133,12 +133,35 @@ def resolve(
     try:
         if missing == 'replicate' or indivisible == 'replicate':
             spec = with_fallbacks(spec, on_missing=missing, on_indivisible=indivisible)
-        placement = find_placement(spec, shape, context, memory_kind)
-        if placement.is_unconstrained and not traced:
-            reject_unconstrained(as_leaf_spec(spec))
+        placement = _find_or_explain(spec, shape, context, memory_kind, option, traced)
     except TypeError:  # raised by the cache for unhashable arguments
         check_types(spec, shape, memory_kind)
         raise
+    if isinstance(placement, EinshardError):
+        error = with_legacy_mesh_note(placement, context.mesh)
+        raise error.about()  # a copy, because the cached error must not keep a traceback
+    if placement.warning:  # Python shows a warning only once per line of user code
+        warnings.warn(placement.warning, stacklevel=user_stacklevel())
+    return placement
+
+
+@cached
+def _find_or_explain(
+    spec: AnySpec,
+    shape: Shape | int | None,
+    context: Context,
+    memory_kind: str | None,
+    option: str | None,
+    traced: bool,
+) -> Placement | EinshardError:
+    """Returns the placement, or an error whose fix was tested.
+
+    Testing takes 1 ms, so errors are cached too: many leaves of a tree may have one shape.
+    """
+    try:
+        placement = find_placement(spec, shape, context, memory_kind)
+        if placement.is_unconstrained and not traced:
+            reject_unconstrained(as_leaf_spec(spec))
     except EinshardError as error:
         error = _with_working_fix(error, spec, shape, context, memory_kind, option)
         fix = error.fix
@@ -147,10 +170,7 @@ def resolve(
             error = error.about(spec=partition_text(spec.partition))
         if isinstance(spec, LeafSpec) and spec.rule is not None:
             error = error.about(rule=spec.rule)
-        fix = fix_in_axis_rules(fix, error, spec, context)
-        raise with_legacy_mesh_note(error, context.mesh).with_fix(fix) from None
-    if placement.warning:  # Python shows a warning only once per line of user code
-        warnings.warn(placement.warning, stacklevel=user_stacklevel())
+        return error.with_fix(fix_in_axis_rules(fix, error, spec, context))
     return placement
 
 

@@ -20,7 +20,8 @@ _GENERATIONS = {
     'tpu7x': 3,
 }
 _NAME = re.compile(
-    r'(?P<generation>[\w ]+?)[:=](?P<sizes>\d+(?:x\d+)*)(?P<twist>_(?:un)?twisted)?', re.ASCII
+    r'(?P<generation>[\w ]+?)[:=](?P<sizes>\d{1,9}(?:x\d{1,9})*)(?P<twist>_(?:un)?twisted)?',
+    re.ASCII,
 )
 
 # Cloud accelerator types, such as 'v5p-128'. The number counts TensorCores or chips.
