@@ -292,7 +292,7 @@ def test_annotations_are_left_alone_where_specs_are_given():
         return x + y
 
     assert sharded('a b*', mesh=EIGHT)(f).in_shardings(X) == {'x': COLUMNS}
-    assert sharded(y='a b*', mesh=EIGHT)(f).in_shardings(X, X) == {'x': None, 'y': COLUMNS}
+    assert sharded(x=None, y='a b*', mesh=EIGHT)(f).in_shardings(X, X) == {'x': None, 'y': COLUMNS}
     assert sharded(out='a b*', mesh=EIGHT)(f)(X).sharding == COLUMNS
 
 

@@ -282,7 +282,7 @@ def test_the_function_is_as_before():
 
 
 def test_integers_and_keys():
-    f = sharded('b* x', mesh=EIGHT)(lambda x, key: (x * 2, key, jax.random.bits(key, (4,))))
+    f = sharded('b* x', None, mesh=EIGHT)(lambda x, key: (x * 2, key, jax.random.bits(key, (4,))))
     comparison = check_same(f, X.astype(np.int32), jax.random.key(0))
     assert [row.array for row in comparison.rows] == ['int32[16,64]', 'key<fry>[]', 'uint32[4]']
     assert [row.tolerance for row in comparison.rows] == [0.0] * 3

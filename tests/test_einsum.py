@@ -134,7 +134,7 @@ def test_the_program_is_that_written_by_hand(devices8):
 
 
 def test_the_mesh_of_the_function_around(devices8):
-    @sharded('* b x', mesh=devices8)
+    @sharded('* b x', None, mesh=devices8)
     def layer(x, w):
         return einsum('b x*, x* y -> b y*', x, w)
 

@@ -346,7 +346,7 @@ def constraints_in(text, line=r'\S+:\d+'):
 def test_a_jitted_function_compiles_to_the_same_program(mesh):
     options = {'static_argnames': 'power', 'donate_argnums': 0, 'keep_unused': True}
     f = sharded(
-        'batch x -> batch* x 2', {'in': 'x y -> * x y2', 'out': 'y z -> * y2 z'},
+        'batch x -> batch* x 2', {'in': 'x y -> * x y2', 'out': 'y z -> * y2 z'}, None,
         out='batch z -> batch* z 2', mesh=mesh, **options,
     )(mlp_with("einshard(hidden, 'batch y -> batch* y2')"))  # fmt: skip
     args = f32(32, 64), {'in': f32(64, 128), 'out': f32(128, 64)}, 2.0, 3
@@ -445,10 +445,22 @@ W = f32(16, 16)
     ('function', 'specs', 'args', 'kwargs', 'options'),
     [
         (keyword_only, {'x': 'a* b', 'w': 'b c*'}, [W], {'w': W}, {}),
-        (keyword_only, {'w': 'b c*'}, [W], {'w': W, 'power': 3}, {'static_argnames': 'power'}),
-        (rest, {'args': 'b c*', 'kwargs': 'c* d'}, [W, W], {'in': W, 'function': W}, {}),
-        (skipped_default, {'x': 'a* b'}, [W, W], {'scale': W}, {'donate_argnames': 'scale'}),
-        (Model.step, {'x': 'a* b'}, [Model(W), W], {'scale': W}, {}),
+        (
+            keyword_only,
+            {'x': None, 'w': 'b c*'},
+            [W],
+            {'w': W, 'power': 3},
+            {'static_argnames': 'power'},
+        ),
+        (rest, {'x': None, 'args': 'b c*', 'kwargs': 'c* d'}, [W, W], {'in': W, 'function': W}, {}),
+        (
+            skipped_default,
+            {'x': 'a* b', 'w': None, 'scale': None},
+            [W, W],
+            {'scale': W},
+            {'donate_argnames': 'scale'},
+        ),
+        (Model.step, {'x': 'a* b', 'scale': None}, [Model(W), W], {'scale': W}, {}),
     ],
 )
 def test_keywords_with_specs(function, specs, args, kwargs, options):
@@ -605,8 +617,10 @@ def texts():
 
     yield to_jax(f, weights)
     kwargs = {'long_name_of_an_argument': f32(2, 2), 'x' * 50: f32(2, 2)}
-    yield to_jax(sharded('a b -> * a b')(lambda x, **kwargs: x), f32(2, 2), **kwargs)
-    yield to_jax(sharded('a b -> * a b')(lambda x, **kwargs: x), f32(2, 2), **{'in': f32(2, 2)})
+    yield to_jax(sharded('a b -> * a b', kwargs=None)(lambda x, **kwargs: x), f32(2, 2), **kwargs)
+    yield to_jax(
+        sharded('a b -> * a b', kwargs=None)(lambda x, **kwargs: x), f32(2, 2), **{'in': f32(2, 2)}
+    )
 
 
 def test_format_is_that_of_ruff():

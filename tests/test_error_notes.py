@@ -134,7 +134,7 @@ def test_notes_of_other_operations(operation):
 
 
 def test_operands_of_each_kind_in_notes():
-    @sharded(Rules([('w', 'x y -> x@tensor y')], default='... -> * ...'))
+    @sharded(Rules([('w', 'x y -> x@tensor y')], default='... -> * ...'), None)
     def layer(params, x):
         return x @ params['up']['w']
 

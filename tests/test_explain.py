@@ -165,7 +165,14 @@ def test_loops_of_unknown_length_count_as_one_iteration():
 
 
 def test_arguments_and_results_are_placed_and_named():
-    @sharded({'w': 'i o -> i o4 2', 'b': None}, out=('b o -> b8 o', None))
+    @sharded(
+        {'w': 'i o -> i o4 2', 'b': None},
+        None,
+        rest=None,
+        scale=None,
+        more=None,
+        out=('b o -> b8 o', None),
+    )
     def layer(params, x, *rest, scale=1.0, **more):
         y = x @ params['w'] * scale + rest[1] * more['shift']
         return y, {'sum': y.sum(), 'square': y.T @ y}
@@ -188,7 +195,7 @@ def test_arguments_and_results_are_placed_and_named():
 
 
 class Model:
-    @sharded('b x -> b* x')
+    @sharded('b x -> b* x', None)
     def forward(self, x, scale):
         return x * scale
 

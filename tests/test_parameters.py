@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from counting import counted
 
-from einshard import EinshardError, make_sharding, per_device, sharded
+from einshard import EinshardError, Sharded, make_sharding, per_device, sharded
 
 X = np.arange(16, dtype=np.float32).reshape(4, 4)
 FOUR = jax.devices()[:4]
@@ -50,7 +50,7 @@ CALLS = [
 def test_every_form_of_call():
     """The same values by position and by keyword, in every order, are traced once."""
     body = counted(weighted)
-    f = on_four(ROWS, None, out=COLUMNS)(body)
+    f = on_four(ROWS, None, rest=None, scale=None, more=None, out=COLUMNS)(body)
     for args, kwargs in CALLS + CALLS[::-1]:
         result = f(*args, **kwargs)
         np.testing.assert_allclose(result, weighted(*args, **kwargs))
@@ -86,13 +86,17 @@ STATIC = {'static_argnums': 3, 'static_argnames': 'n'}
 # function, specs by position and by name, a call, and specs of its arguments in that order
 SIGNATURES = {
     'by name': (
-        (weighted, (), {'x': ROWS, 'scale': COLUMNS, 'rest': COLUMNS, 'a': ROWS}),
+        (
+            weighted,
+            (),
+            {'x': ROWS, 'y': None, 'scale': COLUMNS, 'rest': COLUMNS, 'a': ROWS, 'b': None},
+        ),
         ((X, 1.0, X, X), {'scale': X, 'a': X, 'b': X}),
         {'x': ON_ROWS, 'y': None, 'rest[0]': ON_COLUMNS, 'rest[1]': ON_COLUMNS}
         | {'scale': ON_COLUMNS, 'a': ON_ROWS, 'b': None},
     ),
     'of var-positional parameters': (
-        (weighted, (ROWS, None, COLUMNS, ROWS), {}),
+        (weighted, (ROWS, None, COLUMNS, ROWS, None), {}),
         ((X, 1.0, X, X, X), {}),
         {'x': ON_ROWS, 'y': None, 'rest[0]': ON_COLUMNS, 'rest[1]': ON_ROWS, 'rest[2]': None},
     ),
@@ -103,12 +107,12 @@ SIGNATURES = {
         | {'n': None, 'z': ON_ROWS},
     ),
     'a keyword with the name of var-positional parameters': (
-        (weighted, (), {'rest': COLUMNS, 'more': ROWS}),
+        (weighted, (None, None), {'rest': COLUMNS, 'more': ROWS}),
         ((X, 1.0, X), {'rest': X}),
         {'x': None, 'y': None, 'rest[0]': ON_COLUMNS, "more['rest']": ON_ROWS},
     ),
     'a static keyword with the name of var-positional parameters': (
-        (weighted, (ROWS,), {'rest': COLUMNS, 'more': ROWS, 'static_argnames': 'rest'}),
+        (weighted, (ROWS, None), {'rest': COLUMNS, 'more': ROWS, 'static_argnames': 'rest'}),
         ((X, 1.0, X), {'rest': 2.0}),
         {'x': ON_ROWS, 'y': None, 'rest[0]': ON_COLUMNS, "more['rest']": None},
     ),
@@ -133,7 +137,7 @@ SIGNATURES = {
         {'out': ON_ROWS, 'mesh': ON_COLUMNS, 'inline': ON_ROWS},
     ),
     'names of other scripts': (
-        (of_other_scripts, (), {'lambda_': COLUMNS, 'größe': ROWS}),
+        (of_other_scripts, (), {'lambda_': COLUMNS, 'größe': ROWS, 'class_': None}),
         ((X, X, X), {}),
         {'größe': ON_ROWS, 'lambda_': ON_COLUMNS, 'class_[0]': None},
     ),
@@ -162,32 +166,88 @@ def test_specs_of_parameters_of_every_kind(case):
 
 
 @pytest.mark.parametrize(
-    ('function', 'args', 'kwargs'),
+    ('function', 'others', 'args', 'kwargs'),
     [
-        (lambda x, /, **more: x + more['x'], (X,), {'x': X}),
-        (lambda x, **more: x + sum(more.values()), (X,), {'0.w': X, 'a b': X, 'a²': X, '': X}),
-        (lambda x, y=X: x + y, (X,), {}),
-        (lambda x, y=X: x + y, (X, X + 1), {}),
-        (functools.partial(weighted, scale=2.0), (X,), {}),
-        (functools.partial(weighted, scale=2.0), (X,), {'y': X, 'scale': 3.0}),
-        (functools.partial(weighted, y=X), (X,), {}),
-        (jnp.sin, (X,), {}),
-        (jnp.add, (X, X), {}),
-        (jnp.square, (X,), {}),
-        (jax.nn.relu, (X,), {}),
-        (jax.lax.neg, (X,), {}),
-        (jax.jit(lambda x: x + 1), (X,), {}),
-        (on_four(COLUMNS)(lambda x: x + 1), (X,), {}),
+        (lambda x, /, **more: x + more['x'], ['more'], (X,), {'x': X}),
+        (
+            lambda x, **more: x + sum(more.values()),
+            ['more'],
+            (X,),
+            {'0.w': X, 'a b': X, 'a²': X, '': X},
+        ),
+        (lambda x, y=X: x + y, [], (X,), {}),
+        (lambda x, y=X: x + y, ['y'], (X, X + 1), {}),
+        (functools.partial(weighted, scale=2.0), [], (X,), {}),
+        (functools.partial(weighted, scale=2.0), ['y', 'scale'], (X,), {'y': X, 'scale': 3.0}),
+        (functools.partial(weighted, y=X), [], (X,), {}),
+        (jnp.sin, [], (X,), {}),
+        (jnp.add, ['args'], (X, X), {}),
+        (jnp.square, [], (X,), {}),
+        (jax.nn.relu, [], (X,), {}),
+        (jax.lax.neg, [], (X,), {}),
+        (jax.jit(lambda x: x + 1), [], (X,), {}),
+        (on_four(COLUMNS)(lambda x: x + 1), [], (X,), {}),
     ],
 )
-def test_functions_of_every_kind(function, args, kwargs):
-    result = on_four(ROWS, out=COLUMNS)(function)(*args, **kwargs)
+def test_functions_of_every_kind(function, others, args, kwargs):
+    """`others` are the parameters that the compiler shards."""
+    specs = dict.fromkeys(others)
+    result = on_four(ROWS, out=COLUMNS, **specs)(function)(*args, **kwargs)
     np.testing.assert_allclose(result, function(*args, **kwargs), rtol=1e-6)
     assert result.sharding == ON_COLUMNS
 
 
+@pytest.mark.parametrize(
+    ('function', 'specs', 'args'),
+    [
+        (lambda x, w: x + w, (ROWS,), (X, X)),
+        (lambda x, w: x + w, (None,), (X, 1.0)),
+        (lambda x, w: x + w, (ROWS, None), (X, X)),
+        (lambda x, y=1.0: x + y, (ROWS,), (X,)),
+        (lambda x, y=1.0: x + y, (ROWS,), (X, 2.0)),
+        (lambda x, y=None: x, (ROWS,), (X, None)),
+        (lambda x, y=1.0: x + y, (ROWS, None), (X, 2.0)),
+        (lambda x, *rest: x + sum(rest), (ROWS,), (X,)),
+        (lambda x, *rest: x + sum(rest), (ROWS,), (X, X)),
+        (lambda x, *rest: x + sum(rest), (ROWS, ROWS), (X, X)),
+        (lambda *args: sum(args), (ROWS,), (X, X)),
+        (jnp.add, (ROWS,), (X, X)),
+        (functools.partial(lambda x, w, y: x + w + y, X), (ROWS,), (X, X)),
+        (Scaler(3).method, (ROWS,), (X,)),
+    ],
+)
+def test_a_missing_spec_is_an_error_as_in_jit(function, specs, args):
+    """`jax.jit` accepts a call if `in_shardings` has an entry for each argument."""
+    in_shardings = tuple(None if spec is None else ON_ROWS for spec in specs)
+    hand = jax.jit(lambda *args: function(*args), in_shardings=in_shardings)
+    outcomes = []
+    for make in (lambda: hand, lambda: on_four(*specs)(function)):
+        try:
+            np.testing.assert_array_equal(make()(*args), function(*args))
+            outcomes.append('accepted')
+        except ValueError as error:
+            text = str(error)
+            assert 'wrong length' in text or ' no spec' in text, text
+            outcomes.append('refused')
+    assert outcomes[0] == outcomes[1]
+
+
+def test_parameters_that_need_no_spec():
+    f = on_four(ROWS, static_argnames='times', out=ROWS)(lambda x, *, times: x * times)
+    np.testing.assert_array_equal(f(X, times=2), 2 * X)
+    for decorate in (on_four(), on_four(out=ROWS), on_four(None, None)):  # no specs at all
+        np.testing.assert_array_equal(decorate(lambda x, w: x + w)(X, X), 2 * X)
+
+    @on_four()
+    def annotated(x: Sharded[jax.Array, ROWS], w: jax.Array, times=2):
+        return x + w * times
+
+    np.testing.assert_array_equal(annotated(X, X, 3), 4 * X)
+    assert annotated.in_shardings(X, X) == {'x': ON_ROWS, 'w': None}
+
+
 def test_a_keyword_named_self():
-    f = on_four(ROWS, out=COLUMNS)(lambda self, x: self + x)
+    f = on_four(ROWS, None, out=COLUMNS)(lambda self, x: self + x)
     np.testing.assert_array_equal(f(self=X, x=X), 2 * X)
     assert f.in_shardings(self=X, x=X) == {'self': ON_ROWS, 'x': None}
     assert f.out_shardings(self=X, x=X) == ON_COLUMNS
@@ -226,7 +286,8 @@ class Model:
     ],
 )
 def test_invalid_calls_raise_the_error_of_python(function, args, kwargs, called_before):
-    f = on_four(x=ROWS)(function)
+    others = ['y', 'rest', 'scale', 'more'] if function is weighted else ['y'][: function is plus]
+    f = on_four(x=ROWS, **dict.fromkeys(others))(function)
     if called_before and function is not Model.method:
         f(X)
     messages = []
@@ -255,7 +316,7 @@ def test_invalid_options_of_jit(option, value):
 
 @pytest.mark.parametrize('number', [np.int64(2), [np.int64(2)]])
 def test_numbers_of_numpy_name_parameters(number):
-    g = on_four(ROWS, static_argnums=number)(weighted)
+    g = on_four(ROWS, None, static_argnums=number)(weighted)
     np.testing.assert_array_equal(g(X, X, 2.0), weighted(X, X, 2.0))
 
 
@@ -286,7 +347,11 @@ def test_options_are_copied_when_they_are_given(decorator):
 
 
 def test_the_program_bears_the_names_of_function_and_parameters():
-    text = on_four(ROWS)(weighted).lower(X, y=1.0, scale=2.0).as_text(debug_info=True)
+    text = (
+        on_four(ROWS, y=None, scale=None)(weighted)
+        .lower(X, y=1.0, scale=2.0)
+        .as_text(debug_info=True)
+    )
     for name in ('jit_weighted', '"x"', '"y"', '"scale"'):
         assert name in text
 
@@ -304,7 +369,7 @@ class Linear:
     def __call__(self, x):
         return x @ self.w
 
-    @on_four(ROWS, COLUMNS, out=ROWS)
+    @on_four(ROWS, COLUMNS, times=None, out=ROWS)
     def blend(self, x, y=0.0, *, times=1.0):
         return times * (x @ self.w) + y
 

@@ -157,7 +157,7 @@ def test_functions_of_path_and_leaf_get_both(inside):
         seen.add((path, leaf.shape))
 
     spec = {'layers': by_path, 'head': by_path} if inside else by_path
-    on_eight(spec)(network).in_shardings(PARAMETERS, X)
+    on_eight(spec, None)(network).in_shardings(PARAMETERS, X)
     layers = {(f'layers/{i}/{name}', (8,) * n) for i in (0, 1) for name, n in (('w', 2), ('b', 1))}
     assert seen == layers | {('head', (8, 16))}
 
@@ -246,7 +246,7 @@ def test_static_arguments_must_be_hashable(out):
 @pytest.mark.parametrize('keep', [False, True])
 def test_keep_unused(keep):
     drop = lambda x, unused: x + 1  # noqa: E731
-    f = on_eight(ROWS, keep_unused=keep)(drop)
+    f = on_eight(ROWS, None, keep_unused=keep)(drop)
     g = jax.jit(drop, in_shardings=(on(ALL), None), keep_unused=keep)
     ours, theirs = (program(h.lower(X, X).compile()) for h in (f, g))
     assert ours == theirs
@@ -290,7 +290,7 @@ def test_lower_trace_and_eval_shape_are_those_of_jit(args, kwargs):
 
 
 def test_in_shardings_and_out_shardings_by_parameter():
-    f = on_eight(ROWS, out='x z -> x z*')(matmul)
+    f = on_eight(ROWS, None, out='x z -> x z*')(matmul)
     rows, columns = (make_sharding(text, mesh=EIGHT) for text in (ROWS, 'a b -> a b*'))
     asked = f.in_shardings(X, w=W)
     assert list(asked.items()) == [('x', rows), ('w', None)]
@@ -337,7 +337,7 @@ def test_ellipsis_in_out_over_a_tree_is_one_trace(out):
 
 
 def test_errors_of_jax_name_the_function_and_not_ours():
-    @on_eight('a*')
+    @on_eight('a*', None)
     def chosen(x, flag):
         return x if flag else x + 1
 

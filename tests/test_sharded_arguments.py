@@ -34,7 +34,7 @@ MISPLACED = placed(ROWS, jax.devices()[8:])
 @pytest.fixture(params=[False, True], ids=['first call', 'later call'])
 def f(request):
     """A sharded function before or after its first call."""
-    function = sharded(ROWS, out=COLUMNS, mesh=EIGHT)(plus)
+    function = sharded(ROWS, None, out=COLUMNS, mesh=EIGHT)(plus)
     if request.param:
         function(X)
         function(placed(ROWS))
@@ -169,16 +169,17 @@ class Layer:
     ('function', 'args', 'kwargs'),
     [
         (lambda x, y: x, (X, MISPLACED), {}),
-        (lambda x, *rest: x, (X, X, MISPLACED), {}),
-        (lambda x, /, **others: x, (X,), {'x': MISPLACED}),
-        (lambda x, **others: x, (X,), {'y': MISPLACED}),
+        (lambda x, *y: x, (X, X, MISPLACED), {}),
+        (lambda x, /, **y: x, (X,), {'x': MISPLACED}),
+        (lambda x, **y: x, (X,), {'z': MISPLACED}),
     ],
 )
 def test_the_fix_for_an_argument_on_other_devices_works(function, args, kwargs):
-    error = refusal(sharded(ROWS, mesh=EIGHT)(function), *args, **kwargs)
-    fix, _, _ = error.facts['try'].partition(' in the decorator')
-    options = eval(f'dict({fix.replace(" and ", ", ")})')
-    found = sharded(ROWS, mesh=EIGHT, **options)(function)(*args, **kwargs)
+    error = refusal(sharded(ROWS, y=None, mesh=EIGHT)(function), *args, **kwargs)
+    text = "'... -> * ...' instead of None, and reshard=True, in the decorator, to replicate it"
+    assert error.facts['try'] == text
+    fixed = sharded(ROWS, y='... -> * ...', reshard=True, mesh=EIGHT)(function)
+    found = fixed(*args, **kwargs)
     assert found.sharding == ON_ROWS
 
 
@@ -333,7 +334,7 @@ def test_canonical_arrays_under_a_mesh_in_context():
 def test_a_default_is_placed_by_its_spec(size):
     default = np.ones(size)
 
-    @sharded(y='a*', mesh=EIGHT)
+    @sharded(x=None, y='a*', mesh=EIGHT)
     def f(x, y=default):
         return y
 
@@ -347,7 +348,7 @@ def test_a_default_is_placed_by_its_spec(size):
 
 @pytest.mark.parametrize('default', [np.ones(8), einshard(np.ones(8), 'a -> a8', mesh=EIGHT)])
 def test_a_default_of_a_positional_only_parameter_is_placed_by_its_spec(default):
-    @sharded(w='a*', x='a*', y='a*', z='a*', mesh=EIGHT)
+    @sharded(v=None, w='a*', x='a*', y='a*', z='a*', mesh=EIGHT)
     def f(v, w=default, x=default, /, y=0.0, z=default):
         return w, x, z
 

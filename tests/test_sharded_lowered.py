@@ -33,7 +33,8 @@ CALLS = {
 @pytest.mark.parametrize('how', CALLS)
 @pytest.mark.parametrize('out', [None, 'a b*', '... b -> ... b*'])
 def test_compiled_programs_are_called_as_they_were_lowered(how, out):
-    f = sharded('a* b', w=None if how == 'keyword only' else 'a* b', out=out, mesh=EIGHT)(add)
+    w = None if how == 'keyword only' else 'a* b'
+    f = sharded('a* b', w=w, scale=None, rest=None, more=None, out=out, mesh=EIGHT)(add)
     by_hand, call = jax.jit(add), CALLS[how]
     expected = call(by_hand)
     for lowered in (call(f.lower), call(lambda *args, **kw: f.trace(*args, **kw).lower())):
@@ -79,7 +80,7 @@ def test_meshes_in_context(types):
 
 def test_an_abstract_mesh():
     mesh = AbstractMesh((4,), ('p',), axis_types=(AxisType.Auto,))
-    f = sharded('a@p b', out='a b@p', mesh=mesh)(add)
+    f = sharded('a@p b', w=None, out='a b@p', mesh=mesh)(add)
     lowered = f.trace(X, w=W).lower(lowering_platforms=('cpu',))
     assert lowered.as_text().count('stablehlo.add') >= 1
     assert f.out_shardings(X, w=W).spec == P(None, 'p')

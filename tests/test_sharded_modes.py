@@ -393,7 +393,7 @@ def test_first_calls_in_threads_trace_and_compile_once(out, in_threads):
     def threaded(x, y):
         return einshard(jnp.sin(x), 'a b -> a2 b4') * y
 
-    f = sharded('... b -> ... b*', out=out, mesh=EIGHT)(threaded)
+    f = sharded('... b -> ... b*', None, out=out, mesh=EIGHT)(threaded)
     with counting() as counts:
         results = in_threads(16, lambda i: f(X + i, y=float(i)) if i % 2 else f(X + i, float(i)))
     for i, result in enumerate(results):

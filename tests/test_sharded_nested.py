@@ -204,7 +204,8 @@ def sine(x, y=0.0):
 def sharded_sine(way, **options):
     """sharded(..) of a sine, before or after its first plain call; or on the mesh in context."""
     mesh = None if way == 'in context' else EIGHT
-    decorate = sharded(x='a* b', out='a b*', mesh=mesh, **options)
+    others = {} if way == 'method' else {'y': None}
+    decorate = sharded(x='a* b', out='a b*', mesh=mesh, **others, **options)
     f = as_method(decorate, jnp.sin) if way == 'method' else decorate(sine)
     if way in ('after', 'keyword'):
         f(X), f(X, 1.0), f(x=X)
@@ -298,7 +299,7 @@ def test_an_error_of_the_function_passes_through_after_one_run(error, out, calle
             raise error
         return x + y
 
-    f = sharded('... b -> ... b*', out=out, mesh=EIGHT)(body)
+    f = sharded('... b -> ... b*', None, out=out, mesh=EIGHT)(body)
     for call in (
         lambda x: f(x),
         lambda x: f(x=x),

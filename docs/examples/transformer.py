@@ -352,7 +352,15 @@ def make_model(c: Config, p: Placement, mesh: Any = None) -> Model:
         shape = (c.n_layers, batch, positions, c.n_kv_heads, c.d_head)
         return Cache(jnp.zeros(shape), jnp.zeros(shape))
 
-    @sharded(p.weights, p.cache, p.tokens, out=(None, p.cache), mesh=mesh, donate_argnames='cache')
+    @sharded(
+        p.weights,
+        p.cache,
+        p.tokens,
+        None,
+        out=(None, p.cache),
+        mesh=mesh,
+        donate_argnames='cache',
+    )
     def decode_step(
         weights: Weights[jax.Array], cache: Cache, tokens: jax.Array, start: Any
     ) -> tuple[jax.Array, Cache]:

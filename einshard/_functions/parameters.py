@@ -19,12 +19,14 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from .._errors import EinshardError, plural
+from .._errors import EinshardError, plural, quoted
 from .._sharding.axis_rules import Fallback
-from .._text import name_of
+from .._text import first_of, name_of
 from .._trees.specs import Spec, read_specs
 from .annotations import read_annotations
 from .value_spec import ValueSpec
+
+LEFT_TO_COMPILER = 'None as the spec of {}, to leave the sharding to the compiler'
 
 JIT_OPTIONS = frozenset(inspect.signature(jax.jit).parameters) - {'fun'}
 
@@ -106,6 +108,14 @@ class Parameters:
     def _keyword_label(self, name: str, into_kwargs: Collection[str | None]) -> str:
         return f"{self.var_keyword}['{name}']" if name in into_kwargs else name
 
+    def accept(self, call: CallSignature) -> bool:
+        """Whether Python accepts a call with these arguments."""
+        try:
+            self.signature.bind(*[None] * call.n_positional, **dict.fromkeys(call.keywords))
+        except TypeError:
+            return False
+        return True
+
     def assign(self, by_position: Sequence[Any], by_name: Mapping[str, Any]) -> dict[str, Any]:
         """Returns {label: spec}."""
         names = self.names[self.n_self :]
@@ -132,18 +142,52 @@ class Parameters:
             assigned[name] = spec
         return assigned
 
-    def spec_for(self, label: str, specs: Mapping[str, Any]) -> Any:
-        """Returns the spec of the argument with this label (see `value_labels`), or None.
+    def spec_for(self, label: str, specs: Mapping[str, Any], default: Any = None) -> Any:
+        """Returns the spec of the argument with this label (see `value_labels`), or `default`.
 
         The spec of `*args` or `**kwargs` applies to each element that has no spec of its own.
+        Returns None for `self`, and for an argument that the function does not take.
         """
         if label in specs:
             return specs[label]
         if self.var_positional is not None and label.startswith(f'{self.var_positional}['):
-            return specs.get(self.var_positional)
+            return specs.get(self.var_positional, default)
+        if label in self.names[: self.n_self]:
+            return None
         if label not in self.names and label not in self.keyword_only:
-            return specs.get(self.var_keyword) if self.var_keyword else None
-        return None
+            return specs.get(self.var_keyword, default) if self.var_keyword else None
+        return default
+
+    def check_required(
+        self, specs: Mapping[str, Any], static: Collection[str], instead: str = LEFT_TO_COMPILER
+    ) -> None:
+        """Raises if only some of the parameters that every call passes have a spec.
+
+        Without any specs, as in `sharded(out=...)`, the compiler shards all arguments. Parameters
+        with a default are checked in the calls that pass them, as for `in_shardings` of `jax.jit`.
+        """
+        missing = [
+            name
+            for name, parameter in self.signature.parameters.items()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            and name not in (*specs, *static, *self.names[: self.n_self])
+        ]
+        if specs and missing:
+            raise self.no_spec_error(missing, specs, instead)
+
+    def no_spec_error(
+        self, labels: Sequence[str], specs: Mapping[str, Any], instead: str = LEFT_TO_COMPILER
+    ) -> EinshardError:
+        """Returns the error for arguments without a spec. Their names fill the {} in `instead`."""
+        one = len(labels) == 1
+        # an element of `*args` can have a spec of its own only by position
+        names = quoted(label.partition('[')[0] for label in labels)
+        return EinshardError(
+            f'parameter{"" if one else "s"} {repr(labels[0]) if one else quoted(labels)} of '
+            f'{self.function} {"has" if one else "have"} no spec',
+            facts={'with a spec': first_of([*specs], 8), 'try': instead.format(names)},
+        )
 
     def _check_can_have_spec(self, name: str) -> None:
         names = [*self.names[self.n_self :], *self.keyword_only]
@@ -250,13 +294,22 @@ class Declaration:
     def arguments(self, call: CallSignature) -> tuple[ValueSpec, ...]:
         value_specs = self._arguments.get(call)
         if value_specs is None:
-            value_specs = tuple(map(self._argument, self.parameters.value_labels(call)))
+            # Python raises its own error for a call that it does not accept. In annotations, a
+            # type that is not `Sharded` says that the compiler decides.
+            is_complete = self.is_annotated or not (self.specs and self.parameters.accept(call))
+            default = None if is_complete else _MISSING
+            value_specs = tuple(
+                self._argument(label, default) for label in self.parameters.value_labels(call)
+            )
             self._arguments[call] = value_specs
         return value_specs
 
-    def _argument(self, label: str) -> ValueSpec:
+    def _argument(self, label: str, default: Any) -> ValueSpec:
         # a static element of `*args` or `**kwargs` does not take their spec
-        spec = None if label in self.static else self.parameters.spec_for(label, self.specs)
+        is_static = label in self.static
+        spec = None if is_static else self.parameters.spec_for(label, self.specs, default)
+        if spec is _MISSING:
+            raise self.parameters.no_spec_error([label], self.specs)
         return ValueSpec(self.parameters.function, label, spec, self.indivisible)
 
     def _read(self, name: str, spec: Spec) -> Spec:
@@ -291,6 +344,9 @@ class Declaration:
         }
 
 
+_MISSING: Any = object()
+
+
 def declare(
     function: Any,
     in_specs: Sequence[Spec],
@@ -316,6 +372,8 @@ def declare(
         specs, out = read_annotations(function, names, static)
     specs = parameters.assign(in_specs, specs)
     declaration = Declaration(parameters, specs, out, static, donated, indivisible, is_annotated)
+    if not is_annotated:
+        parameters.check_required(specs, static)
     return options, declaration
 
 

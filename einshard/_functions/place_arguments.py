@@ -231,17 +231,12 @@ def _replication_fix(
     declaration, label = traced.setup.declaration, str(argument.name)
     parameters = declaration.parameters
     is_self = label in parameters.names[: parameters.n_self]  # which cannot have a spec
-    if is_self or declaration.is_annotated:
+    if is_self or declaration.is_annotated or not declaration.specs:
         value = label if argument.spec is None else f'{label}{jtu.keystr(tuple(path))}'
         return _einshard_call(traced, value, REPLICATED)
     must_reshard = not (_is_unsharded(leaf.sharding) or traced.setup.reshard)
-    if label in declaration.specs or argument.spec is not None:  # a keyword would be a second spec
-        reshard = ', and reshard=True,' if must_reshard else ''
-        return f"'{REPLICATED}' instead of None{reshard} in the decorator, to replicate it"
-    reshard = ' and reshard=True' if must_reshard else ''
-    parameter = label.partition('[')[0]  # 'args[1]' cannot have a spec of its own by keyword
-    replicated = 'it' if parameter == label else f"'{parameter}'"
-    return f"{parameter}='{REPLICATED}'{reshard} in the decorator, to replicate {replicated}"
+    reshard = ', and reshard=True,' if must_reshard else ''
+    return f"'{REPLICATED}' instead of None{reshard} in the decorator, to replicate it"
 
 
 def _einshard_call(traced: TracedFunction, name: str, spec: str) -> str:

@@ -58,10 +58,13 @@ def sharded(
         (3, 16)
 
     The i-th spec is for the i-th positional parameter, not counting the `self` of a method.
-    `name=spec` is for the parameter with that name. As in `jax.jit`, a JAX array keeps its sharding
-    if its parameter has no spec. The compiler chooses the sharding of a NumPy array without a spec,
-    and of the result without `out=`. `@sharded` without specs reads the `Sharded[...]` annotations
-    of the function.
+    `name=spec` is for the parameter with that name. As in `jax.jit`, an argument without a spec is
+    an error if another has one; None as a spec leaves the sharding to the compiler, which keeps
+    that of a JAX array. Static arguments, and defaults that a call leaves out, need no spec.
+
+    Without specs, as in `sharded(out=...)`, the compiler shards all arguments. It also shards the
+    result if there is no `out=`. `@sharded` without any specs reads the `Sharded[...]` annotations
+    of the function; a parameter without one is left to the compiler.
 
     Host data, and arrays that are on one device or replicated, are placed as their spec says. An
     array that is sharded differently is an error unless `reshard=True`.
@@ -95,8 +98,9 @@ def sharded(
         `out_shardings`, `clear_cache` and `__wrapped__`.
 
     Raises:
-        EinshardError: at decoration, for an invalid spec, a spec for an unknown or static
-            parameter, or an unknown option; at a call, for arrays that do not fit their spec.
+        EinshardError: at decoration, for an invalid or missing spec, a spec for an unknown or
+            static parameter, or an unknown option; at a call, for arrays that do not fit their
+            spec.
         UnexpectedCollectives: at a call, if the program has collectives that are not allowed.
         MemoryExceeded: at a call, if the program needs more than `memory`.
     """

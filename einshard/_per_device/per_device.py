@@ -79,8 +79,8 @@ def per_device(
     Args:
         in_specs: specs by position: expressions, PartitionSpecs, NamedShardings, or pytree prefixes
             of these. '...' replicates an argument. Every argument that is not static needs a spec.
-            Exception: if all manual mesh axes are explicit, an argument without a spec is sharded
-            as its type says. The `self` of a method is replicated.
+            Exception: if all manual mesh axes are explicit, None as a spec, or no specs at all,
+            shards arguments as their types say. The `self` of a method is replicated.
         out: the spec of the result, or a pytree prefix of specs.
         mesh: a mesh or a sequence of devices. Default: the mesh of the NamedShardings among the
             specs, or else the mesh in context, or else all devices.
@@ -125,6 +125,7 @@ def per_device(
         on_shards = _PerDeviceFunction(
             function, in_specs, specs_by_name, out, mesh, spec_mesh, axis_names, check_vma, options
         )
+        specs_by_name |= on_shards.optional_specs()
         return decorate_sharded(
             on_shards.global_function(),
             [*map(on_shards.resolved_at_call, in_specs)],
@@ -163,6 +164,8 @@ def _as_expressions(specs: Any) -> Any:
 
 
 _REPLICATED = '...'
+_TO_REPLICATE = f"'{_REPLICATED}' as the spec of {{}}, to replicate it"
+_MISSING: Any = object()
 _SPECS = 'an expression, a PartitionSpec, a NamedSharding, None, or a pytree of these'
 
 
@@ -194,12 +197,22 @@ class _PerDeviceFunction:
             self.specs = self.parameters.assign(in_specs, named_specs)
             self.static = self.parameters.pop_labels({**jit_options}, 'static')
             self.spec_axes = tuple(self._read_specs())
+            self.parameters.check_required(self.specs, self.static, _TO_REPLICATE)
         except EinshardError as error:
             raise error.about(function=self.name) from None
 
     def resolved_at_call(self, spec: Spec) -> Spec:
         """Replaces the expressions in a spec with functions that resolve them at each call."""
         return jtu.tree_map(lambda x: functools.partial(self._resolve, x), spec, is_leaf=is_none)
+
+    def optional_specs(self) -> dict[str, None]:
+        """Returns None for each parameter that has a default and no spec, as `sharded` requires.
+
+        `_spec_for` raises in calls that pass it, with the advice that is right for `per_device`.
+        """
+        own = self.parameters.names[: self.parameters.n_self]
+        names = {*self.parameters.signature.parameters} - {*self.specs, *self.static, *own}
+        return dict.fromkeys(sorted(names)) if self.specs else {}
 
     def global_function(self) -> Callable[..., Any]:
         """Returns the function of global arrays that `sharded` traces."""
@@ -346,7 +359,9 @@ class _PerDeviceFunction:
             raise
 
     def _spec_for(self, label: str) -> Spec:
-        spec = self.parameters.spec_for(label, self.specs)
+        spec = self.parameters.spec_for(label, self.specs, _MISSING if self.specs else None)
+        if spec is _MISSING:
+            raise self.parameters.no_spec_error([label], self.specs, _TO_REPLICATE)
         if spec is None and label in self.parameters.names[: self.parameters.n_self]:
             return _REPLICATED
         return spec
