@@ -140,17 +140,27 @@ def _label(key: str) -> str:
 
 
 class Suggestion(str):
-    """An expression to write instead of an invalid one, as a string in quotes."""
+    """An expression to write instead of an invalid one, as a string in quotes.
+
+    `alternatives` are more expressions, for the case that this one does not work.
+    """
 
     expression: str
+    alternatives: tuple[str, ...]
 
-    def __new__(cls, expression: str) -> Suggestion:
+    def __new__(cls, expression: str, alternatives: Sequence[str] = ()) -> Suggestion:
         suggestion = super().__new__(cls, f"'{expression}'")
         suggestion.expression = expression
+        suggestion.alternatives = tuple(alternatives)
         return suggestion
 
-    def __getnewargs__(self) -> tuple[str]:
-        return (self.expression,)
+    def __getnewargs__(self) -> tuple[str, tuple[str, ...]]:
+        return self.expression, self.alternatives
+
+    def inside(self, before: str, after: str) -> Suggestion:
+        """Returns the same suggestion for a longer expression."""
+        texts = [f'{before}{text}{after}' for text in (self.expression, *self.alternatives)]
+        return Suggestion(texts[0], texts[1:])
 
 
 class RuleSuggestion(str):

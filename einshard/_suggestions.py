@@ -36,25 +36,30 @@ def keep_working_suggestions(
 def with_working_fix(error: EinshardError, retry: Callable[[str], object]) -> EinshardError:
     """Returns a copy of an error with a fix that works, or without a fix.
 
-    `retry` repeats the failed call with another expression. If this fails too, for example because
-    several expressions are wrong, tests the fix of the new error next. The fact 'also wrong' lists
-    the sentences of the new errors.
+    `retry` repeats the failed call with another expression. If this and its alternatives fail too,
+    for example because several expressions are wrong, tests the fix of the new error next. The fact
+    'also wrong' lists the sentences of the new errors.
     """
     fix, also_wrong = error.fix, [*filter(None, [error.facts.get('also wrong')])]
     for _ in range(_MAX_FIXES):
         if not isinstance(fix, Suggestion):
             break
-        try:
-            retry(fix.expression)
-        except EinshardError as other:
-            # if only the order of terms in `fix` was wrong, `other` is not about the user's code
-            is_reordered = _terms(other.fix) == _terms(fix)
-            if other.sentence not in (error.sentence, *also_wrong) and not is_reordered:
-                also_wrong.append(other.sentence)
-            fix = other.fix
-            continue
-        facts = {'also wrong': '; '.join(also_wrong)} if also_wrong else {}
-        return EinshardError(**error.parts(fix=fix, facts={**error.facts, **facts}))
+        other: EinshardError | None = None
+        for text in (fix.expression, *fix.alternatives):
+            try:
+                retry(text)
+            except EinshardError as failure:
+                other = other or failure
+            else:
+                facts = {'also wrong': '; '.join(also_wrong)} if also_wrong else {}
+                facts = {**error.facts, **facts}
+                return EinshardError(**error.parts(fix=Suggestion(text), facts=facts))
+        assert other is not None
+        # if only the order of terms in `fix` was wrong, `other` is not about the user's code
+        is_reordered = _terms(other.fix) == _terms(fix)
+        if other.sentence not in (error.sentence, *also_wrong) and not is_reordered:
+            also_wrong.append(other.sentence)
+        fix = other.fix
     return error.with_fix(None)
 
 

@@ -1,11 +1,15 @@
 """Every suggestion of einsum, parallelism and per_device works."""
 
 import functools
+import itertools
+import math
+import operator
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
@@ -13,7 +17,7 @@ from oracle import ANY_SPACING, examples
 from placed import mesh_of
 from refusal import refusal
 
-from einshard import EinshardError, einsum, parallelism, per_device
+from einshard import EinshardError, einshard, einsum, make_sharding, parallelism, per_device
 
 pytestmark = ANY_SPACING
 
@@ -87,6 +91,66 @@ def test_a_fix_for_every_operand():
     assert refusal(einsum, 'i j2, j k2 -> i k', x, x).fix == fix
     assert refusal(parallelism, 'i j2, j k2 -> i k', devices=16).fix == fix
     assert refusal(einsum, 'i j2, j k3 -> i k', x, x).fix is None
+
+
+# ------------------------------------------------------------ counts that keep what was sharded
+
+
+def fix_of(text, shape, n):
+    """The suggested expression, or None; `text` itself if the counts fit the devices."""
+    try:
+        einshard(jax.ShapeDtypeStruct(shape, np.float32), text, mesh=jax.devices()[:n])
+    except EinshardError as error:
+        if error.sentence.startswith('axis '):  # its size is not divisible
+            return text
+        return error.fix and error.fix.expression
+    return text
+
+
+@pytest.mark.parametrize(
+    ('text', 'shape', 'n', 'fix'),
+    [
+        ('x y -> x* y*', (64, 64), 8, 'x y -> x4 y2'),
+        ('a b -> 2 a2* b*', (64, 64), 8, 'a b -> 2 a2 b2'),
+        ('x y -> x* y*', (6, 64), 8, 'x y -> x2 y4'),  # 6 is not divisible by 4
+        ('x y -> x* y*', (64, 3), 8, 'x y -> x8 y'),
+        ('x y -> x* y*', (24, 24), 12, 'x y -> x4 y3'),
+        ('x y -> 2 x* y*', (8, 8), 4, 'x y -> x2 y2'),
+        ('x y -> x* y*', (64, 64), 2, 'x y -> x2 y'),
+        ('x y z -> x* y* z*', (8, 8, 8), 16, 'x y z -> x4 y2 z2'),
+        ('x y -> * x* y', (64, 64), 8, 'x y -> 2 x4 y'),
+        ('x y -> x8 y4', (64, 64), 8, 'x y -> x2 y4'),
+        ('x y -> x2 y8', (64, 64), 8, 'x y -> x2 y4'),
+        ('x y -> x* y16', (64, 64), 8, 'x y -> x* y4'),
+        ('x y -> x16 y', (64, 64), 8, 'x y -> x8 y'),
+        ('i o -> i4 o4 i4', (64, 64), 16, 'i o -> i4 o4 i'),
+        ('x y -> x3 y', (6, 64), 8, None),
+    ],
+)
+def test_counts_that_fit_keep_axes_sharded(text, shape, n, fix):
+    assert fix_of(text, shape, n) == fix
+    if fix:
+        assert fix_of(fix, shape, n) == fix
+
+
+@pytest.mark.parametrize('n', [4, 6, 8, 16])
+@pytest.mark.parametrize('shape', [(16, 16), (6, 16), (12, 2), (3, 5)])
+def test_no_axis_is_dropped_if_another_fix_keeps_it(shape, n):
+    """Against all counts of two axes, and of replicas if there are any."""
+    for x, y, replicas in itertools.product(['*', '2*', '4', '16'], ['*', '4', '8'], ['', '2 ']):
+        text = f'x y -> {replicas}x{x} y{y}'
+        fix = fix_of(text, shape, n)
+        splits = [
+            (i, j)
+            for i, j in itertools.product(range(2, n + 1), repeat=2)
+            if (n == i * j or (replicas and n == 2 * i * j))
+            and shape[0] % i == shape[1] % j == 0
+        ]
+        needed = math.prod(int(count) for count in re.findall(r'\d+', text))
+        if splits and fix != text and (fix or needed > n):
+            assert fix, text
+            sharding = make_sharding(fix, mesh=jax.devices()[:n])
+            assert all(map(operator.gt, shape, sharding.shard_shape(shape))), (text, fix)
 
 
 # -------------------------------------------------------------------- the mesh of per_device

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .._cache import cached
 from .._errors import DeviceCounts, EinshardError, Suggestion, plural, quoted
@@ -72,7 +74,7 @@ def solve_counts(
         raise expression.error(
             f'{quoted(map(str, stars))} cannot have {_ratio_text(stars)} on {which}',
             stars,
-            fix=_one_star_takes_all(expression, stars, left),
+            fix=_shared_devices(expression, terms, n),
             **devices.hints,
             devices=devices.fact(counted),
             works_with=_works_with(product * devices.taken, len(stars)),
@@ -192,30 +194,58 @@ def _counts_that_fit(
     expression: Expression, terms: Sequence[Term], n: int, devices: Devices
 ) -> Suggestion | None:
     """Suggests smaller counts if the counts need more than n devices, or returns None."""
-    counted = [term for term in terms if term.factor > 1]
     # no fix on one device: it would only remove all counts
-    if math.prod(term.factor for term in counted) <= n or devices.total == 1:
+    if math.prod(term.factor for term in terms) <= n or devices.total == 1:
         return None
-    replacements: list[tuple[Term, Term]] = []
-    left = n
-    for term in counted:
-        count = math.gcd(term.factor, left)
-        left //= count
-        replacements.append((term, replace(term, count=count)))
-    if left > 1 and not any(term.star for term in terms):
-        if len(counted) > 1:
-            return None
-        replacements = [(counted[0], replace(counted[0], count=n))]
-    return with_terms(expression, replacements)
+    return _shared_devices(expression, terms, n)
 
 
-def _one_star_takes_all(expression: Expression, stars: Sequence[Term], n: int) -> Suggestion:
-    """Gives count n to one starred term, an axis if there is one, and count 1 to the others."""
-    taker = next((term for term in stars if term.name is not None), stars[0])
-    replacements = [
-        (term, replace(term, count=n if term is taker else 1, star=False)) for term in stars
-    ]
-    return with_terms(expression, replacements)
+def _shared_devices(expression: Expression, terms: Sequence[Term], n: int) -> Suggestion:
+    """Suggests counts with product n for the terms with a count or a star.
+
+    The first suggestion shards as many of the array axes as possible: 'x4 y2' for 'x* y*' on 8
+    devices, not 'x8 y'. Then it keeps most of the counts, and replicas, and comes close to the
+    ratio of the terms. The others are for arrays and meshes that it does not fit.
+    """
+    terms = [term for term in terms if term.factor > 1 or term.star]
+
+    def rank(counts: Sequence[int]) -> tuple[Any, ...]:
+        pairs = [*zip(terms, counts, strict=True)]
+        used = {term.name for term, count in pairs if count > 1}
+        n_unsharded = len({term.name for term in terms if term.name} - used)
+        n_changed = sum(count != term.factor for term, count in pairs if not term.star)
+        ratios = [count / term.factor for term, count in pairs]
+        spread = round(max(ratios) / min(ratios), 9)
+        n_replicas = math.prod(count for term, count in pairs if not term.name)
+        in_order = [-count for count in counts]
+        return n_unsharded, n_changed, counts.count(1), spread, n_replicas, in_order
+
+    ranked = sorted(itertools.islice(_factorizations(n, len(terms)), _MAX_FACTORIZATIONS), key=rank)
+    stars = [term for term in terms if term.star]
+    suggestions: list[str] = []
+    for counts in ranked[:_MAX_SUGGESTIONS]:
+        replacements = [
+            (term, replace(term, count=count, star=False))
+            for term, count in zip(terms, counts, strict=True)
+            # a single star takes the devices that the counts leave
+            if not (stars == [term] and count % term.factor == 0 and count > 1)
+        ]
+        suggestions.append(with_terms(expression, replacements).expression)
+    return Suggestion(suggestions[0], suggestions[1:])
+
+
+def _factorizations(n: int, k: int) -> Iterator[tuple[int, ...]]:
+    """Yields the ways to write n as an ordered product of k numbers."""
+    if k == 1:
+        yield (n,)
+        return
+    for first in range(1, n + 1):
+        if n % first == 0:
+            yield from ((first, *rest) for rest in _factorizations(n // first, k - 1))
+
+
+_MAX_FACTORIZATIONS = 5000  # 4096 devices for five terms have 1820
+_MAX_SUGGESTIONS = 16
 
 
 def with_terms(expression: Expression, replacements: Sequence[tuple[Term, Term]]) -> Suggestion:

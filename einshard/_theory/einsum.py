@@ -120,7 +120,7 @@ def _with_working_fix(
         start, end = array.right[0].span[0], array.right[-1].span[1]
         fix = error.fix
         if isinstance(fix, Suggestion):
-            fix = Suggestion(f'{text[:start]}{fix.expression}{text[end:]}')
+            fix = fix.inside(text[:start], text[end:])
         error = error.about(einsum=f"'{text}'").with_fix(fix)
 
     def try_einsum(expression: str, mesh: MeshLike | None = mesh) -> None:
