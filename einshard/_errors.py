@@ -154,8 +154,8 @@ class Suggestion(str):
         suggestion.alternatives = tuple(alternatives)
         return suggestion
 
-    def __getnewargs__(self) -> tuple[str, tuple[str, ...]]:
-        return self.expression, self.alternatives
+    def __reduce__(self):
+        return Suggestion, (self.expression, self.alternatives)
 
     def inside(self, before: str, after: str) -> Suggestion:
         """Returns the same suggestion for a longer expression."""

@@ -255,7 +255,7 @@ def step(w, x, *, rate=1.0):
 
 
 jitted = jax.jit(step)
-on_eight = sharded('... -> * ...', out='a b -> a8 b', mesh=EIGHT)
+on_eight = sharded('... -> * ...', None, out='a b -> a8 b', mesh=EIGHT)
 KINDS = {
     'function': lambda w, x: explain(step, w, x),
     'jitted': lambda w, x: explain(jitted, w, x),

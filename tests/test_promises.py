@@ -185,7 +185,7 @@ def test_a_program_over_its_limit_never_runs():
 
 def test_each_placement_is_compiled_once():
     body = counted(product)
-    f = limited('x* y', collectives='all-gather')(body)
+    f = limited('x* y', None, collectives='all-gather')(body)
     with counting() as counts:
         for w in (W_REPLICATED, W_SHARDED, W, W_REPLICATED, W, W_SHARDED):
             np.testing.assert_array_equal(f(X, w), X @ W)
@@ -388,7 +388,7 @@ def test_the_message_has_the_axes_of_a_program_with_a_ref():
         total[...] = x.sum(1)
 
     total = jax.new_ref(einshard(np.zeros(8, np.float32), '* x', mesh=EIGHT))
-    assert ', 8 devices along y' in str(refusal(limited('x y*')(body), X, total))
+    assert ', 8 devices along y' in str(refusal(limited('x y*', None)(body), X, total))
 
 
 def test_groups_of_one_device_do_not_count():

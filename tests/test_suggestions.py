@@ -143,8 +143,7 @@ def test_no_axis_is_dropped_if_another_fix_keeps_it(shape, n):
         splits = [
             (i, j)
             for i, j in itertools.product(range(2, n + 1), repeat=2)
-            if (n == i * j or (replicas and n == 2 * i * j))
-            and shape[0] % i == shape[1] % j == 0
+            if (n == i * j or (replicas and n == 2 * i * j)) and shape[0] % i == shape[1] % j == 0
         ]
         needed = math.prod(int(count) for count in re.findall(r'\d+', text))
         if splits and fix != text and (fix or needed > n):
@@ -180,10 +179,10 @@ def functions(draw):
 MESHES = [None, {'p': 4, 'q': 2}, {'p': 2, 'q': 2, 'r': 2}, {'p': 2, 'q': 4}]
 
 
-@given(functions(), st.sampled_from(MESHES))
+@given(functions(), st.sampled_from(MESHES), st.sampled_from([24, 12, 6]))
 @examples(120)
-def test_fixes_of_the_mesh_of_per_device(texts, sizes):
-    x = np.arange(24.0 * 24).reshape(24, 24)
+def test_fixes_of_the_mesh_of_per_device(texts, sizes, size):
+    x = np.arange(1.0 * size * size).reshape(size, size)
     mesh = EIGHT if sizes is None else mesh_of(**sizes)
 
     def call(texts, mesh):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from jax.sharding import AbstractMesh
 
 from .._errors import EinshardError
 from .._sharding.context import Context, current_context, is_mesh_in_context, is_tracing
 from .._sharding.mesh import AnyMesh, MeshLike
-from .parameters import Declaration
+from .parameters import CallSignature, Declaration
 from .promise import Budget
 from .sharding_trees import abstract_mesh
+
+
+# Given an error, a call and its values, returns the error without fixes that do not work for them.
+TryFixes: TypeAlias = Callable[[EinshardError, CallSignature, Sequence[Any]], EinshardError]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +32,7 @@ class Setup:
     options: Mapping[str, Any]  # `jax.jit` options, except those that select parameters
     budget: Budget | None  # None: no limits on collectives and memory
     keeps_mapped_axes: bool = False  # whether nested calls leave an axis of jax.vmap as it is
+    try_fixes: TryFixes | None = None
 
     def context(self) -> Context:
         """Returns the mesh and axis rules. In a trace, a mesh from `jax.set_mesh` is abstract."""

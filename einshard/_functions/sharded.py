@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, overload
 
 from jax.sharding import AbstractMesh, Mesh
@@ -15,7 +16,7 @@ from .._text import deferred_kind, name_of
 from .._trees.specs import Spec, check_spec_functions, is_function, mesh_of
 from .parameters import copied, declare, with_copied_options
 from .promise import Budget, Promise, read_limits
-from .setup import Setup
+from .setup import Setup, TryFixes
 from .sharded_function import ShardedFunction
 
 P = ParamSpec('P')
@@ -163,6 +164,7 @@ def decorate(
     limits: tuple[Promise | None, str | int | None],
     named: Mapping[str, Any],
     keeps_mapped_axes: bool = False,
+    try_fixes: TryFixes | None = None,
 ) -> Any:
     """Decorates a function as `sharded` does.
 
@@ -171,9 +173,10 @@ def decorate(
         named: specs by parameter name, and options of `jax.jit`.
         keeps_mapped_axes: whether calls in traces leave a mapped axis of `jax.vmap` as it is,
             where `jax.jit` with `in_shardings` replicates it.
+        try_fixes: tests the fixes in an error of spec functions on the arguments of a call.
     """
     if isinstance(function, staticmethod | classmethod):
-        options = out, mesh, reshard, indivisible, limits, named, keeps_mapped_axes
+        options = out, mesh, reshard, indivisible, limits, named, keeps_mapped_axes, try_fixes
         return type(function)(decorate(function.__func__, in_specs, *options))
     check_traceable(function)
     name = name_of(function)
@@ -188,6 +191,5 @@ def decorate(
         budget = parsed_limits and Budget(name, parsed_limits)
     except EinshardError as error:
         raise error.about(function=name) from None
-    return ShardedFunction(
-        Setup(function, name, declaration, mesh, reshard, options, budget, keeps_mapped_axes)
-    )
+    setup = Setup(function, name, declaration, mesh, reshard, options, budget)
+    return ShardedFunction(replace(setup, keeps_mapped_axes=keeps_mapped_axes, try_fixes=try_fixes))

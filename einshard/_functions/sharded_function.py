@@ -164,7 +164,7 @@ class ShardedFunction(Generic[P, R]):
             with add_to_cache_keys():
                 return self._call(args, kwargs, get_method)
         call, order, values = self._setup.declaration.flatten_call(args, kwargs)
-        program = self._programs.find(call, values)
+        program = self._find_program(call, values)
         if get_method is _run and program.is_abstract and not is_tracing():
             raise EinshardError(
                 f'{self._setup.name} cannot run on an abstract mesh, which has no devices',
@@ -204,6 +204,13 @@ class ShardedFunction(Generic[P, R]):
             _concrete_types.update(type(x) for x in values if isinstance(x, jax.Array))
         return result
 
+    def _find_program(self, call: CallSignature, values: Sequence[Any]) -> Program:
+        try:
+            return self._programs.find(call, values)
+        except EinshardError as error:
+            try_fixes = self._setup.try_fixes
+            raise (try_fixes(error, call, values) if try_fixes else error) from None
+
     def _retry(
         self,
         error: Exception,
@@ -242,7 +249,7 @@ class ShardedFunction(Generic[P, R]):
     ) -> tuple[TracedFunction, Sequence[Any]]:
         """Checks a call. Returns its TracedFunction and its flattened values."""
         call, _, values = self._setup.declaration.flatten_call(args, kwargs)
-        program = self._programs.find(call, values)
+        program = self._find_program(call, values)
         program.traced.check(values)
         if not program.is_for(values):
             program = self._programs.find(call, values, program.runnable)

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 
 from .._cache import cached
 from .._errors import EinshardError, Suggestion, quoted
+from .._notation.divisible import check_divisible
 from .._notation.expression import Expression, Term, parse
 from .._notation.fit import fit, with_star_after
+from .._notation.lay_out import lay_out
 from .._notation.layout import Layout, Split
 from .._notation.mesh_text import mesh_text
 from .._suggestions import keep_working_suggestions, works
@@ -91,7 +93,7 @@ def joint_mesh(
         raise keep_working_suggestions(
             error,
             lambda fix: all_specs.try_fix(text, fix),
-            None if axis_sizes else lambda n: replace(all_specs, n_devices=n).mesh(),
+            None if axis_sizes else lambda n: replace(all_specs, n_devices=n).try_shapes(),
         ) from None
 
 
@@ -127,10 +129,20 @@ class _Specs:
         """Raises if no mesh fits when `fix` replaces the expression `text`."""
         i = [spec.expression.text for spec in self.specs].index(text)
         changed = replace(self.specs[i], expression=parse(fix))
-        mesh = replace(self, specs=(*self.specs[:i], changed, *self.specs[i + 1 :])).mesh()
+        specs = (*self.specs[:i], changed, *self.specs[i + 1 :])
+        mesh = replace(self, specs=specs).try_shapes()
         if self.axis_sizes and not mesh.fits(self.axis_sizes):
             fixed = changed.expression
             raise fixed.error('the counts do not fit the mesh', fix=with_star_after(fixed))
+
+    def try_shapes(self) -> JointMesh:
+        """Returns the mesh. Raises if the arrays of the call do not fit the expressions on it."""
+        mesh = self.mesh()
+        for spec in self.specs:
+            for shape in spec.shapes:
+                layout = lay_out(parse(mesh.complete(spec.expression)), len(shape), self.n_devices)
+                check_divisible(spec.expression, layout, shape, self.n_devices)
+        return mesh
 
     def counts(self) -> dict[str, int]:
         """Returns the sizes of all mesh axes, keyed by name, in order of appearance."""
@@ -217,7 +229,7 @@ class _Specs:
         facts = {**_expression_facts(self.specs), 'devices': str(n_devices)}
         if len(sharded) > 1 and self.axis_sizes is None:
             (first, _), (second, _) = sharded[:2]
-            if works(self.sharing_devices(first, second).mesh):
+            if works(self.sharing_devices(first, second).try_shapes):
                 fact = f"'{second}@{first}', which shards {second} over the devices of {first}"
                 facts['to share devices'] = fact
         terms = quoted(f'{name}{count}' for name, count in sharded)
@@ -297,7 +309,9 @@ class _Specs:
             fix = parse(mesh.complete(spec.expression))
             changed = [replace(s, expression=fix) if s is spec else s for s in self.specs]
             is_unique = list(_orders(changed, counts, self.n_devices)) == [mesh.axes]
-            if is_unique and (self.axis_sizes is None or mesh.fits(self.axis_sizes)):
+            is_on_mesh = self.axis_sizes is None or mesh.fits(self.axis_sizes)
+            trial = replace(self, specs=tuple(changed))
+            if is_unique and is_on_mesh and works(trial.try_shapes):
                 fixes.append(f"'{fix.text}'")
         return fixes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -137,6 +138,7 @@ def per_device(
             named=options
             | {name: on_shards.resolved_at_call(spec) for name, spec in specs_by_name.items()},
             keeps_mapped_axes=bool(on_shards.manual),
+            try_fixes=on_shards.try_fixes,
         )
 
     return decorate
@@ -244,8 +246,32 @@ class _PerDeviceFunction:
                 if leaf is not None:
                     yield read_spec(owner, leaf)
 
-    def _resolver(self) -> Resolver:
-        """Returns the resolver for the mesh of the current call."""
+    def try_fixes(
+        self, error: EinshardError, call: CallSignature, values: Sequence[Any]
+    ) -> EinshardError:
+        """Returns the error of a call with only those fixes that work for its arguments."""
+        shapes: dict[Spec, list[tuple[int, ...]]] = {}
+        try:
+            for label, value in zip(self.parameters.value_labels(call), values, strict=True):
+                leaves = jtu.tree_leaves(value)
+                for text, leaf in zip(
+                    leaf_specs(value, leaves, self._spec_for(label)), leaves, strict=True
+                ):
+                    if is_array(leaf):
+                        shapes.setdefault(text, []).append(np.shape(leaf))
+        except EinshardError:
+            return error
+        try:
+            self._resolver(shapes)
+        except EinshardError as tried:  # the mesh is wrong, not one of the arguments
+            return tried
+        return error
+
+    def _resolver(self, shapes: Mapping[Spec, Sequence[tuple[int, ...]]] | None = None) -> Resolver:
+        """Returns the resolver for the mesh of the current call.
+
+        Errors suggest only fixes that work for arrays of these `shapes`, by expression.
+        """
         try:
             ambient = jax.sharding.get_abstract_mesh()
             if {*ambient.axis_types} == {AxisType.Manual}:
@@ -273,9 +299,13 @@ class _PerDeviceFunction:
                     },
                 )
             is_in_context = not ambient.empty
-            resolver = make_resolver(
-                self.spec_axes, mesh, is_in_context, rules, context.on_one_device
-            )
+            specs = self.spec_axes
+            if shapes:
+                specs = tuple(
+                    replace(spec, shapes=tuple(shapes.get(spec.expression.text, ())))
+                    for spec in specs
+                )
+            resolver = make_resolver(specs, mesh, is_in_context, rules, context.on_one_device)
             for axis in sorted(self.manual):
                 if axis not in resolver.axes:
                     raise EinshardError(

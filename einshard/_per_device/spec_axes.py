@@ -31,11 +31,15 @@ def read_spec(owner: str, text: str) -> SpecAxes:
 class SpecAxes:
     """An expression, and the mesh axes that it defines and uses.
 
-    `owner` says whose spec the expression is: "parameter 'x'" or 'the result'.
+    Attributes:
+        owner: whose spec the expression is: "parameter 'x'" or 'the result'.
+        shapes: the shapes of the arrays of a call that have this expression. Errors try their fixes
+            on them. Empty until a call has failed.
     """
 
     owner: str
     expression: Expression
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def defines(self) -> dict[str, Term]:
