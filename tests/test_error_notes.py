@@ -12,11 +12,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from placed import mesh_of
 
-from einshard import Rules, device_mesh, einshard, per_device, sharded
+from einshard import Rules, device_mesh, einshard, explain, per_device, sharded
 from einshard._functions.error_notes import is_sharding_type_error
 
 EXPLICIT = AxisType.Explicit
 MESH = mesh_of(types=EXPLICIT, data=4, tensor=2)
+AUTO = mesh_of(data=4, tensor=2)
 X, W_IN, W_OUT = (np.ones(shape, np.float32) for shape in ((32, 64), (64, 128), (128, 16)))
 SPECS = 'batch x -> batch@data x', 'x y -> x y@tensor', 'y z -> y@tensor z'
 
@@ -290,3 +291,47 @@ def test_shape_errors_show_the_named_sizes_that_differ(case):
 def test_sizes_that_differ_may_fit():
     f = sharded(*BX_XY)(lambda x, w: x @ w[:64])
     assert f(X, np.ones((65, 8), np.float32)).shape == (32, 8)
+
+
+# ------------------------------------------------------------------ collectives of global arrays
+
+REDUCED = {
+    'sharded': lambda f, x: sharded('b d -> b@data d', mesh=AUTO)(f)(x),
+    'lowered': lambda f, x: sharded('b d -> b@data d', mesh=AUTO)(f).lower(x),
+    'under grad': lambda f, x: jax.grad(sharded('b d -> b@data d', mesh=AUTO)(f))(x),
+    'explain': lambda f, x: explain(f, einshard(x, 'b d -> b@data d', mesh=AUTO)),
+    'explain of jit': lambda f, x: explain(jax.jit(f), x),
+}
+
+
+@pytest.mark.parametrize('how', REDUCED)
+@pytest.mark.parametrize('call', ['pmean', 'psum', 'all_gather', 'axis_index'])
+def test_collectives_of_global_arrays_have_a_note(how, call):
+    def loss(x):
+        if call == 'axis_index':
+            return x.sum() * jax.lax.axis_index('data')
+        return getattr(jax.lax, call)(x.mean(), 'data')
+
+    with pytest.raises(NameError) as caught:
+        REDUCED[how](loss, X)
+    (note,) = notes_of(caught.value)
+    assert note.startswith("einshard: loss calls a collective over 'data', but no jax.shard_map")
+    assert facts_of(note)['line'].startswith('test_error_notes.py:')
+    assert 'x.mean(0)' in facts_of(note)['without them']
+
+
+def test_the_advice_for_collectives_of_global_arrays():
+    x = np.arange(64, dtype=np.float32).reshape(16, 4)
+    by_shards = per_device('b d -> b@data d', out='d -> d', mesh=AUTO)(
+        lambda x: jax.lax.pmean(x.mean(0), 'data')
+    )
+    for f in (sharded('b d -> b@data d', mesh=AUTO)(lambda x: x.mean(0)), by_shards):
+        np.testing.assert_allclose(f(x), x.mean(0))
+
+
+def test_other_name_errors_have_no_note():
+    for call in (sharded('b d -> b@data d', mesh=AUTO)(lambda x: undefined), explain):  # noqa: F821
+        args = [lambda x: undefined, X] if call is explain else [X]  # noqa: F821
+        with pytest.raises(NameError, match='undefined') as caught:
+            call(*args)
+        assert notes_of(caught.value) == []

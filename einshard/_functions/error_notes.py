@@ -57,13 +57,9 @@ class ErrorNotes:
         pass
 
     def __exit__(self, _: Any, error: BaseException | None, traceback: Any) -> None:
-        noted = [note for note in getattr(error, '__notes__', ()) if note.startswith(_PREFIX)]
-        if error is None or noted:  # a sharded function called inside this one added a note
-            return
-        with suppress(Exception):  # a failure here must not hide the error
-            note = self._note(error, [*walk_tb(traceback)])
-            if note:
-                error.add_note(_PREFIX + note)
+        if error is not None:
+            with suppress(Exception):  # a failure here must not hide the error
+                _add_note(error, self._note(error, [*walk_tb(traceback)]))
 
     def _note(self, error: BaseException, frames: Sequence[_Frame]) -> str | None:
         leaves = _leaves(self._arguments, self._values, self._context)
@@ -73,7 +69,42 @@ class ErrorNotes:
         if is_jax_error(error):
             sizes = '; '.join(sizes_that_differ(leaves, str(error)))
             return sizes and f'in the specs of {self._function}, {sizes}'
+        return _unbound_axis_note(self._function, error, frames)
+
+
+def note_unbound_axis(function: str, error: NameError) -> None:
+    """Adds a note to JAX's error about a collective over an axis that no `shard_map` has."""
+    with suppress(Exception):  # a failure here must not hide the error
+        _add_note(error, _unbound_axis_note(function, error, [*walk_tb(error.__traceback__)]))
+
+
+def _add_note(error: BaseException, note: str | None) -> None:
+    # a sharded function that was called inside may have added one
+    if note and not any(n.startswith(_PREFIX) for n in getattr(error, '__notes__', ())):
+        error.add_note(_PREFIX + note)
+
+
+def unbound_axis(error: BaseException) -> str | None:
+    """Returns the axis of JAX's NameError about a collective over an unknown axis, or None."""
+    match = re.search(r'unbound axis name: ([^\s,.]+)', str(error))
+    return match[1] if match and type(error) is NameError else None
+
+
+def _unbound_axis_note(function: str, error: BaseException, frames: Sequence[_Frame]) -> str | None:
+    axis = unbound_axis(error)
+    if axis is None:
         return None
+    *_, user_frame = (f for f in frames if _package(f) not in {*_JAX, _OURS} and not _is_library(f))
+    sentence = (
+        f"{function} calls a collective over '{axis}', but no jax.shard_map or per_device around "
+        'the call has this axis'
+    )
+    facts = {
+        'line': _source_line(user_frame),
+        'without them': 'arrays are global, so x.mean(0) and x.sum(0) are over all devices',
+        'instead': 'remove the call, or use per_device, whose function sees the shards of a device',
+    }
+    return str(EinshardError(sentence, facts=facts))
 
 
 def is_sharding_type_error(error: BaseException) -> bool:

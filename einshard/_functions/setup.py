@@ -15,7 +15,6 @@ from .parameters import CallSignature, Declaration
 from .promise import Budget
 from .sharding_trees import abstract_mesh
 
-
 # Given an error, a call and its values, returns the error without fixes that do not work for them.
 TryFixes: TypeAlias = Callable[[EinshardError, CallSignature, Sequence[Any]], EinshardError]
 

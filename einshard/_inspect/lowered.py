@@ -20,6 +20,7 @@ from jax.stages import Compiled, Lowered, Traced
 
 from .._errors import EinshardError
 from .._functions.bound_method import BoundMethod, sharded_call
+from .._functions.error_notes import note_unbound_axis
 from .._functions.program import Program
 from .._functions.promise import Limits
 from .._functions.sharded_function import ShardedFunction
@@ -219,6 +220,9 @@ def _trace(
             parameters=positional_parameters(fn)[: len(args)],
         )
     except EinshardError:
+        raise
+    except NameError as error:
+        note_unbound_axis(name, error)
         raise
     except (TypeError, ValueError) as error:
         facts = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -10,7 +9,12 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .._errors import EinshardError, quoted
-from .._functions.error_notes import SpecLeaf, is_jax_error, sizes_that_differ
+from .._functions.error_notes import (
+    SpecLeaf,
+    is_jax_error,
+    sizes_that_differ,
+    unbound_axis,
+)
 from .._notation.mesh_text import mesh_text
 from .._text import array_text
 from .resolver import Resolver
@@ -63,8 +67,8 @@ def explain_unknown_axis(
         unchecked = mapped(out_specs=PartitionSpec(), check_vma=False)
         jax.eval_shape(unchecked, *arguments)
     except NameError as error:
-        match = re.search(r'unbound axis name: ([^\s,.]+)', str(error))
-        return match and _unknown_axis_error(function, resolver, manual, match[1])
+        axis = unbound_axis(error)
+        return axis and _unknown_axis_error(function, resolver, manual, axis)
     except Exception:
         return None  # the caller reraises JAX's error
     return None
