@@ -1270,6 +1270,31 @@ def test_a_train_step_of_64_layers_for_256_devices(monkeypatch):
     assert sum(seconds) < 2
 
 
+@pytest.mark.parametrize('mapped', [False, True])
+def test_a_suggestion_names_only_axes_that_the_function_sees(mapped):
+    """Under vmap, the line sees a row of the result, which has no batch axis to constrain."""
+    mesh = device_mesh(data=8, model=2)
+    rows, w = struct(64, 128), struct(128, 256)
+
+    def product(row, w):
+        return row @ w
+
+    if mapped:
+        f = sharded('d -> d@model', 'd f -> d@model f', mesh=mesh)(product)
+        f = jax.vmap(f, (0, None))
+    else:
+        f = sharded('b d -> b d@model', 'd f -> d@model f', mesh=mesh, reshard=True)(product)
+    x = einshard(rows, 'b d -> b@data d@model', mesh=mesh)
+    report = explain(jax.jit(f), x, einshard(w, 'd f -> d@model f', mesh=mesh))
+    (finding,) = report.findings
+    assert finding.kind == 'replicated compute'
+    if mapped:
+        assert finding.suggestion == ''
+    else:
+        assert finding.suggestion.startswith('constrain the result of the matmul in test_findings')
+        assert finding.suggestion.endswith(": einshard(..., 'a b -> a@data b')")
+
+
 def test_the_same_constraint_twice_under_vmap():
     """JAX 0.8.1 cannot compare such shardings, which have no devices."""
 

@@ -68,7 +68,7 @@ def explain_unknown_axis(
         jax.eval_shape(unchecked, *arguments)
     except NameError as error:
         axis = unbound_axis(error)
-        return axis and _unknown_axis_error(function, resolver, manual, axis)
+        return _unknown_axis_error(function, resolver, manual, axis) if axis else None
     except Exception:
         return None  # the caller reraises JAX's error
     return None

@@ -8,7 +8,7 @@ from math import prod
 from typing import NamedTuple
 
 from ..._hlo.collective import Collective, ring_bytes
-from ..._text import first_of, format_bytes, short_source
+from ..._text import first_of, format_bytes
 from ..fold_layers import fold_paths
 from ..report_rows import CollectiveRow, Finding
 from .expressions import expression_of
@@ -89,8 +89,7 @@ def missing_constraint(facts: Facts) -> Iterator[Finding]:
             f'{lines_text(item.row for item in distinct)}',
             line,
             n_bytes,
-            f"constrain {what} in {short_source(line)}: einshard(..., '"
-            f"{expression_of(axes, facts.mesh)}')",
+            facts.constrain(what, line, axes),
         )
 
 
@@ -398,9 +397,7 @@ def lookup_in(facts: Facts, table: int) -> Product | None:
 
 def constrain_lookup(facts: Facts, lookup: Product, axes: Sequence[Axis]) -> str:
     """Suggests constraining the result of a lookup."""
-    assert facts.mesh is not None
-    line, placement = short_source(lookup.line), expression_of(axes, facts.mesh)
-    return f"constrain the result of the lookup in {line}: einshard(..., '{placement}')"
+    return facts.constrain('the result of the lookup', lookup.line, axes)
 
 
 def _paths_of(facts: Facts, values: Sequence[Value]) -> str:

@@ -18,10 +18,12 @@ from ..._hlo.memory import Memory
 from ..._hlo.module import Module, Site
 from ..._sharding.collective_axes import mesh_axes_between, mesh_axes_of, pairs_of_groups
 from ..._sharding.mesh import AnyMesh, Device
+from ..._text import short_source
 from ..arrays import ProgramArray
 from ..lowered import Stages
 from ..oversized import Oversized
 from ..report_rows import ArrayRow, CollectiveRow, ProductRow
+from .expressions import expression_of
 from .trace import Trace, argument_values, read_trace
 from .values import Axis, Value
 
@@ -134,6 +136,17 @@ class Facts:
     @functools.cached_property
     def product_lines(self) -> set[str]:
         return {product.line for product in self.trace.products} if self.trace else set()
+
+    def constrain(self, what: str, line: str, axes: Sequence[Axis]) -> str:
+        """Suggests constraining a value that `line` computes.
+
+        Returns '' under `jax.vmap`: there, the line sees a value without the mapped axes.
+        """
+        products = self.trace.products if self.trace else ()
+        if self.mesh is None or any(p.is_mapped for p in products if p.line == line):
+            return ''
+        placement = expression_of(axes, self.mesh)
+        return f"constrain {what} in {short_source(line)}: einshard(..., '{placement}')"
 
     @functools.cached_property
     def lookup_tables(self) -> set[int]:

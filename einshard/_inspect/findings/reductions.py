@@ -16,7 +16,6 @@ from ..._notation.expression import Term
 from ..._text import format_bytes, short_source
 from ..fold_layers import fold_paths
 from ..report_rows import CollectiveRow, Finding
-from .expressions import expression_of
 from .facts import Facts
 from .trace import Loop, mesh_entries
 
@@ -64,8 +63,7 @@ def _constrain_result(facts: Facts, line: str, along: frozenset[str], found: Sli
         replace(axis, mesh_axes=(*axis.mesh_axes, *mesh_axes)) if i == dim else axis
         for i, axis in enumerate(result.axes)
     ]
-    placement = expression_of(axes, facts.mesh)
-    return f"constrain the result of the matmul in {short_source(line)}: '{placement}'"
+    return facts.constrain('the result of the matmul', line, axes)
 
 
 # --- loops --------------------------------------------------------------------------------------

@@ -131,8 +131,7 @@ def _constrain_result(facts: Facts, repeated: _RepeatedLine) -> str:
         if data is not None and data.mesh_axes & set(unused):
             return _shard_lookup(facts, unused, data)
         return _shard_batch(facts, unused, product)
-    placement = expression_of(product.result.axes, facts.mesh)
-    return f"constrain the result of the matmul in {short_source(repeated.line)}: '{placement}'"
+    return facts.constrain('the result of the matmul', repeated.line, product.result.axes)
 
 
 def _shard_lookup(facts: Facts, unused: tuple[str, ...], data: Value) -> str:

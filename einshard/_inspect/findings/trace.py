@@ -73,12 +73,14 @@ class _CallSite(NamedTuple):
 
     Attributes:
         runs: how often the jaxpr runs in one run of the function, or None if unknown.
+        is_mapped: whether `jax.vmap` maps a function around it.
         n_shards: in a `shard_map`, the product of the sizes of all manual mesh axes; else 0.
         call: the equation of the innermost call around it, such as `jit` (not a loop), or None.
     """
 
     runs: int | None = 1
     is_backward: bool = False
+    is_mapped: bool = False
     n_shards: int = 0
     call: Any = None
 
@@ -114,8 +116,11 @@ class _Reader:
 
     def read_equation(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
         name = eqn.primitive.name
-        if not site.is_backward and 'transpose(' in str(eqn.source_info.name_stack):
-            site = site._replace(is_backward=True)
+        transforms = str(eqn.source_info.name_stack)
+        site = site._replace(
+            is_backward=site.is_backward or 'transpose(' in transforms,
+            is_mapped=site.is_mapped or 'vmap(' in transforms,
+        )
         if name == 'scan':
             return self.read_scan(eqn, values, site)
         if name == 'while':
@@ -170,6 +175,7 @@ class _Reader:
                 flops=None if site.runs is None else flops * site.runs,
                 is_backward=site.is_backward,
                 in_shard_map=site.n_shards > 0,
+                is_mapped=site.is_mapped,
                 sizes=(left.size, right.size, result.size),
             )
         )

@@ -69,6 +69,8 @@ class Product:
         flops: the flops before partitioning, of all `runs`, or None.
         is_grouped: whether it is a convolution with groups of features, or of the batch.
         in_shard_map: whether it is in a `shard_map`, where shapes are those of a shard.
+        is_mapped: whether it is in a function that `jax.vmap` maps, whose code does not see all
+            axes.
         sizes: the numbers of elements of `left`, `right` and `result` before partitioning.
     """
 
@@ -83,6 +85,7 @@ class Product:
     flops: int | None = None
     is_backward: bool = False
     in_shard_map: bool = False
+    is_mapped: bool = False
     is_lookup: bool = False
     is_convolution: bool = False
     is_grouped: bool = False
