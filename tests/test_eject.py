@@ -1,5 +1,7 @@
 """to_jax: the text runs without einshard, and its shardings are those of einshard."""
 
+import enum
+import random
 import re
 import shutil
 import subprocess
@@ -297,6 +299,87 @@ def test_paths_with_special_characters(names, pattern):
     assert pattern in check_tree(specs, tree, MESH)
 
 
+@pytest.mark.parametrize('n', [4, 32])
+def test_paths_with_two_numbers(n):
+    """A number that does not change the sharding is a pattern; one that does, a list of values."""
+    first, second = 'd f -> d f@tp', 'f d -> f@tp d'
+    dense = {'Dense_0': first, 'Dense_1': second, 'Dense_2': first}
+    specs = {f'h_{i}': dense for i in range(n)}
+    text = check_tree(specs, jtu.tree_map(lambda _: f32(8, 8), specs), MESH)
+    assert [*run(text)['RULES']] == [
+        (r'^h_\d+/Dense_(?:0|2)$', P(None, 'tp')), (r'^h_\d+/Dense_1$', P('tp')),
+    ]  # fmt: skip
+    ends = {f'h_{i}': {'w': first if i in (0, n - 1) else second} for i in range(n)}
+    rules = run(check_tree(ends, jtu.tree_map(lambda _: f32(8, 8), ends), MESH))['RULES']
+    assert (f'^h_(?:0|{n - 1})/w$', P(None, 'tp')) in rules
+    assert len(rules) == 2
+
+
+def test_paths_with_numbers_that_all_matter():
+    choose = random.Random(0).choice
+    for values in ([0, 1], [0, 1, 10]):
+        grid = [(i, j, k) for i in values for j in (1, 2) for k in (3,)]
+        for _ in range(20):
+            specs = {f'{i}/a{j}': {f'{k}.': choose([P(), P('tp')])} for i, j, k in grid}
+            check_tree(specs, jtu.tree_map(lambda _: f32(8), specs), MESH)
+
+
+def test_a_function_keeps_the_patterns_of_its_rules():
+    rules = Rules([('Dense_0', 'd f -> d f@tp'), ('Dense', 'f d -> f@tp d')], min_size=4)
+    one = {'Dense_0': f32(8, 8), 'Dense_1': f32(8, 8), 'scale': f32(), 'Dense_2': f32(3)}
+    tree = {f'h_{i}': one for i in range(9)}
+    f = sharded(rules, out=rules, mesh=MESH)(lambda tree: tree)
+    names = run(to_jax(f, tree))
+    assert names['TREE_RULES'] == [
+        (r'^h_\d+/Dense_2$', P()), (r'^h_\d+/scale$', P()),
+        ('Dense_0', P(None, 'tp')), ('Dense', P('tp')),
+    ]  # fmt: skip
+    lowered = names['jit_lambda'](lambda tree: tree, tree, tree).lower(tree)
+    assert lowered.compile().input_shardings == f.lower(tree).compile().input_shardings
+
+
+UNSAFE = [
+    'f\nran = True\n#',
+    '<lambda>"""x',
+    '"',
+    'a\\',
+    "''''",
+    'x\rran = True',
+    '²',
+    'a\0b',
+    '{x}',
+    'ﬁ',
+]
+
+
+@pytest.mark.parametrize('name', UNSAFE)
+def test_names_are_text_and_not_code(name):
+    def f(x, **kwargs):
+        return einshard(x, 'a b*')
+
+    f.__name__ = name
+    kwargs = {name: f32(16, 16), 'fi': f32(16, 16)}
+    for call in (jax.jit(f), sharded('a b -> a* b')(f)):
+        names = run(to_jax(call, f32(16, 16)))
+        assert 'ran' not in names
+    names = run(to_jax(sharded('a b -> a* b')(f), f32(16, 16), **kwargs))
+    [jit] = [value for key, value in names.items() if key.startswith('jit_')]
+    received = {}
+    jit(lambda x, **kwargs: received.update(kwargs)).lower(f32(16, 16), f32(16, 16), f32(16, 16))
+    assert received.keys() == kwargs.keys()
+    rules = Rules([(re.escape(name), 'a -> a*')], default='... -> * ...')
+    assert run(to_jax(rules))['RULES'][0][0] == re.escape(name)
+
+
+def test_names_of_mesh_axes_may_be_of_a_subclass_of_str():
+    class Axis(enum.StrEnum):
+        DATA = 'data\n'
+
+    mesh = AbstractMesh((8,), (Axis.DATA,))
+    sharding = sharding_of(to_jax(P(Axis.DATA), mesh=mesh, shape=(8,)))
+    assert sharding.mesh.axis_names == tuple(sharding.spec) == ('data\n',)
+
+
 def test_two_meshes():
     tree = {'a': f32(12, 12), 'b': f32(12, 12)}
     rules = Rules([('a', 'x y -> x6 y2'), ('b', 'x y -> x2 y6')])
@@ -368,7 +451,9 @@ class State(NamedTuple):
 def test_trees_of_other_types_are_found_by_path():
     rules = Rules([('w$', 'i o -> i@data o@tp')], default='... -> ...')
 
-    @sharded(rules, rules, 'b i -> b@data i', out=(rules, None), mesh=MESH)
+    others = Rules([('w$', 'i o -> i@data o')], default='... -> ...')
+
+    @sharded(rules, others, 'b i -> b@data i', out=(rules, None), mesh=MESH)
     def step(mesh, Mesh, x):  # names that the text uses itself
         return mesh, x.sum()
 

@@ -16,17 +16,20 @@ from .._arrays.constrain import SizedAxes, axes_at, names_at, sized_axes
 from .._errors import EinshardError
 from .._functions.parameters import CallSignature
 from .._functions.traced_function import TracedFunction
+from .._functions.value_spec import ValueSpec
 from .._inspect.findings.lines import line_of
 from .._inspect.findings.trace import inner_jaxprs
 from .._inspect.lowered import Stages
 from .._per_device.per_device import per_device
-from .._sharding.mesh import partial_axes, partition_spec, unreduced_kind
+from .._sharding.context import mesh_scope
+from .._sharding.mesh import AnyMesh, partial_axes, partition_spec, unreduced_kind
 from .._text import array_text, short_source
 from .._trees.paths import leaf_paths
+from .._trees.rules import Rules
 from .._trees.specs import is_none
-from .path_rules import Tables, find_path_rules
+from .path_rules import Tables, find_path_rules, matched_patterns
 from .shardings import Writer
-from .source import Brackets, Code, labeled, lines
+from .source import Brackets, Code, comment, docstring, identifier, is_identifier, labeled, lines
 
 _CONSTRAINTS = {
     'sharding_constraint': 'jax.lax.with_sharding_constraint',
@@ -55,9 +58,9 @@ def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
             f"to_jax cannot convert '{setup.name}', a per_device function",
             facts={'instead': 'jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)'},
         )
-    trees = _TreeWriter(writer, tables)
+    trees = _TreeWriter(writer, tables, program.mesh)
     wrapper = list[str]()
-    rows = list(zip(program.in_shardings, program.names, stages.values, strict=True))
+    rows = list(zip(program.in_shardings, program.arguments, stages.values, strict=True))
     dynamic = [row for i, row in enumerate(rows) if i not in static]
     call = program.call
     arguments: list[Code] = ['function']
@@ -67,21 +70,22 @@ def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
             arguments = ['by_position']
         arguments.append(Brackets('in_shardings=(', tuple(trees.code(*row) for row in dynamic)))
     if program.out_shardings is not None:
-        code = trees.code(program.out_shardings, 'result', traced.out_info)
+        code = trees.code(program.out_shardings, program.result, traced.out_info)
         arguments.append(labeled('out_shardings=', code))
     donated = program.positions(setup.declaration.donated)
     options = _argument_options('static', static, call)
     options |= _argument_options('donate', donated, call)
     options |= {name: value for name, value in setup.options.items() if _is_literal(value)}
     arguments += [f'{name}={value!r}' for name, value in options.items()]
-    body = [f'    """Jits {setup.name}({", ".join(program.names)})."""']
+    signature = f'{setup.name}({", ".join(program.names)})'
+    body = [f'    {docstring(f"Jits {signature}.")}']
     if trees.parameters:
         body.append(f'    # {", ".join(trees.parameters)}: arrays, or shapes from jax.eval_shape')
     if omitted := [name for name in setup.options if name not in options]:
         body.append(f'    # omitted: {", ".join(omitted)}= of sharded')
     if AxisType.Explicit in program.mesh.axis_types:
         body.append('    # before a call, enter jax.set_mesh(mesh) and place the arguments')
-    head = Brackets(f'def jit_{_identifier(setup.name)}(', ('function', *trees.parameters), '):')
+    head = Brackets(f'def jit_{identifier(setup.name)}(', ('function', *trees.parameters), '):')
     jit = Brackets('return jax.jit(', tuple(arguments))
     return ['\n'.join([*lines(head), *body, *wrapper, *lines(jit, indent=4)])]
 
@@ -98,7 +102,7 @@ def _by_position(program: TracedFunction) -> list[str]:
         parameters.append(_unused(name, parameters))
     pairs = list(zip(keywords, parameters[n:], strict=True))
     by_keyword: list[Code] = [f'{name}={parameter}' for name, parameter in pairs]
-    if not all(name.isidentifier() and not keyword.iskeyword(name) for name in keywords):
+    if any(keyword.iskeyword(name) or not is_identifier(name) for name in keywords):
         items = tuple(f'{name!r}: {parameter}' for name, parameter in pairs)
         by_keyword = [Brackets('**{', items, '}')]
     return [
@@ -125,17 +129,19 @@ class _TreeWriter:
         parameters: the names of the pytrees that the written function takes after `function`.
     """
 
-    def __init__(self, writer: Writer, tables: Tables):
+    def __init__(self, writer: Writer, tables: Tables, mesh: AnyMesh):
         self.parameters: list[str] = []
+        self._mesh = mesh
         self._writer = writer
         self._tables = tables
 
-    def code(self, shardings: Any, name: str, value: Any) -> Code:
+    def code(self, shardings: Any, spec: ValueSpec, value: Any) -> Code:
         """Writes one sharding for all leaves, a literal pytree, or a call that uses path rules.
 
         Args:
             shardings: a pytree of shardings and Nones, which may be a prefix of `value`.
-            name: the name of the parameter that is added if path rules are used.
+            spec: the spec of `value`. Its name is that of the parameter that is added if path rules
+                are used. If it is `Rules`, the path rules have its patterns.
         """
         leaves = jtu.tree_leaves(shardings, is_leaf=is_none)
         if leaves and all(leaf == leaves[0] for leaf in leaves):
@@ -144,13 +150,17 @@ class _TreeWriter:
             literal = self._literal(shardings)
             if literal is not None:
                 return literal
-        parameter = _unused(name, self.parameters)
+        parameter = _unused(str(spec.name or 'result'), self.parameters)
         self.parameters.append(parameter)
         subtrees = jtu.tree_structure(shardings, is_leaf=is_none).flatten_up_to(value)
         by_leaf = [
             s for s, subtree in zip(leaves, subtrees, strict=True) for _ in jtu.tree_leaves(subtree)
         ]
-        rules = find_path_rules(list(zip(leaf_paths(value), by_leaf, strict=True)))
+        found: tuple[list[int | str], list[str]] = [], []
+        if isinstance(spec.spec, Rules):
+            with mesh_scope(self._mesh):
+                found = matched_patterns(spec.spec, value)
+        rules = find_path_rules(list(zip(leaf_paths(value), by_leaf, strict=True)), *found)
         table = self._tables.add(f'{parameter.upper()}_RULES', rules)
         return f'shardings({table}, {parameter})'
 
@@ -158,7 +168,7 @@ class _TreeWriter:
         """Writes shardings in dicts, lists and tuples; returns None for other pytree nodes."""
         if tree is None or isinstance(tree, NamedSharding):
             return self._writer.sharding(tree)
-        if type(tree) is dict and all(isinstance(key, str | int) for key in tree):
+        if type(tree) is dict and all(type(key) in (str, int, bool) for key in tree):
             items = [(f'{key!r}: ', self._literal(value)) for key, value in tree.items()]
             start, end = '{}'
         elif type(tree) in (list, tuple):
@@ -177,16 +187,12 @@ def _is_literal(value: object) -> bool:
         return False
 
 
-def _identifier(name: str) -> str:
-    return re.sub(r'\W+', '_', name).strip('_') or 'function'
-
-
 def _unused(name: str, used: Collection[str]) -> str:
     """Makes `name` an identifier, and appends '_' until it is neither used nor reserved."""
-    identifier = _identifier(name)
-    while identifier in used or keyword.iskeyword(identifier) or _RESERVED.fullmatch(identifier):
-        identifier += '_'
-    return identifier
+    found = identifier(name)
+    while found in used or keyword.iskeyword(found) or _RESERVED.fullmatch(found):
+        found += '_'
+    return found
 
 
 def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
@@ -211,11 +217,11 @@ def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
             call = f'{_CONSTRAINTS[eqn.primitive.name]}(x, {writer.sharding(sharding)})'
             found.setdefault((line, call), f'{array_text(x)}{axes}')
     name = stages.name or 'the function'
-    comment = [f'# Constraints inside {name}, instead of einshard(x, ...):']
+    text = [comment(f'Constraints inside {name}, instead of einshard(x, ...):')]
     for (line, call), array in found.items():
         where = short_source(line) or 'no source line'
-        comment += ['#', f'# {where}, {array}', f'#     x = {call}']
-    return ['\n'.join(comment)] if found else []
+        text += ['#', comment(f'{where}, {array}'), f'#     x = {call}']
+    return ['\n'.join(text)] if found else []
 
 
 def _before_vmap(aval: Any, sharding: NamedSharding, line: str) -> tuple[Any, NamedSharding]:

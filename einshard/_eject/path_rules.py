@@ -5,20 +5,24 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import TypeAlias, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar
 
+import jax.tree_util as jtu
 from jax.sharding import NamedSharding
 
 from .._errors import EinshardError
 from .._plan.source import raw_string
 from .._text import first_of
+from .._trees.paths import leaf_paths
+from .._trees.rules import Rules
 from .shardings import Writer, has_default_memory, numbered, spec_code
 from .source import Brackets, Code, statement
 
 Leaf: TypeAlias = tuple[str, NamedSharding | None]  # path, sharding; JAX chooses it if None
 PathRule: TypeAlias = tuple[str, NamedSharding | None]  # regular expression, sharding
 K = TypeVar('K')
+V = TypeVar('V')
 
 _FUNCTION = '''\
 def shardings(rules, tree):
@@ -35,33 +39,27 @@ def shardings(rules, tree):
 
 
 def find_path_rules(
-    leaves: Sequence[Leaf], pattern_indices: Sequence[int] = (), patterns: Sequence[str] = ()
+    leaves: Sequence[Leaf], pattern_indices: Sequence[int | str] = (), patterns: Sequence[str] = ()
 ) -> list[PathRule]:
     """Finds rules that give the leaves of a pytree their shardings.
 
-    A pattern in `patterns` is kept if all leaves that it matched have the same sharding. Other
-    leaves share a rule if their paths differ only in numbers ('h/0/w', 'h/1/w') and they have the
-    same sharding. The rest have one rule each. If these rules give any leaf a wrong sharding, each
-    path gets its own rule instead.
+    A pattern in `patterns` is kept if all leaves that it matched have the same sharding. Rules for
+    the other leaves come first: see `_merged_rules`.
 
     Args:
-        pattern_indices: for each leaf, the index in `patterns` of the pattern that matched it.
+        pattern_indices: for each leaf, the index in `patterns` of the pattern that matched it, or a
+            word if none did.
 
     Raises:
         EinshardError: leaves with different shardings have the same path.
     """
-    # -1: matched by no pattern
-    groups = _grouped(leaves, pattern_indices or [-1] * len(leaves))
-    rest = groups.pop(-1, [])
-    kept: list[PathRule] = []
-    for i, group in sorted(groups.items()):
-        if _is_uniform(group):
-            kept.append((patterns[i], group[0][1]))
-        else:
-            rest += group
-    for rules in ([*_merged_rules(rest), *kept], _exact_rules(leaves)):
-        if all(_find_sharding(rules, path) == sharding for path, sharding in leaves):
-            return rules
+    groups = _grouped(leaves, pattern_indices or [''] * len(leaves))
+    kept = {i for i, group in groups.items() if isinstance(i, int) and _is_uniform(group)}
+    rest = {path for i, group in groups.items() if i not in kept for path, _ in group}
+    rules = [rule for rule, paths in _merged_rules(leaves) if not rest.isdisjoint(paths)]
+    rules += [(pattern, groups[i][0][1]) for i, pattern in enumerate(patterns) if i in kept]
+    if all(_find_sharding(rules, path) == sharding for path, sharding in leaves):
+        return rules
     counts = Counter(path for path, _ in leaves)
     raise EinshardError(
         'leaves with different shardings have the same path',
@@ -69,26 +67,78 @@ def find_path_rules(
     )
 
 
-def _merged_rules(leaves: Sequence[Leaf]) -> Iterator[PathRule]:
-    rules = _exact_rules(leaves)
-    patterns = [re.sub(r'\d+', r'\\d+', pattern) for pattern, _ in rules]
-    for pattern, group in _grouped(rules, patterns).items():
-        if len(group) > 1 and _is_uniform(group):
-            yield pattern, group[0][1]
-        else:
-            yield from group
+def matched_patterns(rules: Rules, tree: Any) -> tuple[list[int | str], list[str]]:
+    """Returns the pattern of each leaf, as `find_path_rules` takes them, and all patterns.
+
+    A leaf without a pattern has a word that says why, such as 'scalar'.
+    """
+    found = rules.find_all(leaf_paths(tree), jtu.tree_leaves(tree))
+    # the default is the last rule; its pattern '' matches every path
+    numbers = [len(rules.rules) if rule == 'default' else rule for rule, _ in found]
+    return [i for i in numbers if i is not None], [*(p for p, _ in rules.rules), '']
 
 
-def _exact_rules(leaves: Sequence[Leaf]) -> list[PathRule]:
+def _merged_rules(leaves: Sequence[Leaf]) -> Iterator[tuple[PathRule, list[str]]]:
+    """Yields rules for all leaves, each with the paths that it matches.
+
+    The paths of a rule differ only in numbers. A number that does not change the sharding becomes
+    `\\d+`; one that does becomes a list of values: `h_\\d+/Dense_(?:0|2)`.
+    """
     # '$' also matches before a line break at the end of a path
     end = r'\Z' if any('\n' in path for path, _ in leaves) else '$'
-    return [(f'^{re.escape(path)}{end}', sharding) for path, sharding in leaves]
+    parts = [re.split(r'(\d+)', path) for path, _ in leaves]
+    for group in _grouped(range(len(leaves)), [tuple(one[::2]) for one in parts]).values():
+        texts = [re.escape(text) for text in parts[group[0]][::2]]
+        numbers = [parts[i][1::2] for i in group]
+        shardings = [leaves[i][1] for i in group]
+        # 1. Find the numbers that change the sharding. In a group of one, keep all numbers.
+        fixed = list(range(len(texts) - 1))
+        for slot in fixed if len(group) > 1 else ():
+            others = [i for i in fixed if i != slot]
+            if len({(*_at(row, others), s) for row, s in zip(numbers, shardings, strict=True)}) == (
+                len({tuple(_at(row, others)) for row in numbers})
+            ):
+                fixed = others
+        # 2. Start with one rule for each value of these numbers. Of rules that differ only in the
+        # values of one number, make one with all of these values.
+        boxes: dict[Any, list[str]] = {}
+        for i, row, sharding in zip(group, numbers, shardings, strict=True):
+            key = tuple(frozenset([number]) for number in _at(row, fixed)), sharding
+            boxes.setdefault(key, []).append(leaves[i][0])
+        for slot in range(len(fixed)):
+            merged: dict[Any, list[Any]] = {}
+            for values, sharding in boxes:
+                key = values[:slot], values[slot + 1 :], sharding
+                merged.setdefault(key, []).append((values, sharding))
+            boxes = {
+                (
+                    (*before, frozenset().union(*(values[slot] for values, _ in keys)), *after),
+                    sharding,
+                ): [path for key in keys for path in boxes[key]]
+                for (before, after, sharding), keys in merged.items()
+            }
+        for (values, sharding), paths in boxes.items():
+            choices = dict(zip(fixed, values, strict=True))
+            middle = [_number_pattern(choices.get(slot)) for slot in range(len(texts) - 1)]
+            both = itertools.zip_longest(texts, middle, fillvalue='')
+            yield (f'^{"".join(itertools.chain(*both))}{end}', sharding), paths
 
 
-def _grouped(leaves: Sequence[Leaf], keys: Sequence[K]) -> dict[K, list[Leaf]]:
-    groups: dict[K, list[Leaf]] = {}
-    for leaf, key in zip(leaves, keys, strict=True):
-        groups.setdefault(key, []).append(leaf)
+def _at(row: Sequence[str], slots: Iterable[int]) -> Iterator[str]:
+    return (row[slot] for slot in slots)
+
+
+def _number_pattern(values: frozenset[str] | None) -> str:
+    if values is None:
+        return r'\d+'
+    ordered = sorted(values, key=lambda number: (int(number), number))
+    return ordered[0] if len(ordered) == 1 else f'(?:{"|".join(ordered)})'
+
+
+def _grouped(values: Sequence[V], keys: Sequence[K]) -> dict[K, list[V]]:
+    groups: dict[K, list[V]] = {}
+    for value, key in zip(values, keys, strict=True):
+        groups.setdefault(key, []).append(value)
     return groups
 
 

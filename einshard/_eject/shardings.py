@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -19,7 +20,7 @@ from .._sharding.mesh import (
     position,
     spec_axes,
 )
-from .source import Brackets, Code, statement
+from .source import Brackets, Code, literal, statement
 
 # sorts devices as `position` of _sharding/mesh.py does
 _HARDWARE_ORDER = '''\
@@ -85,7 +86,7 @@ class Writer:
         axis_types: Code = Brackets('axis_types=(', tuple(types))
         if len(set(types)) == 1 < len(types):
             axis_types = f'axis_types=({types[0]},) * {len(types)}'
-        axes = Brackets('(', tuple(map(repr, mesh.axis_names)))
+        axes = Brackets('(', _literals(mesh.axis_names))
         if _uses_make_mesh(mesh):
             sizes = Brackets('(', tuple(map(str, mesh.axis_sizes)))
             code = statement(Brackets(f'{name} = jax.make_mesh(', (sizes, axes, axis_types)))
@@ -147,15 +148,16 @@ def spec_code(spec: PartitionSpec) -> Code:
     entries: list[Code] = [_entry_code(entry) for entry in spec_axes(spec)]
     for keyword, axes in (('unreduced', spec.unreduced), ('reduced', spec.reduced)):
         if axes:
-            entries.append(Brackets(f'{keyword}={{', _reprs(sorted(axes)), '}'))
+            entries.append(Brackets(f'{keyword}={{', _literals(sorted(axes)), '}'))
     return Brackets('P(', tuple(entries))
 
 
-def _entry_code(axes: tuple[object, ...]) -> Code:
+def _entry_code(axes: tuple[Any, ...]) -> Code:
     if axes == UNCONSTRAINED:
         return 'P.UNCONSTRAINED'
-    return Brackets('(', _reprs(axes)) if len(axes) > 1 else repr(axes[0] if axes else None)
+    names = _literals(axes)
+    return Brackets('(', names) if len(names) > 1 else names[0] if names else 'None'
 
 
-def _reprs(values: Iterable[object]) -> tuple[str, ...]:
-    return tuple(map(repr, values))
+def _literals(names: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(map(literal, names))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import itertools
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
+
+from .._errors import printable
 
 _WIDTH = 88  # the default of ruff
 _IMPORTS = {  # keyed by the names that they define
@@ -67,6 +70,34 @@ def statement(code: Code) -> str:
     return '\n'.join(lines(code))
 
 
+def comment(text: str) -> str:
+    """Writes text that may come from the user, such as a name or a path, as a comment."""
+    return f'# {printable(text)}'
+
+
+def docstring(text: str) -> str:
+    escaped = printable(text).replace('\\', '\\\\').replace('"', '\\"')
+    return f'"""{escaped}"""'
+
+
+def literal(text: str) -> str:
+    # not `repr`, which an Enum with string values replaces by <Axis.DATA: 'data'>
+    return str.__repr__(text)
+
+
+def identifier(name: str) -> str:
+    """Makes an identifier of a name: `args_0` of 'args[0]'."""
+    name = unicodedata.normalize('NFKC', name)
+    words = ''.join(c if f'_{c}'.isidentifier() else ' ' for c in name).split()
+    found = '_'.join(words).strip('_') or 'function'
+    return found if found.isidentifier() else f'_{found}'
+
+
+def is_identifier(name: str) -> bool:
+    """Whether Python reads a name as it is written: it normalizes identifiers to NFKC."""
+    return name.isidentifier() and name == unicodedata.normalize('NFKC', name)
+
+
 def module(header: str, parts: Sequence[str]) -> str:
     """Returns the text of a module: `header` as a comment, its imports, and the parts."""
     # constraints are written as comments, but users paste them as code, which needs the imports
@@ -74,7 +105,7 @@ def module(header: str, parts: Sequence[str]) -> str:
     used = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
     found = ((text, [n for n in names.split() if n in used]) for names, text in _IMPORTS.items())
     imports = '\n'.join(text.format(', '.join(names)) for text, names in found if names)
-    return f'# {header}\n{_spaced([imports, *parts])}\n'
+    return f'{comment(header)}\n{_spaced([imports, *parts])}\n'
 
 
 def _spaced(parts: Iterable[str]) -> str:

@@ -31,7 +31,7 @@ from .._trees.rules import Rules
 from .._trees.shard_largest import shard_largest
 from .._trees.specs import check_specs, context_of, is_function, without_values
 from .jitted import constraint_comment, jit_function
-from .path_rules import PathRule, Tables, find_path_rules
+from .path_rules import PathRule, Tables, find_path_rules, matched_patterns
 from .shardings import Writer
 from .source import labeled, module, statement
 
@@ -189,11 +189,7 @@ def _rules_of_tree(
     if not isinstance(spec, Rules):
         return find_path_rules(leaves), False
     with mesh_scope(context.mesh):
-        rules_and_specs = spec.find_all(leaf_paths(shapes), jtu.tree_leaves(shapes))
-    # the default is the last rule; its pattern '' matches every path
-    patterns = [*(pattern for pattern, _ in spec.rules), '']
-    # for each leaf, the index of its rule, or a word such as 'scalar' if `Rules` skips it
-    labels = [len(spec.rules) if rule == 'default' else rule for rule, _ in rules_and_specs]
+        labels, patterns = matched_patterns(spec, shapes)
     pairs = [(leaf, i) for leaf, i in zip(leaves, labels, strict=True) if isinstance(i, int)]
     rules = find_path_rules([leaf for leaf, _ in pairs], [i for _, i in pairs], patterns)
     return rules, 'not an array' in labels
