@@ -174,3 +174,12 @@ def test_lowered_programs_that_do_not_fit_and_drop_an_argument(rows):
     placements = [row.placement for row in report.arguments]
     assert placements == ['not used', 'a b -> a@d b']
     assert report.findings[0].kind == 'does not fit'
+
+
+def test_replicated_programs_that_do_not_fit(rows):
+    """The compiler leaves out the shardings of the results."""
+    replicated = NamedSharding(rows.mesh, P())
+    f = jax.jit(lambda x: (x @ x, x.sum()), in_shardings=replicated)
+    report = explain(f, bf16(100_000, 100_000))
+    assert [row.placement for row in report.results] == ['a b -> 4 a b', '... -> 4 ...']
+    assert report.findings[0].kind == 'does not fit'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -19,6 +20,8 @@ class Memory:
         aliased: bytes of the results that reuse the memory of donated arguments.
         peak: the compiler's peak memory (some compilers exclude temporaries), or None.
         capacity: bytes that programs can use on a device; None if its chip is unknown, as for CPUs.
+        constants: bytes of arrays that are part of the program, such as arrays that a function
+            closes over. On TPU, they are part of `code`.
     """
 
     arguments: int
@@ -28,15 +31,17 @@ class Memory:
     aliased: int
     peak: int | None
     capacity: int | None = None
+    constants: int = 0
 
     @property
     def total(self) -> int:
-        return self.arguments + self.results + self.temporaries + self.code - self.aliased
+        program = self.code + self.constants
+        return self.arguments + self.results + self.temporaries + program - self.aliased
 
     @property
     def parts(self) -> dict[str, str]:
         """The parts that are not 0, as text: {'arguments': '1.2 GiB'}."""
-        names = ('arguments', 'results', 'temporaries', 'code')
+        names = ('arguments', 'results', 'temporaries', 'code', 'constants')
         parts = {name: format_bytes(getattr(self, name)) for name in names if getattr(self, name)}
         if self.aliased:
             parts['results'] += f' ({format_bytes(self.aliased)} in place of arguments)'
@@ -49,15 +54,68 @@ def read_memory(compiled: Any, capacity: int | None = None) -> Memory | None:
     if stats is None:
         return None
     peak = getattr(stats, 'peak_memory_in_bytes', 0)
+    constants = getattr(stats, 'constant_size_in_bytes', None)
+    if constants is None:
+        constants = _constant_bytes(getattr(stats, 'serialized_buffer_assignment_proto', None))
+    code = stats.generated_code_size_in_bytes
+    if code >= constants:  # on CPU, the code has 0 bytes; on other platforms, it has the constants
+        code -= constants
     return Memory(
         arguments=stats.argument_size_in_bytes,
         results=stats.output_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
-        code=stats.generated_code_size_in_bytes,
+        code=code,
         aliased=stats.alias_size_in_bytes,
         peak=peak if peak > 0 else None,
         capacity=capacity,
+        constants=constants,
     )
+
+
+# in xla/service/hlo.proto: BufferAssignmentProto.buffer_allocations, and the fields of
+# BufferAllocationProto
+_ALLOCATION, _SIZE, _IS_CONSTANT = 3, 2, 12
+
+
+def _constant_bytes(buffer_assignment: bytes | None) -> int:
+    """Sums the constants in a serialized BufferAssignmentProto.
+
+    On CPU, no other field of `memory_analysis()` counts them.
+    """
+    allocations = (
+        dict(_proto_fields(value))
+        for field, value in _proto_fields(buffer_assignment or b'')
+        if field == _ALLOCATION and isinstance(value, bytes)
+    )
+    sizes = (fields.get(_SIZE, 0) for fields in allocations if fields.get(_IS_CONSTANT))
+    return sum(size for size in sizes if isinstance(size, int))
+
+
+def _proto_fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yields (field number, value) of a protocol buffer with only varints and nested messages."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            at += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while at < len(message):
+        field, wire_type = divmod(varint(), 8)
+        if wire_type == 0:
+            yield field, varint()
+        elif wire_type == 2:
+            size = varint()
+            yield field, message[at : at + size]
+            at += size
+        else:  # a fixed 64-bit or 32-bit number
+            at += 8 if wire_type == 1 else 4
 
 
 def parse_bytes(value: object, given_as: str) -> int:

@@ -139,7 +139,8 @@ def read_shardings(
         return [NamedSharding(mesh, PartitionSpec()) for _ in ndims]
     _, _, text = op.attributes.partition('sharding=')
     # the sharding of a tuple has another pair of braces around it
-    elements = [*_ELEMENT.findall(text[text.startswith('{{') :]), *[''] * len(ndims)]
+    elements = _ELEMENT.findall(text[text.startswith('{{') :])
+    elements = elements or ['replicated'] * len(ndims)  # the partitioner's default
     shardings: list[NamedSharding | None] = []
     for element, ndim in zip(elements, ndims, strict=False):
         blocks = _block_indices(element, ndim, mesh.size)

@@ -132,16 +132,19 @@ def _arguments_and_meshes(lowered: Lowered) -> tuple[Sequence[int], Sequence[Mes
 
 def read_sizes(buffers: str) -> Any:
     """Converts a dumped buffer assignment to the fields of `Compiled.memory_analysis()`."""
-    sizes = {'argument': 0, 'output': 0, 'temp': 0, 'alias': 0, 'generated_code': 0}
+    sizes = {'argument': 0, 'output': 0, 'temp': 0, 'alias': 0, 'constant': 0}
+    sizes['generated_code'] = 0
     for size, description in _ALLOCATION.findall(buffers):
         if 'color ' in description:  # in a memory other than HBM, such as VMEM
             continue
         is_argument, is_output = 'parameter ' in description, 'maybe-live-out' in description
+        is_constant = 'constant:' in description
         for kind, included in (
             ('argument', is_argument),
             ('output', is_output),
             ('alias', is_argument and is_output),
-            ('temp', not (is_argument or is_output)),
+            ('constant', is_constant),
+            ('temp', not (is_argument or is_output or is_constant)),
         ):
             sizes[kind] += int(size) * included
     return SimpleNamespace(**{f'{kind}_size_in_bytes': n for kind, n in sizes.items()})

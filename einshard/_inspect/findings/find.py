@@ -10,7 +10,7 @@ from .arguments import replicated_results, unsharded_states
 from .constraints import names_without_rule, repeated_constraints, unused_constraints
 from .facts import Facts
 from .gathers import fully_rematerialized, gathered_again, weights_gathered_again
-from .large_arrays import replicated
+from .large_arrays import large_constants, replicated
 from .limits import does_not_fit, not_checked, promise_broken
 from .reductions import recomputed_collectives, sliced_sums, summed_in_loop
 from .replicated_compute import replicated_compute
@@ -40,6 +40,7 @@ _DIAGNOSES = (
 _NOTES = (
     not_checked,
     replicated,
+    large_constants,
     recomputed_collectives,
     weights_gathered_again,
     repeated_constraints,

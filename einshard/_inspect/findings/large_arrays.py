@@ -1,4 +1,4 @@
-"""Notes large replicated arrays."""
+"""Notes large replicated arrays and large constants."""
 
 from __future__ import annotations
 
@@ -23,3 +23,21 @@ def replicated(facts: Facts) -> Iterator[Finding]:
             f'{"" if len(rows) == 1 else "per array "}on each'
         )
         yield Finding('replicated', text, bytes=sum(row.bytes for row in rows))
+
+
+def large_constants(facts: Facts) -> Iterator[Finding]:
+    """Notes arrays that a function closes over, of which each device holds a full copy.
+
+    XLA folds no operation of jax.numpy into a constant of this size, so these are not its own.
+    """
+    arrays: dict[str, int] = {}
+    for site in facts.module.find(' constant('):
+        if site.op.opcode == 'constant' and site.op.results[0].bytes > 2**20:
+            array = site.op.results[0]  # several computations may hold copies of one constant
+            arrays[str(array)] = array.bytes
+    for array, size in arrays.items():
+        text = (
+            f'{array} is a constant of the program, such as an array that the function closes '
+            f'over: {format_bytes(size)} on each device'
+        )
+        yield Finding('constant', text, bytes=size, suggestion='pass it as an argument')
