@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from placed import mesh_of, struct
 
 from einshard import Chip, explain, sharded
@@ -391,6 +393,68 @@ def test_chips_of_the_user():
         f'the program needs {total / 2**20:.1f} MiB of memory, as compiled for a CPU, but a device '
         'has only 1.0 MiB'
     )
+
+
+GROUPED = [
+    # spatial size, kernel size, groups, features per group, stride, padding, dtype
+    ((14, 14), 7, 32, 1, 1, 'SAME', np.float32),
+    ((14, 14), 3, 32, 1, 2, 'SAME', np.float32),
+    ((64,), 4, 64, 1, 1, [(3, 0)], np.float32),  # causal, as in Mamba
+    ((64,), 4, 64, 1, 1, [(3, 0)], jnp.bfloat16),
+    ((64,), 4, 2, 1, 1, 'SAME', np.float32),
+    ((14, 14), 7, 32, 2, 1, 'SAME', np.float32),
+    ((14, 14), 3, 8, 8, 1, 'SAME', np.float32),
+]
+
+
+@pytest.mark.parametrize(
+    ('axis', 'case'),
+    [
+        *((None, case) for case in GROUPED),
+        *((axis, case) for axis in ('batch', 'channels') for case in GROUPED[:3:2]),
+    ],
+)
+def test_flops_of_grouped_convolutions(axis, case):
+    """The CPU compiler computes the weight gradient for all pairs of groups."""
+    size, k, groups, per_group, stride, pad, dtype = case
+    n = len(size)
+    letters = 'NWC' if n == 1 else 'NHWC', 'WIO' if n == 1 else 'HWIO', 'NWC' if n == 1 else 'NHWC'
+
+    def convolve(x, w):
+        options = {'dimension_numbers': letters, 'feature_group_count': groups}
+        return jax.lax.conv_general_dilated(x, w, (stride,) * n, pad, **options)
+
+    def step(w, x):
+        return jax.grad(lambda w: (convolve(x, w) ** 2).sum())(w)
+
+    channels = groups * per_group
+    x_shape, w_shape = (4, *size, channels), (*(k,) * n, per_group, channels)
+    # with ones, each multiplication adds 1
+    products = np.asarray(convolve(jnp.ones(x_shape), jnp.ones(w_shape)), np.float64).sum()
+    mesh = mesh_of(x=2)
+    last = P(*(None,) * (n + 1), 'x')
+    x_spec = {'batch': P('x'), 'channels': last, None: P()}[axis]
+    w_spec = last if axis == 'channels' else P()
+    x = jax.ShapeDtypeStruct(x_shape, dtype, sharding=NamedSharding(mesh, x_spec))
+    w = jax.ShapeDtypeStruct(w_shape, dtype, sharding=NamedSharding(mesh, w_spec))
+    report = explain(step, w, x, chip='TPU v5e')
+    # the forward pass and the gradient, with 2 flops for each product
+    expected = 2 * 2 * products / (2 if axis else 1)
+    assert report.flops == expected
+    assert report.bounds[0].seconds == pytest.approx(expected / 197e12)
+
+
+def test_a_sum_of_a_convolution_is_not_a_mask():
+    x, w = jnp.ones((1, 8, 16)), jnp.ones((4, 16, 32))
+
+    def f(x, w):
+        y = jax.lax.conv_general_dilated(
+            x, w, (1,), 'VALID', dimension_numbers=('NWC', 'WIO', 'NWC')
+        )
+        return jnp.where(jnp.arange(32) == 3, y, 0).sum(1)
+
+    report = explain(f, x, w)
+    assert report.flops == 2 * 5 * 32 * 4 * 16
 
 
 def test_each_resource_has_one_bound():

@@ -61,6 +61,8 @@ def find_products(module: Module) -> Iterator[Product]:
     executions = Executions(module)
     for site in module.find(' dot(', ' convolution(', ' custom-call(', ' reduce('):
         flops = _flops(site)
+        if flops and site.op.opcode in ('convolution', 'dot'):
+            flops //= _expansion(module, site)
         if not flops or module.path(site.comp) is None:
             continue
         op = _with_source(module, site)
@@ -129,6 +131,43 @@ def _custom_call_flops(site: Site) -> int:
         return _convolution_flops(site)
     estimate = _ESTIMATE.search(config)
     return int(estimate[1]) if estimate else 0
+
+
+_MASKS_AND_MOVES = frozenset(('bitcast', 'convert', 'copy', 'reshape', 'select', 'transpose'))
+
+
+def _expansion(module: Module, site: Site) -> int:
+    """Returns how often the CPU backend computes the elements of a convolution that it needs.
+
+    It has no batch groups, as in weight gradients of depthwise convolutions. For n groups, it
+    computes the elements of all pairs of groups, masks all but 1/n, and sums over the masked axis.
+    The other backends compute only the groups, and CPUs stand in for them.
+    """
+    comp, name = site.comp, site.op.name
+    for _ in range(16):
+        if name == comp.root.name:
+            fusions = [call for call in module.call_sites(comp) if call.op.opcode == 'fusion']
+            if not fusions:
+                return 1
+            comp, name = fusions[0].comp, fusions[0].op.name
+            continue
+        users = comp.users(name)
+        if len(users) != 1:
+            return 1
+        (user,) = users
+        if user.opcode in ('reduce', 'reduce-window'):
+            if not user.op_name.endswith('/conv_general_dilated'):  # a sum by the user
+                return 1
+            (masked,), (kept, *_) = comp[name].results, user.results
+            return prod(masked.shape) // prod(kept.shape)
+        called = module.called(user) if user.opcode == 'fusion' else None
+        if called is not None:
+            comp, name = called, called.parameter(user.operands.index(name))
+        elif user.opcode in _MASKS_AND_MOVES:
+            name = user.name
+        else:
+            return 1
+    return 1
 
 
 # --- convolutions -------------------------------------------------------------------------------
