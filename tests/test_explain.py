@@ -236,7 +236,7 @@ ARGUMENTS = {
     'static and unused arguments': (
         static,
         (1.0, 2, struct(3), 4.0, 5.0),
-        [('args[0]', 'not used', 0), ('x', ONE, 12), ('args[2]', ONE, 4), ('args[3]', ONE, 4)],
+        [('unused', 'not used', 0), ('x', ONE, 12), ('args[2]', ONE, 4), ('args[3]', ONE, 4)],
     ),
 }
 

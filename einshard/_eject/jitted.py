@@ -197,8 +197,8 @@ def _unused(name: str, used: Collection[str]) -> str:
 
 def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
     """Writes a comment that lists the constraints inside a function. Without any, returns []."""
-    assert stages.traced is not None
-    jaxpr = stages.traced.jaxpr.jaxpr
+    jaxpr = stages.jaxpr
+    assert jaxpr is not None
     # On Explicit axes, `sharded` reshards arguments with specs before the function uses them.
     # Omit these reshards, because the written code places the arguments.
     specs = zip(jaxpr.invars, stages.argument_specs() or (), strict=False)

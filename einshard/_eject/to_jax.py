@@ -225,7 +225,7 @@ def _no_tree_error(reason: str) -> EinshardError:
 
 
 def _write_function(stages: Stages, mesh: AnyMesh, title: str) -> str:
-    if stages.traced is None:
+    if stages.jaxpr is None:
         raise EinshardError(
             'to_jax cannot read the constraints of a lowered or compiled function',
             facts={'instead': 'pass the function with its arguments'},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -18,7 +19,8 @@ from .._hlo.module import Module
 from .._notation.expression import ELLIPSIS, axis_letters
 from .._sharding.describe import Description, describe, describe_named
 from .._sharding.leaf_spec import AnySpec, as_leaf_spec
-from .._trees.paths import path_text
+from .._trees.paths import argument_path, result_path
+from .frameworks import equinox_path, framework_result_path, leaves_with_paths
 from .lowered import Stages
 from .oversized import Oversized
 from .report_rows import ArrayRow
@@ -41,31 +43,31 @@ def find_arguments(
     stages: Stages,
     compiled: Compiled | Oversized,
     shardings: Sequence[Sharding | None],
-    module: Module,
+    names: Mapping[int, str],
 ) -> list[ProgramArray]:
     """Returns all argument leaves. Those that the program does not use have None in `shardings`."""
-    leaves = jtu.tree_leaves_with_path(compiled.args_info)
+    leaves = leaves_with_paths(compiled.args_info)
     specs = stages.argument_specs() or [None] * len(leaves)
-    names = stages.argument_names
-    if names is None:
-        names = _names_in_program([path for path, _ in leaves], shardings, module)
-        # if an argument is a `jax.Ref`, JAX names the parameters Arg_0, Arg_1, ..
-        if any(name.startswith('Arg_') for name in names.values()):
-            # static parameters, which `args_info` omits, shift the positions
-            is_shifted = len(stages.parameters) != len(compiled.args_info[0])
-            names = {} if is_shifted else dict(enumerate(stages.parameters))
+    paths = stages.paths
+    if paths is None:
+        is_equinox = stages.framework == 'equinox'
+        format_path = equinox_path if is_equinox else functools.partial(argument_path, names=names)
+        paths = [format_path(path) for path, _ in leaves]
     return [
-        _make_array(argument_path(path, names), leaf, sharding, spec)
-        for (path, leaf), sharding, spec in zip(leaves, shardings, specs, strict=True)
+        _make_array(path, leaf, sharding, spec)
+        for path, (_, leaf), sharding, spec in zip(paths, leaves, shardings, specs, strict=True)
     ]
 
 
-def find_results(stages: Stages, out_info: Any) -> list[ProgramArray]:
-    leaves = jtu.tree_leaves_with_path(out_info)
+def find_results(stages: Stages, out_info: Any, names: Mapping[int, str]) -> list[ProgramArray]:
+    leaves = leaves_with_paths(out_info)
     specs = stages.result_specs(out_info) or [None] * len(leaves)
+    paths = [result_path(path) for path, _ in leaves]
+    if stages.framework is not None:
+        paths = [framework_result_path(path, out_info, names) for path, _ in leaves]
     return [
-        _make_array(result_path(path), leaf, leaf.sharding, spec)
-        for (path, leaf), spec in zip(leaves, specs, strict=True)
+        _make_array(path, leaf, leaf.sharding, spec)
+        for path, (_, leaf), spec in zip(paths, leaves, specs, strict=True)
     ]
 
 
@@ -76,30 +78,33 @@ def _make_array(
     return ProgramArray(path, shape, leaf.dtype, sharding, _axis_names(spec, len(shape)))
 
 
-def argument_path(path: Sequence[Any], names: Mapping[int, str]) -> str:
-    """Formats a key path of (args, kwargs): 'params/w', or 'args[0]/w' for an unnamed argument."""
-    container, key, *rest = path
-    by_keyword = container.idx == 1
-    name = str(key.key) if by_keyword else names.get(key.idx, f'args[{key.idx}]')
-    return '/'.join(filter(None, (name, path_text(rest))))
-
-
-def result_path(path: Sequence[Any]) -> str:
-    """Formats 'result/0/w', or 'result' for a single array."""
-    return '/'.join(filter(None, ('result', path_text(path))))
-
-
-def _names_in_program(
-    paths: Sequence[Sequence[Any]], shardings: Sequence[Sharding | None], module: Module
-) -> dict[int, str]:
-    """Reads the names of positional arguments, by position, from the program's parameters."""
-    parameters = module.entry.parameters()
-    in_program = {op.parameter_number: re.split(r'[\[.]', op.op_name)[0] for op in parameters}
-    used = [path for path, s in zip(paths, shardings, strict=True) if s is not None]
-    names = {path[1].idx: in_program.get(i, '') for i, path in enumerate(used) if path[0].idx == 0}
+def find_names(
+    stages: Stages,
+    compiled: Compiled | Oversized,
+    shardings: Sequence[Sharding | None],
+    module: Module,
+) -> Mapping[int, str]:
+    """Returns the names of positional arguments, by position."""
+    if stages.argument_names is not None:
+        return stages.argument_names
+    paths = [path for path, _ in jtu.tree_leaves_with_path(compiled.args_info)]
+    if stages.traced is not None:
+        names = stages.traced.jaxpr.jaxpr.debug_info.arg_names
+    else:  # the compiled program has only the arguments that it uses
+        paths = [path for path, s in zip(paths, shardings, strict=True) if s is not None]
+        in_program = {op.parameter_number: op.op_name for op in module.entry.parameters()}
+        names = [in_program.get(i, '') for i in range(len(paths))]
+        # if an argument is a `jax.Ref`, JAX names the parameters Arg_0, Arg_1, ..
+        if any(name.startswith('Arg_') for name in names):
+            return {}
+    found = {
+        path[1].idx: re.split(r'[\[.]', name)[0]
+        for path, name in zip(paths, names, strict=True)
+        if path[0].idx == 0
+    }
     # JAX gives all values of *args the same name, 'args': leave them without a name
-    counts = Counter(names.values())
-    return {i: name for i, name in names.items() if name and counts[name] == 1}
+    counts = Counter(found.values())
+    return {i: name for i, name in found.items() if name and counts[name] == 1}
 
 
 def _axis_names(spec: AnySpec | None, ndim: int) -> tuple[str, ...] | None:

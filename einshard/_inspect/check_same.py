@@ -19,10 +19,10 @@ from .._functions.error_notes import is_sharding_type_error
 from .._sharding.context import is_tracing
 from .._sharding.mesh import partition_spec, spec_axes
 from .._text import array_text, name_of
-from .._trees.paths import common_suffix_length
-from .arrays import argument_path, result_path
+from .._trees.paths import argument_path, common_suffix_length, result_path
 from .comparison import ComparedRow, Comparison, Reference, compare, key_data
-from .lowered import check_arguments, positional_parameters
+from .frameworks import positional_parameters
+from .lowered import check_arguments
 from .one_device import (
     Arrays,
     Call,

@@ -20,7 +20,7 @@ from .._hlo.memory import read_memory
 from .._hlo.module import Module
 from .._sharding.collective_axes import ShardedBy, along_text, find_sharded_by
 from .._sharding.mesh import AnyMesh, Device, MeshLike, is_canonical_mesh, position
-from .arrays import array_row, find_arguments, find_results, results_in_place
+from .arrays import array_row, find_arguments, find_names, find_results, results_in_place
 from .bounds import NO_BOUNDS, find_bounds
 from .findings.causes import with_causes
 from .findings.facts import Facts
@@ -63,8 +63,9 @@ def explain(
     `sharded` function with `collectives=` or `memory=`, which compiles again.
 
     Args:
-        fn: a `sharded` or jitted function, or the result of `f.trace(...)`, `f.lower(...)` or
-            `f.lower(...).compile()`. Any other function is jitted first.
+        fn: a `sharded` or jitted function, also by `flax.nnx.jit` or `equinox.filter_jit`, or the
+            result of `f.trace(...)`, `f.lower(...)` or `f.lower(...).compile()`. Any other function
+            is jitted first.
         args, kwargs: arguments of the call. A `jax.ShapeDtypeStruct` can replace an array. Omit
             them for a traced, lowered or compiled program. Pass arguments by position if their
             names clash with options such as `mesh`.
@@ -106,8 +107,9 @@ def _read_program(
 ) -> Facts:
     module = Module(program_text(stages.name or 'the program', compiled))
     argument_shardings, result_info = compiled_shardings(compiled)  # type: ignore[reportArgumentType]
-    arguments = find_arguments(stages, compiled, argument_shardings, module)
-    results = find_results(stages, result_info)
+    names = find_names(stages, compiled, argument_shardings, module)
+    arguments = find_arguments(stages, compiled, argument_shardings, names)
+    results = find_results(stages, result_info, names)
     shardings = [array.sharding for array in (*arguments, *results)]
     meshes = list(dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding)))
     devices = _devices(shardings)

@@ -32,6 +32,16 @@ from .._sharding.libtpu import quiet_libtpu
 from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact
 from .._text import array_text, name_of
 from .._trees.specs import leaf_specs
+from .frameworks import (
+    Framework,
+    can_filter_jit,
+    equinox_jaxpr,
+    equinox_paths,
+    framework_of,
+    is_jitted,
+    jax_stage,
+    unbound,
+)
 
 
 @dataclass(frozen=True)
@@ -44,8 +54,9 @@ class Stages:
             of the three is set.
         argument_names: the names of the dynamic arguments of a `sharded` function, by position.
             None for other functions.
-        parameters: the names of the parameters that the call passes by position, including static
-            ones. Empty for a `sharded` function.
+        framework: the framework that jitted the function, or None for JAX and `sharded`.
+        paths: the path of each argument leaf of an Equinox function. None for other functions.
+        lowered_jaxpr: the jaxpr of a lowered Equinox function, or None.
         program: the program of a `sharded` function. None for other functions.
         values: the values of `program.arguments` in the call, including static ones.
         limits: the limits of a `sharded` function on collectives and memory, or None.
@@ -56,10 +67,17 @@ class Stages:
     lowered: Lowered | None = None
     traced: Traced | None = None
     argument_names: Mapping[int, str] | None = None
-    parameters: Sequence[str] = ()
+    framework: Framework | None = None
+    paths: Sequence[str] | None = None
+    lowered_jaxpr: Any = None
     program: TracedFunction | None = None
     values: tuple[Any, ...] = ()
     limits: Limits | None = None
+
+    @property
+    def jaxpr(self) -> Any | None:
+        """The jaxpr of the function. None for a lowered or compiled function."""
+        return self.lowered_jaxpr if self.traced is None else self.traced.jaxpr.jaxpr
 
     def lower(self) -> Lowered:
         if self.lowered is not None:
@@ -134,8 +152,8 @@ def trace_call(
     fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: MeshLike | None
 ) -> Stages:
     """Traces a function, or wraps a `Traced`, `Lowered` or `Compiled` that the user passed."""
-    if isinstance(fn, Compiled | Lowered | Traced):
-        return _wrap_stage(fn, args, kwargs, mesh)
+    if (stage := jax_stage(fn)) is not None:
+        return _wrap_stage(stage, framework_of(fn), args, kwargs, mesh)
     if not callable(fn):
         raise EinshardError(
             f'{reprlib.repr(fn)} ({type(fn).__name__}) is not a function',
@@ -170,7 +188,13 @@ def _hide_our_source_lines() -> None:
     register_exclusion(f'{Path(__file__).parent.parent}{os.sep}')
 
 
-def _wrap_stage(stage: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Any) -> Stages:
+def _wrap_stage(
+    stage: Any,
+    framework: Framework | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    mesh: Any,
+) -> Stages:
     kind = type(stage).__name__.lower()
     if args or kwargs or mesh is not None:
         option = 'arguments' if args or kwargs else 'mesh='
@@ -178,23 +202,19 @@ def _wrap_stage(stage: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh
             f'a {kind} function already has its arguments and devices, so {option} cannot be given',
             facts={'instead': f'omit {option}, or pass the function'},
         )
-    if isinstance(stage, Compiled):
-        return Stages('', compiled=stage)
-    if isinstance(stage, Lowered):
-        return Stages('', lowered=stage)
-    return Stages('', traced=stage)
+    return Stages('', framework=framework, **{kind: stage})
 
 
 def _trace(
     fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], target: AnyMesh | None
 ) -> Stages:
-    unbound = fn
-    if isinstance(fn, BoundMethod):
-        unbound, args = fn.func, (*fn.args, *args)
+    if target is None or isinstance(fn, BoundMethod):
+        fn, args, kwargs = unbound(fn, args, kwargs)
+    jitted = fn
     try:
-        if isinstance(unbound, ShardedFunction):
+        if isinstance(fn, ShardedFunction):
             # not fn.trace, which does not return the program and the values of its arguments
-            program, values, traced = unbound._call(args, kwargs, _trace_program)  # type: ignore[reportPrivateUsage]
+            program, values, traced = fn._call(args, kwargs, _trace_program)  # type: ignore[reportPrivateUsage]
             names = [p for i, p in enumerate(program.names) if i not in program.static]
             return Stages(
                 name,
@@ -202,10 +222,10 @@ def _trace(
                 argument_names=dict(enumerate(names)),
                 program=program,
                 values=values,
-                limits=unbound.limits,
+                limits=fn.limits,
             )
-        if not hasattr(fn, 'trace'):
-            fn = jax.jit(fn)
+        if not is_jitted(fn):
+            jitted = jax.jit(fn)
         elif target is not None:
             raise EinshardError(
                 f'{name} is already jitted, so mesh= cannot be given',
@@ -214,10 +234,21 @@ def _trace(
                     'einshard(jax.ShapeDtypeStruct(...), spec, mesh=mesh)'
                 },
             )
+        made = (jitted.trace if hasattr(jitted, 'trace') else jitted.lower)(*args, **kwargs)
+        stage, framework = jax_stage(made), framework_of(made)
+        if isinstance(stage, Traced):
+            return Stages(name, traced=stage, framework=framework)
+        if not isinstance(stage, Lowered):
+            raise EinshardError(
+                f'{name} is jitted, but not by JAX, Flax or Equinox',
+                facts={'got': type(made).__name__, 'instead': f'jax.jit({name})'},
+            )
         return Stages(
             name,
-            traced=fn.trace(*args, **kwargs),
-            parameters=positional_parameters(fn)[: len(args)],
+            lowered=stage,
+            framework=framework,
+            paths=equinox_paths(fn, args, kwargs, stage.args_info),
+            lowered_jaxpr=equinox_jaxpr(fn, args, kwargs, stage.args_info),
         )
     except EinshardError:
         raise
@@ -229,8 +260,10 @@ def _trace(
             'JAX says': str(error).partition('\n')[0],
             'arguments': _format_call(args, kwargs),
         }
-        if not _is_hashable(unbound):  # a module with arrays, for example
+        if not _is_hashable(fn):  # a module with arrays, for example
             facts['instead'] = f'pass {name} as an argument: lambda f, *args: f(*args)'
+        elif can_filter_jit(fn, args, kwargs):
+            facts['instead'] = f'equinox.filter_jit({name})'
         raise EinshardError(f'tracing {name} with these arguments failed', facts=facts) from error
 
 
@@ -240,15 +273,6 @@ def _is_hashable(fn: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def positional_parameters(fn: Any) -> list[str]:
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.kind in by_position]
 
 
 def _trace_program(program: Program) -> Callable[..., Any]:

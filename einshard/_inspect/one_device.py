@@ -26,8 +26,8 @@ from .._progress import progress
 from .._sharding.context import ambient_mesh, one_device_scope
 from .._sharding.mesh import Device, device_mesh, is_partial, partition_spec, shrink_mesh, spec_axes
 from .._text import format_bytes
-from .arrays import argument_path
-from .lowered import positional_parameters
+from .._trees.paths import argument_path
+from .frameworks import positional_parameters
 
 Arrays = Mapping[int, Any]  # arrays by leaf index, in the arguments or in the result
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.tree_util as jtu
@@ -33,6 +33,19 @@ _paths: dict[Any, Sequence[str]] = register_cache({})
 
 def path_text(path: Sequence[Any]) -> str:
     return jtu.keystr(tuple(path), simple=True, separator='/')
+
+
+def argument_path(path: Sequence[Any], names: Mapping[int, str]) -> str:
+    """Formats a key path of (args, kwargs): 'params/w', or 'args[0]/w' for an unnamed argument."""
+    container, key, *rest = path
+    by_keyword = container.idx == 1
+    name = str(key.key) if by_keyword else names.get(key.idx, f'args[{key.idx}]')
+    return '/'.join(filter(None, (name, path_text(rest))))
+
+
+def result_path(path: Sequence[Any]) -> str:
+    """Formats 'result/0/w', or 'result' for a single array."""
+    return '/'.join(filter(None, ('result', path_text(path))))
 
 
 def common_suffix_length(path: str, other: str) -> int:

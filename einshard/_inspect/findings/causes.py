@@ -64,9 +64,9 @@ class _Constrained:
         self.lines: set[str] = set()
         self.paths: set[str] = set()
         self.has_trace = facts.trace is not None
-        if facts.trace is None or facts.stages.traced is None:
+        if facts.trace is None or facts.stages.jaxpr is None:
             return
-        jaxpr = facts.stages.traced.jaxpr.jaxpr
+        jaxpr = facts.stages.jaxpr
         for constraint in facts.trace.constraints:
             if constraint.before.argument is not None:
                 self.paths.add(facts.arguments[constraint.before.argument].path)

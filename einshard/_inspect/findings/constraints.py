@@ -48,9 +48,9 @@ def _no_effect(facts: Facts) -> Iterator[tuple[Finding, bool]]:
     line has an effect. `is_repeated` says whether the constrained value already has the sharding of
     the constraint.
     """
-    if facts.stages.traced is None:
+    if facts.stages.jaxpr is None:
         return
-    jaxpr = facts.stages.traced.jaxpr.jaxpr
+    jaxpr = facts.stages.jaxpr
     specified = _arguments_with_sharding(facts)
     pairs = enumerate(zip(jaxpr.invars, facts.arguments, strict=False))
     shardings = {id(v): array.sharding for i, (v, array) in pairs if i in specified}

@@ -111,9 +111,9 @@ class Facts:
     @functools.cached_property
     def trace(self) -> Trace | None:
         """None if `mesh` is None, or if there is no jaxpr, as for a `Lowered` or `Compiled`."""
-        if self.stages.traced is None or self.mesh is None:
+        if self.stages.jaxpr is None or self.mesh is None:
             return None
-        jaxpr = self.stages.traced.jaxpr.jaxpr
+        jaxpr = self.stages.jaxpr
         return read_trace(jaxpr, self.values, self.mesh, self.has_only_innermost_lines)
 
     @functools.cached_property

@@ -48,7 +48,7 @@ def promise_broken(facts: Facts) -> Iterator[Finding]:
 
 
 def not_checked(facts: Facts) -> Iterator[Finding]:
-    if facts.stages.traced is None and facts.n_devices > 1:
+    if facts.stages.jaxpr is None and facts.n_devices > 1:
         text = (
             'replicated compute, constraints and the shardings of activations were not checked: '
             'to check them, pass the function instead of the lowered or compiled program'

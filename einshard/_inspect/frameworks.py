@@ -1,0 +1,189 @@
+"""Functions that Flax NNX and Equinox jit: their stages, and the paths of arguments and results.
+
+Neither is imported. Both keep JAX's own stage in a public attribute of theirs, and both rearrange
+the arguments and results of the user's function.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.stages import Compiled, Lowered, Traced
+
+from .._text import name_of
+from .._trees.paths import argument_path, path_text, result_path
+
+Framework: TypeAlias = Literal['nnx', 'equinox']
+
+_STAGES = Compiled | Lowered | Traced
+_ARRAYS = jax.Array | np.ndarray | np.generic  # the arrays of Equinox; others are static
+
+
+def jax_stage(stage: Any) -> Any:
+    """Returns `stage` if it is a stage of JAX, the one that it holds, or None."""
+    held = (getattr(stage, name, None) for name in ('traced', 'lowered', 'compiled'))
+    return next((each for each in (stage, *held) if isinstance(each, _STAGES)), None)
+
+
+def framework_of(stage: Any) -> Framework | None:
+    if isinstance(stage, _STAGES):
+        return None
+    return 'nnx' if hasattr(stage, 'jit_wrapped') else 'equinox'
+
+
+def is_jitted(fn: Any) -> bool:
+    """Whether `fn` can be traced or, as a function of Equinox, only lowered."""
+    return hasattr(fn, 'trace') or (hasattr(fn, 'lower') and hasattr(fn, '__wrapped__'))
+
+
+def unbound(
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
+    """Returns a jitted method or partial as the jitted function, with all arguments of the call.
+
+    A bound method of JAX's `jit` has the attributes of the function, which expect `self`. A bound
+    method of `nnx.jit` is a `functools.partial`, and of `eqx.filter_jit`, an `eqx.Partial`.
+    """
+    if isinstance(fn, types.MethodType):
+        inner, first, by_name = fn.__func__, (fn.__self__,), {}
+    elif isinstance(fn, functools.partial) or type(fn).__name__ == 'Partial':
+        inner, first, by_name = fn.func, fn.args, fn.keywords
+    else:
+        return fn, args, kwargs
+    inner, more, by_name = unbound(inner, (*first, *args), {**by_name, **kwargs})
+    return (inner, more, by_name) if is_jitted(inner) else (fn, args, kwargs)
+
+
+def can_filter_jit(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call has modules of Equinox, and `eqx.filter_jit` lowers it."""
+    equinox: Any = sys.modules.get('equinox')
+    if equinox is None or not _has_leaf((args, kwargs), equinox.Module):
+        return False
+    try:
+        equinox.filter_jit(fn).lower(*args, **kwargs)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _has_leaf(tree: Any, kind: type) -> bool:
+    leaves = jtu.tree_leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return any(isinstance(leaf, kind) for leaf in leaves)
+
+
+def positional_parameters(fn: Any) -> list[str]:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in by_position]
+
+
+# --- paths --------------------------------------------------------------------------------------
+
+
+def leaves_with_paths(tree: Any) -> Sequence[tuple[Sequence[Any], Any]]:
+    """Returns the leaves of a pytree, with the paths that NNX gives the arrays of its modules.
+
+    `nnx.jit` passes a module as a list of arrays and a `graphdef`, which has their paths.
+    """
+
+    def is_module(node: Any) -> bool:
+        return hasattr(node, 'graphdef') and hasattr(node, 'states')
+
+    nnx: Any = sys.modules.get('flax.nnx')
+    if nnx is None:
+        return jtu.tree_leaves_with_path(tree)
+    found: list[tuple[Sequence[Any], Any]] = []
+    for path, node in jtu.tree_leaves_with_path(tree, is_leaf=is_module):
+        leaves = jtu.tree_leaves_with_path(node)
+        if is_module(node):
+            numbered = jtu.tree_structure(node).unflatten(range(len(leaves)))
+            try:
+                module = nnx.merge(numbered.graphdef, *numbered.states)
+            except (KeyError, ValueError):  # it shares arrays with an earlier argument
+                names = {}
+            else:
+                state = nnx.to_pure_dict(nnx.state(module))
+                names = {number: name for name, number in jtu.tree_leaves_with_path(state)}
+            leaves = [(names.get(i, inner), leaf) for i, (inner, leaf) in enumerate(leaves)]
+        found += [((*path, *inner), leaf) for inner, leaf in leaves]
+    return found
+
+
+def framework_result_path(path: Sequence[Any], out_info: Any, names: Mapping[int, str]) -> str:
+    """Formats the path of a result, without the containers that NNX and Equinox add.
+
+    An array of a module that an NNX function updates has the path 'result/model/kernel'.
+    """
+    match [type(each).__name__ for each in out_info], path[0].idx:
+        case [_, _, 'Static'], 0:  # Equinox: (marker, arrays, other results)
+            return 'marker of filter_jit'
+        case ([_, _, 'Static'], 1) | ([_, _], 0) | ([_, _, _], 2):
+            return result_path(path[1:])
+        case [_, _], 1:  # NNX with graph=False: (result, updates)
+            return f'updates/{path_text(path[1:])}'
+        case _:  # NNX: (arguments, keyword arguments, result)
+            return f'result/{argument_path(path, names)}'
+
+
+def equinox_path(path: Sequence[Any]) -> str:
+    """Formats the path of an argument of an Equinox stage, which has no names."""
+    group = {'first': 'first argument', 'fun': 'function'}.get(path[2].key, 'other arguments')
+    return f'{group}, leaf {path[3].idx}'
+
+
+def equinox_paths(
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], args_info: Any
+) -> list[str] | None:
+    """Returns the path of each leaf of a call of `eqx.filter_jit`. None if they do not match.
+
+    Equinox sorts the arrays by whether they are donated, then into those of the first argument, of
+    the function, and of the others.
+    """
+    bound = inspect.signature(fn).bind(*args, **kwargs)
+    names, function = dict(enumerate(positional_parameters(fn))), fn.__wrapped__
+    users = [(argument_path(path, names), x) for path, x in _arrays((bound.args, bound.kwargs))]
+    users += [(f'{name_of(function)}/{path_text(path)}', x) for path, x in _arrays(function)]
+    info = [(path[2].key, leaf) for path, leaf in jtu.tree_leaves_with_path(args_info)]
+    groups = ('first', 'rest', 'fun')
+    order = [i for group in groups for i, (name, _) in enumerate(info) if name == group]
+    if [info[i][1].shape for i in order] != [x.shape for _, x in users]:
+        return None
+    paths = dict(zip(order, (path for path, _ in users), strict=True))
+    return [paths[i] for i in range(len(info))]
+
+
+def equinox_jaxpr(
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], args_info: Any
+) -> Any | None:
+    """Returns the jaxpr that a call of `eqx.filter_jit` runs, because `lower` returns none.
+
+    Returns None if its arguments are not those of the lowered program.
+    """
+    leaves, treedef = jtu.tree_flatten((tuple(args), dict(kwargs)))
+    arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, _ARRAYS)}
+
+    def call(arrays: Mapping[int, Any]) -> None:
+        args, kwargs = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
+        fn(*args, **kwargs)
+
+    equations = jax.make_jaxpr(call)(arrays).jaxpr.eqns
+    jaxprs = [eqn.params['jaxpr'].jaxpr for eqn in equations if 'jaxpr' in eqn.params]
+    shapes = [leaf.shape for leaf in jtu.tree_leaves(args_info)]
+    found = [jaxpr for jaxpr in jaxprs if [v.aval.shape for v in jaxpr.invars] == shapes]
+    return found[0] if len(found) == 1 else None
+
+
+def _arrays(tree: Any) -> list[tuple[Sequence[Any], Any]]:
+    pairs = jtu.tree_leaves_with_path(tree)
+    return [(path, x) for path, x in pairs if isinstance(x, _ARRAYS)]

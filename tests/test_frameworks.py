@@ -1,0 +1,313 @@
+"""Reports on functions that Flax NNX and Equinox jit, compared with `jax.jit` by hand."""
+
+import functools
+import inspect
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from placed import mesh_of
+
+from einshard import (
+    EinshardError,
+    Rules,
+    UnexpectedCollectives,
+    assert_collectives,
+    check_same,
+    einshard,
+    explain,
+    to_jax,
+)
+
+MESH = mesh_of(batch=8, tp=2)
+RULES = Rules(
+    [
+        ('up/weight', 'o i -> o@tp i'),
+        ('down/weight', 'o i -> o i@tp'),
+        ('up/kernel', 'i o -> i o@tp'),
+        ('down/kernel', 'i o -> i@tp o'),
+    ],
+    default='... -> ...',
+)
+NNX_PATHS = ['down/bias', 'down/kernel', 'up/bias', 'up/kernel']
+EQX_PATHS = ['up/weight', 'up/bias', 'down/weight', 'down/bias']
+
+
+class NnxModel(nnx.Module):
+    def __init__(self):
+        self.up = nnx.Linear(16, 64, rngs=nnx.Rngs(0))
+        self.down = nnx.Linear(64, 16, rngs=nnx.Rngs(1))
+        self.activation = jax.nn.relu
+
+    def __call__(self, x):
+        return self.down(self.activation(self.up(x)))
+
+    @nnx.jit
+    def run(self, x):
+        return self(x)
+
+
+class EqxModel(eqx.Module):
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+    activation: object
+
+    def __init__(self):
+        self.up = eqx.nn.Linear(16, 64, key=jax.random.key(0))
+        self.down = eqx.nn.Linear(64, 16, key=jax.random.key(1))
+        self.activation = jax.nn.relu
+
+    def __call__(self, x):
+        return self.down(self.activation(self.up(x)))
+
+    @eqx.filter_jit
+    def run(self, x):
+        return jax.vmap(self)(x)
+
+
+@pytest.fixture
+def x():
+    return einshard(np.ones((32, 16), np.float32), 'b d -> b@batch d', mesh=MESH)
+
+
+@pytest.fixture
+def nnx_model():
+    model = NnxModel()
+    nnx.update(model, einshard(nnx.state(model, nnx.Param), RULES, mesh=MESH))
+    return model
+
+
+@pytest.fixture
+def eqx_model():
+    return einshard(EqxModel(), RULES, mesh=MESH)
+
+
+def rows(report):
+    return {row.path: (row.array, row.placement) for row in report.arguments}
+
+
+def paths(rows):
+    return [row.path for row in rows]
+
+
+def kinds(report):
+    return [one.kind for one in (*report.findings, *report.notes)]
+
+
+# --- Flax NNX -----------------------------------------------------------------------------------
+
+
+def nnx_loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+def nnx_step(model, optimizer, x, unused):
+    loss, gradients = nnx.value_and_grad(nnx_loss)(model, x)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def test_a_train_step_of_nnx(nnx_model, x):
+    optimizer = nnx.Optimizer(nnx_model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(nnx_model)))
+    report = explain(nnx.jit(nnx_step), nnx_model, optimizer, x, x)
+    after = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(nnx_model)))
+    jax.tree.map(np.testing.assert_array_equal, before, after)  # nothing ran
+
+    graphdef, state = nnx.split((nnx_model, optimizer))
+
+    @jax.jit
+    def by_hand(state, x):
+        model, optimizer = nnx.merge(graphdef, state)
+        loss = nnx_step(model, optimizer, x, None)
+        return nnx.state((model, optimizer)), loss
+
+    assert report.collectives.counts == explain(by_hand, state, x).collectives.counts
+    assert report.collectives.counts['all-reduce'] > 0
+    model = [f'model/{path}' for path in NNX_PATHS]
+    trace = [f'optimizer/opt_state/0/trace/{path}' for path in NNX_PATHS]
+    assert paths(report.arguments) == [*model, *trace, 'optimizer/step', 'x', 'unused']
+    assert rows(report)['model/up/kernel'] == ('float32[16,64]', 'a b -> a b@tp')
+    assert rows(report)['unused'] == ('float32[32,16]', 'not used')
+    updated = [f'result/{path}' for path in (*model, *trace, 'optimizer/step')]
+    assert paths(report.results) == [*updated, 'result']
+    assert 'not checked' not in kinds(report)
+
+
+def test_a_forward_pass_of_nnx_updates_statistics(x):
+    class Normed(nnx.Module):
+        def __init__(self):
+            self.norm = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
+
+    report = explain(nnx.jit(lambda model, x: {'y': model.norm(x)}), Normed(), x)
+    norm = [f'model/norm/{name}' for name in ('bias', 'mean', 'scale', 'var')]
+    assert paths(report.arguments) == [*norm, 'x']
+    assert paths(report.results) == [*(f'result/{path}' for path in norm), 'result/y']
+
+
+def test_stages_of_nnx(nnx_model, x):
+    forward = nnx.jit(lambda model, x: model(x))
+    traced, lowered = forward.trace(nnx_model, x), forward.lower(nnx_model, x)
+    expected = rows(explain(forward, nnx_model, x))
+    assert list(expected) == [*(f'model/{path}' for path in NNX_PATHS), 'x']
+    for stage in (traced, lowered, lowered.compile(), lowered.lowered):
+        assert rows(explain(stage)) == expected
+        assert_collectives(stage, allowed={'all-reduce': 1})
+        with pytest.raises(UnexpectedCollectives):
+            assert_collectives(stage, allowed=())
+    with pytest.raises(EinshardError, match='already has its arguments'):
+        explain(lowered, x)
+
+
+@pytest.mark.parametrize('option', ['graph', 'graph_updates'])
+def test_nnx_without_graphs(nnx_model, x, option):
+    if option not in inspect.signature(nnx.jit).parameters:
+        pytest.skip('not in this version of Flax')
+    report = explain(nnx.jit(lambda model, x: model(x), **{option: False}), nnx_model.up, x)
+    assert len(report.arguments) == 3
+    assert paths(report.results) == ['result']
+
+
+def test_checks_of_nnx(nnx_model, x):
+    forward = nnx.jit(lambda model, x: model(x))
+    assert_collectives(forward, nnx_model, x, allowed={'all-reduce': 1})
+    with pytest.raises(UnexpectedCollectives):
+        assert_collectives(forward, nnx_model, x, allowed=())
+    check_same(forward, nnx_model, x, gradients=False)
+
+
+# --- Equinox ------------------------------------------------------------------------------------
+
+
+def eqx_loss(model, x, *more, scale=None):
+    return jnp.mean(jax.vmap(model)(x) ** 2)
+
+
+def test_equinox_as_by_hand(eqx_model, x):
+    arrays, static = eqx.partition(eqx_model, eqx.is_array)
+    loss = jax.value_and_grad(lambda arrays, x: eqx_loss(eqx.combine(arrays, static), x))
+    by_hand = explain(jax.jit(loss), arrays, x)
+    report = explain(eqx.filter_jit(eqx.filter_value_and_grad(eqx_loss)), eqx_model, x)
+    assert report.collectives.counts == by_hand.collectives.counts
+    assert report.collectives.counts['all-reduce'] > 0
+    assert report.flops == by_hand.flops
+    assert list(rows(report).values()) == list(rows(by_hand).values())
+    assert kinds(report) == kinds(by_hand)
+    gradients = [f'result/1/{path}' for path in EQX_PATHS]
+    assert paths(report.results) == ['marker of filter_jit', 'result/0', *gradients]
+
+
+def test_paths_of_equinox_in_any_order(eqx_model, x):
+    call = {'scale': x, 'x': x, 'model': eqx_model}  # the order of keywords does not matter
+    expected = [*(f'model/{path}' for path in EQX_PATHS), 'x', 'scale']
+    assert paths(explain(eqx.filter_jit(eqx_loss), **call).arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ('donate', 'by_number'), [('all', (0, 1)), ('all-except-first', 1), ('none', ())]
+)
+def test_donations_of_equinox(eqx_model, x, donate, by_number):
+    def step(model, x):
+        return eqx_loss(model, x), x + 1, eqx.filter(model, eqx.is_array)
+
+    arrays, static = eqx.partition(eqx_model, eqx.is_array)
+    by_hand = explain(
+        jax.jit(lambda model, x: step(eqx.combine(model, static), x), donate_argnums=by_number),
+        arrays,
+        x,
+    )
+    report = explain(eqx.filter_jit(step, donate=donate), eqx_model, x)
+    assert {*report.in_place} == {*by_hand.in_place}
+    assert bool(report.in_place) == (donate != 'none')
+    assert rows(report) == rows(by_hand)  # a dict: Equinox sorts donated arrays first
+
+
+def test_stages_of_equinox_have_no_paths(eqx_model, x):
+    lowered = eqx.filter_jit(eqx_loss).lower(eqx_model, x)
+    for stage in (lowered, lowered.compile()):
+        report = explain(stage)
+        first = [f'first argument, leaf {i}' for i in range(4)]
+        assert paths(report.arguments) == [*first, 'other arguments, leaf 0']
+        assert paths(report.results) == ['marker of filter_jit', 'result']
+        assert 'not checked' in kinds(report)
+        assert_collectives(stage, allowed='all-reduce')
+
+
+def test_constraints_in_equinox_functions(eqx_model, x):
+    @eqx.filter_jit
+    def forward(model, x):
+        einshard(x, 'b d -> b@batch d', mesh=MESH)  # without effect
+        return einshard(jax.vmap(model)(x), 'b d -> b@batch d', mesh=MESH)
+
+    (finding,) = explain(forward, eqx_model, x).findings
+    assert finding.kind == 'no effect'
+    assert "NamedSharding(mesh, P('batch'))" in to_jax(forward, eqx_model, x)
+
+
+def test_arrays_of_an_equinox_function(eqx_model, x):
+    """The function may be a module itself."""
+    of_batch = eqx.filter_jit(eqx.Partial(eqx_loss, eqx_model))
+    report = explain(of_batch, x)
+    model = [f'eqx_loss/args/0/{path}' for path in EQX_PATHS]
+    assert sorted(paths(report.arguments)) == sorted([*model, 'args[0]'])
+    assert report.collectives.counts == explain(of_batch.lower(x)).collectives.counts
+
+
+def test_an_equinox_function_closes_over_arrays(eqx_model, x):
+    report = explain(eqx.filter_jit(lambda model, y: eqx_loss(model, y + x)), eqx_model, x)
+    assert paths(report.arguments) == [*(f'model/{path}' for path in EQX_PATHS), 'y']
+
+
+def test_checks_of_equinox(eqx_model, x):
+    loss = eqx.filter_jit(eqx_loss)
+    assert_collectives(loss, eqx_model, x, allowed='all-reduce')
+    with pytest.raises(UnexpectedCollectives):
+        assert_collectives(loss, eqx_model, x, allowed=())
+    check_same(loss, eqx_model, x, gradients=False)
+
+
+# --- both ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('kind', ['nnx_model', 'eqx_model'])
+def test_bound_methods_and_partials(request, x, kind):
+    model = request.getfixturevalue(kind)
+    jitted = type(model).run
+    expected = rows(explain(jitted, model, x))
+    assert all(path.startswith('self/') or path == 'x' for path in expected)
+    for bound in (model.run, functools.partial(jitted, model)):
+        assert rows(explain(bound, x)) == expected
+
+
+def test_methods_and_partials_of_jax():
+    class Scaled:
+        @functools.partial(jax.jit, static_argnums=0, donate_argnames='x')
+        def run(self, x):
+            return 2 * x
+
+    scaled, x = Scaled(), jnp.ones(3)
+    for call in (scaled.run, functools.partial(Scaled.run, scaled)):
+        report = explain(call, x)
+        assert report.in_place == (('result', 'x'),)
+
+
+def test_an_unjitted_function_of_an_equinox_module(eqx_model, x):
+    with pytest.raises(EinshardError) as error:
+        explain(eqx_loss, eqx_model, x)
+    assert error.value.facts['instead'] == 'equinox.filter_jit(eqx_loss)'
+
+
+def test_a_function_that_something_else_jits():
+    class Jitted:
+        def __call__(self, x):
+            return x
+
+        def trace(self, x):
+            return 'a trace'
+
+    with pytest.raises(EinshardError, match='not by JAX, Flax or Equinox'):
+        explain(Jitted(), jnp.ones(3))
