@@ -23,6 +23,7 @@ from einshard._hlo.find_collectives import find_collectives
 from einshard._hlo.hardware import as_chip, find_chip
 from einshard._hlo.hbm_traffic import min_hbm_bytes
 from einshard._hlo.module import ArrayType, Module
+from einshard._hlo.sources import operations
 from einshard._inspect.bounds import Bound, find_bounds
 from einshard._inspect.network import Network
 from einshard._text import format_seconds
@@ -565,6 +566,20 @@ def test_largest_temporaries():
         ('f32[64,64]', 4 * 64 * 64, 'jit(f)/wide'),
         ('f32[32,64]', 4 * 32 * 64, 'jit(f)/big'),
     ]
+
+
+@pytest.mark.parametrize(
+    ('op_name', 'expected'),
+    [
+        ('jit(f)/transpose(jvp(loss))/dot_general', ['dot_general']),
+        ('jit(f)/transpose(jvp())/(dot_general:reduce_sum)', ['dot_general', 'reduce_sum']),
+        ('(jit(f)/add:jit(f)/(mul:jit(g)/reduce_sum))', ['add', 'mul', 'reduce_sum']),
+        ('jit(f)/(mul:add:mul)', ['mul', 'add']),
+        ('copy', ['copy']),
+    ],
+)
+def test_operations_that_xla_combines(op_name, expected):
+    assert operations(op_name) == expected
 
 
 def test_temporaries_have_their_lines():

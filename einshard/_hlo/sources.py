@@ -150,6 +150,28 @@ def op_name(metadata: str) -> str:
     return re.sub(rb'\\([0-7]{3}|.)', _unescaped, escaped).decode(errors='replace')
 
 
+def operations(op_name: str) -> list[str]:
+    """Returns the last part of an `op_name`, or of each of those that XLA combined.
+
+    'jit(f)/jvp()/tanh' has one operation. '(jit(f)/mul:jit(f)/(dot_general:reduce_sum))' has three,
+    which may repeat in XLA's text, but not here.
+    """
+    depth, start = 0, 0
+    parts: list[str] = []
+    for i, character in enumerate(op_name):
+        depth += (character == '(') - (character == ')')
+        if depth == 0 and character in '/:':
+            if character == ':':
+                parts.append(op_name[start:i])
+            start = i + 1
+    parts.append(op_name[start:])
+    if len(parts) == 1:
+        (part,) = parts
+        is_combined = part.startswith('(') and part.endswith(')')
+        return operations(part[1:-1]) if is_combined else parts
+    return list(dict.fromkeys(name for part in parts for name in operations(part)))
+
+
 def _unescaped(match: re.Match[bytes]) -> bytes:
     return bytes([int(match[1], 8)]) if len(match[1]) == 3 else match[1]
 

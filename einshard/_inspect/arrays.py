@@ -92,7 +92,9 @@ def find_names(
         names = stages.traced.jaxpr.jaxpr.debug_info.arg_names
     else:  # the compiled program has only the arguments that it uses
         paths = [path for path, s in zip(paths, shardings, strict=True) if s is not None]
-        in_program = {op.parameter_number: op.op_name for op in module.entry.parameters()}
+        parameters = module.entry.parameters()
+        # XLA combines the names of equal parameters: '(weights[1]:weights[0])'
+        in_program = {op.parameter_number: op.op_name.lstrip('(') for op in parameters}
         names = [in_program.get(i, '') for i in range(len(paths))]
         # if an argument is a `jax.Ref`, JAX names the parameters Arg_0, Arg_1, ..
         if any(name.startswith('Arg_') for name in names):

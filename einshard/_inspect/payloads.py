@@ -14,6 +14,7 @@ from .._hlo.flops import find_products
 from .._hlo.module import Module
 from .._hlo.origins import Origins
 from .._hlo.output_uses import output_uses
+from .._hlo.sources import operations
 from .._notation.expression import ELLIPSIS
 
 # kinds of collectives that send their operand without summing it
@@ -150,7 +151,7 @@ def _axes(collective: Collective) -> str:
         if len(fitting) == 1:
             return named(fitting[0])
         return f'{", ".join(map(named, operands))} -> {named(result)}' if names else einsum[0][1:-1]
-    if op_name.rpartition('/')[2] in _ELEMENTWISE:
+    if _ELEMENTWISE.issuperset(operations(op_name)):
         for line in filter(None, (collective.called_at, collective.source)):
             names = names_at.get(line, ())
             if len(names) == ndim and ELLIPSIS not in names:

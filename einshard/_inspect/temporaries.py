@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from .._hlo.buffers import Temporary
 from .._hlo.memory import Memory
+from .._hlo.sources import operations
 from .._page import Column, Section
 from .._text import format_bytes, short_source
 
@@ -15,7 +16,12 @@ _TEMPORARIES = (Column('array'), Column('on a device', right=True), Column('line
 def temporaries_section(rows: Sequence[Temporary], memory: Memory | None) -> Section:
     min_bytes = max(2**20, memory.total // 100 if memory else 0)
     shown = tuple(
-        (row.array, format_bytes(row.bytes), short_source(row.source), row.op_name.split('/')[-1])
+        (
+            row.array,
+            format_bytes(row.bytes),
+            short_source(row.source),
+            ', '.join(operations(row.op_name)),
+        )
         for row in rows
         if row.bytes >= min_bytes
     )

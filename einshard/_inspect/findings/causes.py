@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..._hlo.collective import Collective
+from ..._hlo.sources import operations
 from ..collectives import Collectives
 from ..report_rows import CollectiveRow
 from .facts import Facts
@@ -21,9 +22,9 @@ _SHARD_MAP_COLLECTIVES = frozenset(
         *('ragged_all_to_all', 'reduce_scatter', 'unreduced_psum', 'unreduced_reduce_scatter'),
     )
 )
-_CONSTRAINTS = ('sharding_constraint', 'reshard')
+_CONSTRAINTS = {'sharding_constraint', 'reshard'}
 # operations that leave partial results on each device if they reduce a sharded axis
-_REDUCING = (*PRODUCTS, 'reduce_sum', 'reduce_max', 'reduce_min', 'argmax', 'argmin', 'scatter-add')
+_REDUCING = {*PRODUCTS, 'reduce_sum', 'reduce_max', 'reduce_min', 'argmax', 'argmin', 'scatter-add'}
 
 
 def with_causes(facts: Facts) -> Collectives:
@@ -35,15 +36,16 @@ def with_causes(facts: Facts) -> Collectives:
 
 
 def _cause(collective: Collective, row: CollectiveRow, constrained: _Constrained) -> str:
-    path, _, operation = collective.op_name.rpartition('/')
-    if operation in _CONSTRAINTS or ('shard_map' in path and operation in _SHARD_MAP_COLLECTIVES):
+    found = {*operations(collective.op_name)}
+    in_shard_map = 'shard_map' in collective.op_name.rpartition('/')[0]
+    if found <= _CONSTRAINTS or (in_shard_map and found <= _SHARD_MAP_COLLECTIVES):
         return 'requested'
     if not constrained.has_trace:
         return 'unknown'
     if collective.kind in ('all-reduce', 'reduce-scatter'):
-        return 'inserted' if operation in _REDUCING else 'unknown'
+        return 'inserted' if found <= _REDUCING else 'unknown'
     # a collective for a constraint may have the op_name of the matmul whose result is constrained
-    if operation not in PRODUCTS:
+    if not found <= {*PRODUCTS}:
         return 'unknown'
     if row.role == 'weights':
         return 'unknown' if constrained.paths & set(row.of) or not row.of else 'inserted'

@@ -26,7 +26,8 @@ class _RepeatedLine(NamedTuple):
     """A source line whose matmuls are the same on several devices."""
 
     line: str
-    n_repeats: int  # the number of devices that compute the same matmuls
+    n_repeats: float  # the number of devices that compute a matmul, on average
+    is_count: bool  # whether it is that number for all matmuls of the line
     wasted: int  # flops of a device beyond its share of the flops before partitioning
     products: Sequence[Product]  # of the forward pass, or else the backward pass; largest first
 
@@ -40,20 +41,23 @@ def replicated_compute(facts: Facts) -> Iterator[Finding]:
     if facts.trace is None or facts.mesh is None:
         return
     total = sum(row.flops for row in facts.products)
-    groups: dict[tuple[int, tuple[str, ...]], list[_RepeatedLine]] = {}
+    groups: dict[tuple[float, bool, tuple[str, ...]], list[_RepeatedLine]] = {}
     for repeated in _repeated_lines(facts):
         unused = _unused_mesh_axes(facts, repeated.products[0])
-        groups.setdefault((repeated.n_repeats, unused), []).append(repeated)
+        key = repeated.n_repeats, repeated.is_count, unused
+        groups.setdefault(key, []).append(repeated)
     has_cause = any(itertools.chain(missing_constraint(facts), sharded_loop_axis(facts)))
-    for (n_repeats, unused), lines in groups.items():
+    for (n_repeats, is_count, unused), lines in groups.items():
         wasted = sum(repeated.wasted for repeated in lines)
         if wasted < _MIN_WASTED * total or (not unused and has_cause):
             continue
         texts = first_of([short_source(repeated.line) for repeated in lines], 4)
+        repeats = f'{n_repeats:.0f} devices compute the same matmuls in {texts}'
+        if not is_count:
+            repeats = f'on average, {n_repeats} devices compute the same matmul in {texts}'
         yield Finding(
             'replicated compute',
-            f'{n_repeats} devices compute the same matmuls in {texts}: {format_flops(wasted)} of '
-            'redundant work on each device in one run',
+            f'{repeats}: {format_flops(wasted)} of redundant work on each device in one run',
             max(lines, key=lambda repeated: repeated.wasted).line,
             0,
             _suggestion(facts, unused, lines),
@@ -96,7 +100,12 @@ def _repeated_lines(facts: Facts) -> Iterator[_RepeatedLine]:
         if ratio >= _MIN_RATIO and round(ratio) <= facts.n_devices:
             forward = [product for product in products if not product.is_backward] or products
             forward.sort(key=lambda product: -(product.flops or 0))
-            yield _RepeatedLine(line, round(ratio), int(wasted), forward)
+            # an average over matmuls that different numbers of devices repeat may be any number
+            unused = {_unused_mesh_axes(facts, product) for product in products}
+            n = round(ratio)
+            is_count = abs(ratio - n) < 0.01 * n and facts.n_devices % n == 0 and len(unused) == 1
+            n_repeats = n if is_count else round(ratio, 1)
+            yield _RepeatedLine(line, n_repeats, is_count, int(wasted), forward)
 
 
 def _suggestion(facts: Facts, unused: tuple[str, ...], lines: Sequence[_RepeatedLine]) -> str:
