@@ -34,7 +34,7 @@ from einshard._inspect.findings.trace import read_trace
 from einshard._inspect.findings.values import Axis, reshaped
 from einshard._inspect.lowered import Stages
 from einshard._inspect.oversized import Oversized
-from einshard._text import format_bytes
+from einshard._text import format_bytes, format_flops
 
 ALONG_S = 'b s d -> b@data s@tensor d'
 WITHOUT_DATA = {name: spec.replace('@data', '') for name, spec in FSDP.items()}
@@ -345,6 +345,22 @@ def test_replicated_compute_after_a_lookup(platform):
     # a constraint of the user is not the table's sharding
     kept = report_for('b s x -> b@data s x@tensor')
     assert {f.kind: f.suggestion for f in kept.findings} == {'replicated compute': ''}
+
+
+@pytest.mark.parametrize(('size', 'average'), [(512, '2.5'), (1024, '2.0')])
+def test_an_average_of_repeats_is_not_a_number_of_devices(size, average):
+    """Four devices repeat the first product of the line, and none the second."""
+
+    @sharded('b@data d', 'd f', 'd f@tensor', out=None, mesh=mesh_for('tensor'))
+    def both(x, a, b):
+        return x @ a, x @ b
+
+    report = explain(both, struct(64, 512), struct(512, 512), struct(512, size))
+    (finding,) = [f for f in report.findings if f.kind == 'replicated compute']
+    where = f'in test_findings.py:{finding.source.rpartition(":")[2]}: '
+    assert f'on average, {average} devices compute the same matmul {where}' in finding.text
+    # 64 * 512 * 512 multiply-adds, of which a device should do a sixteenth, but does a fourth
+    assert f'{format_flops(2 * 64 * 512 * 512 * 3 // 16)} of redundant work' in finding.text
 
 
 REPLICATED = {
@@ -756,6 +772,22 @@ def test_parts_of_a_sharded_axis(size, down, product, placements):
     assert expressions(finding) == [f'b a f -> {placement}' for placement in placements]
     here = [row for row in report.collectives if row.source == finding.source]
     assert finding.bytes == sum(row.total_bytes for row in here if row.kind != 'all-reduce')
+
+
+def test_a_sort_on_the_line_of_a_slice_has_its_own_bytes():
+    def in_one_line(x, up):
+        return jnp.sort(einshard(x @ up, 'b@data f@tensor'), 1)[:, :512] * 2
+
+    def in_two_lines(x, up):
+        h = jnp.sort(einshard(x @ up, 'b@data f@tensor'), 1)
+        return h[:, :512] * 2
+
+    def bytes_of_slices(function):
+        decorate = sharded('b@data d', 'd f@tensor', out='b@data d', mesh=mesh_for('tensor'))
+        report = explain(decorate(function), struct(64, 512), struct(512, 1024))
+        return [finding.bytes for finding in report.findings if finding.kind == 'sliced axis']
+
+    assert bytes_of_slices(in_one_line) == bytes_of_slices(in_two_lines) != []
 
 
 def test_a_gather_along_another_mesh_axis_is_not_of_a_slice():

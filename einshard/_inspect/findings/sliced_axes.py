@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import prod
 
+from ..._hlo.sources import operations
 from ..._text import format_bytes
 from ..report_rows import Finding
 from .expressions import expression_of
@@ -14,6 +15,13 @@ from .values import Axis
 
 # collectives that move slices; an all-reduce on the same line has another cause
 _KINDS = ('collective-permute', 'all-to-all', 'all-gather')
+# operations that move data along a sharded axis themselves. A slice may also be moved for the
+# operation that reads it, such as a matmul, so not only collectives of slices count
+_MOVING = {
+    *('approx_top_k', 'argmax', 'argmin', 'argsort', 'cumlogsumexp', 'cummax', 'cummin'),
+    *('cumprod', 'cumsum', 'fft', 'gather', 'reshard', 'rev', 'scatter', 'scatter-add'),
+    *('sharding_constraint', 'sort', 'top_k'),
+}
 
 
 def sliced_axis(facts: Facts) -> Iterator[Finding]:
@@ -30,6 +38,7 @@ def sliced_axis(facts: Facts) -> Iterator[Finding]:
             row
             for row, along in zip(facts.rows, facts.partly_along, strict=True)
             if row.source == line and row.kind in _KINDS and along & set(mesh_axes)
+            if _MOVING.isdisjoint(operations(row.op_name))
         ]
         n_bytes = sum(row.total_bytes for row in rows)
         if n_bytes <= facts.min_bytes:
