@@ -442,6 +442,19 @@ def test_a_constraint_repeats_only_shardings_that_the_user_specified(specify):
     assert [note.kind for note in report.notes] == ['no effect'] * bool(specify)
 
 
+def test_an_argument_that_the_compiler_shards():
+    """JAX returns no NamedSharding for an argument without a sharding."""
+    mesh = mesh_of(data=8, tensor=2)
+    placed = make_sharding('a b -> a@data b@tensor', mesh=mesh)
+    f = jax.jit(lambda x, y: 2 * jax.lax.with_sharding_constraint(x, placed) + y)
+    report = explain(f, struct(16, 16), struct())
+    assert [row.placement for row in report.arguments] == [
+        'a b -> a@data b@tensor',
+        '... -> 16 ...',
+    ]
+    assert [row.placement for row in report.results] == ['a b -> a@data b@tensor']
+
+
 @pytest.mark.parametrize('where', ['function', 'scan', 'cond', 'while', 'nested jit', 'gradient'])
 def test_constraints_of_python_scalars(where):
     """JAX keeps the scalars as literals of the jaxpr, which have no hash."""

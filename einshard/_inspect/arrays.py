@@ -11,14 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, Sharding
 from jax.stages import Compiled
 
 from .._hlo.module import Module
 from .._notation.expression import ELLIPSIS, axis_letters
+from .._sharding.collective_axes import named_sharding
 from .._sharding.describe import Description, describe, describe_named
 from .._sharding.leaf_spec import AnySpec, as_leaf_spec
+from .._sharding.mesh import AnyMesh
 from .._trees.paths import argument_path, result_path
 from .frameworks import equinox_path, framework_result_path, leaves_with_paths
 from .lowered import Stages
@@ -127,7 +130,7 @@ def _axis_names(spec: AnySpec | None, ndim: int) -> tuple[str, ...] | None:
     return (*names[:at], *between, *names[at + 1 :])
 
 
-def array_row(array: ProgramArray) -> ArrayRow:
+def array_row(array: ProgramArray, meshes: Sequence[AnyMesh]) -> ArrayRow:
     sharding, shape = array.sharding, array.shape
     shard_shape = shape if sharding is None else sharding.shard_shape(shape)
     is_partial_sum = isinstance(sharding, NamedSharding) and bool(sharding.spec.unreduced)
@@ -135,18 +138,21 @@ def array_row(array: ProgramArray) -> ArrayRow:
         path=array.path,
         shape=shape,
         dtype=str(array.dtype),
-        placement=_placement(array),
+        placement=_placement(array, meshes),
         bytes=0 if sharding is None else math.prod(shard_shape) * array.dtype.itemsize,
         sharded=is_partial_sum or shard_shape != shape,
     )
 
 
-def _placement(array: ProgramArray) -> str:
-    if array.sharding is None:
+def _placement(array: ProgramArray, meshes: Sequence[AnyMesh]) -> str:
+    sharding, ndim = array.sharding, len(array.shape)
+    if sharding is None:
         return _NOT_USED
-    if isinstance(array.sharding, NamedSharding):
-        return describe_named(array.sharding, len(array.shape), array.names)
-    return describe(array.sharding)
+    if not isinstance(sharding, NamedSharding) and meshes:
+        sharding = named_sharding(sharding, array.shape, meshes[0]) or sharding
+    if isinstance(sharding, NamedSharding):
+        return describe_named(sharding, ndim, array.names)
+    return describe(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding))
 
 
 def results_in_place(

@@ -134,8 +134,8 @@ def _read_program(
         meshes=meshes,
         arguments=arguments,
         results=results,
-        argument_rows=[array_row(array) for array in arguments],
-        result_rows=[array_row(array) for array in results],
+        argument_rows=[array_row(array, meshes) for array in arguments],
+        result_rows=[array_row(array, meshes) for array in results],
         collectives=collectives,
         rows=[
             _collective_row(collective, payload, meshes, sharded_by)

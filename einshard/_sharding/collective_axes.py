@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .mesh import AnyMesh, is_canonical_mesh, spec_axes
 
@@ -93,6 +93,29 @@ def sharding_of_blocks(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedS
             return None
         entries.append(tuple(mesh.axis_names[i] for i in major_to_minor))
     return NamedSharding(mesh, PartitionSpec(*(entry or None for entry in entries)))
+
+
+def named_sharding(sharding: Sharding, shape: Sequence[int], mesh: AnyMesh) -> NamedSharding | None:
+    """Returns the sharding on `mesh` that places an array like `sharding`, or None if none does.
+
+    JAX has other shardings than NamedShardings for arrays that the compiler shards, and for
+    arguments without a sharding.
+    """
+    if not isinstance(mesh, Mesh) or {*mesh.devices.flat} != sharding.device_set:
+        return None
+    try:
+        sizes = sharding.shard_shape(tuple(shape))
+    except ValueError:  # not divisible
+        return None
+    indices = sharding.devices_indices_map(tuple(shape))
+    blocks = [
+        [(indices[device][axis].start or 0) // max(size, 1) for device in mesh.devices.flat]
+        for axis, size in enumerate(sizes)
+    ]
+    found = sharding_of_blocks(blocks, mesh)
+    if found is None:
+        return None
+    return NamedSharding(mesh, found.spec, memory_kind=sharding.memory_kind)
 
 
 def find_sharded_by(arrays: Iterable[tuple[Sequence[str], NamedSharding]]) -> ShardedBy:

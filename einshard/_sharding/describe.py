@@ -17,14 +17,17 @@ from .._notation.expression import ELLIPSIS, Expression, Term, axis_letters
 from .._notation.layout import Layout, Split, merge_neighbors
 from .._notation.words import is_mesh_axis
 from .._notation.write import with_unsharded, write
+from .collective_axes import named_sharding
 from .leaf_spec import signed_terms, with_memory_kind
 from .lower import lower
 from .mesh import (
     UNCONSTRAINED,
+    device_mesh,
     has_valid_names,
     is_canonical_mesh,
     is_partial,
     partial_axes,
+    position,
     sizes_of,
     spec_axes,
     unreduced_kind,
@@ -98,7 +101,8 @@ def _describe_leaf(x: Any) -> str | None:
     sharding: Any = x if isinstance(x, Sharding) else sharding_of(x)
     if sharding is None or isinstance(sharding, Description):
         return sharding
-    ndim = None if isinstance(x, Sharding) else len(x.shape)  # in JAX 0.8.1 a Ref has no ndim
+    shape = None if isinstance(x, Sharding) else x.shape
+    ndim = None if shape is None else len(shape)  # in JAX 0.8.1 a Ref has no ndim
     if isinstance(sharding, NamedSharding):
         return describe_named(sharding, ndim)
     if isinstance(sharding, SingleDeviceSharding):
@@ -106,6 +110,10 @@ def _describe_leaf(x: Any) -> str | None:
         portable = 'on one device'
         text = f'{portable}: {device}'
     else:
+        mesh = device_mesh(sorted(sharding.device_set, key=position))
+        named = None if shape is None else named_sharding(sharding, shape, mesh)
+        if named is not None:
+            return describe_named(named, ndim)
         text = portable = (
             f'sharded by a {type(sharding).__name__} over {len(sharding.device_set)} devices'
         )
