@@ -128,6 +128,8 @@ def _arguments_and_meshes(lowered: Lowered) -> tuple[Sequence[int], Sequence[Mes
     # the partitioner numbers the devices in this order
     found = [m for m in meshes if isinstance(m, Mesh) and [*m.devices.flat] == devices]
     return sorted(options['kept_var_idx']), list(dict.fromkeys(found))
+
+
 def _used_arguments(stages: Stages, n_leaves: int) -> Sequence[int]:
     """Returns the indices of the argument leaves that JAX keeps, or all if there is no jaxpr."""
     jaxpr = stages.jaxpr
