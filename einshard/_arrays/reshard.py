@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain, zip_longest
 from typing import Any
 
 import jax
@@ -23,16 +24,56 @@ def reshard(x: Any, sharding: NamedSharding) -> Any:
     A value that becomes a partial sum over mesh axes is replicated over them first. Without this,
     JAX 0.8.1 to 0.12 makes some sums too large if an array axis was sharded over two mesh axes, and
     XLA aborts the process if the call also adds up a partial sum over other mesh axes.
+
+    A value that stays a partial sum is gathered first, over the mesh axes that no longer shard it
+    as before. Without this, JAX 0.8.1 to 0.12 adds up the wrong shards if some mesh axes take the
+    place of others ('a@x +@z' to 'a@y +@z').
+
+    The gradient of a reduced value is a partial sum that JAX reshards the other way around. So each
+    step is one that JAX gets right in both directions.
     """
     aval: Any = jax.typeof(x)
-    old_unreduced, spec = aval.sharding.spec.unreduced, sharding.spec
+    old: Any = aval.sharding.spec
     _check_dtype(aval, sharding)
-    if spec.unreduced <= old_unreduced:
+    is_complex = jax.numpy.issubdtype(aval.dtype, jax.numpy.complexfloating)
+    if not _KEEPS_REPLICAS and not is_complex:
+        return _reshard(x, sharding, by_hand=False)
+    is_reduced = old.reduced or sharding.spec.reduced
+    if not is_reduced or not jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact):
+        return _reshard(x, sharding, by_hand=True)
+    # JAX's gradient would keep replicas, so the gradient is resharded by hand too
+    dual = NamedSharding(sharding.mesh, partition_spec(spec_axes(old), old.reduced, old.unreduced))
+    by_hand: Any = jax.custom_vjp(lambda x: _reshard(x, sharding, by_hand=True))
+    by_hand.defvjp(lambda x: (by_hand(x), None), lambda _, gradient: (reshard(gradient, dual),))
+    return by_hand(x)
+
+
+def _reshard(x: Any, sharding: NamedSharding, by_hand: bool) -> Any:
+    old, spec, mesh = jax.typeof(x).sharding.spec, sharding.spec, sharding.mesh
+    # 1. drop reduced axes
+    kept = old.reduced & spec.reduced
+    if kept != old.reduced:
+        without = partition_spec(spec_axes(old), old.unreduced, kept)
+        x = jax.sharding.reshard(x, NamedSharding(mesh, without))
+    # 2. gather
+    if kept or old.unreduced & spec.unreduced:
+        pairs = zip_longest(spec_axes(old), spec_axes(spec), fillvalue=())
+        stay = [
+            tuple(axis for i, axis in enumerate(axes) if axes[: i + 1] == new_axes[: i + 1])
+            for axes, new_axes in pairs
+        ]
+        removed, added = ({*chain(*spec_axes(s))} - {*chain(*stay)} for s in (old, spec))
+        # JAX is right if mesh axes are only added, only removed, or moved to another array axis
+        if removed and added and removed != added:
+            gathered = partition_spec(stay, old.unreduced, kept)
+            x = jax.sharding.reshard(x, NamedSharding(mesh, gathered))
+    # 3. reduce and shard
+    if spec.unreduced <= old.unreduced:
         return jax.sharding.reshard(x, sharding)
-    by_hand = _KEEPS_REPLICAS or jax.numpy.issubdtype(aval.dtype, jax.numpy.complexfloating)
-    kept = frozenset[Any]() if by_hand else spec.unreduced & old_unreduced
-    replicated = NamedSharding(sharding.mesh, partition_spec(spec_axes(spec), kept, spec.reduced))
+    kept = frozenset[Any]() if by_hand else spec.unreduced & old.unreduced
+    replicated = NamedSharding(mesh, partition_spec(spec_axes(spec), kept, spec.reduced))
     x = jax.sharding.reshard(x, replicated)
+    # 4. add unreduced axes
     return (_as_partial_sum if by_hand else jax.sharding.reshard)(x, sharding)
 
 
