@@ -381,7 +381,11 @@ def test_memory_in_traces_and_fixes():
 
     x = np.ones((16, 4))
     assert place(x, memory_kind='pinned_host').sharding.memory_kind == 'pinned_host'
-    assert 'cannot be set on a traced value' in refusal(jax.jit(place), x).sentence
+    unpinned = 'a* b (in unpinned_host)'
+    assert (
+        'cannot be set on a traced value'
+        in refusal(jax.jit(lambda x: place(x, unpinned)), x).sentence
+    )
     fix = refusal(place, x, 'a b -> a2 b (in pinned_host)').fix
     assert fix == "'a b -> * a2 b (in pinned_host)'"
     assert place(x, fix[1:-1]).sharding.memory_kind == 'pinned_host'

@@ -67,6 +67,7 @@ PACKAGES = {
     'recipes/orbax_restore': ['optax', 'orbax'],
     'recipes/pallas': ['libtpu'],
     'recipes/ring_attention': ['optax'],
+    'recipes/states_on_host': ['optax'],
     'recipes/zero1': ['optax'],
     'whole_models': ['equinox', 'flax', 'optax', 'orbax'],
 }
@@ -81,6 +82,8 @@ WITHOUT_CODE = {'api', 'notebooks', 'performance', 'playground', 'recipes/index'
 def test_page_runs(page, monkeypatch):
     for package in PACKAGES.get(name_of(page), ()):
         pytest.importorskip(package)
+    if name_of(page) == 'recipes/states_on_host' and jax.__version_info__ < (0, 10):
+        pytest.skip('JAX 0.8.1 does not compile programs with results in host memory for the CPU')
     monkeypatch.chdir(DOCS)
     names, _ = run(page)
     assert name_of(page) in WITHOUT_CODE or len(names) > 2

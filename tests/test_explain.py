@@ -422,6 +422,14 @@ def test_constraints_without_effect():
     assert {finding.kind for finding in (*report.findings, *report.notes)} == {'no effect'}
 
 
+@pytest.mark.parametrize('kinds', [('pinned_host', 'device'), ('device', 'pinned_host')])
+def test_device_put_to_other_memory_has_an_effect(kinds):
+    old, new = (make_sharding('a* b', memory_kind=kind) for kind in kinds)
+    x = jax.ShapeDtypeStruct((16, 16), np.float32, sharding=old)
+    report = explain(jax.jit(lambda x: jax.device_put(x, new)), x)
+    assert [finding.text for finding in report.findings] == []
+
+
 @pytest.mark.parametrize('specify', ['in_shardings', 'struct', 'keyword', None])
 def test_a_constraint_repeats_only_shardings_that_the_user_specified(specify):
     """The compiler chooses the sharding of other arguments because of the constraint."""

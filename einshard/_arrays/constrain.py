@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax import memory
 from jax.core import Tracer
 from jax.sharding import (
     AbstractMesh,
@@ -29,6 +30,7 @@ from .._sharding.describe import find_expression
 from .._sharding.mesh import (
     AnyMesh,
     is_partial,
+    memory_kind_of,
     mesh_fact,
     partial_axes,
     partition_spec,
@@ -148,11 +150,17 @@ def _checked_ref(ref: Any, placement: Placement) -> Any:
 
 def _constrain(x: Any, sharding: NamedSharding) -> Any:
     types = set(sharding.mesh.axis_types)
+    # a constraint ignores the memory kind; the type of a traced value has only two memory spaces
+    on_host = memory_kind_of(sharding) == 'pinned_host'
+    is_moved = on_host != (jax.typeof(x).memory_space == memory.Space.Host)
+    if is_moved and not on_host:  # before the constraint: XLA computes in device memory
+        x = jax.device_put(x, memory.Space.Device)
     if AxisType.Explicit in types:
-        x = reshard(x, restrict_to_type(sharding, AxisType.Explicit))
+        spec = restrict_to_type(sharding, AxisType.Explicit).spec
+        x = reshard(x, NamedSharding(sharding.mesh, spec))  # JAX allows no memory kind
     if AxisType.Auto in types:
         x = jax.lax.with_sharding_constraint(x, restrict_to_type(sharding, AxisType.Auto))
-    return x
+    return jax.device_put(x, memory.Space.Host) if is_moved and on_host else x
 
 
 _constrain_in_jit = jax.jit(_constrain, static_argnums=1)
@@ -268,7 +276,7 @@ def _check_context(x: Any, placement: Placement) -> None:
     sharding = placement.sharding
     error = placement.expression.error
     mesh = sharding.mesh
-    if sharding.memory_kind not in (None, 'device'):
+    if sharding.memory_kind not in (None, 'device', 'pinned_host'):
         raise error(
             f'memory_kind={sharding.memory_kind!r} cannot be set on a traced value',
             instead='set it in the spec of an argument or of the result',

@@ -64,7 +64,7 @@ def einshard(
       that array later.
     * An array that is a partial sum, or becomes one (`'a b +@tp'`), is resharded by `jax.reshard`.
     * A traced value, as inside `jax.jit`, is constrained: by `jax.lax.with_sharding_constraint`,
-      or by `jax.reshard` if the mesh axes are explicit.
+      or by `jax.reshard` if the mesh axes are explicit. `jax.device_put` moves it to other memory.
     * A `jax.ShapeDtypeStruct` is returned with the sharding.
     * A `jax.Ref` is returned if it already has this sharding; otherwise it is an error.
     * A leaf that is not an array, such as a function or a string, is returned as it is. It is an

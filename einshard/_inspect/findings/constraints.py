@@ -129,7 +129,9 @@ def _constraints(jaxpr: Any, shardings: dict[int, Any]) -> Iterator[tuple[_Stack
                 yield stack, None if id(eqn.outvars[0]) in used else _RESULT_UNUSED
         elif name == 'device_put':
             targets = [s for s in eqn.params['devices'] if isinstance(s, NamedSharding)]
-            if targets and all(map(_has_no_effect_in_jit, targets)):
+            pairs = zip(eqn.invars, eqn.outvars, strict=True)
+            is_moved = any(v.aval.memory_space != new.aval.memory_space for v, new in pairs)
+            if targets and not is_moved and all(map(_has_no_effect_in_jit, targets)):
                 yield stack_of(eqn), _DEVICE_PUT
         for inner in inner_jaxprs(eqn.params.values()):
             yield from _constraints(inner, {})
