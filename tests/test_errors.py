@@ -39,7 +39,7 @@ def test_errors_print_their_public_name(error):
         '             ^^^ ^^\n'
         "  devices:    8 (4 left after '2')\n"
         '  works with: 4, 16, 36, 64, ... devices in total\n'
-        "  try:        'a b -> 2 a4 b'\n"
+        "  try:        'a b -> 2 a2 b2'\n"
     )
     assert issubclass(EinshardError, ValueError)
 
@@ -55,7 +55,7 @@ def test_parts_of_an_error_are_its_attributes(error):
         'devices': "8 (4 left after '2')",
         'works with': '4, 16, 36, 64, ... devices in total',
     }
-    assert error.fix == "'a b -> 2 a4 b'"
+    assert error.fix == "'a b -> 2 a2 b2'"
 
 
 @pytest.mark.parametrize(
