@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
+import inspect
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
-from jax.sharding import AbstractMesh
+import jax
+from jax.sharding import AbstractMesh, Mesh
+from jax.stages import Compiled, Lowered, Traced
 
 from ._command_arguments import (
     abstract_mesh,
@@ -23,7 +29,7 @@ from ._command_arguments import (
 from ._errors import EinshardError
 from ._inspect.explain import explain
 from ._inspect.show import show
-from ._sharding.mesh import device_mesh
+from ._sharding.mesh import AnyMesh, device_mesh
 from ._trees.rules import Rules
 
 _SHOW_EXAMPLES = """\
@@ -151,7 +157,18 @@ def _explain(arguments: Sequence[str]) -> str:
     mesh = mesh_of(options.devices, options.mesh, options.topology)
     function = load(options.function)
     args, kwargs = read_arguments(options.args)
-    report = explain(function, *args, mesh=mesh, chip=options.chip, **kwargs)
+    function, kwargs = _bind_options(explain, function, kwargs)
+    with _mesh_for(function, mesh, options) as mesh_option:
+        report = explain(function, *args, mesh=mesh_option, chip=options.chip, **kwargs)
+    if mesh is not None and mesh_option is None and report.n_devices == 1 < mesh.size:
+        raise EinshardError(
+            f'{options.function} is already jitted, and neither it nor its arguments are sharded, '
+            f'so it runs on 1 device and not on {mesh.size}',
+            facts={
+                'instead': 'a function that is not jitted, or that is sharded; or --args '
+                'module:name, a pytree of ShapeDtypeStructs with shardings'
+            },
+        )
     if options.save is not None:
         report.save(options.save)
     return json.dumps(report.to_dict(), indent=2) if options.json else str(report)
@@ -193,6 +210,7 @@ def _plan(arguments: Sequence[str]) -> str:
     args, kwargs = read_arguments(options.args)
     from ._plan.plan import plan  # only this command needs it
 
+    function, kwargs = _bind_options(plan, function, kwargs)
     found = plan(
         function,
         *args,
@@ -260,7 +278,49 @@ def _eject(arguments: Sequence[str]) -> str:
         mesh = mesh_of(options.devices, options.mesh, options.topology)
     what = options.what if is_expression else load(options.what)
     args, kwargs = read_arguments(options.args)
-    return to_jax(what, *args, mesh=mesh, shape=options.shape, **kwargs)
+    what, kwargs = _bind_options(to_jax, what, kwargs)
+    with _mesh_for(what, mesh, options) as mesh_option:
+        return to_jax(what, *args, mesh=mesh_option, shape=options.shape, **kwargs)
+
+
+def _bind_options(command: Any, function: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Binds keyword arguments of the function that have the names of options of the command."""
+    names = inspect.signature(command).parameters
+    bound = {name: value for name, value in kwargs.items() if name in names}
+    if not bound:
+        return function, kwargs
+    others = {name: value for name, value in kwargs.items() if name not in names}
+    return functools.partial(function, **bound), others
+
+
+@contextmanager
+def _mesh_for(
+    function: Any, mesh: AnyMesh | None, options: argparse.Namespace
+) -> Generator[AnyMesh | None]:
+    """Returns the `mesh=` with which a function is called. Enters the mesh for a jitted function.
+
+    A jitted function takes no `mesh=`: its shardings, its arguments or the mesh in context say
+    where it runs. --devices only simulates devices, so that the module can make a mesh of them.
+    """
+    if isinstance(function, functools.partial):
+        function = function.func
+    has_mesh = getattr(function, 'has_mesh', None)  # None if the function is not `sharded`
+    is_stage = isinstance(function, Traced | Lowered | Compiled)
+    option = '--topology' if options.topology is not None else '--mesh'
+    names_mesh = options.topology is not None or options.mesh is not None
+    if (is_stage or has_mesh) and names_mesh:
+        raise EinshardError(
+            f'{getattr(options, "function", None) or options.what} has its own mesh, so {option} '
+            'cannot be given',
+            facts={'instead': 'omit it; --devices N simulates N devices'},
+        )
+    if is_stage or has_mesh:
+        yield None
+    elif has_mesh is None and hasattr(function, 'trace'):
+        with jax.set_mesh(mesh) if names_mesh and isinstance(mesh, Mesh) else nullcontext():
+            yield None
+    else:
+        yield mesh
 
 
 def _abstract_mesh_of(options: argparse.Namespace) -> AbstractMesh | None:

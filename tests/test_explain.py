@@ -30,6 +30,7 @@ from einshard import (
     make_sharding,
     sharded,
     show,
+    to_jax,
 )
 from einshard._hlo.module import Module
 from einshard._hlo.output_uses import output_uses
@@ -1103,3 +1104,20 @@ def test_modules():
     assert compared == ['result', 'gradient of self/w', 'gradient of x']
     error = refusal(explain, NotSharded(linear.w), x)
     assert error.facts['instead'] == 'pass NotSharded as an argument: lambda f, *args: f(*args)'
+
+
+def test_parameters_with_names_of_options():
+    """Arguments bound by functools.partial are those of the call, with its specs and options."""
+
+    @sharded('b x -> b* x', '... -> * ...', static_argnames='chip', donate_argnames='x')
+    def step(x, mesh, chip='a'):
+        return (x * mesh if chip == 'b' else x).sum()
+
+    x, scale = jax.ShapeDtypeStruct((16, 8), 'float32'), jax.ShapeDtypeStruct((), 'float32')
+    call = functools.partial(step, mesh=scale, chip='b')
+    assert str(explain(call, x)) == str(explain(step, x, scale, 'b'))
+    assert_collectives(call, x, allowed={'all-reduce': 1})
+    assert 'donate_argnums=(0,)' in to_jax(call, x)
+    # jit makes constants of what a partial of another function binds, but not of shapes
+    plain = functools.partial(lambda x, mesh, chip: x * mesh * len(chip), mesh=scale, chip='b')
+    assert [row.path for row in explain(plain, x).arguments] == ['x', 'mesh']

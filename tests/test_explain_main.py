@@ -70,15 +70,42 @@ rules = Rules([('kernel', 'i o -> i o*')], default='... -> * ...')
 shapes = jax.eval_shape(init)
 """
 
+WITH_DEVICES = """
+import jax
+from einshard import device_mesh, einshard, sharded
+
+
+@jax.jit
+def jitted(x, mesh=1.0):
+    return einshard(x, 'b x -> b* x').sum() * mesh
+
+
+@jax.jit
+def double(x, mesh=1.0):
+    return x * 2 * mesh
+
+
+mesh = device_mesh(jax.devices()[:8], data=8)
+own = sharded('b x -> b@data x', mesh=mesh)(lambda x: x * 2)
+rows = einshard(jax.ShapeDtypeStruct((16, 8), 'float32'), 'b x -> b@data x', mesh=mesh)
+
+
+@sharded('b x -> b* x', None, None, None)
+def options(x, mesh, chip=1.0, fn=1.0):
+    return x.sum() * mesh * chip * fn
+"""
+
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
     (tmp_path / 'model_on_command.py').write_text(MODEL)
+    (tmp_path / 'devices_on_command.py').write_text(WITH_DEVICES)
     (tmp_path / 'broken_on_command.py').write_text('import no_such_module_of_test')
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv('XLA_FLAGS', os.environ['XLA_FLAGS'])  # --devices changes it
     yield 'model_on_command'
-    sys.modules.pop('model_on_command', None)
+    for name in ('model_on_command', 'devices_on_command'):
+        sys.modules.pop(name, None)
 
 
 def printed(capsys, command, *more):
@@ -314,3 +341,49 @@ def test_options_that_are_not_devices(capsys, model, option):
     with pytest.raises(SystemExit):
         main(f'explain {model}:plain --args f32[2] {option}'.split())
     assert option.split()[1] in capsys.readouterr().err
+
+
+def test_jitted_functions(capsys, model):
+    """They take no mesh: --devices only simulates, --mesh and --topology enter a mesh."""
+    text = printed(capsys, 'explain devices_on_command:jitted --args f32[16,8] --devices 16')
+    assert text.startswith('jitted on 16 devices (cpu)\n')
+    text = printed(capsys, 'explain devices_on_command:jitted --args f32[16,8] --mesh a=4 b=2')
+    assert text.startswith('jitted on 8 devices (cpu; a=4, b=2)\n')
+    text = printed(
+        capsys, 'explain devices_on_command:double --args devices_on_command:rows --devices 16'
+    )
+    assert text.startswith('double on 8 devices (cpu; data=8)\n')
+    assert refused(
+        capsys, 'explain devices_on_command:double --args f32[16,8] --devices 16'
+    ).startswith(
+        'devices_on_command:double is already jitted, and neither it nor its arguments are '
+        'sharded, so it runs on 1 device and not on 16\n'
+    )
+    text = printed(capsys, 'eject devices_on_command:jitted --args f32[16,8] --mesh a=4 b=2')
+    assert "jax.make_mesh((4, 2), ('a', 'b'), axis_types=(AxisType.Auto,) * 2)" in text
+
+
+def test_functions_with_a_mesh(capsys, model):
+    text = printed(capsys, 'explain devices_on_command:own --args f32[16,8] --devices 16')
+    assert text.startswith('<lambda> on 8 devices (cpu; data=8)\n')
+    for option in ('--mesh x=8', '--topology v5e:2x4'):
+        assert refused(capsys, f'explain devices_on_command:own --args f32[16,8] {option}') == (
+            f'devices_on_command:own has its own mesh, so {option.split()[0]} cannot be given\n'
+            '  instead: omit it; --devices N simulates N devices'
+        )
+
+
+@pytest.mark.parametrize('function', ['jitted', 'options', 'double'])
+@pytest.mark.parametrize('value', ['0.1', 'f32[]'])
+def test_parameters_with_names_of_options(capsys, model, function, value):
+    command = f'explain devices_on_command:{function} --args f32[16,8] mesh={value} --json'
+    arguments = json.loads(printed(capsys, command))['arguments']
+    assert [row['path'] for row in arguments][:2] == ['x', 'mesh']
+
+
+def test_parameters_with_names_of_options_of_sharded_functions(capsys, model):
+    command = (
+        'explain devices_on_command:options --args f32[16,8] mesh=0.1 fn=f32[] chip=f32[] --json'
+    )
+    names = {row['path'] for row in json.loads(printed(capsys, command))['arguments']}
+    assert names == {'x', 'mesh', 'chip', 'fn'}

@@ -80,7 +80,8 @@ def to_jax(
     Args:
         what: a spec, a pytree of specs, a function or a `Plan`.
         args, kwargs: for a spec, a pytree of arrays or ShapeDtypeStructs; for a function, the
-            arguments of a call. Pass arguments named `mesh` or `shape` by position.
+            arguments of a call. Bind a parameter that has the name of an option, as in
+            `functools.partial(step, mesh=...)`.
         mesh: a mesh or devices, as for `make_sharding`; an `AbstractMesh` needs no devices.
         shape: the shape of the array, for a single spec.
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import jax
 
 # the methods of a sharded function that take the arguments of a call
 _METHODS_WITH_ARGUMENTS = ('lower', 'trace', 'eval_shape', 'in_shardings', 'out_shardings')
@@ -50,6 +53,29 @@ class BoundMethod(functools.partial[Any]):
         if name in _METHODS_WITH_ARGUMENTS:
             return functools.partial(attribute, self.__self__)
         return attribute
+
+
+def unwrap_partial(
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
+    """Moves the arguments in a `functools.partial` to those of the call.
+
+    So `explain(partial(step, mesh=0.1), x)` passes a parameter that has the name of an option. If
+    `step` is neither jitted nor sharded, moves only keywords with ShapeDtypeStructs: `jax.jit`
+    makes constants of the others.
+    """
+    fn = sharded_call(fn)
+    if not isinstance(fn, functools.partial) or isinstance(fn, BoundMethod):
+        return fn, args, kwargs
+    bound: functools.partial[Any] = fn
+    function = sharded_call(bound.func)
+    if hasattr(function, 'trace'):
+        return function, (*bound.args, *args), {**bound.keywords, **kwargs}
+    constants, arrays = dict[str, Any](), dict[str, Any]()
+    for name, value in bound.keywords.items():
+        is_array = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(value))
+        (arrays if is_array else constants)[name] = value
+    return functools.partial(function, *bound.args, **constants), args, {**arrays, **kwargs}
 
 
 def sharded_call(function: Any) -> Any:

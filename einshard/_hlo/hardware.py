@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -180,9 +181,9 @@ def as_chip(value: Chip | str) -> Chip:
     if isinstance(value, Chip):
         return value
     chips = {chip.name: chip for _, chip in (*_TPUS, *_GPUS)}
-    if value not in chips:
+    if not isinstance(value, str) or value not in chips:  # type: ignore[reportUnnecessaryIsInstance]
         raise EinshardError(
-            f'chip={value!r} is not a known chip',
+            f'chip={reprlib.repr(value)} is not a known chip',
             facts={'known chips': ', '.join(chips), 'other chips': 'chip=einshard.Chip(...)'},
         )
     return chips[value]

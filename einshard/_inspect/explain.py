@@ -26,7 +26,7 @@ from .findings.causes import with_causes
 from .findings.facts import Facts
 from .findings.find import find_findings, find_notes
 from .intermediates import find_intermediates
-from .lowered import Stages, compiled_shardings, trace_call
+from .lowered import Stages, compiled_shardings, suggest_partial, trace_call
 from .oversized import Oversized, compile_stages
 from .payloads import Payload, find_payloads, find_weights
 from .report import Report
@@ -67,8 +67,8 @@ def explain(
             result of `f.trace(...)`, `f.lower(...)` or `f.lower(...).compile()`. Any other function
             is jitted first.
         args, kwargs: arguments of the call. A `jax.ShapeDtypeStruct` can replace an array. Omit
-            them for a traced, lowered or compiled program. Pass arguments by position if their
-            names clash with options such as `mesh`.
+            them for a traced, lowered or compiled program. If a parameter has the name of an
+            option, pass it by position or bind it: `functools.partial(step, mesh=...)`.
         mesh: the mesh to compile for. `topology` makes a mesh of devices you don't have. With
             `mesh=`, `explain` ignores the shardings of arrays, but not those of ShapeDtypeStructs.
         replicated_above: a size in bytes. `Report.notes` lists larger replicated arguments and
@@ -87,7 +87,8 @@ def explain(
             backend does not return the HLO of the compiled program; or `mesh` is given for a
             function that is already jitted or has its own mesh.
     """
-    chip = None if chip is None else as_chip(chip)
+    with suggest_partial(fn, 'chip'):
+        chip = None if chip is None else as_chip(chip)
     stages = trace_call(fn, args, kwargs, mesh)
     return explain_stages(stages, chip, replicated_above, intermediates)
 

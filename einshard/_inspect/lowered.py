@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.stages import Compiled, Lowered, Traced
 
 from .._errors import EinshardError
-from .._functions.bound_method import BoundMethod, sharded_call
+from .._functions.bound_method import BoundMethod, unwrap_partial
 from .._functions.error_notes import note_unbound_axis
 from .._functions.program import Program
 from .._functions.promise import Limits
@@ -161,9 +162,12 @@ def trace_call(
         )
     _hide_our_source_lines()
     quiet_libtpu()
-    name, fn = name_of(fn), sharded_call(fn)
+    name = name_of(fn)
+    fn, args, kwargs = unwrap_partial(fn, args, kwargs)
     check_arguments(fn, name, args, kwargs)
-    target = None if mesh is None else concrete(current_context(mesh).lowering_mesh, 'compile for')
+    with suggest_partial(fn, 'mesh'):
+        context = None if mesh is None else current_context(mesh)
+        target = context and concrete(context.lowering_mesh, 'compile for')
     if target is not None:
         # the devices of the mesh may not exist, so keep only the shapes and dtypes of arrays
         _check_no_refs(name, target, args, kwargs)
@@ -333,6 +337,8 @@ def check_arguments(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
+        # newer Pythons say 'keyword-only argument'
+        missing = re.fullmatch(r"missing a required .*argument: '(\w+)'", str(error))
         bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
         shown = signature.replace(parameters=bare, return_annotation=signature.empty)
         raise EinshardError(
@@ -340,8 +346,35 @@ def check_arguments(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str
             facts={
                 'parameters': str(shown)[1:-1] or 'none',
                 'arguments': _format_call(args, kwargs),
+                **(_partial_fact(name, missing[1]) if missing and missing[1] in _OPTIONS else {}),
             },
         ) from None
+
+
+# options of explain, plan, to_jax and assert_collectives: parameters of a function with these names
+# cannot be passed to them by keyword
+_OPTIONS = (
+    *('mesh', 'replicated_above', 'intermediates', 'chip', 'memory', 'objective', 'pin'),
+    *('candidates', 'compilations', 'seconds', 'shape', 'allowed'),
+)
+
+
+def _partial_fact(name: str, option: str) -> dict[str, str]:
+    return {f'parameter {option}': f'functools.partial({name}, {option}=...) in place of {name}'}
+
+
+@contextmanager
+def suggest_partial(fn: Any, option: str) -> Generator[None]:
+    """Adds to errors about an option that a parameter of the function has its name."""
+    try:
+        yield
+    except EinshardError as error:
+        names: Collection[str] = ()
+        with suppress(TypeError, ValueError):  # some builtins have no signature
+            names = inspect.signature(fn).parameters
+        if option not in names:
+            raise
+        raise error.about(**_partial_fact(name_of(fn), option)) from None
 
 
 def _without_devices(leaf: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, get_args
 from jax.sharding import Mesh
 
 from .._errors import EinshardError
-from .._functions.bound_method import sharded_call
+from .._functions.bound_method import unwrap_partial
 from .._hlo.hardware import Chip, as_chip, find_chip
 from .._hlo.memory import parse_bytes
 from .._inspect.lowered import concrete
@@ -73,7 +73,8 @@ def plan(
 
     Args:
         fn: a `sharded` or jitted function, or any other function that names its axes.
-        args, kwargs: the arguments of a call, as in `explain`.
+        args, kwargs: the arguments of a call, as in `explain`. Bind a parameter that has the name
+            of an option, as in `functools.partial(step, mesh=...)`.
         mesh: the devices, such as `topology('v5e:16x16')`. If the mesh has named axes, `plan` keeps
             its shape, and finds only placements. Default: the mesh in context, or all devices.
         chip: the chip for the lower bounds, as in `explain`. Default: the chip of the devices.
@@ -97,7 +98,7 @@ def plan(
             does not fit the sizes; or no candidate compiles.
     """
     check_option('objective', objective, get_args(Objective))
-    fn = sharded_call(fn)
+    fn, arguments, keywords = unwrap_partial(fn, args, kwargs)
     _check_has_no_mesh(fn)
     devices = _devices(mesh)
     chip = _find_chip(chip, devices, objective)
@@ -105,7 +106,7 @@ def plan(
     _check_search_limits(compilations, seconds)
     mesh_axes = None if is_canonical_mesh(devices) else tuple(devices.shape.items())
     mesh_axis_names = [name for name, _ in mesh_axes or ()]
-    model = find_model(fn, args, kwargs, mesh_axis_names)
+    model = find_model(fn, arguments, keywords, mesh_axis_names)
     pinned = read_pins(pin or {}, mesh_axis_names or AXES)
     space = Space(model, devices.size, _n_slices(devices), mesh_axes, pinned)
     user_candidates = [
@@ -115,7 +116,7 @@ def plan(
     found = find_candidates(space, estimator, memory=limit, objective=objective)
     if not any(axes for candidate in found.ranked for _, axes in candidate.axes):
         raise _nothing_to_shard(model, devices)
-    function = Function(fn, args, kwargs, devices, chip, model.flax_names)
+    function = Function(fn, arguments, keywords, devices, chip, model.flax_names)
     # for CPUs, the partitioner is already the compiler of the target
     is_cpu = devices.devices.flat[0].platform == 'cpu'
     with closing(Partitioner(function)) as partitioner:
