@@ -12,8 +12,12 @@ import re
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from test_docs import DOCS, code_of
 from test_hlo import assert_same_program, compiled
+
+from einshard import einshard
 
 PAGE = DOCS / 'real_code.md'
 PROGRAMS = {
@@ -82,6 +86,29 @@ def test_programs_that_initialize_are_equal(page):
     for (expected, ndim), (found, _) in zip(before.shardings, after.shardings, strict=True):
         assert found.is_equivalent_to(expected, ndim)
     assert any(not sharding.is_fully_replicated for sharding, _ in after.shardings)
+
+
+@pytest.mark.parametrize(
+    ('shape', 'expected'),
+    [
+        ((16, 64, 256), P(None, None, 'fsdp')), ((256, 16, 64), P('fsdp')),
+        ((64, 64), P(None, 'fsdp')), ((8, 64, 64), P(None, None, 'fsdp')),
+        ((64, 8, 64), P(None, None, 'fsdp')), ((63, 64, 63), P(None, 'fsdp')),
+        ((16, 16), P()), ((16, 32), P(None, 'fsdp')), ((16, 17), P('fsdp')), ((17, 19), P()),
+    ],
+)  # fmt: skip
+def test_the_published_rule_of_the_largest_axis(page, shape, expected):
+    """Arrays of exactly 1024 bytes are replicated; of equal axes, the last is sharded."""
+    names = page['Shard the largest axis']
+    x = jax.ShapeDtypeStruct(shape, np.float32)
+    found = einshard({'x': x}, names['published'], mesh=names['mesh'])['x'].sharding
+    assert found.is_equivalent_to(NamedSharding(names['mesh'], expected), len(shape))
+    assert names['largest'](x) == found
+    # independently, as NumPy sorts
+    n = names['mesh'].shape['fsdp']
+    fits = [i for i in np.argsort(shape, kind='stable') if shape[i] % n == 0]
+    by_numpy = P(*[None] * fits[-1], 'fsdp') if fits and x.size * 4 > 1024 else P()
+    assert found.is_equivalent_to(NamedSharding(names['mesh'], by_numpy), len(shape))
 
 
 @pytest.mark.parametrize('heading', sorted(TREES))
