@@ -186,32 +186,88 @@ def arguments_that_differ():
     def total(x):
         return x.sum()
 
-    rows = np.full((8, 16), float(jax.process_index()), np.float32)
+    @sharded('... -> * ...', '... -> * ...', static_argnames='name')
+    def scaled(tree, scale, name):
+        return tree['x'].sum() * scale
+
+    process, n = jax.process_index(), jax.process_count()
+    rows = np.full((8, 16), float(process), np.float32)
     first = jax.device_put(rows, jax.local_devices()[0])
-    # an uncommitted array is compared only in the first call: later ones leave it to jit
     for given in (jnp.asarray(rows), rows, first, rows):
         error = refusal(total, given)
         assert 'about to build different arrays' in error.sentence
         assert "parameter 'x' of total, contents" in error.facts['process 0']
         assert 'from_local' in error.facts['for local rows']
-    n = jax.process_count()
     assert float(total(from_local(rows, 'a b -> a* b'))) == 128 * sum(range(n))
-    assert float(total(FULL)) == FULL.sum()
-    if jax.process_index() == 0:
+    for _ in range(2):  # after a call with the same arrays, too
+        assert float(total(FULL)) == FULL.sum()
+        assert 'about to build different arrays' in refusal(total, rows).sentence
+        assert 'about to build different arrays' in refusal(total, jnp.asarray(rows)).sentence
+        # replicated arrays and numbers, in a tree
+        assert float(scaled({'x': FULL}, 2.0, name='a')) == 2 * FULL.sum()
+        for given in (({'x': rows}, 2.0), ({'x': FULL}, float(process))):
+            error = refusal(scaled, *given, name='a')
+            assert 'about to build different arrays' in error.sentence
+        everywhere = einshard(FULL, '* a b')
+        assert float(scaled({'x': everywhere}, einshard(1.0, '*'), name='a')) == FULL.sum()
+    if process == 0:
         total.lower(rows)  # does not run, so the others need not call it
+    unchecked = sharded('a b -> a* b', check_processes=False)(lambda x: x)
+    for given in (rows, first, rows):
+        check_shards(unchecked(given), rows, [(0, 8)])
+
+
+@check_in_four_too
+def host_data_that_differs():
+    process, n = jax.process_index(), jax.process_count()
+    mine = np.full((8, 16), float(process), np.float32)
+    first = jax.device_put(mine, jax.local_devices()[0])
+    keys = jax.random.split(jax.random.key(process), 8)
+    for expression in ('a b -> a* b', '... -> * ...', '... -> ... *'):
+        for given in (mine, first, jnp.asarray(mine)):
+            error = refusal(einshard, given, expression)
+            assert 'about to build different arrays' in error.sentence
+            assert error.facts['process 0'].startswith('float32[8,16], contents ')
+        np.testing.assert_array_equal(gather(einshard(FULL, expression)), FULL)
+    refused(einshard, keys, 'a*')
+    refused(einshard, float(process), '*')
+    error = refusal(einshard, {'same': FULL, 'n': {'x': mine}}, 'a* ...')
+    assert error.facts['process 0'].startswith("float32[8,16], leaf 'n/x', contents ")
+    # one process differs in its shape, dtype, path, expression or with an error
+    last = process == n - 1
+    for given, expression in (
+        (np.ones((8, 2 if last else 4)), 'a* b'),
+        (np.ones((8, 4), np.int32 if last else np.float32), 'a* b'),
+        ({'x' if last else 'y': FULL}, 'a* b'),
+        (FULL, 'a b*' if last else 'a* b'),
+        (np.ones((6 if last else 8, 4)), 'a* b'),
+        ({'x': FULL, 'y': np.ones(6 if last else 8)}, {'x': 'a* b', 'y': 'a*'}),
+    ):
+        assert 'about to build different arrays' in refusal(einshard, given, expression).sentence
+    # values of the same bits are equal
+    nans = np.array([np.nan] * 8)
+    np.testing.assert_array_equal(gather(einshard(nans, 'a*')), nans)
+    # a placed array, a struct or a mesh of one process is not compared
+    placed = einshard(FULL, 'a* b')
+    if process == 0:
+        assert einshard(placed, 'a* b') is placed
+        einshard(jax.ShapeDtypeStruct((8,), np.float32), 'a*')
+        einshard(mine, 'a* b', mesh=jax.local_devices())
+        refused(einshard, np.ones(7), 'a*', mesh=jax.local_devices())
 
 
 @check
 def host_data_is_not_compared():
-    """Processes place their own data, without communication."""
+    """Without the check, processes place their own data, and do not communicate."""
     process = jax.process_index()
     mine = np.full((8, 16), float(process), np.float32)
-    check_shards(einshard(mine, 'a b -> a8 b'), mine, [(0, 8)])
-    check_shards(einshard(mine, '* a b'), mine, [(None, 8)])
+    check_shards(einshard(mine, 'a b -> a8 b', check_processes=False), mine, [(0, 8)])
+    check_shards(einshard(mine, '* a b', check_processes=False), mine, [(None, 8)])
     if process == 0:
         # a collective would wait for the others here
-        tree = einshard({'x': mine, 'n': 1.0}, '... -> ... *')
+        tree = einshard({'x': mine, 'n': 1.0}, '... -> ... *', check_processes=False)
         check_shards(tree['x'], mine, [(None, 8)])
+        assert 'not divisible' in refused(einshard, np.ones(6), 'a*', check_processes=False)
     # device_put does compare
     with pytest.raises(AssertionError, match='the same'):
         jax.device_put(mine, make_sharding('a b -> a8 b'))

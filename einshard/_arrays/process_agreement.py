@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._cache import cached
 from .._errors import EinshardError
-from .._sharding.mesh import mesh_fact
+from .._sharding.mesh import AnyMesh, mesh_fact
 
 # an array that a process is about to build: ("float32[6,8], leaf 'w'", 'a b -> a* b')
 PlannedArray = tuple[str, str]
@@ -44,14 +45,30 @@ def check_same_plan(arrays: Sequence[PlannedArray], mesh: Mesh) -> None:
 
 
 def check_same_contents(arrays: Sequence[tuple[PlannedArray, Any]], mesh: Mesh) -> None:
-    """Like `check_same_plan`, but also compares digests of the array values."""
-    records = [(f'{text}, contents {_digest(x)}', expression) for (text, expression), x in arrays]
+    """Like `check_same_plan`, but also compares digests of the array values.
+
+    An EinshardError in place of the values tells the other processes that this one failed.
+    """
+    records = [(f'{text}{_contents(x)}', expression) for (text, expression), x in arrays]
     try:
         check_same_plan(records, mesh)
     except EinshardError as error:
         facts = {**error.facts, 'expected': 'the same full array in every process'}
         facts['for local rows'] = 'from_local(x, ...) joins the rows of all processes'
         raise EinshardError(**error.parts(facts=facts)) from None
+
+
+def mesh_to_compare_on(x: Any, mesh: AnyMesh) -> Mesh | None:
+    """Returns `mesh` if several of its processes have their own copy of `x`, and else None."""
+    if jax.process_count() == 1 or isinstance(mesh, AbstractMesh) or not mesh.is_multi_process:
+        return None
+    if not mesh.local_devices or isinstance(x, Tracer | jax.ShapeDtypeStruct | jax.Ref):
+        return None
+    return None if isinstance(x, jax.Array) and not x.is_fully_addressable else mesh
+
+
+def _contents(x: Any) -> str:
+    return f': {x.sentence}' if isinstance(x, EinshardError) else f', contents {_digest(x)}'
 
 
 def _digest(x: Any) -> str:

@@ -19,7 +19,7 @@ from .._arrays.constrain import (
 )
 from .._arrays.device_put import TopologyError, device_put, make_movable, put
 from .._arrays.place import check_ref
-from .._arrays.process_agreement import PlannedArray, check_same_contents
+from .._arrays.process_agreement import PlannedArray, check_same_contents, mesh_to_compare_on
 from .._errors import EinshardError
 from .._sharding.context import is_tracing
 from .._sharding.describe import describe, describe_in
@@ -65,7 +65,9 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
             elif jit_has_shardings:
                 _check_devices(traced, argument, path, leaf)
             leaves.append(new)
-            if placement and new is not leaf and _must_compare(leaf, placement.sharding):
+            if placement is None or not traced.setup.check_processes:
+                continue
+            if mesh_to_compare_on(leaf, placement.sharding.mesh) is not None:
                 planned = argument.leaf_text(path, leaf), placement.expression.text
                 to_compare.append((planned, leaf))
         if any(new is not old for new, (_, old, _) in zip(leaves, placements[i], strict=True)):
@@ -263,19 +265,6 @@ def _must_put(leaf: Any, sharding: NamedSharding) -> bool:
     is_placed = isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref) or _is_committed(leaf)
     must_put = is_partial(sharding) or jax.process_count() > 1
     return must_put and not (is_placed or isinstance(leaf, Tracer))
-
-
-def _must_compare(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether to check that all processes pass the same data for a leaf.
-
-    The check finds a process that passes only its own rows instead of the full array. It takes
-    2 ms, so it skips replicated leaves, which are often scalars that change with each call.
-    """
-    if jax.process_count() == 1 or sharding.is_fully_addressable or sharding.is_fully_replicated:
-        return False
-    if isinstance(leaf, Tracer | jax.ShapeDtypeStruct):
-        return False
-    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
 
 
 def _is_unsharded(sharding: Sharding) -> bool:

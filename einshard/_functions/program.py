@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
 from .._sharding.context import is_staging, is_tracing
 from .._sharding.mesh import is_partial
@@ -86,6 +86,15 @@ class Program:
         if is_tracing():
             return self.nested is self.constrained and not is_staging()
         return has_partial_axes(self.traced.in_shardings)
+
+    @property
+    def compared(self) -> Sequence[int]:
+        """The positions of arguments whose host data the processes must compare in each call."""
+        setup, mesh = self.traced.setup, self.traced.mesh
+        if not (setup.check_processes and isinstance(mesh, Mesh) and mesh.is_multi_process):
+            return ()
+        rows = enumerate(self.traced.arguments)
+        return [i for i, x in rows if i not in self.traced.static and x.spec is not None]
 
     def clear_cache(self) -> None:
         self.jitted.clear_cache()

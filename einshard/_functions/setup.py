@@ -30,6 +30,7 @@ class Setup:
     reshard: bool
     options: Mapping[str, Any]  # `jax.jit` options, except those that select parameters
     budget: Budget | None  # None: no limits on collectives and memory
+    check_processes: bool
     keeps_mapped_axes: bool = False  # whether nested calls leave an axis of jax.vmap as it is
     try_fixes: TryFixes | None = None
 

@@ -34,6 +34,7 @@ def sharded(
     indivisible: Fallback = 'error',
     collectives: Promise | None = None,
     memory: str | int | None = None,
+    check_processes: bool = True,
     **named_specs_and_jit_options: Any,
 ) -> Callable[[Callable[P, R]], ShardedFunction[P, R]]: ...
 def sharded(
@@ -44,6 +45,7 @@ def sharded(
     indivisible: Fallback = 'error',
     collectives: Promise | None = None,
     memory: str | int | None = None,
+    check_processes: bool = True,
     **named_specs_and_jit_options: Any,
 ) -> Any:
     """`jax.jit` with the shardings of arguments and results in einshard's notation.
@@ -91,6 +93,8 @@ def sharded(
             A call under `jax.grad` or `jax.vmap` outside `jax.jit` warns that it is not checked.
         memory: the memory that the compiled program may need on each device: '15 GB', '14.5 GiB' or
             a number of bytes. Checked like `collectives`.
+        check_processes: whether the processes of a multi-process mesh compare digests of host data
+            in each call, as in `einshard`.
         named_specs_and_jit_options: specs by parameter name, and options of `jax.jit`:
             `static_argnames`, `donate_argnums`, `compiler_options`, ...
 
@@ -109,8 +113,9 @@ def sharded(
     # read once, because the decorator may decorate several functions
     mesh, named = copied(mesh), with_copied_options(named_specs_and_jit_options)
     limits = collectives, memory
-    options = out, mesh, reshard, indivisible, limits, named
+    options = out, mesh, reshard, indivisible, limits, check_processes, named
     no_options = all(x is None for x in (out, mesh, *limits)) and not (named or reshard)
+    no_options &= check_processes
     one_function = len(in_specs) == 1 and _can_decorate(in_specs[0])
     if one_function and no_options and indivisible == 'error':
         return decorate(in_specs[0], (), *options)
@@ -162,6 +167,7 @@ def decorate(
     reshard: bool,
     indivisible: Fallback,
     limits: tuple[Promise | None, str | int | None],
+    check_processes: bool,
     named: Mapping[str, Any],
     keeps_mapped_axes: bool = False,
     try_fixes: TryFixes | None = None,
@@ -176,8 +182,9 @@ def decorate(
         try_fixes: tests the fixes in an error of spec functions on the arguments of a call.
     """
     if isinstance(function, staticmethod | classmethod):
-        options = out, mesh, reshard, indivisible, limits, named, keeps_mapped_axes, try_fixes
-        return type(function)(decorate(function.__func__, in_specs, *options))
+        options = out, mesh, reshard, indivisible, limits, check_processes, named
+        more = keeps_mapped_axes, try_fixes
+        return type(function)(decorate(function.__func__, in_specs, *options, *more))
     check_traceable(function)
     name = name_of(function)
     try:
@@ -191,5 +198,5 @@ def decorate(
         budget = parsed_limits and Budget(name, parsed_limits)
     except EinshardError as error:
         raise error.about(function=name) from None
-    setup = Setup(function, name, declaration, mesh, reshard, options, budget)
+    setup = Setup(function, name, declaration, mesh, reshard, options, budget, check_processes)
     return ShardedFunction(replace(setup, keeps_mapped_axes=keeps_mapped_axes, try_fixes=try_fixes))

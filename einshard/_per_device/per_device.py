@@ -54,6 +54,7 @@ def per_device(
     check_vma: bool = True,
     reshard: bool = False,
     collectives: Promise | None = None,
+    check_processes: bool = True,
     **named_specs_and_jit_options: Any,
 ) -> Callable[[Callable[P, R]], ShardedFunction[P, R]]:
     """`jax.shard_map` in einshard's notation: each device runs the function on its own shards.
@@ -92,6 +93,7 @@ def per_device(
             `all_gather_invariant`).
         reshard: whether to reshard arguments that are sharded differently.
         collectives: the collectives that the compiled program may have, as for `sharded`.
+        check_processes: as for `sharded`.
         named_specs_and_jit_options: specs by parameter name, and options of `jax.jit`.
 
     Returns:
@@ -135,6 +137,7 @@ def per_device(
             reshard=reshard,
             indivisible='error',
             limits=(collectives, None),
+            check_processes=check_processes,
             named=options
             | {name: on_shards.resolved_at_call(spec) for name, spec in specs_by_name.items()},
             keeps_mapped_axes=bool(on_shards.manual),
