@@ -43,12 +43,23 @@ LACKING = {
 collect_ignore = [file for file, packages in LACKING.items() if packages]
 
 
+CUDA_PLUGINS = ('jax_cuda12_plugin', 'jax_cuda13_plugin')
+
+
 def pytest_addoption(parser):
     parser.addoption(
         '--update-messages',
         action='store_true',
         help='test_messages.py writes the messages of messages.md',
     )
+
+
+def pytest_collection_modifyitems(items):
+    if not any(map(importlib.util.find_spec, CUDA_PLUGINS)):
+        skip = pytest.mark.skip(reason="JAX's CUDA plugin, of the extra gpu, is not installed")
+        for item in items:
+            if item.get_closest_marker('gpu'):
+                item.add_marker(skip)
 
 
 # less frequent collections of less garbage save 5% of the tests' time

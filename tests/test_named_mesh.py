@@ -168,7 +168,7 @@ def test_sizes_that_the_cloud_does_not_have(name, counts):
         ('v4 Lite:2x2', "'v4 lite:2x2'"),
         ('v5e-16x', None),
         ('v5p-\uff11\uff12\uff18', None),
-        ('H100', None),
+        ('H100', "'h100:8'"),
     ],
 )
 def test_other_spellings(name, fix):

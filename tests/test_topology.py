@@ -74,14 +74,9 @@ def test_invalid_names(name, sentence):
     if 'libtpu' in sentence:
         assert error.facts['libtpu says'].startswith('INVALID_ARGUMENT: ')
         known.insert(0, 'libtpu says')
+    elif 'not a' in sentence:
+        known += ['GPUs', 'GPU clusters']
     assert list(error.facts) == known
-
-
-@pytest.mark.parametrize('name', ['h100:8', 'cuda', 'A100', 'gpu:2x4'])
-def test_gpu_names(name):
-    assert refusal(topology, name).sentence == (
-        f"'{name}' is not a TPU slice; topology() supports only TPUs"
-    )
 
 
 @pytest.mark.parametrize('n_slices', [0, True, 2.0])

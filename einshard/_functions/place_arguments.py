@@ -262,9 +262,9 @@ def _must_put(leaf: Any, sharding: NamedSharding) -> bool:
     Jit cannot place a partial sum. In a program with several processes, it does not shard host
     data, and does not check that uncommitted arrays are equal in all processes.
     """
-    is_placed = isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref) or _is_committed(leaf)
-    must_put = is_partial(sharding) or jax.process_count() > 1
-    return must_put and not (is_placed or isinstance(leaf, Tracer))
+    if isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref | Tracer) or _is_committed(leaf):
+        return False  # before `process_count`, as JAX may have no backend for a topology
+    return is_partial(sharding) or jax.process_count() > 1
 
 
 def _is_unsharded(sharding: Sharding) -> bool:

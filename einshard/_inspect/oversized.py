@@ -130,15 +130,6 @@ def _arguments_and_meshes(lowered: Lowered) -> tuple[Sequence[int], Sequence[Mes
     return sorted(options['kept_var_idx']), list(dict.fromkeys(found))
 
 
-def _used_arguments(stages: Stages, n_leaves: int) -> Sequence[int]:
-    """Returns the indices of the argument leaves that JAX keeps, or all if there is no jaxpr."""
-    jaxpr = stages.jaxpr
-    if jaxpr is None:
-        return range(n_leaves)
-    used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
-    return [i for i, variable in enumerate(jaxpr.invars) if id(variable) in used]
-
-
 def read_sizes(buffers: str) -> Any:
     """Converts a dumped buffer assignment to the fields of `Compiled.memory_analysis()`."""
     sizes = {'argument': 0, 'output': 0, 'temp': 0, 'alias': 0, 'constant': 0}

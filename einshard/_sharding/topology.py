@@ -1,4 +1,4 @@
-"""Builds the mesh of a TPU slice from its name. Needs libtpu, but no TPU."""
+"""Builds the mesh of a TPU slice or a GPU cluster from its name, without a TPU or a GPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from jax.sharding import AxisType, Mesh
 
 from .._cache import cached
 from .._errors import EinshardError
+from .cuda_plugin import describe_gpus
+from .gpu_names import gpu_forms, is_gpu_name, read_gpu_name
 from .libtpu import has_libtpu, quiet_libtpu
 from .mesh import device_mesh, named_mesh, types_text
 from .tpu_names import known_names, topology_name
@@ -17,7 +19,7 @@ from .tpu_names import known_names, topology_name
 def topology(
     name: str, *, n_slices: int = 1, axis_types: AxisType | None = None, **axes: int
 ) -> Mesh:
-    """Returns the mesh of a TPU slice you don't have, for compiling ahead of time.
+    """Returns the mesh of a TPU slice or a GPU cluster you don't have, to compile ahead of time.
 
         >>> from einshard import topology
         >>> mesh = topology('v5e:4x4', data=4, tensor=4)
@@ -28,13 +30,24 @@ def topology(
     compiled for its devices, but these cannot hold arrays. On a machine without TPUs, this sets
     environment variables that libtpu reads, unless they are set already.
 
+    TPUs need libtpu. GPUs need JAX 0.9 or newer, its CUDA plugin and a PTX compiler: the extra
+    `einshard[gpu]`, `jax[cuda12]` or `jax[cuda13]`. The first topology of GPUs in a process
+    compiles a small program in another process, to see whether the compiler works.
+
     Args:
-        name: TPU generation and chips along each dimension, such as 'v5e:4x4' or 'v5p:2x2x2'; or
-            a Cloud accelerator type with its default shape, such as 'v5litepod-16' (16 chips,
-            v5e:4x4) or 'v5p-128' (128 TensorCores, 64 chips, v5p:4x4x4). A chip of v2, v3, v4 or
-            tpu7x may have two devices.
-        n_slices: number of slices, connected by the data center network. The devices of a slice
-            are consecutive, so the first mesh axis crosses slices.
+        name: one of
+
+            - TPU generation and chips along each dimension, such as 'v5e:4x4' or 'v5p:2x2x2'. A
+              chip of v2, v3, v4 or tpu7x may have two devices.
+            - a Cloud accelerator type with its default shape, such as 'v5litepod-16' (16 chips,
+              v5e:4x4) or 'v5p-128' (128 TensorCores, 64 chips, v5p:4x4x4).
+            - GPU, NVLink domains and GPUs in each: 'h100:4x8' is four machines with eight H100s;
+              'h100:8' is one. A domain of GB200 or GB300 has up to 72 GPUs ('gb200:2x72'), in
+              hosts of 4. The others are 'a100' (80 GB), 'a100-40gb', 'h200', 'b200' and 'b300'
+              (all SXM), and 'rtx6000pro', which has no NVLink: 'rtx6000pro:8' are eight in a host.
+        n_slices: number of TPU slices, connected by the data center network. The devices of a
+            slice are consecutive, so the first mesh axis crosses slices. With GPUs, the name has
+            the number of NVLink domains; their devices are consecutive, too.
         axis_types: the type of every mesh axis, as in `device_mesh`.
         axes: the mesh axes and their sizes, as in `device_mesh`. Default: the canonical mesh.
 
@@ -42,8 +55,8 @@ def topology(
         The mesh. Equal calls return the same object.
 
     Raises:
-        EinshardError: libtpu is not installed or does not know the slice, or the sizes do not use
-            all devices. The error lists valid sizes.
+        EinshardError: the name is not valid, what compiles for it is not installed, or the sizes
+            do not use all devices. The error lists valid names and sizes.
     """
     if not isinstance(name, str):
         raise EinshardError(
@@ -52,12 +65,29 @@ def topology(
         )
     if not isinstance(n_slices, int) or isinstance(n_slices, bool) or n_slices < 1:
         raise EinshardError(f'n_slices= must be a positive integer, not {n_slices!r}')
-    mesh = _topology(topology_name(name), n_slices)
+    if is_gpu_name(name):
+        mesh = _gpu_mesh(name, n_slices)
+    else:
+        mesh = _topology(topology_name(name), n_slices)
     if axis_types is not None:
         mesh = device_mesh(mesh, axis_types=axis_types)
     call = f"topology('{name}', " + (f'n_slices={n_slices}, ' if n_slices > 1 else '')
     call += types_text(axis_types)
     return cast(Mesh, named_mesh(mesh, axes, call)) if axes else mesh
+
+
+@cached
+def _gpu_mesh(name: str, n_slices: int) -> Mesh:
+    gpu, sizes = read_gpu_name(name)
+    if n_slices > 1:
+        kind, _, shape = name.rpartition(':')
+        fix = f"topology('{kind}:{n_slices}x{shape}')" if 'x' not in shape else None
+        raise EinshardError(
+            'n_slices= is for TPUs; with GPUs, the name has the number of NVLink domains',
+            facts=gpu_forms(),
+            fix=fix,
+        )
+    return device_mesh(describe_gpus(gpu, sizes))
 
 
 @cached

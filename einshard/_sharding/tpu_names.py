@@ -7,6 +7,7 @@ import math
 import re
 
 from .._errors import EinshardError, plural
+from .gpu_names import gpu_forms
 
 # The number of torus dimensions of each generation. 'v4 lite' is v4i.
 _GENERATIONS = {
@@ -35,8 +36,6 @@ _CLOUD_CHIPS = {
     'v5e': (1, 4, 8, 16, 32, 64, 128, 256),
     'v6e': (1, 4, 8, 16, 32, 64, 128, 256),
 }
-
-_GPU = re.compile(r'(?i)\b(a100|h100|h200|gh200|b100|b200|gb200|v100|l4|mi\d+|gpu|cuda|rocm)')
 
 
 def topology_name(name: str) -> str:
@@ -103,15 +102,6 @@ def _example(generation: str) -> str:
 
 def _check_name(name: str) -> None:
     """Raises for invalid names. libtpu's own errors would show names that users do not know."""
-    if _GPU.search(name):
-        raise EinshardError(
-            f"'{name}' is not a TPU slice; topology() supports only TPUs",
-            facts={
-                'on a GPU machine': 'use the GPUs: pass mesh=jax.devices() instead of a topology',
-                'without GPUs': 'simulate the same number of CPU devices; shardings are the same, '
-                'and so are most collectives',
-            },
-        )
     match = _NAME.fullmatch(name)
     generation = match['generation'] if match else ''
     if match is None or generation not in _GENERATIONS:
@@ -120,7 +110,7 @@ def _check_name(name: str) -> None:
             if match
             else f"'{name}' is not a valid topology name"
         )
-        raise EinshardError(sentence, facts=known_names())
+        raise EinshardError(sentence, facts={**known_names(), **gpu_forms()})
     sizes = match['sizes'].split('x')
     if any(int(size) == 0 for size in sizes):  # libtpu would divide by zero
         raise EinshardError(f"'{name}' has no chips", facts=known_names())

@@ -1,0 +1,186 @@
+"""JAX's CUDA plugin, which compiles for GPUs on machines without one."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .._errors import EinshardError
+from .gpu_names import GPUS, Gpu
+from .libtpu import quiet_libtpu
+
+_SKIP_CHECK = 'JAX_SKIP_CUDA_CONSTRAINTS_CHECK'
+_lock = threading.Lock()  # while the environment variable is set
+
+
+def describe_gpus(gpu: Gpu, sizes: str) -> list[Any]:
+    """Returns devices for which JAX compiles. `sizes` are '4x1x8': domains, hosts, GPUs."""
+    plugin = _find_plugin()
+    _check_compiler(plugin)
+    quiet_libtpu()  # the default backend starts when JAX lowers a program
+    config = _target_config(gpu)
+    from jax.experimental.topologies import get_topology_desc
+
+    def describe() -> Any:
+        return get_topology_desc('', 'cuda', topology=sizes, target_config=config)
+
+    with _without_check():
+        try:
+            description = describe()
+        except NotImplementedError:
+            # Without a GPU, the plugin's check of CUDA libraries fails when JAX starts, so JAX has
+            # not registered the plugin. JAX itself tries only once.
+            try:
+                importlib.import_module(plugin).initialize()
+            except RuntimeError as error:  # on a machine with a GPU, its check is not skipped
+                raise EinshardError(
+                    "JAX's CUDA plugin fails on this machine",
+                    facts={'plugin says': str(error).strip().partition('\n')[0]},
+                ) from None
+            description = describe()
+    return description.devices
+
+
+def _target_config(gpu: Gpu) -> str:
+    # 0.9.2 fails to parse links, and 0.10.2 ignores them
+    return gpu.target_config(has_links=jax.__version_info__ >= (0, 10, 2))
+
+
+@contextmanager
+def _without_check() -> Generator[None]:
+    """Skips the plugin's check of CUDA libraries, unless this machine has an NVIDIA GPU."""
+    with _lock:
+        before = os.environ.get(_SKIP_CHECK)
+        if not _has_gpu():
+            os.environ[_SKIP_CHECK] = '1'
+        try:
+            yield
+        finally:
+            if before is None:
+                os.environ.pop(_SKIP_CHECK, None)
+            else:
+                os.environ[_SKIP_CHECK] = before
+
+
+def _has_gpu() -> bool:
+    # /dev/dxg is the GPU in Windows Subsystem for Linux
+    return any(Path(path).exists() for path in ('/dev/nvidia0', '/dev/nvidiactl', '/dev/dxg'))
+
+
+def _find_plugin() -> str:
+    """Returns the module of the plugin. Raises unless there is one, of the version of jaxlib."""
+    if jax.__version_info__ < (0, 9):
+        raise EinshardError(
+            "compiling for GPUs you don't have needs JAX 0.9 or newer",
+            facts={'JAX': jax.__version__},
+        )
+    names = ('jax_plugins.xla_cuda13', 'jax_plugins.xla_cuda12')
+    plugins = [name for name in names if _is_installed(name)]
+    if not plugins:
+        raise EinshardError(
+            "compiling for GPUs needs JAX's CUDA plugin, which is not installed",
+            facts={'install': _INSTALL, 'or': _ENOUGH, 'exists for': _PLATFORMS},
+        )
+    packages = [(name, version) for name in _PACKAGES if (version := _version(name))]
+    if len(plugins) > 1:
+        raise EinshardError(
+            "JAX's plugins for CUDA 12 and CUDA 13 are both installed, and break each other",
+            facts={
+                'installed': ', '.join(f'{name} {version}' for name, version in packages),
+                'remove one': 'pip uninstall jax-cuda12-plugin jax-cuda12-pjrt',
+            },
+        )
+    jaxlib = _version('jaxlib')
+    wrong = [f'{name} {version}' for name, version in packages if version != jaxlib]
+    if wrong and jaxlib:
+        cuda = plugins[0][-2:]
+        raise EinshardError(
+            "JAX's CUDA plugin has another version than jaxlib, so it would compile other programs",
+            facts={
+                'installed': ', '.join([*wrong, f'jaxlib {jaxlib}']),
+                'install': f"pip install 'jax[cuda{cuda}{'-local' * (cuda == '13')}]"
+                f"=={jax.__version__}'",
+            },
+        )
+    return plugins[0]
+
+
+_INSTALL = "pip install 'jax[cuda13-local]' nvidia-cuda-nvcc"
+_ENOUGH = 'jax[cuda12] or jax[cuda13], which have both'
+_PLATFORMS = 'Linux on x86_64 and aarch64'
+_PACKAGES = ('jax-cuda12-plugin', 'jax-cuda12-pjrt', 'jax-cuda13-plugin', 'jax-cuda13-pjrt')
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # there are no plugins at all
+        return False
+
+
+def _version(package: str) -> str | None:
+    """Returns the version of an installed package, without the suffixes of rebuilds."""
+    try:
+        return re.sub(r'\.post\d+|\+.*', '', metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return None
+
+
+# --- PTX compiler -------------------------------------------------------------------------------
+
+# Needs libdevice and a PTX compiler. Without one, JAX raises an error or ends the process.
+_PROGRAM = """
+import sys, jax
+from jax.experimental.topologies import get_topology_desc
+device, = get_topology_desc('', 'cuda', topology='1x1x1', target_config=sys.argv[1]).devices
+sharding = jax.sharding.SingleDeviceSharding(device)
+x = jax.ShapeDtypeStruct((256,), 'float32', sharding=sharding)
+jax.jit(jax.numpy.tanh).lower(x).compile()
+"""
+
+
+@functools.cache
+def _check_compiler(plugin: str) -> None:
+    """Raises if there is no PTX compiler. Only the first call takes time, about a second."""
+    flags = os.environ.get('XLA_FLAGS', '')
+    process = subprocess.run(
+        [sys.executable, '-P', '-c', _PROGRAM, _target_config(GPUS['h100'])],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors='replace',
+        env={
+            **os.environ,
+            'PYTHONPATH': os.pathsep.join(filter(None, sys.path)),
+            'PYTHONWARNINGS': 'ignore',
+            'JAX_PLATFORMS': 'cpu',
+            'JAX_ENABLE_COMPILATION_CACHE': '0',
+            # thousands of simulated devices take seconds to start
+            'XLA_FLAGS': f'{flags} --xla_force_host_platform_device_count=1',
+        },
+    )
+    if process.returncode:
+        says = re.findall(r'^[\w.]+(?:Error|Exception): (.*)', process.stderr, re.MULTILINE)
+        if process.returncode < 0:
+            says = [f'the process ended with {signal.Signals(-process.returncode).name}']
+        raise EinshardError(
+            'XLA cannot compile a test program for GPUs, usually because there is no PTX compiler',
+            facts={
+                'XLA says': says[-1] if says else process.stderr.strip().rpartition('\n')[2],
+                'install': f'pip install nvidia-cuda-nvcc{"-cu12" * plugin.endswith("12")}',
+            },
+        )

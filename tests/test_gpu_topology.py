@@ -1,0 +1,433 @@
+"""topology: GPU clusters you don't have. What compiles needs JAX's CUDA plugin, but no GPU."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from placed import struct
+from refusal import refusal
+from spawn import python_path
+
+from einshard import (
+    assert_collectives,
+    device_mesh,
+    einshard,
+    explain,
+    make_sharding,
+    sharded,
+    topology,
+)
+from einshard._hlo.hardware import find_chip
+from einshard._inspect.network import Network
+from einshard._sharding import cuda_plugin
+from einshard._sharding.gpu_names import GPUS, is_gpu_name, read_gpu_name
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('name', 'sizes'),
+    [
+        ('h100:8', '1x1x8'),
+        ('h100:1x8', '1x1x8'),
+        ('h100:4x8', '4x1x8'),
+        ('h100:1', '1x1x1'),
+        ('h100:7', '1x1x7'),
+        ('a100-40gb:2x4', '2x1x4'),
+        ('h100:8192x8', '8192x1x8'),
+        ('gb200:2x72', '2x18x4'),
+        ('gb300:72', '1x18x4'),
+        ('gb200:3', '1x1x3'),
+        ('gb200:3x8', '3x2x4'),
+        ('rtx6000pro:8', '1x1x8'),
+        ('rtx6000pro:2x8', '2x1x8'),
+    ],
+)
+def test_domains_hosts_and_gpus(name, sizes):
+    gpu, found = read_gpu_name(name)
+    assert (gpu, found) == (GPUS[name.partition(':')[0]], sizes)
+
+
+@pytest.mark.parametrize(
+    ('name', 'sentence', 'fix'),
+    [
+        ('h100', "'h100' is not a valid topology name", "'h100:8'"),
+        ('gb200', "'gb200' is not a valid topology name", "'gb200:72'"),
+        ('gpu', "'gpu' is not a valid topology name", None),
+        ('cuda', "'cuda' is not a valid topology name", None),
+        ('gpu:2x4', "'gpu' is not a GPU that einshard knows", None),
+        ('v100:8', "'v100' is not a GPU that einshard knows", None),
+        ('h800:8', "'h800' is not a GPU that einshard knows", None),
+        ('gh200:1', "'gh200' is not a GPU that einshard knows", None),
+        ('h100-pcie:8', "'h100-pcie' is not a GPU that einshard knows", None),
+        ('h100:0', "'h100:0' has no GPUs", None),
+        ('h100:8193x8', "'h100:8193x8' has more than 65,536 GPUs", None),
+        ('h100:9999999', "'h100:9999999' is not a valid topology name", "'h100:8'"),
+        ('h100:4x8x2', "'h100:4x8x2' is not a valid topology name", "'h100:8'"),
+        ('h100:\uff18', "'h100:\uff18' is not a valid topology name", "'h100:8'"),
+        (
+            'h100:16',
+            "'h100:16' has 16 GPUs in an NVLink domain, but h100 has at most 8",
+            "'h100:2x8'",
+        ),
+        (
+            'gb200:2x80',
+            "'gb200:2x80' has 80 GPUs in each NVLink domain, but gb200 has at most 72",
+            None,
+        ),
+        (
+            'rtx6000pro:16',
+            "'rtx6000pro:16' has 16 GPUs in a host, but rtx6000pro has at most 8",
+            "'rtx6000pro:2x8'",
+        ),
+        (
+            'gb200:2x6',
+            "'gb200:2x6' has 6 GPUs in a domain, which do not fill hosts of 4",
+            "'gb200:2x8'",
+        ),
+    ],
+)
+def test_invalid_names(name, sentence, fix):
+    error = refusal(topology, name)
+    assert (error.sentence, error.fix) == (sentence, fix)
+    if 'hosts of' in sentence:
+        assert error.facts == {'GPUs in a domain': '1 to 4, or a multiple of 4'}
+    else:
+        assert error.facts['GPUs'].split(', ') == [*GPUS]
+        assert "'h100:4x8'" in error.facts['GPU clusters']
+
+
+@pytest.mark.parametrize(
+    ('name', 'fix'),
+    [
+        ('H100:8', 'h100:8'),
+        ('h100: 4 x 8', 'h100:4x8'),
+        ('A100-40GB:8', 'a100-40gb:8'),
+        ('a2-highgpu-8g', 'a100-40gb:8'),
+        ('a2-ultragpu-8g', 'a100:8'),
+        ('a3-highgpu-8g', 'h100:8'),
+        ('a3-megagpu-8g', 'h100:8'),
+        ('a3-ultragpu-8g', 'h200:8'),
+        ('a4-highgpu-8g', 'b200:8'),
+        ('a4x-highgpu-4g', 'gb200:72'),
+        ('a4x-maxgpu-4g-metal', 'gb300:72'),
+        ('g4-standard-384', 'rtx6000pro:8'),
+        ('p4d.24xlarge', 'a100-40gb:8'),
+        ('p4de.24xlarge', 'a100:8'),
+        ('p5.48xlarge', 'h100:8'),
+        ('p5en.48xlarge', 'h200:8'),
+        ('p6-b200.48xlarge', 'b200:8'),
+        ('ND H100 v5', 'h100:8'),
+        ('Standard_ND96isr_H200_v5', 'h200:8'),
+        ('GB200 NVL72', 'gb200:72'),
+        ('DGX B300', 'b300:8'),
+        ('NVIDIA H100 80GB HBM3', 'h100:8'),
+        ('H100 NVL', None),
+        ('A100-PCIE-40GB', None),
+    ],
+)
+def test_names_of_machines_and_other_spellings(name, fix):
+    assert refusal(topology, name).fix == (fix and f"'{fix}'")
+
+
+def test_amd_gpus():
+    facts = refusal(topology, 'mi300x:8').facts
+    assert facts['AMD GPUs'] == "JAX's plugin for ROCm compiles only where a GPU is"
+
+
+@pytest.mark.parametrize(
+    'name', ['v5e:4x4', 'v5p-128', 'v4 lite:2x2', 'v5litepod-16', 'tpu7x:2x2x1', 'v2-8', 'tpu', '']
+)
+def test_names_of_tpus(name):
+    assert not is_gpu_name(name)
+
+
+@pytest.mark.parametrize(('name', 'fix'), [('h100:8', "topology('h100:2x8')"), ('h100:4x8', None)])
+def test_slices_are_of_tpus(name, fix):
+    error = refusal(topology, name, n_slices=2)
+    assert error.sentence == (
+        'n_slices= is for TPUs; with GPUs, the name has the number of NVLink domains'
+    )
+    assert error.fix == fix
+
+
+# --- without what compiles ------------------------------------------------------------------------
+
+VERSIONS = {
+    'jaxlib': '0.12.0',
+    'jax-cuda13-plugin': '0.12.0',
+    'jax-cuda13-pjrt': '0.12.0',
+    'jax-cuda12-plugin': '0.12.0',
+}
+
+
+def installed(monkeypatch, plugins, **versions):
+    """Sets which plugins are installed, and with which versions."""
+    versions = {**VERSIONS, **{name.replace('_', '-'): v for name, v in versions.items()}}
+    found = {
+        name: version
+        for name, version in versions.items()
+        if name == 'jaxlib' or any(plugin in name for plugin in plugins)
+    }
+    monkeypatch.setattr(cuda_plugin, '_is_installed', lambda name: name[-6:] in plugins)
+    monkeypatch.setattr(cuda_plugin, '_version', found.get)
+    monkeypatch.setattr(jax, '__version_info__', (0, 12, 0))
+    monkeypatch.setattr(jax, '__version__', '0.12.0')
+
+
+def test_no_plugin(monkeypatch):
+    installed(monkeypatch, [])
+    assert str(refusal(topology, 'h100:3x8')) == (
+        "compiling for GPUs needs JAX's CUDA plugin, which is not installed\n"
+        "  install:    pip install 'jax[cuda13-local]' nvidia-cuda-nvcc\n"
+        '  or:         jax[cuda12] or jax[cuda13], which have both\n'
+        '  exists for: Linux on x86_64 and aarch64'
+    )
+
+
+def test_two_plugins(monkeypatch):
+    installed(monkeypatch, ['cuda12', 'cuda13'])
+    assert str(refusal(topology, 'h100:3x8')) == (
+        "JAX's plugins for CUDA 12 and CUDA 13 are both installed, and break each other\n"
+        '  installed:  jax-cuda12-plugin 0.12.0, jax-cuda13-plugin 0.12.0, jax-cuda13-pjrt 0.12.0\n'
+        '  remove one: pip uninstall jax-cuda12-plugin jax-cuda12-pjrt'
+    )
+
+
+def test_a_plugin_of_another_version(monkeypatch):
+    installed(monkeypatch, ['cuda13'], jax_cuda13_pjrt='0.11.1')
+    assert str(refusal(topology, 'h100:3x8')) == (
+        "JAX's CUDA plugin has another version than jaxlib, so it would compile other programs\n"
+        '  installed: jax-cuda13-pjrt 0.11.1, jaxlib 0.12.0\n'
+        "  install:   pip install 'jax[cuda13-local]==0.12.0'"
+    )
+
+
+def test_old_jax(monkeypatch):
+    installed(monkeypatch, ['cuda13'])
+    monkeypatch.setattr(jax, '__version_info__', (0, 8, 1))
+    monkeypatch.setattr(jax, '__version__', '0.8.1')
+    assert str(refusal(topology, 'h100:3x8')) == (
+        "compiling for GPUs you don't have needs JAX 0.9 or newer\n  JAX: 0.8.1"
+    )
+
+
+@pytest.mark.parametrize(
+    ('program', 'says'),
+    [
+        (
+            'echo jax.errors.JaxRuntimeError: INTERNAL: no >&2; exit 1',
+            'INTERNAL: no',
+        ),
+        ('kill -SEGV $$', 'the process ended with SIGSEGV'),
+        ('echo this is new >&2; exit 3', 'this is new'),
+    ],
+)
+def test_no_ptx_compiler(monkeypatch, tmp_path, program, says):
+    installed(monkeypatch, ['cuda13'])
+    python = tmp_path / 'python'
+    python.write_text(f'#!/bin/sh\n{program}\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, 'executable', str(python))
+    cuda_plugin._check_compiler.cache_clear()
+    error = refusal(topology, 'h100:3x8')
+    assert error.sentence == (
+        'XLA cannot compile a test program for GPUs, usually because there is no PTX compiler'
+    )
+    assert error.facts == {'XLA says': says, 'install': 'pip install nvidia-cuda-nvcc'}
+
+
+def test_the_check_of_a_machine_with_gpus_is_not_skipped(monkeypatch):
+    name = 'JAX_SKIP_CUDA_CONSTRAINTS_CHECK'
+    for before in (None, '0'):
+        monkeypatch.delenv(name, raising=False)
+        if before:
+            monkeypatch.setenv(name, before)
+        for has_gpu, within in ((False, '1'), (True, before)):
+            monkeypatch.setattr(cuda_plugin, '_has_gpu', lambda has_gpu=has_gpu: has_gpu)
+            with cuda_plugin._without_check():
+                assert os.environ.get(name) == within
+            assert os.environ.get(name) == before
+
+
+# --- meshes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('name', GPUS)
+def test_compiles_for_every_gpu(name):
+    mesh = topology(f'{name}:2x4', data=2, tensor=4)
+    assert {device.device_kind for device in mesh.devices.flat} == {GPUS[name].kind}
+    x, w, v = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in (
+            ((512, 1024), P('data', None)),
+            ((1024, 2048), P(None, 'tensor')),
+            ((2048, 1024), P('tensor', None)),
+        )
+    )
+    report = explain(jax.jit(lambda x, w, v: jnp.tanh(x @ w) @ v), x, w, v)
+    assert report.collectives.counts == {'all-reduce': 1}
+    assert report.collectives[0].along == 'tensor'
+    assert report.chip == find_chip(GPUS[name].kind).name
+    assert report.memory.arguments == 2 * (256 * 1024 + 2 * 1024 * 512)
+    assert report.memory.capacity == GPUS[name].memory * 2**20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ('name', 'sizes', 'domain', 'host'),
+    [
+        ('h100:8', (2, 2, 2), 8, 8),
+        ('h100:1', (1,), 1, 1),
+        ('h100:7', (7,), 7, 7),
+        ('h100:3x8', (3, 2, 2, 2), 8, 8),
+        ('gb200:2x72', (2, 3, 3, 2, 2, 2), 72, 4),
+        ('gb300:3x2', (3, 2), 2, 2),
+        ('rtx6000pro:2x8', (2, 2, 2, 2), 8, 8),
+    ],
+)
+def test_canonical_mesh(name, sizes, domain, host):
+    """Domains, then hosts, then devices."""
+    mesh = topology(name)
+    assert mesh.axis_sizes == sizes
+    assert mesh == device_mesh(mesh) == device_mesh([*mesh.devices.flat][::-1])
+    assert topology(name) is mesh
+    devices = [*mesh.devices.flat]
+    assert [device.coords[0] for device in devices] == [i // domain for i in range(len(devices))]
+    assert [device.process_index for device in devices] == [i // host for i in range(len(devices))]
+    network = Network(devices, find_chip(devices[0].device_kind))
+    assert list(network.slices) == [device.coords[0] for device in devices]
+
+
+@pytest.mark.gpu
+def test_named_axes():
+    mesh = topology('h100:4x8', data=4, tensor=8, axis_types=AxisType.Explicit)
+    assert dict(mesh.shape) == {'data': 4, 'tensor': 8}
+    assert {*mesh.axis_types} == {AxisType.Explicit}
+    assert [{d.coords[0] for d in row} for row in mesh.devices] == [{0}, {1}, {2}, {3}]
+    error = refusal(topology, 'h100:4x8', data=4, tensor=4)
+    assert error.fix is not None
+    assert "topology('h100:4x8', " in str(error)
+
+
+@pytest.mark.gpu
+def test_the_compiler_is_tried_once(monkeypatch):
+    topology('h100:8')
+    monkeypatch.setattr(subprocess, 'run', None)
+    assert topology('b200:3x8').size == 24
+
+
+@pytest.mark.gpu
+def test_one_topology_in_a_mesh():
+    devices = [*topology('h100:8').devices.flat, *topology('b200:8').devices.flat]
+    error = refusal(device_mesh, devices)
+    assert error.sentence == 'all devices of a mesh must be of one topology'
+    assert error.facts == {'devices': 'NVIDIA H100 80GB HBM3, NVIDIA B200'}
+
+
+@pytest.mark.gpu
+def test_a_topology_holds_no_arrays():
+    mesh = topology('h100:8')
+    f = sharded('b*', mesh=mesh)(lambda x: x + 1)
+    for error in (refusal(einshard, np.ones(8), 'b*', mesh=mesh), refusal(f, np.ones(8))):
+        assert 'can neither hold arrays nor run programs' in error.sentence
+
+
+PROGRAM = """
+import os, sys
+import jax
+before = []
+if sys.argv[1] == 'after':
+    try:
+        before = jax.devices()
+    except (AssertionError, RuntimeError):  # with JAX_PLATFORMS=cuda
+        pass
+    sys.stderr.write('-- einshard')
+from einshard import explain, sharded, topology
+function = sharded('a*', mesh=topology('h100:8'))(jax.numpy.tanh)
+report = explain(function, jax.ShapeDtypeStruct((8,), 'float32'))
+assert (report.device_kind, report.memory.arguments) == ('NVIDIA H100 80GB HBM3', 4), report
+assert 'JAX_SKIP_CUDA_CONSTRAINTS_CHECK' not in os.environ
+if os.environ['JAX_PLATFORMS'] != 'cuda':
+    assert {device.platform for device in jax.devices()} == {'cpu'}
+    assert before in ([], jax.devices())
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('platforms', ['', 'cpu', 'cuda'])
+@pytest.mark.parametrize('when', ['before', 'after'])
+def test_quiet_before_and_after_the_backend_starts(platforms, when):
+    """What JAX prints when its backend starts without a GPU is JAX's."""
+    unset = {'XLA_FLAGS', 'JAX_SKIP_CUDA_CONSTRAINTS_CHECK'}
+    kept = {name: value for name, value in os.environ.items() if name not in unset}
+    done = subprocess.run(
+        [sys.executable, '-c', PROGRAM, when],
+        env={**kept, 'JAX_PLATFORMS': platforms, 'PYTHONPATH': python_path()},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout, done.stderr.rpartition('-- einshard')[2]) == ('', '')
+
+
+# --- programs ------------------------------------------------------------------------------------
+
+
+@sharded('x y -> x* y', 'y z -> y z*', out='x z -> x* z')
+def gathering(x, w):
+    return x @ w
+
+
+@sharded('x y -> x y*', 'y z -> y* z', out='x z -> * x z')
+def summing(x, w):
+    return x @ w
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('name', ['h100:8', 'h100:2x8', 'gb200:2x4'])
+@pytest.mark.parametrize(
+    ('function', 'kind', 'shape', 'along'),
+    [
+        (gathering, 'all-gather', (512, 256), 'x|z'),
+        (summing, 'all-reduce', (1024, 256), 'y'),
+    ],
+)
+def test_matrix_products(name, function, kind, shape, along):
+    mesh = topology(name)
+    report = explain(function, struct(1024, 512), struct(512, 256), mesh=mesh)
+    (row,) = report.collectives
+    assert (row.kind, row.along) == (kind, along)
+    assert (row.groups, row.group_size, row.bytes) == (1, mesh.size, 4 * shape[0] * shape[1])
+    assert_collectives(function, struct(1024, 512), struct(512, 256), allowed={kind: 1}, mesh=mesh)
+
+
+@pytest.mark.gpu
+def test_one_program_by_hand_and_by_expression():
+    mesh = topology('h100:2x8', data=2, tensor=8)
+
+    def mlp(x, w, v):
+        return jax.nn.gelu(x @ w) @ v
+
+    shapes = (64, 128), (128, 512), (512, 128)
+    specs = P('data'), P(None, 'tensor'), P('tensor')
+    expressions = 'b d -> b@data d', 'd f -> d f@tensor', 'f d -> f@tensor d'
+    by_hand = [NamedSharding(mesh, spec) for spec in specs]
+    by_expression = [make_sharding(text, mesh=mesh) for text in expressions]
+    texts = [
+        jax.jit(mlp, in_shardings=shardings).lower(*map(struct_of, shapes)).compile().as_text()
+        for shardings in (by_hand, by_expression)
+    ]
+    assert texts[0] == texts[1]
+
+
+def struct_of(shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
