@@ -26,6 +26,7 @@ from einshard._hlo.module import ArrayType, Module
 from einshard._hlo.sources import operations
 from einshard._inspect.bounds import Bound, find_bounds
 from einshard._inspect.network import Network
+from einshard._sharding.gpu_names import GPUS
 from einshard._text import format_seconds
 
 GB = 10**9
@@ -42,6 +43,14 @@ def tpus(*sizes, slices=1, cores=1):
 
 def gpus(n):
     return [SimpleNamespace(id=i) for i in range(n)]
+
+
+def gpus_of(domains, size):
+    """GPUs as `topology` describes them; JAX says that all are in slice 0."""
+    return [
+        SimpleNamespace(id=i, platform='gpu', slice_index=0, coords=[i // size, 0, i % size])
+        for i in range(domains * size)
+    ]
 
 
 def collective(kind, groups, n_bytes, pairs=()):
@@ -117,6 +126,49 @@ def test_book_gpu_node():
     assert gather == pytest.approx(1.04e-3, rel=0.01)
     exchange = network.seconds(collective('all-to-all', grid(1, 8), full / 8))
     assert exchange == pytest.approx(full * 7 / 64 / 450e9)
+
+
+def test_nvlink_domains():
+    """A domain of GB200 has up to 72 GPUs, and all of the GPUs in it have their own NIC."""
+    chip = as_chip('GB200')
+    rack = collective('all-gather', grid(1, 72), 72 * GB)
+    assert Network(gpus_of(1, 72), chip).seconds(rack) == pytest.approx(71 * GB / 900e9)
+    assert Network(gpus(72), chip).seconds(rack) == pytest.approx(71 * GB / 900e9)
+    pairs = collective('all-gather', grid(2, 36).T, 2 * GB)
+    across = Network(gpus_of(2, 36), chip)  # two halves of racks
+    assert across.n_slices == 2
+    assert across.seconds(pairs) == pytest.approx(GB / 50e9)
+    assert Network(gpus(72), chip).seconds(pairs) == pytest.approx(GB / 900e9)
+
+
+@pytest.mark.parametrize('size', [1, 4, 7, 8])
+def test_domains_that_are_not_full(size):
+    """Each GPU has one NIC: GPUs that are not in the program add none."""
+    network = Network(gpus_of(3, size), H100)
+    assert list(network.slices) == [i // size for i in range(3 * size)]
+    summed = collective('all-reduce', grid(1, 3 * size), GB)
+    leaves = GB / (size * 50e9)  # the sums of a domain leave it at least once
+    assert network.seconds(summed) == pytest.approx(max(leaves, GB / (450e9 + 50e9)))
+
+
+def test_old_name_of_domain():
+    with pytest.warns(DeprecationWarning, match='node= of Chip is now domain='):
+        chip = Chip('x', {'bf16': 1e15}, 1e11, 4e12, 1e11, node=4)
+    assert chip == Chip('x', {'bf16': 1e15}, 1e11, 4e12, 1e11, domain=4)
+    assert chip == Chip('x', {'bf16': 1e15}, 1e11, 4e12, 1e11, 0, 1, 4)
+    assert dataclasses.replace(chip, domain=2).domain == 2
+    with pytest.warns(DeprecationWarning, match='.node is deprecated; use .domain'):
+        assert chip.node == 4
+
+
+@pytest.mark.parametrize('name', GPUS)
+def test_gpus_of_topologies_are_chips(name):
+    gpu, chip = GPUS[name], find_chip(GPUS[name].kind)
+    assert chip.domain == gpu.domain
+    assert chip.memory == gpu.memory * 2**20
+    assert chip.memory_bandwidth == pytest.approx(gpu.bandwidth, rel=0.05)
+    # NVLink 3 and 4 have 25 GB/s per link and direction, NVLink 5 has 50; PCIe 5.0 x16 has 64
+    assert chip.link == (gpu.links * {8: 25e9, 9: 25e9, 10: 50e9, 12: 0}[gpu.capability[0]] or 64e9)
 
 
 def test_book_gpu_nodes():
@@ -304,7 +356,12 @@ def test_no_bound_is_above_what_a_schedule_needs(sizes, wraps, n, kind, random):
         ('NVIDIA H100 PCIe', None),
         ('NVIDIA H200', 'H200'),
         ('NVIDIA B200', 'B200'),
-        ('NVIDIA GB200', None),
+        ('NVIDIA B300 SXM6 AC', 'B300'),
+        ('NVIDIA GB200', 'GB200'),
+        ('NVIDIA GB300', 'GB300'),
+        ('NVIDIA GH200 480GB', None),
+        ('NVIDIA RTX PRO 6000 Blackwell Server Edition', 'RTX PRO 6000'),
+        ('NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition', None),
         ('cpu', None),
     ],
 )
@@ -324,6 +381,10 @@ def test_chips_of_devices(kind, name):
         ('H100', 'f16', 989.5e12),
         ('H100', 'f8e5m2', 1979e12),
         ('B200', 'f4e2m1fn', 9e15),
+        ('GB200', 'bf16', 2.5e15),
+        ('GB300', 'f4e2m1fn', 15e15),
+        ('GB300', 's8', 167e12),
+        ('RTX PRO 6000', 'f32', 252e12),
     ],
 )
 def test_rates_by_dtype(name, dtype, rate):
@@ -380,7 +441,7 @@ def test_bounds_of_a_chip_that_is_given():
     assert report.bounds.largest is network
     assert str(network) == 'network along tensor at least 2.33 us'
     assert 'network along tensor at least 2.33 us (the largest)' in str(report)
-    assert report.memory.capacity == 80 * GB
+    assert report.memory.capacity == 81008 * 2**20
     assert report.to_dict()['bounds'][0]['resource'] == 'compute'
 
 

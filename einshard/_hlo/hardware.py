@@ -3,8 +3,9 @@
 Sources:
 - Google: the pages of each TPU at docs.cloud.google.com/tpu/docs (v4, v5e, v5p, v6e, tpu7x).
 - The book: jax-ml.github.io/scaling-book, chapters 2 (TPUs) and 12 (GPUs).
-- NVIDIA: data sheets of A100, H100, H200 and HGX B200, as listed at
-  glennklockwood.com/garden/processors. Rates are dense: half of those with sparsity.
+- NVIDIA: data sheets of A100, H100, H200, HGX B200 and HGX B300, of GB200 NVL72 and GB300 NVL72;
+  the RTX Blackwell PRO white paper. Rates are dense, usually half of those with sparsity.
+- Memory of GPUs: what the driver reports, by openxla/xla/backends/gpu/target_config/specs.
 
 The rates must be upper bounds, so where sources differ, this module uses the highest.
 ICI: Google quotes both directions of all links of a chip, such as 400 GB/s for the 4 links of v5e:
@@ -16,11 +17,13 @@ from __future__ import annotations
 import functools
 import re
 import reprlib
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from .._errors import EinshardError
+from .._text import deprecated_alias
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,13 @@ class Chip:
         memory: bytes of HBM that programs can use.
         memory_bandwidth: HBM bytes per second.
         link: bytes per second that a chip can send. In a torus: over one link, in one direction.
-            Without a torus: over all its links to the switches of its node.
+            Without a torus: over all its NVLink links, or over PCIe.
         torus: the number of torus dimensions; 0 for devices that a switch connects.
         wraps_at: a slice dimension is a ring if its size is a multiple of this number, and a line
             otherwise. With three dimensions, either all are rings or none.
-        node: without a torus, the number of devices in a node.
-        network: bytes per second that a chip can send to other slices or nodes.
+        domain: without a torus, the largest number of devices that NVLink connects; for GPUs
+            without NVLink, the number of devices in a host.
+        network: bytes per second that a chip can send to other slices or domains.
         cores: the number of TensorCores, if each can be a JAX device.
     """
 
@@ -56,9 +60,10 @@ class Chip:
     link: float
     torus: int = 0
     wraps_at: int = 1
-    node: int = 8
+    domain: int = 8
     network: float = float('inf')
     cores: int = 1
+    node = deprecated_alias('node', 'domain')
 
     def share(self, device: Any) -> float:
         """Returns which fraction of a chip `device` has, such as 1/2 for one of two TensorCores."""
@@ -75,8 +80,22 @@ class Chip:
         return self.flops.get(name) or max(self.flops.values())
 
 
-GIB = 2**30
+def _accept_node(init: Any) -> Any:
+    """Accepts the old name of `domain`, deprecated."""
 
+    @functools.wraps(init)
+    def init_chip(self: Chip, *args: Any, **kwargs: Any) -> None:
+        if 'node' in kwargs:
+            warnings.warn('node= of Chip is now domain=', DeprecationWarning, stacklevel=2)
+            kwargs['domain'] = kwargs.pop('node')
+        init(self, *args, **kwargs)
+
+    return init_chip
+
+
+Chip.__init__ = _accept_node(Chip.__init__)
+
+GIB = 2**30
 # `memory` is what libtpu 0.0.52 lets a program use, according to its RESOURCE_EXHAUSTED errors:
 # 15.75 of 16 GiB on v5e, 31.24 of 32 on v6e, 2 x 15.25 of 32 on v4, 2 x 94.74 of 192 on TPU7x.
 # On v5p it is 95.73 GiB. Google says 95 GiB, and the book 96 GB.
@@ -149,18 +168,33 @@ _TPUS = (
     ),
 )
 
-# NVLink: NVIDIA quotes both directions, 600 GB/s for A100. `network`: DGX nodes have one NIC per
-# GPU, of 200 Gbit/s for A100, and of 400 Gbit/s for H100, H200 and B200. `memory` of B200: DGX B200
-# has 1440 GB for 8 GPUs; the book says 192 GB per GPU.
+# NVLink: NVIDIA quotes both directions, 600 GB/s for A100. PCIe 5.0 x16 has 64 GB/s per direction.
+# `network`: one NIC per GPU, of 200 Gbit/s in DGX A100; 400 in DGX H100, H200, B200, GB200 NVL72
+# and servers with RTX PRO 6000; and 800 in HGX B300 and GB300 NVL72.
+# HGX B200 and B300: 2.25e15 for bf16 in NVIDIA's sheets, 2.3e15 in the book. int8 of B300 and GB300
+# is slow: 3 and 24 POPS with sparsity for 8 and 72 GPUs. Max-Q is a slower RTX PRO 6000.
+MIB = 2**20
 _A100 = {'bf16': 312e12, 'tf32': 156e12, 'int8': 624e12}
 _H100 = {'bf16': 989.5e12, 'tf32': 494.7e12, 'fp8': 1979e12, 'int8': 1979e12}
 _B200 = {'bf16': 2.3e15, 'tf32': 1.15e15, 'fp8': 4.5e15, 'int8': 4.5e15, 'fp4': 9e15}
+_B300 = {'bf16': 2.3e15, 'tf32': 1.15e15, 'fp8': 4.5e15, 'int8': 188e12, 'fp4': 13.5e15}
+_GB200 = {'bf16': 2.5e15, 'tf32': 1.25e15, 'fp8': 5e15, 'int8': 5e15, 'fp4': 10e15}
+_GB300 = {'bf16': 2.5e15, 'tf32': 1.25e15, 'fp8': 5e15, 'int8': 167e12, 'fp4': 15e15}
+_RTX = {'bf16': 504e12, 'tf32': 252e12, 'fp8': 1008e12, 'int8': 1008e12, 'fp4': 2015e12}
+_rack = functools.partial(Chip, link=900e9, domain=72)
 _GPUS = (
-    (r'A100-SXM.*40GB', Chip('A100 40GB', _A100, 40e9, 1.555e12, 300e9, network=25e9)),
-    (r'A100-SXM', Chip('A100 80GB', _A100, 80e9, 2.039e12, 300e9, network=25e9)),
-    (r'H100(?!.*(PCIe|NVL))', Chip('H100', _H100, 80e9, 3.4e12, 450e9, network=50e9)),
-    (r'H200(?!.*NVL)', Chip('H200', _H100, 141e9, 4.8e12, 450e9, network=50e9)),
-    (r'\bB200', Chip('B200', _B200, 180e9, 8e12, 900e9, network=50e9)),
+    (r'A100-SXM.*40GB', Chip('A100 40GB', _A100, 40370 * MIB, 1.555e12, 300e9, network=25e9)),
+    (r'A100-SXM', Chip('A100 80GB', _A100, 81158 * MIB, 2.039e12, 300e9, network=25e9)),
+    (r'H100(?!.*(PCIe|NVL))', Chip('H100', _H100, 81008 * MIB, 3.4e12, 450e9, network=50e9)),
+    (r'(?<!G)H200(?!.*NVL)', Chip('H200', _H100, 144384 * MIB, 4.8e12, 450e9, network=50e9)),
+    (r'\bB200', Chip('B200', _B200, 182642 * MIB, 8e12, 900e9, network=50e9)),
+    (r'\bB300', Chip('B300', _B300, 283262 * MIB, 8e12, 900e9, network=100e9)),
+    (r'\bGB200', _rack('GB200', _GB200, 188730 * MIB, 8e12, network=50e9)),
+    (r'\bGB300', _rack('GB300', _GB300, 283261 * MIB, 8e12, network=100e9)),
+    (
+        r'RTX PRO 6000 Blackwell(?!.*Max-Q)',
+        Chip('RTX PRO 6000', _RTX, 98304 * MIB, 1.792e12, 64e9, network=50e9),
+    ),
 )
 
 

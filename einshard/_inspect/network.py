@@ -2,9 +2,9 @@
 
 Each set of devices gives a lower bound: the bytes that must enter it, divided by the bandwidth of
 the links into it. The bytes that must leave it give another. The sets are each chip, each slice or
-GPU node, and each range of positions along one torus dimension. All bytes divided by the bandwidth
-of all links give one more bound. This module returns the largest. On a ring of n devices, it gives
-the formulas of the scaling book (chapter 3), but with (n-1)/n where the book rounds to 1.
+NVLink domain, and each range of positions along one torus dimension. All bytes divided by the
+bandwidth of all links give one more bound. This module returns the largest. On a ring of n devices,
+it gives the formulas of the scaling book (chapter 3), but with (n-1)/n where the book rounds to 1.
 
 If collectives run at the same time, their bytes into a set add up, but their times do not. On a
 line of 4 chips, the last chip receives 3/4 of the array in an all-gather and sends 1/4. In a
@@ -32,10 +32,10 @@ Ints = Sequence[int]
 
 
 class Network:
-    """The location of each device of a program: its slice (or GPU node), chip and coordinates.
+    """The location of each device of a program: its slice (or NVLink domain), chip and coordinates.
 
     Attributes:
-        slices: the index of the slice (or node) of each device.
+        slices: the index of the slice (or domain) of each device.
         chips: the index of the chip of each device. A chip can have several devices.
         positions: an array [device, torus dimension] of coordinates.
         sizes: the size of each torus dimension.
@@ -51,9 +51,8 @@ class Network:
         self.has_coords = bool(chip.torus) and all(c is not None for c in coords)
         if chip.torus:
             slices: list[Any] = [getattr(device, 'slice_index', None) or 0 for device in devices]
-        else:  # the GPUs of a node have consecutive ids
-            ranks = np.argsort(np.argsort([device.id for device in devices]))
-            slices = list(ranks // chip.node)
+        else:
+            slices = _domains(devices, chip.domain)
         self.slices: Any = np.unique(slices, return_inverse=True)[1]
         self.n_slices = int(self.slices.max()) + 1
         self.sizes: tuple[int, ...] = ()
@@ -141,10 +140,12 @@ class Network:
         key = frozenset(patterns)
         if key not in self._bandwidths:
             chip = self.chip
-            chips_per_slice = self.n_chips / self.n_slices if chip.torus else chip.node
+            # each chip has its own part of the network between slices
+            _, chips = np.unique(self.chips, return_index=True)  # one device of each
+            chips_per_slice = np.bincount(self.slices[chips])
             all_links = (2 * chip.torus or 1) * chip.link
             parts: list[Any] = [
-                np.full(2 * self.n_slices, chips_per_slice * chip.network),
+                np.tile(chips_per_slice * chip.network, 2),
                 np.full(2 * self.n_chips, all_links + chip.network),
             ]
             if self.has_coords:
@@ -205,6 +206,25 @@ class Network:
                 kinds = kind, _REVERSED.get(kind, kind)
                 has_root = np.isin(roots, positions)
                 yield np.array([_entering(k, inside, n, has_root).sum() for k in kinds])
+
+
+def _domains(devices: Sequence[Any], size: int) -> list[int]:
+    """Returns the index of the NVLink domain of each device.
+
+    Of GPUs you don't have, the first coordinate is the domain. Otherwise, the devices of a domain
+    have consecutive ids.
+    """
+    found = [0] * len(devices)
+    domains: dict[Any, int] = {}
+    counts: dict[Any, int] = {}  # devices with lower ids and the same coordinate
+    for i in sorted(range(len(devices)), key=lambda i: devices[i].id):
+        device, outer = devices[i], None
+        if getattr(device, 'platform', None) == 'gpu' and getattr(device, 'coords', None):
+            outer = getattr(device, 'slice_index', None), device.coords[0]
+        rank = counts.get(outer, 0)
+        counts[outer] = rank + 1
+        found[i] = domains.setdefault((outer, rank // size), len(domains))
+    return found
 
 
 class _Pattern(NamedTuple):
