@@ -8,7 +8,7 @@ from placed import mesh_of
 from refusal import refusal
 
 from einshard import device_mesh, einshard, sharded, topology
-from einshard._sharding.tpu_names import topology_name
+from einshard._sharding.tpu_names import not_offered, topology_name
 
 DEVICES = jax.devices()
 
@@ -184,3 +184,61 @@ def test_a_slice_holds_no_arrays(libtpu):
     ]
     assert all('can neither hold arrays nor run programs' in e.sentence for e in errors)
     assert f.lower(np.ones(4, np.float32)).compile() is not None
+
+
+@pytest.mark.parametrize(
+    ('name', 'instead'),
+    [
+        ('v5p:16x16', 'v5p:4x8x8'),
+        ('v5p:2x2x8', 'v5p:2x4x4'),
+        ('v5p:8x8x1', 'v5p:4x4x4'),
+        ('v5p:1x1x1', None),
+        ('v5p:16x24x24', None),  # 9,216 chips
+        ('v4:2x4x8', 'v4:4x4x4'),
+        ('v5e:2x8', 'v5e:4x4'),
+        ('v5e:16x32', None),
+        ('v6e:1x8', 'v6e:2x4'),
+        ('v3:8x32', 'v3:16x16'),
+    ],
+)
+def test_shapes_that_the_cloud_does_not_offer(name, instead):
+    warning = not_offered(name)
+    assert warning.startswith(f"Google Cloud does not offer slices '{name}'")
+    assert (instead is None) == ('it offers' not in warning)
+    assert instead is None or f"it offers '{instead}'" in warning
+    assert instead is None or not_offered(instead) is None
+
+
+@pytest.mark.parametrize(
+    'name',
+    # the tables at docs.cloud.google.com/tpu/docs/v5p and /v5e
+    [
+        f'v5p:{shape}'
+        for shape in [
+            '2x2x1',
+            '2x2x2',
+            '2x4x4',
+            '4x4x4',
+            '4x4x8',
+            '4x8x8',
+            '8x8x8',
+            '8x8x16',
+            '16x16x24',
+        ]
+    ]
+    + [f'v5e:{shape}' for shape in ['1x1', '2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16']]
+    + ['v5e:8x4', 'v5e:2x2x1', 'v4:4x4x12', 'v5p:4x4x8_twisted', 'tpu7x:2x2x1', 'v4 lite:2x2'],
+)
+def test_shapes_that_the_cloud_offers(name):
+    assert not_offered(name) is None
+
+
+def test_topology_warns_about_shapes():
+    with pytest.warns(
+        UserWarning, match="does not offer slices 'v5e:2x8'; with 16 chips, it offers"
+    ):
+        assert topology('v5e:2x8').size == 16
+
+
+def test_a_name_of_tpu7x():
+    assert refusal(topology, 'v7x:2x2x1').fix == "'tpu7x:2x2x1'"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, cast
 
 import jax
@@ -9,11 +10,12 @@ from jax.sharding import AxisType, Mesh
 
 from .._cache import cached
 from .._errors import EinshardError
+from .context import user_stacklevel
 from .cuda_plugin import describe_gpus
 from .gpu_names import gpu_forms, is_gpu_name, read_gpu_name
 from .libtpu import has_libtpu, quiet_libtpu
 from .mesh import device_mesh, named_mesh, types_text
-from .tpu_names import known_names, topology_name
+from .tpu_names import known_names, not_offered, topology_name
 
 
 def topology(
@@ -52,7 +54,8 @@ def topology(
         axes: the mesh axes and their sizes, as in `device_mesh`. Default: the canonical mesh.
 
     Returns:
-        The mesh. Equal calls return the same object.
+        The mesh. Equal calls return the same object. A shape that Google Cloud does not offer gives
+        a warning.
 
     Raises:
         EinshardError: the name is not valid, what compiles for it is not installed, or the sizes
@@ -68,7 +71,10 @@ def topology(
     if is_gpu_name(name):
         mesh = _gpu_mesh(name, n_slices)
     else:
-        mesh = _topology(topology_name(name), n_slices)
+        converted = topology_name(name)
+        mesh = _topology(converted, n_slices)
+        if warning := not_offered(converted):
+            warnings.warn(warning, stacklevel=user_stacklevel())
     if axis_types is not None:
         mesh = device_mesh(mesh, axis_types=axis_types)
     call = f"topology('{name}', " + (f'n_slices={n_slices}, ' if n_slices > 1 else '')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections.abc import Iterable
 
 from .._errors import EinshardError, plural
 from .gpu_names import gpu_forms
@@ -50,10 +51,37 @@ def topology_name(name: str) -> str:
         raise error.with_fix(_corrected_name(name)) from None
 
 
+def not_offered(name: str) -> str | None:
+    """Returns a warning about a shape that libtpu knows, but that Google Cloud does not offer.
+
+    2D slices have one shape for each number of chips. The sizes of larger 3D slices are multiples
+    of 4 (https://docs.cloud.google.com/tpu/docs/v4, /v5p; /v5e and /v6e list all shapes). The order of
+    the sizes does not matter here. Says nothing about generations without a list in this module.
+    """
+    match = _NAME.fullmatch(name)
+    generation = match['generation'] if match else ''
+    if match is None or generation not in _CLOUD_CHIPS:
+        return None
+    ndim, all_chips = _GENERATIONS[generation], _CLOUD_CHIPS[generation]
+    sizes = sorted(map(int, match['sizes'].split('x')))
+    sizes = [1] * (ndim - len(sizes)) + sizes[-ndim:]  # 'v5e:2x2x1' has the shape of 'v5e:2x2'
+    chips = math.prod(sizes)
+    default = _default_shape(chips, ndim) if chips in all_chips else None
+    is_cubes = ndim == 3 and all(size % 4 == 0 for size in sizes)
+    if default and (sizes == sorted(default) or is_cubes):
+        return None
+    other = (
+        f"; with {chips} chips, it offers '{_shape_name(generation, default)}'" if default else ''
+    )
+    page = f'https://docs.cloud.google.com/tpu/docs/{generation}'
+    return f"Google Cloud does not offer slices '{name}'{other} ({page})"
+
+
 def _corrected_name(name: str) -> str | None:
     """Corrects case, spaces and separators. Returns None if the name is still invalid."""
     compact = re.sub(r'\s*([-:/x])\s*', r'\1', name.strip().lower())
     text = re.sub(r'[-/](?=\d+x)', ':', compact)
+    text = re.sub(r'^v7x?(?=[:=])', 'tpu7x', text)
     try:
         _convert(text)
     except EinshardError:
@@ -78,7 +106,11 @@ def _convert(name: str) -> str:
             f"'{name}' is not a Cloud accelerator type",
             facts={f'valid numbers of {unit}': shown, 'or by shape': f"'{_example(generation)}'"},
         )
-    return f'{generation}:{"x".join(map(str, _default_shape(chips, _GENERATIONS[generation])))}'
+    return _shape_name(generation, _default_shape(chips, _GENERATIONS[generation]))
+
+
+def _shape_name(generation: str, shape: Iterable[int]) -> str:
+    return f'{generation}:{"x".join(map(str, shape))}'
 
 
 def _default_shape(chips: int, ndim: int) -> tuple[int, ...]:
