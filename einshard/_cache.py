@@ -30,6 +30,19 @@ def register_cache(cache: dict[_K, _V]) -> dict[_K, _V]:
     return cache
 
 
+def remember(cache: dict[_K, _V], key: _K, value: _V, limit: int = 65_536) -> _V:
+    """Adds an entry to a dictionary that is a cache, and returns its value.
+
+    Empties a full dictionary first: a server may see any number of shapes and paths. The limit is
+    above the number of leaves of large models, because dropping entries one at a time while all
+    leaves are looked up in order would lose every entry before its next use.
+    """
+    if len(cache) >= limit and key not in cache:
+        cache.clear()
+    cache[key] = value
+    return value
+
+
 def clear_caches() -> None:
     """Clears all caches of einshard, such as parsed expressions, shardings and meshes.
 

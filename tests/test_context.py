@@ -5,6 +5,7 @@ import contextlib
 import contextvars
 import functools
 import re
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -503,6 +504,49 @@ def test_rules_are_left_where_the_code_inside_raises(clean):
             jax.jit(lambda x: 1 / (0 * einshard(x, 'batch d', mesh=MESH).size))(X)
     with pytest.raises(ZeroDivisionError):
         sharded(mesh=MESH)(lambda x: 1 / 0)(X)
+
+
+@pytest.mark.parametrize('event', ['call', 'line', 'opcode'])
+@pytest.mark.parametrize('nested', [False, True])
+def test_rules_are_left_where_an_interrupt_stops_their_block(event, nested, clean):
+    """An interrupt at each step of the functions that enter and leave rules."""
+    rules = axis_rules(batch='@data')
+
+    def interrupted(n):
+        """Whether the block is interrupted, at the n-th step."""
+        steps = 0
+
+        def trace(frame, kind, _):
+            nonlocal steps
+            frame.f_trace_opcodes = event == 'opcode'
+            if kind == event and re.search(
+                r'context\.py$|_src.config\.py$', frame.f_code.co_filename
+            ):
+                steps += 1
+                if steps == n:
+                    raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        try:
+            sys.settrace(trace)
+            with rules:
+                pass
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    with rules if nested else contextlib.nullcontext():
+        n = 1
+        while interrupted(n):
+            n += 1
+            if nested:
+                assert spec_of(held) == P('data')
+            else:
+                assert_no_rules()
+    assert n > 10
 
 
 # --------------------------------------------------------------------------------- as a decorator

@@ -26,6 +26,7 @@ from einshard import (
     sharded,
     to_jax,
 )
+from einshard._arrays.constrain import axes_at
 
 ROWS, COLUMNS, EVERYWHERE = 'i o -> i* o', 'i o -> i o*', '... -> * ...'
 W, B = struct(16, 16), struct(16)
@@ -524,3 +525,25 @@ def test_models_and_their_moments_are_placed_as_by_hand(name, devices):
     state = {'count': struct(dtype=np.int32), 'mu': shapes}
     placed = shardings(einshard(state, rules, mesh=mesh))
     assert placed == {'count': NamedSharding(mesh, P()), 'mu': on(mesh, by_hand)}
+
+
+def test_memory_does_not_grow_with_the_number_of_paths_and_shapes():
+    """A server, or a step whose shapes change, may ask for any number of them."""
+    rules = Rules([('w', 'a ... -> a* ...')])
+    leaves = [jax.ShapeDtypeStruct((16,) * i, np.float32) for i in (1, 2)]
+    states = for_optimizer({'w': leaves[0]}, rules)
+
+    for i in range(70_000):
+        rules(f'{i}/w', leaves[i % 2])
+        states(f'{i}/w', leaves[0])
+    # the caches are private
+    caches = rules._matches, rules._by_path_and_shape, states._matches
+    assert max(map(len, caches)) <= 65_536
+    assert states('0/w', leaves[0]) == rules('0/w', leaves[0])
+
+
+def test_records_of_constraints_do_not_grow_with_the_number_of_shapes():
+    f = jax.jit(lambda x: einshard(x, 'a b -> a* b'))
+    for n in range(1, 1_100):
+        f.eval_shape(jax.ShapeDtypeStruct((16, n), np.float32))
+    assert max(len(axes) for axes in axes_at.values()) <= 1024

@@ -21,7 +21,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from .._cache import register_cache
+from .._cache import register_cache, remember
 from .._errors import EinshardError, Suggestion, quoted
 from .._notation.axis_positions import axis_positions
 from .._notation.expression import ELLIPSIS, Expression, axis_letters
@@ -90,7 +90,8 @@ def _record(x: Any, placement: Placement) -> None:
             names_at[line] = ()
         without_rule_at[line] = placement.names_without_rule
         axes = axes_at.setdefault(line, {})
-        axes.update((sized_axes(x.shape, restricted), None) for restricted in by_type)
+        for restricted in by_type:
+            remember(axes, sized_axes(x.shape, restricted), None, limit=1024)
 
 
 def record_einsum(names: Mapping[str, str]) -> None:

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._errors import EinshardError
 from .._notation.expression import ELLIPSIS, Term, parse
 from .._text import deferred_kind
-from .context import AxisRule, enter_rules, leave_rules
+from .context import AxisRule, enter_rules, leave_rules, leave_rules_since, n_open_scopes
 from .mesh import UNCONSTRAINED, AnyMesh, partition_text, spec_axes
 
 P = ParamSpec('P')
@@ -142,11 +142,23 @@ class axis_rules:
 
     def __enter__(self) -> axis_rules:
         _check_not_async()
-        enter_rules(self, self.rules)
+        n_open = n_open_scopes()
+        try:
+            enter_rules(self, self.rules)
+        except BaseException:  # Python does not call `__exit__`
+            leave_rules_since(n_open)
+            raise
         return self
 
     def __exit__(self, raised: object, *_: object) -> None:
-        in_order = leave_rules(self)
+        n_open = None
+        try:
+            n_open = n_open_scopes()
+            in_order = leave_rules(self)
+        except BaseException:  # such as KeyboardInterrupt
+            if n_open in (None, n_open_scopes()):
+                leave_rules(self)
+            raise
         if not in_order and raised is None:
             raise EinshardError(
                 'axis_rules blocks must be exited innermost first, by the task and thread that '

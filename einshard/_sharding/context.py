@@ -200,20 +200,21 @@ class Scope:
     one exits, it restores what the outer one would have restored, not the exited scope.
     """
 
-    __slots__ = ('_cache_keys', '_outer', 'context', 'is_program', 'key', 'owner')
+    __slots__ = ('_cache_keys', '_outer', 'context', 'is_leaving', 'is_program', 'key', 'owner')
 
     def __init__(self, context: Context, owner: object = None, is_program: bool = False):
         self.context = context
         self.key = context.key()
         self.owner = owner  # the axis_rules object that entered the scope
         self.is_program = is_program  # see `mesh_scope`
+        self.is_leaving = False  # whether `leave` has begun, and perhaps was interrupted
         self._cache_keys: Any = _in_cache_keys(self.key)
 
     def __enter__(self) -> None:
         self._outer = innermost_scope.get()
-        innermost_scope.set(self)
+        _thread.open_scopes.append(self)  # first, so that `leave_rules_since` finds it
         self._cache_keys.__enter__()
-        _thread.open_scopes.append(self)
+        innermost_scope.set(self)
 
     def __exit__(self, *_: object) -> None:
         self.leave()
@@ -225,21 +226,28 @@ class Scope:
         return self._outer and self._outer.program_mesh()
 
     def leave(self) -> bool:
-        """Exits the scope. Returns whether it was the innermost one of this task and thread."""
+        """Exits the scope. Returns whether it was the innermost one of this task and thread.
+
+        If it is interrupted, a second call completes it.
+        """
         is_current = innermost_scope.get() is self
+        self.is_leaving = True
         if is_current:
             innermost_scope.set(self._outer)
         scopes = _thread.open_scopes
         i = scopes.index(self)
-        scopes.pop(i)
-        inner = scopes[i:]
+        inner = scopes[i + 1 :]
         for scope in inner:
             if scope._outer is self:
                 scope._outer = self._outer
         if inner:
             inner[0]._cache_keys = self._cache_keys
         else:
-            self._cache_keys.__exit__(None, None, None)
+            try:
+                self._cache_keys.__exit__(None, None, None)
+            except AttributeError:  # JAX was interrupted while it entered this context
+                _in_cache_keys(self._outer and self._outer.key).__enter__()
+        scopes.pop(i)  # last, so that a second call finds it
         return is_current and not inner
 
 
@@ -322,8 +330,18 @@ def leave_rules(owner: object) -> bool:
     scope was the innermost one of this task and thread.
     """
     scopes = [scope for scope in _thread.open_scopes if scope.owner is owner]
-    current = [scope for scope in scopes if scope is innermost_scope.get()]
+    current = [scope for scope in scopes if scope.is_leaving or scope is innermost_scope.get()]
     return bool(scopes) and (current or scopes)[-1].leave()
+
+
+def n_open_scopes() -> int:
+    return len(_thread.open_scopes)
+
+
+def leave_rules_since(n_open: int) -> None:
+    """Exits the scopes that an interrupted `enter_rules` or `leave_rules` has left open."""
+    while len(_thread.open_scopes) > n_open:
+        _thread.open_scopes[-1].leave()
 
 
 def is_tracing() -> bool:

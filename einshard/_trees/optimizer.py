@@ -11,6 +11,7 @@ from typing import Any
 import jax.tree_util as jtu
 import numpy as np
 
+from .._cache import remember
 from .._errors import EinshardError, plural
 from .._sharding.context import Context, current_context, mesh_scope
 from .._sharding.leaf_spec import REPLICATED, AnySpec
@@ -183,9 +184,10 @@ class StateSpec:
     def _find_parameter(self, path: str, shape: Shape) -> tuple[int, tuple[AxisMap, ...]] | None:
         """Returns the index of a state array's parameter, and the axis maps that fit the shapes."""
         key = path, shape
-        if key not in self._matches:
-            self._matches[key] = next(self._find_parameters(path, shape), None)
-        return self._matches[key]
+        try:
+            return self._matches[key]
+        except KeyError:
+            return remember(self._matches, key, next(self._find_parameters(path, shape), None))
 
     def _find_parameters(
         self, path: str, shape: Shape

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.tree_util as jtu
 
-from .._cache import register_cache
+from .._cache import register_cache, remember
 from .._text import array_text
 
 
@@ -20,11 +20,9 @@ def leaf_paths(tree: Any, treedef: Any = None) -> Sequence[str]:
     except TypeError:  # a node with unhashable static data
         return [path_text(path) for path, _ in jtu.tree_leaves_with_path(tree)]
     if cached_paths is None:
-        if len(_paths) >= 256:
-            _paths.clear()
         # 10 us per leaf, against 0.03 us from the cache
-        cached_paths = [path_text(path) for path, _ in jtu.tree_leaves_with_path(tree)]
-        _paths[treedef] = cached_paths
+        paths = [path_text(path) for path, _ in jtu.tree_leaves_with_path(tree)]
+        return remember(_paths, treedef, paths, limit=256)
     return cached_paths
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import jax.tree_util as jtu
 
-from .._cache import cached
+from .._cache import cached, remember
 from .._errors import EinshardError, combine_errors, plural, quoted
 from .._notation.axis_positions import axis_positions
 from .._sharding.axis_rules import Fallback, check_option
@@ -106,7 +106,7 @@ class Rules:
         self.patterns = [re.compile(pattern) for pattern, _ in self.rules]
         self._matches: dict[str, int | None] = {}
         self._by_path_and_shape: dict[tuple[str, tuple[int, ...]], _RuleAndSpec] = {}
-        self._checked_paths: set[tuple[str, ...]] = set()
+        self._checked_paths: dict[tuple[str, ...], None] = {}
 
     def __repr__(self) -> str:
         options = {
@@ -123,7 +123,7 @@ class Rules:
 
     def __getstate__(self) -> dict[str, Any]:
         # without the caches, which other threads may change while this one pickles
-        return {**self.__dict__, '_matches': {}, '_by_path_and_shape': {}, '_checked_paths': set()}
+        return {**self.__dict__, '_matches': {}, '_by_path_and_shape': {}, '_checked_paths': {}}
 
     def __call__(self, path: str, leaf: Any) -> AnySpec | None:
         """Returns the spec of one leaf."""
@@ -131,10 +131,11 @@ class Rules:
 
     def match(self, path: str) -> int | None:
         """Returns the index of the first rule that matches a path, or None."""
-        if path not in self._matches:
+        try:
+            return self._matches[path]
+        except KeyError:
             matching = (i for i, pattern in enumerate(self.patterns) if pattern.search(path))
-            self._matches[path] = next(matching, None)
-        return self._matches[path]
+            return remember(self._matches, path, next(matching, None))
 
     def for_leaves(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[AnySpec | None]:
         """Returns the specs of the leaves of a tree.
@@ -201,7 +202,7 @@ class Rules:
             )
         result: _RuleAndSpec = ('default' if number is None else number, leaf_spec)
         if not callable(spec):  # the result of a function may depend on more than path and shape
-            self._by_path_and_shape[path, shape] = result
+            remember(self._by_path_and_shape, (path, shape), result)
         return result
 
     def table(self, tree: Any, *, mesh: MeshLike | None = None) -> Table:
@@ -244,7 +245,7 @@ class Rules:
             if all_unused and self.default is not _NO_DEFAULT:
                 facts['to use default= for all leaves'] = 'pass the default spec instead of Rules'
             raise EinshardError(f'{subject} path of the tree', facts=facts)
-        self._checked_paths.add(paths)
+        remember(self._checked_paths, paths, None, limit=256)
 
     def _unmatched_error(self, leaves: Sequence[tuple[str, Any]]) -> EinshardError:
         shown = [path_and_array(path, leaf) for path, leaf in leaves]
