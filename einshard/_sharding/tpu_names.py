@@ -54,9 +54,9 @@ def topology_name(name: str) -> str:
 def not_offered(name: str) -> str | None:
     """Returns a warning about a shape that libtpu knows, but that Google Cloud does not offer.
 
-    2D slices have one shape for each number of chips. The sizes of larger 3D slices are multiples
-    of 4 (https://docs.cloud.google.com/tpu/docs/v4, /v5p; /v5e and /v6e list all shapes). The order of
-    the sizes does not matter here. Says nothing about generations without a list in this module.
+    2D slices have one shape for each number of chips. The sizes of 3D slices with 64 chips or more
+    are multiples of 4. See https://docs.cloud.google.com/tpu/docs/v5p, and the pages of the others.
+    The order of the sizes does not matter. Returns None for generations without `_CLOUD_CHIPS`.
     """
     match = _NAME.fullmatch(name)
     generation = match['generation'] if match else ''
