@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test bench bench-page lint types docs test-site serve-docs links clean
+.PHONY: demo test gpu-test bench bench-page lint types docs test-site serve-docs links clean
 
 # an environment of its own: the tests' libtpu would look for a TPU and say so in the demo
 demo: $(VENV)-demo/demo.installed
@@ -33,13 +33,18 @@ lint: $(VENV)/dev.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -q tests/test_eject.py -k ruff
 
+# the tests that compile for GPUs. Toolkits would hide a missing compiler, so they are hidden
+gpu-test: $(VENV)-gpu/test.installed $(VENV)-gpu/gpu.installed
+	.ci/hide_cuda $(VENV)-gpu/bin/python -m pytest -m gpu -n 2
+
 # the package, then a file of user code
 types: $(VENV)/dev.installed
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -q tests/test_annotations.py
 
-docs: $(VENV)/docs.installed
-	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+# an environment of its own: with JAX's CUDA plugin, JAX prints at its start that there is no GPU
+docs: $(VENV)-docs/docs.installed $(VENV)-docs/gpu.installed
+	$(VENV)-docs/bin/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 	@echo 'docs/_build/html/index.html'
 
 # the playground of the built site, in headless Chromium

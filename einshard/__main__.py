@@ -267,7 +267,7 @@ def _eject(arguments: Sequence[str]) -> str:
         metavar='ARG',
         help=f'the pytree that rules shard, or {_ARGUMENT_HELP}',
     )
-    parser.add_argument('--topology', metavar='NAME', help='a TPU slice such as v5e:4x4')
+    parser.add_argument('--topology', metavar='NAME', help='devices such as v5e:4x4 or h100:4x8')
     options = parser.parse_args(arguments)
     from ._eject.to_jax import to_jax  # only this command needs it
 
@@ -373,7 +373,7 @@ def _function_parser(command: str, description: str, examples: str) -> argparse.
     parser.add_argument(
         '--topology',
         metavar='NAME',
-        help='compile for a TPU slice such as v5e:4x4; --mesh then names the axes of its devices',
+        help='compile for devices such as v5e:4x4 or h100:4x8; --mesh then names their axes',
     )
     parser.add_argument(
         '--chip', metavar='NAME', help='the chip that lower bounds on time are for, such as H100'

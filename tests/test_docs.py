@@ -58,6 +58,7 @@ def test_there_are_pages():
 PACKAGES = {
     'coming_from': ['flax'],
     'explain': ['libtpu'],
+    'gpus': ['jax_cuda13_plugin'],
     'meshes': ['flax', 'optax'],
     'recipes/experts': ['optax'],
     'recipes/flax_nnx_scan': ['flax', 'optax'],

@@ -188,6 +188,14 @@ def test_explain_for_a_tpu(capsys, model):
     assert text == '--topology and --devices cannot be combined'
 
 
+@pytest.mark.gpu
+def test_explain_for_gpus(capsys, model):
+    command = f'explain {model}:layer --args f32[16,32] {model}:weights --topology h100:2x4'
+    assert printed(capsys, command).startswith('layer on 8 devices (NVIDIA H100 80GB HBM3)\n')
+    text = printed(capsys, f'{command} --mesh data=8')
+    assert text.startswith('layer on 8 devices (NVIDIA H100 80GB HBM3; data=8)\n')
+
+
 def test_devices_are_simulated_in_a_process_of_its_own(model, tmp_path):
     path = os.pathsep.join([str(tmp_path), str(Path(einshard.__file__).parents[1])])
     environment = {name: value for name, value in os.environ.items() if name != 'XLA_FLAGS'}

@@ -20,7 +20,9 @@ from einshard import (
     einshard,
     explain,
     make_sharding,
+    plan,
     sharded,
+    to_jax,
     topology,
 )
 from einshard._hlo.hardware import find_chip
@@ -427,6 +429,29 @@ def test_one_program_by_hand_and_by_expression():
         for shardings in (by_hand, by_expression)
     ]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.gpu
+def test_plain_jax():
+    """jax.make_mesh keeps the order of GPUs."""
+    mesh = topology('h100:2x4', data=2, tensor=4)
+    text = to_jax('b d -> b@data d@tensor', mesh=mesh)
+    assert 'jax.make_mesh((2, 4)' in text
+    types = (AxisType.Auto,) * 2
+    devices = [*mesh.devices.flat]
+    assert jax.make_mesh((2, 4), ('data', 'tensor'), types, devices=devices) == mesh
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_plan():
+    def loss(w, x):
+        w, x = einshard(w, 'd f'), einshard(x, 'b d')
+        return jnp.sum(jnp.tanh(jnp.einsum('bd,df->bf', x, w)) ** 2)
+
+    args = struct(1024, 4096), struct(256, 1024)
+    found = plan(jax.grad(loss), *args, mesh=topology('h100:2x4'), compilations=4)
+    assert found.explain().device_kind == 'NVIDIA H100 80GB HBM3'
 
 
 def struct_of(shape):

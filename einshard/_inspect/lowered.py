@@ -322,8 +322,8 @@ def concrete(mesh: AnyMesh, use: str) -> Mesh:
             f'an abstract mesh has no devices to {use}',
             facts={
                 'mesh': mesh_fact(mesh),
-                'instead': "pass a Mesh with devices; for a TPU slice you don't have, "
-                "topology('v5e:4x4')",
+                'instead': "pass a Mesh with devices; for those you don't have, "
+                "topology('v5e:4x4') or topology('h100:8')",
             },
         )
     return mesh

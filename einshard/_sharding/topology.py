@@ -33,7 +33,7 @@ def topology(
     environment variables that libtpu reads, unless they are set already.
 
     TPUs need libtpu. GPUs need JAX 0.9 or newer, its CUDA plugin and a PTX compiler: the extra
-    `einshard[gpu]`, `jax[cuda12]` or `jax[cuda13]`. The first topology of GPUs in a process
+    `gpu`, `jax[cuda12]` or `jax[cuda13]`. The first topology of GPUs in a process
     compiles a small program in another process, to see whether the compiler works.
 
     Args:
