@@ -216,7 +216,7 @@ def test_old_jax(monkeypatch):
     monkeypatch.setattr(jax, '__version_info__', (0, 8, 1))
     monkeypatch.setattr(jax, '__version__', '0.8.1')
     assert str(refusal(topology, 'h100:3x8')) == (
-        "compiling for GPUs you don't have needs JAX 0.9 or newer\n  JAX: 0.8.1"
+        "compiling for GPUs you don't have needs JAX 0.10.1 or newer\n  JAX: 0.8.1"
     )
 
 

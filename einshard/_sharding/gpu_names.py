@@ -42,11 +42,8 @@ class Gpu:
     threads: int = 2048
     links: int = 18
 
-    def target_config(self, has_links: bool = True) -> str:
-        """Returns the description of the GPU, a GpuTargetConfigProto of XLA in text format.
-
-        `has_links` says whether the compiler knows links; JAX 0.9 fails to parse them.
-        """
+    def target_config(self) -> str:
+        """Returns the description of the GPU, a GpuTargetConfigProto of XLA in text format."""
         major, minor = self.capability
         links = f'device_interconnect_info {{ active_links: {self.links} }}'
         return '\n'.join(
@@ -63,7 +60,7 @@ class Gpu:
                 f'  shared_memory_per_core: {self.shared * 2**10}',
                 f'  shared_memory_per_block_optin: {(self.shared - 1) * 2**10}',
                 f'  threads_per_core_limit: {self.threads}',
-                f'  {links}' if has_links and self.links else '',
+                f'  {links}' if self.links else '',
                 '}',
                 'platform_name: "CUDA"',
                 'dnn_version_info { major: 9 minor: 10 }',

@@ -32,7 +32,7 @@ def topology(
     compiled for its devices, but these cannot hold arrays. On a machine without TPUs, this sets
     environment variables that libtpu reads, unless they are set already.
 
-    TPUs need libtpu. GPUs need JAX 0.9 or newer, its CUDA plugin and a PTX compiler: the extra
+    TPUs need libtpu. GPUs need JAX 0.10.1 or newer, its CUDA plugin and a PTX compiler: the extra
     `gpu`, `jax[cuda12]` or `jax[cuda13]`. The first topology of GPUs in a process
     compiles a small program in another process, to see whether the compiler works.
 
