@@ -146,7 +146,8 @@ def _mesh_of_devices(devices: tuple[Device, ...], axis_type: AxisType) -> Mesh:
         raise EinshardError(
             f'all devices of a mesh must be on one platform, not on {" and ".join(platforms)}',
         )
-    if len({device.client for device in devices}) > 1:  # they have the same positions and ids
+    # the devices of different topologies have the same positions and ids
+    if len({getattr(device, 'client', None) for device in devices}) > 1:
         kinds = dict.fromkeys(device.device_kind for device in devices)
         raise EinshardError(
             'all devices of a mesh must be of one topology', facts={'devices': ', '.join(kinds)}
