@@ -20,7 +20,6 @@ import optax
 from jax import ShapeDtypeStruct as Shape
 
 from einshard import Rules, einshard, shard_largest, sharded, topology
-from einshard._hlo.hardware import as_chip
 from einshard._plan.estimate import Estimator
 from einshard._plan.evaluate import Function, Partitioner
 from einshard._plan.find_candidates import find_candidates
@@ -28,6 +27,7 @@ from einshard._plan.model import find_model
 from einshard._plan.placements import read_candidate
 from einshard._plan.search import Search
 from einshard._plan.space import Space
+from einshard._program.cost.chips import as_chip
 
 SEQ, HEAD, BLOCK, DEVICES = 2048, 128, 256, 256
 COMPILATIONS = 12

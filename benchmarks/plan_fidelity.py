@@ -24,13 +24,13 @@ import jax.numpy as jnp
 from scipy.stats import spearmanr
 
 from einshard import Rules, einshard, sharded, topology
-from einshard._hlo.hardware import find_chip
 from einshard._plan import find_candidates as candidates
 from einshard._plan.estimate import Estimator
 from einshard._plan.evaluate import Function, Partitioner
 from einshard._plan.model import find_model
 from einshard._plan.search import Search
 from einshard._plan.space import Space
+from einshard._program.cost.chips import find_chip
 
 BATCH, SEQ, ACT, HEADS, HEAD, MLP, EXPERTS = 16, 256, 1024, 16, 64, 4096, 16
 PROGRAMS = 'mlp', 'attention', 'block', 'moe'

@@ -29,8 +29,8 @@ from ._functions.annotations import Sharded
 from ._functions.expect_collectives import expect_collectives
 from ._functions.promise import MemoryExceeded, UnexpectedCollectives
 from ._functions.sharded import sharded
-from ._hlo.hardware import Chip
 from ._per_device.per_device import per_device
+from ._program.cost.chips import Chip
 from ._sharding.axis_presets import DECODING_AXES, TRAINING_AXES
 from ._sharding.axis_rules import axis_rules
 from ._sharding.describe import describe

@@ -57,9 +57,13 @@ class Display(ABC):
 
 
 def as_json(value: Any) -> Any:
-    """Converts dataclasses and mappings to dictionaries, and tuples to lists, for JSON."""
+    """Converts dataclasses and mappings to dictionaries, and tuples to lists, for JSON.
+
+    Of a class with `json_fields`, takes these attributes; of other dataclasses, the fields.
+    """
     if dataclasses.is_dataclass(value):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        names = [field.name for field in dataclasses.fields(value)]
+        value = {name: getattr(value, name) for name in getattr(value, 'json_fields', names)}
     if isinstance(value, Mapping):
         return {key: as_json(item) for key, item in value.items()}
     if isinstance(value, tuple | list):

@@ -17,15 +17,16 @@ from jax.sharding import PartitionSpec as P
 from placed import mesh_of, struct
 
 from einshard import Chip, explain, sharded
-from einshard._hlo.buffers import largest_temporaries
-from einshard._hlo.collective import Collective
-from einshard._hlo.find_collectives import find_collectives
-from einshard._hlo.hardware import as_chip, find_chip
-from einshard._hlo.hbm_traffic import min_hbm_bytes
-from einshard._hlo.module import ArrayType, Module
-from einshard._hlo.sources import operations
-from einshard._inspect.bounds import Bound, find_bounds
-from einshard._inspect.network import Network
+from einshard._program.cost.bounds import Bound, find_bounds
+from einshard._program.cost.chips import as_chip, find_chip
+from einshard._program.cost.network import Network
+from einshard._program.hlo.collective import Collective
+from einshard._program.hlo.find_collectives import find_collectives
+from einshard._program.hlo.graph import Graph
+from einshard._program.hlo.hbm_traffic import min_hbm_bytes
+from einshard._program.hlo.sources import operations
+from einshard._program.hlo.temporaries import largest_temporaries
+from einshard._program.hlo.text import ArrayType, Program
 from einshard._sharding.gpu_names import GPUS
 from einshard._text import format_seconds
 
@@ -56,7 +57,7 @@ def gpus_of(domains, size):
 def collective(kind, groups, n_bytes, pairs=()):
     arrays = (ArrayType('s8', (int(n_bytes),)),)
     groups = tuple(tuple(map(int, group)) for group in groups)
-    return Collective(kind, 'it', arrays, arrays, groups, pairs, 1, False, None, '', 0)
+    return Collective(kind, 'it', arrays, arrays, groups, pairs, 0)
 
 
 def permute(pairs, n_bytes=50 * GB):
@@ -542,10 +543,12 @@ def test_bounds_of_a_program_for_gpus():
     """As JAX's CUDA plugin compiles it for 8 GPUs."""
     text = (Path(__file__).parent / 'hlo' / 'gpu_8-shardy-0.12.0.1.txt').read_text()
     start = text.index('HloModule jit_product_scattered')
-    module = Module(text[start : text.index('\nHloModule ', start)])
-    (scatter,) = find_collectives(module)
+    graph = Graph(Program(text[start : text.index('\nHloModule ', start)]))
+    (scatter,) = find_collectives(graph)
     devices = [SimpleNamespace(id=i, platform='gpu') for i in range(8)]
-    hbm, network = find_bounds(H100, devices, module, (), [(scatter, 'model')])
+    hbm, network = find_bounds(
+        H100, devices, graph, (), [dataclasses.replace(scatter, along='model')]
+    )
 
     # terms of 64 x 256 sums, of which each of the 4 GPUs keeps a quarter; not asynchronous
     assert network.seconds == network.exposed == pytest.approx(3 / 4 * 4 * 64 * 256 / 450e9)
@@ -618,11 +621,11 @@ def test_the_fewest_bytes_of_hbm_traffic():
 
     Not the cache that is updated, nor layers and arguments that are returned unchanged.
     """
-    assert min_hbm_bytes(Module(PROGRAM)) == 4 * (4 * 8 * 8) + 4 * 8 + 4 + 4 * 8
+    assert min_hbm_bytes(Graph(Program(PROGRAM))) == 4 * (4 * 8 * 8) + 4 * 8 + 4 + 4 * 8
 
 
 def test_largest_temporaries():
-    found = largest_temporaries(Module(PROGRAM), 2)
+    found = largest_temporaries(Program(PROGRAM), 2)
     assert [(array.array, array.bytes, array.op_name) for array in found] == [
         ('f32[64,64]', 4 * 64 * 64, 'jit(f)/wide'),
         ('f32[32,64]', 4 * 32 * 64, 'jit(f)/big'),

@@ -17,16 +17,15 @@ import pytest
 from hlo import programs
 from hlo.programs import MACHINES, PROGRAMS, expected, partitioner
 
-from einshard._hlo.all_gathers import find_all_gathers
-from einshard._hlo.arithmetic import ARITHMETIC
-from einshard._hlo.collective import KINDS
-from einshard._hlo.find_collectives import read_collectives
-from einshard._hlo.groups import connected, read_groups
-from einshard._hlo.module import ArrayType, Module, array_types, read_instruction
-from einshard._hlo.origins import Origins
-from einshard._hlo.output_uses import output_uses
-from einshard._hlo.sliced_sums import find_sliced_sum
-from einshard._hlo.sources import Sources, op_name
+from einshard._program.hlo.arithmetic import ARITHMETIC
+from einshard._program.hlo.collective import KINDS
+from einshard._program.hlo.find_collectives import find_collectives, read_collectives
+from einshard._program.hlo.graph import Graph
+from einshard._program.hlo.groups import connected, read_groups
+from einshard._program.hlo.queries import origins, output_uses
+from einshard._program.hlo.slices import find_gather, find_sliced_sum
+from einshard._program.hlo.sources import Sources, op_name
+from einshard._program.hlo.text import ArrayType, Program, array_types, read_instruction
 
 HLO = Path(__file__).parent / 'hlo'
 ON_SPARSE_CORES = ('product_reduced', 'summed_and_scattered')
@@ -66,8 +65,8 @@ def summary(collectives, machine):
     data, _ = MACHINES[machine]
     total = Counter()
     for c in collectives:
-        axes = axes_of(c.groups, machine)
-        total[c.kind, axes, c.executions] += c.bytes
+        axes = axes_of(c.device_groups, machine)
+        total[c.kind, axes, c.executions if c.is_exact else None] += c.bytes
     return total if data > 1 else Counter({(k, 'model', n): b for (k, _, n), b in total.items()})
 
 
@@ -107,7 +106,7 @@ def check_shapes(c):
     results = sum(math.prod(array.shape) for array in c.results)
     factor = {'all-gather': Fraction(c.group_size), 'reduce-scatter': Fraction(1, c.group_size)}
     assert results == operands * factor.get(c.kind, 1)
-    assert c.n_groups * c.group_size == c.n_devices
+    assert c.groups * c.group_size == c.n_devices
 
 
 @pytest.mark.parametrize('machine', ['cpu_4', 'cpu_8', 'cpu_16', 'v5e_4x4', 'v5p_2x2x2'])
@@ -120,9 +119,10 @@ def test_collectives_of_a_program(name, machine):
     # with an older JAX, groups may be unknown
     found, needed = Counter(), Counter()
     for c in read_collectives(text):
-        found[c.kind, c.executions] += c.bytes
-        if c.groups:
-            assert (c.kind, axes_of(c.groups, machine), c.executions) in by_theory(name, machine)
+        runs = c.executions if c.is_exact else None
+        found[c.kind, runs] += c.bytes
+        if c.device_groups:
+            assert (c.kind, axes_of(c.device_groups, machine), runs) in by_theory(name, machine)
     for (kind, _, n), size in by_theory(name, machine).items():
         needed[kind, n] += size
     assert found == needed
@@ -271,7 +271,8 @@ def test_innermost_line_of_the_user(parents):
 
     def lines(text, *frames):
         sources = Sources(text.splitlines())
-        return [sources.line(f'op_name="f" stack_frame_id={frame}') for frame in frames]
+        spans = [sources.span(f'op_name="f" stack_frame_id={frame}') for frame in frames]
+        return [span and span.text for span in spans]
 
     text = TABLES.format(*parents, einshard=Path(einshard.__file__).parent)
     train, model = '/home/user/train.py:70', '/home/user/model.py:12'
@@ -282,9 +283,10 @@ def test_innermost_line_of_the_user(parents):
     nobody = flax.replace('/home/user/train.py', '/usr/lib/python3.13/runpy.py')
     assert lines(nobody, 2) == ['/lib/python3.13/site-packages/flax/nnx/linear.py:12']
     sources = Sources(text.splitlines())
-    assert sources.line('op_name="f"') is None
-    beside = 'op_name="f" source_file="/a b/m.py" source_line=7 source_end_line=9'
-    assert sources.line(beside) == '/a b/m.py:7'
+    assert sources.span('op_name="f"') is None
+    beside = 'op_name="f" source_file="/a b/m.py" source_line=7 source_end_line=9 source_column=5'
+    assert sources.span(beside) == ('/a b/m.py', 7, 5)
+    assert Sources(text.splitlines()).span('stack_frame_id=2') == ('/home/user/model.py', 12, 1)
 
 
 # --- loops --------------------------------------------------------------------------------------
@@ -369,7 +371,8 @@ COUNTED = {
 )
 def test_trip_count(changed, executions):
     [c] = read_collectives(LOOP.format(**{**COUNTED, **changed}))
-    assert c.executions == executions
+    assert (c.executions if c.is_exact else None) == executions
+    assert c.executions == (executions if executions is not None else 1)
 
 
 # --- forms that these machines do not write -----------------------------------------------------
@@ -410,18 +413,29 @@ STARTS = {
 }
 
 
-def check_asynchronous(c, kind, result):
+def check_asynchronous(c, kind, result, is_async=True):
     assert (c.kind, *map(str, c.operands), *map(str, c.results)) == (kind, 'f32[8,4]', result)
-    assert (c.is_async, c.executions, c.groups) == (True, 1, ((0, 1, 2, 3),))
+    assert (c.is_async, c.executions, c.device_groups) == (is_async, 1, ((0, 1, 2, 3),))
 
 
+@pytest.mark.parametrize(
+    ('between', 'is_async'),
+    [
+        ('%w = f32[8,4]{1,0} negate(%x)', True),
+        # nothing to overlap with
+        (None, False),
+        ('%w = f32[4,8]{1,0} bitcast(%x)', False),
+        ('%w = (f32[8,4]{1,0}, f32[8,4]{1,0}, u32[]) copy-start(%x)', False),
+    ],
+)
 @pytest.mark.parametrize('kind', STARTS)
-def test_asynchronous_pair_is_one_collective(kind):
+def test_asynchronous_pair_is_one_collective(kind, between, is_async):
     types, result, attributes = STARTS[kind]
     operand = 'f32[8,4]{1,0:T(8,128)} %x' if kind == 'collective-permute' else '%x'
     start = f'%s = {types} {kind}-start({operand}), channel_id=1, {attributes}'
-    [c] = read_collectives(module(start, f'ROOT %d = {result}{{1,0}} {kind}-done(%s)'))
-    check_asynchronous(c, kind, result)
+    done = f'ROOT %d = {result}{{1,0}} {kind}-done(%s)'
+    [c] = read_collectives(module(*filter(None, (start, between, done))))
+    check_asynchronous(c, kind, result, is_async)
 
 
 def test_asynchronous_computation_is_one_collective():
@@ -434,6 +448,7 @@ def test_asynchronous_computation_is_one_collective():
     text = module(
         '%s = ((f32[8,4]{1,0}), f32[2,4]{1,0}) async-start(%x), calls=%wrapped, '
         'metadata={op_name="jit(f)/here" source_file="m.py" source_line=3}',
+        '%w = f32[8,4]{1,0} negate(%x)',
         '%u = ((f32[8,4]{1,0}), f32[2,4]{1,0}) async-update(%s), calls=%wrapped',
         'ROOT %d = f32[2,4]{1,0} async-done(%u), calls=%wrapped',
         computations=wrapped,
@@ -441,6 +456,28 @@ def test_asynchronous_computation_is_one_collective():
     [c] = read_collectives(text)
     check_asynchronous(c, 'reduce-scatter', 'f32[2,4]')
     assert (c.op_name, c.source) == ('jit(f)/here', 'm.py:3')
+
+
+@pytest.mark.parametrize(('strategy', 'n'), [('ONE_SHOT', 3), ('TWO_SHOT', 2 * 3 / 4)])
+def test_kernel_of_a_gpu(strategy, n):
+    """In one shot, each of 4 devices reads the arrays of 3 others; in two, as in a ring."""
+    fused = (
+        '%fused (p: f32[32]) -> f32[32] {\n'
+        '  %p = f32[32]{0} parameter(0)\n'
+        '  ROOT %sum = f32[32]{0} all-reduce(%p), channel_id=1, replica_groups={{0,1,2,3}}, '
+        'to_apply=%add, backend_config={"collective_backend_config":{"is_sync":false,'
+        f'"kernel_strategy":"KERNEL_STRATEGY_TRITON_{strategy}"}}}}\n}}\n'
+    )
+    text = module(
+        '%flat = f32[32]{0} bitcast(%x)',
+        '%s = ((f32[32]), f32[32]) fusion-start(%flat), kind=kCustom, calls=%fused',
+        '%d = f32[32]{0} fusion-done(%s), calls=%fused',
+        'ROOT %r = f32[8,4]{1,0} bitcast(%d)',
+        computations=fused,
+    )
+    [c] = read_collectives(text)
+    assert (c.kind, c.arrays, c.is_async) == ('all-reduce', 'f32[8,4]', False)
+    assert c.network_bytes == n * 128
 
 
 def test_several_arrays_in_one_collective():
@@ -452,8 +489,8 @@ def test_several_arrays_in_one_collective():
             'ROOT %r = f32[8,4]{1,0} get-tuple-element(%s), index=0',
         )
     )
-    assert (c.shape_text, c.bytes) == ('f32[8,4], bf16[6]', 8 * 4 * 4 + 6 * 2)
-    assert c.groups == ((0, 1, 2, 3),)  # no groups and no channel: all of them
+    assert (c.arrays, c.bytes) == ('f32[8,4], bf16[6]', 8 * 4 * 4 + 6 * 2)
+    assert c.device_groups == ((0, 1, 2, 3),)  # no groups and no channel: all of them
     assert c.network_bytes == 2 * 3 * 140 // 4
 
 
@@ -469,8 +506,8 @@ def test_permute(line, pairs, groups):
     [c] = read_collectives(
         module(f'ROOT %p = f32[8,4]{{1,0}} collective-permute(%x), source_target_pairs={line}')
     )
-    assert (c.pairs, c.groups, c.network_bytes) == (pairs, groups, 128)
-    assert c.n_groups == sum(len(group) == 2 for group in groups)
+    assert (c.pairs, c.device_groups, c.network_bytes) == (pairs, groups, 128)
+    assert c.groups == sum(len(group) == 2 for group in groups)
 
 
 def test_send():
@@ -487,8 +524,8 @@ def test_send():
             'ROOT %g = f32[8,4]{1,0} get-tuple-element(%d), index=0',
         )
     )
-    assert (c.kind, c.shape_text, c.operands) == ('collective-permute', 'f32[8,4]', c.results)
-    assert (c.pairs, c.groups, c.network_bytes) == (((0, 1), (1, 2)), ((0, 1, 2),), 128)
+    assert (c.kind, c.arrays, c.operands) == ('collective-permute', 'f32[8,4]', c.results)
+    assert (c.pairs, c.device_groups, c.network_bytes) == (((0, 1), (1, 2)), ((0, 1, 2),), 128)
     assert (c.source, c.op_name) == ('m.py:3', 'jit(f)/psend')
 
 
@@ -503,7 +540,7 @@ def test_broadcast_and_ragged():
         )
     )
     assert (broadcast.kind, broadcast.bytes, broadcast.network_bytes) == (KINDS[6], 128, 128)
-    assert (ragged.kind, ragged.shape_text, ragged.network_bytes) == (KINDS[5], 'f32[8,4]', 64)
+    assert (ragged.kind, ragged.arrays, ragged.network_bytes) == (KINDS[5], 'f32[8,4]', 64)
     assert [str(array) for array in ragged.results] == ['f32[16,4]']
 
 
@@ -615,7 +652,7 @@ def test_groups_of_one_device_communicate_nothing(line):
 def test_one_group_of_several_devices_is_enough():
     line = 'all-reduce(%x), channel_id=1, replica_groups={{0},{1},{2,3}}, to_apply=%add'
     [c] = read_collectives(module(f'ROOT %y = f32[8,4]{{1,0}} {line}'))
-    assert (c.group_size, c.groups) == (2, ((0,), (1,), (2, 3)))
+    assert (c.group_size, c.device_groups) == (2, ((0,), (1,), (2, 3)))
 
 
 KERNEL = (
@@ -633,17 +670,22 @@ def test_pallas_kernels_that_communicate_count():
         'to_apply=%add',
     )
     kernel, _ = read_collectives(module(*body))
-    assert (kernel.kind, kernel.name, kernel.shape_text) == ('custom-call', 'k', 'f32[8,4]')
-    assert (kernel.op_name, kernel.groups, kernel.network_bytes) == ('jit(f)/pallas_call', (), None)
+    assert (kernel.kind, kernel.name, kernel.arrays) == ('custom-call', 'k', 'f32[8,4]')
+    assert (kernel.op_name, kernel.device_groups, kernel.network_bytes) == (
+        'jit(f)/pallas_call',
+        (),
+        None,
+    )
     local = module(KERNEL.replace('HAS', ''), body[1])
     assert [c.name for c in read_collectives(local)] == ['y']
     # the reader of uses finds what comes after a kernel, too
-    assert output_uses(Module(module(*body)), ['k', 'y']) == {'k': (0,), 'y': (0,)}
+    uses = output_uses(Graph(Program(module(*body))))
+    assert {node.name: set(outputs) for node, outputs in uses.items()} == {'k': {0}, 'y': {0}}
 
 
 def test_names_in_metadata_are_not_attributes():
     text = module(
-        '%y = f32[8,4]{1,0} fusion(%x), calls=%add, metadata={op_name="calls=%called, f"}',
+        '%y = f32[8,4]{1,0} fusion(%x, %x), calls=%add, metadata={op_name="calls=%called, f"}',
         'ROOT %z = f32[8,4]{1,0} copy(%y), metadata={op_name="replica_groups={{0,1}} all-reduce("}',
         computations=CALLED,
     )
@@ -702,7 +744,9 @@ ENTRY %main (x: f32[{n},4]) -> f32[16,2] {{
 def test_slices_of_a_gathered_array_in_another_form(n, layout, form, axis):
     """Each device keeps a slice along this axis of the gathered array."""
     text = GATHERED.format(n=n, layout=layout, form=form)
-    [gather] = find_all_gathers(Module(text), 4)
+    graph = Graph(Program(text))
+    [collective] = find_collectives(graph)
+    gather = find_gather(graph, collective)
     assert (str(gather.array), gather.dimension) == (f'f32[{n},16]', 1)
     parts = (0, 1, 2, 3), (0, 0, 0, 0)
     assert gather.kept == (None if axis is None else parts if axis == 0 else parts[::-1])
@@ -717,7 +761,7 @@ def test_collective_between_slices():
     assert ' all-reduce(' not in text
     [c] = read_collectives(text)
     assert (c.kind, c.bytes, c.is_async) == ('all-reduce', 4 * 2 * programs.D * programs.F, True)
-    assert c.groups == tuple((i, 8 + i) for i in range(8))
+    assert c.device_groups == tuple((i, 8 + i) for i in range(8))
 
 
 @pytest.mark.skipif(not READS_TPU, reason='this JAX cannot print what libtpu writes')
@@ -748,7 +792,7 @@ def test_positions_of_devices_in_slices(order):
         rows = np.moveaxis(positions, axes.index(axis), -1).reshape(-1, mesh.shape[axis])
         return set(map(frozenset, rows.tolist()))
 
-    assert {(c.kind, frozenset(map(frozenset, c.groups))) for c in found} == {
+    assert {(c.kind, frozenset(map(frozenset, c.device_groups))) for c in found} == {
         ('all-reduce', frozenset(along('chip'))),
         ('all-gather', frozenset(along('a'))),
         ('collective-permute', frozenset(along('b'))),
@@ -774,7 +818,7 @@ def test_positions_of_devices_in_slices(order):
 def test_groups_in_each_form(text):
     line = f'all-reduce(%x), replica_groups={text}, use_global_device_ids=true, to_apply=%add'
     [c] = read_collectives(module(f'ROOT %y = f32[8,4]{{1,0}} {line}'))
-    assert c.groups == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert c.device_groups == ((0, 2, 4, 6), (1, 3, 5, 7))
 
 
 @pytest.mark.parametrize(
@@ -838,7 +882,10 @@ def test_instruction():
     )
     found = read_instruction(line)
     assert (found.name, found.opcode, found.operands) == ('f.1', 'fusion', ['a', 'b'])
-    assert (found.callee, found.metadata) == ('c.2', 'op_name="f/g" stack_frame_id=3}')
+    assert (found.callees, found.metadata) == (
+        {'calls': ['c.2']},
+        'op_name="f/g" stack_frame_id=3}',
+    )
     with pytest.raises(ValueError, match='not an HLO instruction'):
         read_instruction('}')
 
@@ -846,7 +893,7 @@ def test_instruction():
 # --- cost ---------------------------------------------------------------------------------------
 
 
-def test_memory_stays_below_four_texts():
+def test_memory_stays_below_six_texts():
     """A long program, with a collective in every ten lines."""
     lines = ['%y0 = f32[8,4]{1,0} copy(%x)']
     for i in range(1, 5_000):
@@ -862,7 +909,7 @@ def test_memory_stays_below_four_texts():
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(collectives) == 499
-    assert peak + len(text) < 4 * len(text)
+    assert peak < 6 * len(text)
 
 
 def test_names_as_jax_has_them():
@@ -871,11 +918,11 @@ def test_names_as_jax_has_them():
     assert op_name('stack_frame_id=3') == ''
 
 
-@pytest.mark.parametrize(('n_calls', 'parameter'), [(1, 0), (2, None)])
-def test_the_origin_of_what_a_shared_computation_gathers(n_calls, parameter):
+@pytest.mark.parametrize('arguments', [[{'a0'}], [{'a0'}, {'a1'}]])
+def test_the_origin_of_what_a_shared_computation_gathers(arguments):
     """Each call may pass another argument of the program."""
     calls = '\n'.join(
-        f'  %call{i} = f32[16] call(%a{i}), to_apply=%gathers' for i in range(n_calls)
+        f'  %call{i} = f32[16] call(%a{i}), to_apply=%gathers' for i in range(len(arguments))
     )
     text = f"""HloModule jit_f
 
@@ -891,8 +938,10 @@ ENTRY %main (a0: f32[8], a1: f32[8]) -> f32[16] {{
   ROOT %result = f32[16] copy(%call0)
 }}
 """
-    (place,) = Module(text).find(' all-gather(')
-    assert Origins(Module(text)).of(place) == parameter
+    [gathered] = read_collectives(text)
+    read = [origins(node) for node in gathered.nodes]
+    assert [{parameter.name for parameter in found} for found in read] == arguments
+    assert gathered.executions == len(arguments)
 
 
 @pytest.mark.parametrize(
@@ -918,9 +967,9 @@ ENTRY %main (g: f32[8,8]) -> f32[2,8] {{
   ROOT %slice = f32[2,8]{{1,0}} dynamic-slice(%moved, %i, %zero), dynamic_slice_sizes={{2,8}}
 }}
 """
-    module = Module(text)
-    (place,) = module.find(' all-reduce(')
-    found = find_sliced_sum(module, place)
+    graph = Graph(Program(text))
+    [collective] = find_collectives(graph)
+    found = find_sliced_sum(graph, collective)
     assert (found and found.parts) == parts
 
 

@@ -362,7 +362,8 @@ def test_names_are_text_and_not_code(name):
     for call in (jax.jit(f), sharded('a b -> a* b')(f)):
         names = run(to_jax(call, f32(16, 16)))
         assert 'ran' not in names
-    names = run(to_jax(sharded('a b -> a* b')(f), f32(16, 16), **kwargs))
+    named = sharded('a b -> a* b', kwargs=None)(f)
+    names = run(to_jax(named, f32(16, 16), **kwargs))
     [jit] = [value for key, value in names.items() if key.startswith('jit_')]
     received = {}
     jit(lambda x, **kwargs: received.update(kwargs)).lower(f32(16, 16), f32(16, 16), f32(16, 16))

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from einshard import Rules, sharded
 
 
-@sharded('b x -> b* x', 'x y -> x y*', out='b y -> b* y')
+@sharded('b x -> b* x', 'x y -> x y*', None, out='b y -> b* y')
 def layer(x, w, scale=1.0):
     return jax.nn.relu(x @ w['kernel']) * scale
 

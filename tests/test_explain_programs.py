@@ -9,13 +9,13 @@ from jax.sharding import PartitionSpec as P
 from placed import mesh_of
 
 from einshard import explain
-from einshard._hlo.find_collectives import read_collectives
-from einshard._hlo.flops import find_products
-from einshard._hlo.module import Module
 from einshard._inspect.collectives import Collectives
-from einshard._inspect.explain import _collective_row
-from einshard._inspect.payloads import Payload
 from einshard._inspect.totals import network_lines
+from einshard._program.hlo.find_collectives import read_collectives
+from einshard._program.hlo.flops import find_products
+from einshard._program.hlo.graph import Graph
+from einshard._program.hlo.text import Program
+from einshard._sharding.collective_axes import along_text
 
 B, D, T = 64, 256, 32
 
@@ -54,7 +54,7 @@ def test_weights_of_inference_are_not_the_cache(shaped, donated):
     )
     roles = {path: row.role for row in report.collectives for path in row.of}
     assert roles['params/k'] == roles['params/q'] == 'weights'
-    assert roles['cache/k'] == 'activations'
+    assert roles['cache/k'] == 'cache'
 
 
 @pytest.mark.parametrize('donated', [(), 0])
@@ -106,7 +106,9 @@ ENTRY %main (x: bf16[8], w: bf16[8,4]) -> (f32[4], f32[4]) {
 
 def test_products_that_are_written_as_sums():
     """TPU programs have these for a matrix and a vector. Other sums do not count."""
-    assert [product.flops for product in find_products(Module(MATRIX_VECTOR))] == [2 * 8 * 4]
+    assert [product.flops for product in find_products(Graph(Program(MATRIX_VECTOR)))] == [
+        2 * 8 * 4
+    ]
 
 
 def test_complex_products():
@@ -128,11 +130,9 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 def test_groups_that_the_program_does_not_list():
     """JAX 0.8 prints {} for groups of a newer libtpu; at most, this is one group of all devices."""
     [c] = read_collectives(NO_GROUPS)
-    assert (c.n_groups, c.group_size, c.network_bytes) == (0, 16, 60)
-    mesh = mesh_of(data=16)
-    row = _collective_row(c, Payload('activations', False, (), ''), [mesh], {})
-    assert (row.groups, row.along) == (0, '')
-    assert next(network_lines(Collectives([row]))) == 'sent in one run: at most 60 B'
+    assert (c.groups, c.group_size, c.network_bytes) == (0, 16, 60)
+    assert along_text(c.device_groups, c.pairs, [mesh_of(data=16)], {}) == ''
+    assert next(network_lines(Collectives([c]))) == 'sent in one run: at most 60 B'
 
 
 # --- conditionals, and loops of unknown length --------------------------------------------------

@@ -1294,7 +1294,7 @@ def test_a_train_step_of_64_layers_for_256_devices(monkeypatch):
         return measured
 
     module = importlib.import_module('einshard._inspect.explain')
-    for name in ('with_causes', 'find_findings', 'find_notes'):
+    for name in ('with_causes', 'find_findings'):
         monkeypatch.setattr(module, name, timed(getattr(module, name)))
     report = module.explain_stages(Stages('step', compiled=compiled, traced=traced))
     assert found_in(report) == []

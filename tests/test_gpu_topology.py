@@ -25,8 +25,8 @@ from einshard import (
     to_jax,
     topology,
 )
-from einshard._hlo.hardware import find_chip
-from einshard._inspect.network import Network
+from einshard._program.cost.chips import find_chip
+from einshard._program.cost.network import Network
 from einshard._sharding import cuda_plugin
 from einshard._sharding.gpu_names import GPUS, is_gpu_name, read_gpu_name
 

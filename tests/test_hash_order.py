@@ -19,12 +19,11 @@ NAMES = tuple('abcdefghij')
 
 def test_findings_about_the_network_between_slices():
     mesh = AbstractMesh((2,) * 11, (*NAMES, 'inner'))
-    collectives = [SimpleNamespace(groups=((0, 1),)) for _ in NAMES]
-    rows = [SimpleNamespace(total_bytes=8) for _ in NAMES]
-    along = [frozenset([name]) for name in NAMES]
-    facts = SimpleNamespace(
-        mesh=mesh, slices=[0, 1], collectives=collectives, rows=rows, along=along
-    )
+    collectives = [
+        SimpleNamespace(device_groups=((0, 1),), total_bytes=8, mesh_axes=frozenset([name]))
+        for name in NAMES
+    ]
+    facts = SimpleNamespace(mesh=mesh, slices=[0, 1], collectives=collectives)
     texts = [finding.text for finding in slow_network(facts)]
     assert texts == [
         f'8 B are sent along {name} between slices, and 0 B along inner within them'

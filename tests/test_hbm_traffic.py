@@ -6,8 +6,9 @@ import pytest
 from jax import lax
 from placed import struct
 
-from einshard._hlo.hbm_traffic import min_hbm_bytes
-from einshard._hlo.module import Module
+from einshard._program.hlo.graph import Graph
+from einshard._program.hlo.hbm_traffic import min_hbm_bytes
+from einshard._program.hlo.text import Program
 
 N, ROW = 2**20, 4 * 128
 
@@ -67,7 +68,7 @@ def test_no_more_than_a_run_can_do_with(what):
     fn, arguments, needed = PROGRAMS[what]
     donated = {'two caches': (0, 1), 'a branch that changes nothing': (0,)}.get(what, ())
     compiled = jax.jit(fn, donate_argnums=donated).lower(*arguments).compile()
-    assert min_hbm_bytes(Module(compiled.as_text())) <= needed
+    assert min_hbm_bytes(Graph(Program(compiled.as_text()))) <= needed
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_no_more_than_a_run_can_do_with(what):
 )
 def test_all_that_a_run_needs(fn, argument, needed):
     compiled = jax.jit(fn).lower(argument).compile()
-    assert min_hbm_bytes(Module(compiled.as_text())) == needed
+    assert min_hbm_bytes(Graph(Program(compiled.as_text()))) == needed
 
 
 def test_a_computation_that_is_called_twice():
@@ -131,4 +132,4 @@ ENTRY %main (a: f32[8,128], b: f32[8,128], c: f32[1,128]) -> f32[1,128] {{
 }}
 """
     # all rows of a, one row of b, and c; the result is written
-    assert min_hbm_bytes(Module(text)) <= 8 * ROW + ROW + ROW + ROW
+    assert min_hbm_bytes(Graph(Program(text))) <= 8 * ROW + ROW + ROW + ROW

@@ -92,7 +92,7 @@ def test_a_jitted_program_that_does_not_fit(rows):
         ('params/u', 'not used'),
         ('params/w', 'a b -> a@d b'),
         ('x', 'a b -> a@d b'),
-        ('args[2]', 'not used'),
+        ('n', 'not used'),
         ('result/a', 'a b -> a@d b'),
         ('result/n', '... -> 4 ...'),
     ]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from einshard import EinshardError, MemoryExceeded, UnexpectedCollectives, explain, sharded
-from einshard._hlo.memory import parse_bytes
+from einshard._program.hlo.memory import parse_bytes
 
 X = np.ones((64, 512), np.float32)
 W = np.ones((512, 512), np.float32)

@@ -318,7 +318,7 @@ def test_arrays_of_other_libraries(array, call):
 @pytest.mark.parametrize('array', [np.ma.masked_array(np.ones(16)), Foreign(), OnAccelerator()])
 def test_without_a_spec_the_error_is_that_of_jit(array):
     errors = []
-    for decorate in (jax.jit, sharded(x='a*'), sharded, sharded(array=None)):
+    for decorate in (jax.jit, sharded(x='a*', array=None), sharded):
         function = decorate(lambda x, array: x)
         for given in (array, {'w': array}):
             with pytest.raises((TypeError, ValueError)) as caught:

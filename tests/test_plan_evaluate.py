@@ -11,13 +11,14 @@ import pytest
 from placed import struct
 
 from einshard import EinshardError, Rules, device_mesh, einshard, sharded
-from einshard._hlo.find_collectives import find_collectives
-from einshard._hlo.hardware import as_chip
-from einshard._hlo.module import Module
-from einshard._hlo.target_collectives import target_collectives
 from einshard._plan.candidate import Candidate
 from einshard._plan.compile import Worker
 from einshard._plan.evaluate import Function, Partitioner
+from einshard._program.cost.chips import as_chip
+from einshard._program.hlo.find_collectives import find_collectives
+from einshard._program.hlo.graph import Graph
+from einshard._program.hlo.target_collectives import target_collectives
+from einshard._program.hlo.text import Program
 
 BATCH, EMBED, MLP = 64, 32, 128
 WEIGHTS = 2 * 2 * EMBED * MLP  # bytes of both
@@ -258,6 +259,6 @@ FORMS = {
 @pytest.mark.parametrize('form', FORMS)
 def test_the_collectives_that_a_tpu_would_run(form):
     lines, expected = FORMS[form]
-    module = Module(PROGRAM.replace('LINES', '\n'.join(f'  {line}' for line in lines)))
-    found = target_collectives(module, find_collectives(module))
-    assert [(c.kind, c.group_size, c.shape_text) for c in found] == expected
+    graph = Graph(Program(PROGRAM.replace('LINES', '\n'.join(f'  {line}' for line in lines))))
+    found = target_collectives(graph, find_collectives(graph))
+    assert [(c.kind, c.group_size, c.arrays) for c in found] == expected

@@ -7,13 +7,13 @@ import types
 import pytest
 from refusal import refusal
 
-from einshard._inspect.bounds import Bound, Bounds
 from einshard._plan.candidate import Candidate
 from einshard._plan.evaluation import Evaluation
 from einshard._plan.make_plan import _notes, make_plan
 from einshard._plan.plot import scatter_svg
 from einshard._plan.search import Search, is_neighbor
 from einshard._plan.why_worse import why_worse
+from einshard._program.cost.bounds import Bound, Bounds
 
 NAMES = ('batch', 'embed', 'mlp')
 
@@ -198,7 +198,8 @@ def ranged(least, most):
 )
 def test_notes_plans_whose_ranges_overlap(objective, ranges, last):
     search, _ = run(objective=objective)
-    notes = list(_notes(list(itertools.starmap(ranged, ranges)), search))
+    model = types.SimpleNamespace(flax_names=(), sizes={})
+    notes = list(_notes(list(itertools.starmap(ranged, ranges)), search, model))
     assert notes == [
         f"plans 0 to {last} are about equal: their ranges in column 'bound' overlap that of plan 0"
     ] * (last > 0)

@@ -24,6 +24,7 @@ import einshard
 from einshard import explain, sharded
 from einshard._inspect.collectives import Collectives
 from einshard._inspect.golden_files import Goldens, file_name, golden_text
+from einshard._program.hlo.text import ArrayType
 
 try:
     from einshard import _pytest_plugin
@@ -208,10 +209,11 @@ def test_unexpected(assert_collectives):
 def test_golden_files_are_portable(report):
     """Golden files do not depend on the machine, source lines or the order of collectives."""
     (row,) = report.collectives
-    other = replace(row, kind='all-gather', arrays='f32[2], f32[4], f32[2]', along='')
+    two, four = ArrayType('f32', (2,)), ArrayType('f32', (4,))
+    other = replace(row, kind='all-gather', results=(two, four, two), along='')
     same = [
-        replace(row, source='elsewhere.py:1', op_name='', network_bytes=1, is_async=True),
-        replace(other, arrays='f32[4], f32[2], f32[2]'),
+        replace(row, source='elsewhere.py:1', op_name='', sent=1, is_async=True),
+        replace(other, results=(four, two, two)),
     ]
     before = replace(report, collectives=Collectives([row, other]))
     after = replace(
@@ -231,11 +233,14 @@ def test_golden_files_are_portable(report):
 
 
 @pytest.mark.parametrize(
-    ('executions', 'shown'), [((3,), '3'), ((1, 1, 4), '6'), ((1, None), '?'), ((0,), '0')]
+    ('executions', 'shown'),
+    [((3,), '3'), ((1, 1, 4), '6'), ((3, None), '4 x ?'), ((None,), '?'), ((0,), '0')],
 )
 def test_executions_are_counted(report, executions, shown):
     (row,) = report.collectives
-    rows = Collectives(replace(row, executions=n) for n in executions)
+    rows = Collectives(
+        replace(row, executions=1 if n is None else n, is_exact=n is not None) for n in executions
+    )
     text = golden_text(replace(report, collectives=rows))
     assert text == PRODUCT.replace('1 x all-reduce', f'{shown} x all-reduce')
 

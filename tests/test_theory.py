@@ -12,7 +12,7 @@ from placed import mesh_of, struct
 from refusal import refusal
 
 from einshard import einshard, make_sharding, parallelism, sharded
-from einshard._hlo.find_collectives import read_collectives
+from einshard._program.hlo.find_collectives import read_collectives
 from einshard._theory.communication import ShardedArray, Space, resharding
 from einshard._theory.contraction import read_contraction
 

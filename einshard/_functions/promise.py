@@ -18,11 +18,11 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding
 
 from .._errors import EinshardError, plural
-from .._hlo.buffers import Temporary, largest_temporaries
-from .._hlo.collective import KINDS, Collective
-from .._hlo.find_collectives import read_collectives
-from .._hlo.memory import parse_bytes, read_memory
-from .._hlo.module import Module
+from .._program.hlo.collective import KINDS, Collective
+from .._program.hlo.find_collectives import read_collectives
+from .._program.hlo.memory import parse_bytes, read_memory
+from .._program.hlo.temporaries import Temporary, largest_temporaries
+from .._program.hlo.text import Program
 from .._sharding.collective_axes import ShardedBy, along_text
 from .._sharding.context import is_staging, is_tracing, user_stacklevel
 from .._text import format_bytes, short_arrays, short_source
@@ -116,7 +116,7 @@ def check_promise(
     shardings += [result.sharding for result in jtu.tree_leaves(results)]
     meshes = list(dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding)))
     by_name = {} if sharded_by is None else sharded_by(results)
-    with_axes = [(x, along_text(x.groups, x.pairs, meshes, by_name)) for x in too_many]
+    with_axes = [(x, along_text(x.device_groups, x.pairs, meshes, by_name)) for x in too_many]
     raise _unexpected(name, allowed, with_axes) from None
 
 
@@ -143,7 +143,7 @@ def check_memory(name: str, compiled: Any, limit: int) -> None:
     if memory.total <= limit:
         return
     text = compiled.as_text()
-    largest = largest_temporaries(Module(text), 3) if text else ()
+    largest = largest_temporaries(Program(text), 3) if text else ()
     raise MemoryExceeded(
         f'{name} needs {format_bytes(memory.total)} of memory on each device',
         facts={
@@ -203,15 +203,14 @@ def _collective_facts(with_axes: Sequence[tuple[Collective, str]]) -> dict[str, 
 
 
 def _collective_text(collective: Collective, axes: str) -> str:
-    array = f'{short_arrays(collective.shape_text)} ({format_bytes(collective.bytes)})'
-    groups = f'{collective.n_groups} groups of ' if collective.n_groups > 1 else ''
+    array = f'{short_arrays(collective.arrays)} ({format_bytes(collective.bytes)})'
+    groups = f'{collective.groups} groups of ' if collective.groups > 1 else ''
     along_axes = f' along {axes}' if axes not in ('', 'all') else ''  # 'along all' is redundant
     among = f'{groups}{plural(collective.group_size, "device")}{along_axes}'
-    executions = {1: '', None: ', in a loop of unknown length'}.get(
-        collective.executions, f', {collective.executions} executions'
-    )
+    executions = f', {collective.executions} executions' if collective.executions != 1 else ''
+    unknown = '' if collective.is_exact else ', in a loop of unknown length'
     source = f', {short_source(collective.source)}' if collective.source else ''
-    return f'{array}, {among}{executions}{source}'
+    return f'{array}, {among}{executions}{unknown}{source}'
 
 
 class Budget:

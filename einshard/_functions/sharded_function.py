@@ -216,7 +216,8 @@ class ShardedFunction(Generic[P, R]):
             return self._programs.find(call, values)
         except EinshardError as error:
             try_fixes = self._setup.try_fixes
-            raise (try_fixes(error, call, values) if try_fixes else error) from None
+            tried = try_fixes(error, call, values) if try_fixes else error
+            raise tried from error.__cause__
 
     def _retry(
         self,

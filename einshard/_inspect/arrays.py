@@ -16,8 +16,8 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding, Sharding
 from jax.stages import Compiled
 
-from .._hlo.module import Module
 from .._notation.expression import ELLIPSIS, axis_letters
+from .._program.hlo.text import Program
 from .._sharding.collective_axes import named_sharding
 from .._sharding.describe import Description, describe, describe_named
 from .._sharding.leaf_spec import AnySpec, as_leaf_spec
@@ -85,7 +85,7 @@ def find_names(
     stages: Stages,
     compiled: Compiled | Oversized,
     shardings: Sequence[Sharding | None],
-    module: Module,
+    program: Program,
 ) -> Mapping[int, str]:
     """Returns the names of positional arguments, by position."""
     if stages.argument_names is not None:
@@ -95,10 +95,9 @@ def find_names(
         names = stages.traced.jaxpr.jaxpr.debug_info.arg_names
     else:  # the compiled program has only the arguments that it uses
         paths = [path for path, s in zip(paths, shardings, strict=True) if s is not None]
-        parameters = module.entry.parameters()
         # XLA combines the names of equal parameters: '(weights[1]:weights[0])'
-        in_program = {op.parameter_number: op.op_name.lstrip('(') for op in parameters}
-        names = [in_program.get(i, '') for i in range(len(paths))]
+        in_program = [op.op_name.lstrip('(') for op in program.parameters]
+        names = [*in_program, *[''] * len(paths)][: len(paths)]
         # if an argument is a `jax.Ref`, JAX names the parameters Arg_0, Arg_1, ..
         if any(name.startswith('Arg_') for name in names):
             return {}
@@ -156,7 +155,7 @@ def _placement(array: ProgramArray, meshes: Sequence[AnyMesh]) -> str:
 
 
 def results_in_place(
-    arguments: Sequence[ArrayRow], results: Sequence[ArrayRow], module: Module
+    arguments: Sequence[ArrayRow], results: Sequence[ArrayRow], program: Program
 ) -> tuple[tuple[str, str], ...]:
     """Returns (result path, argument path) for each result that reuses a donated argument's memory.
 
@@ -165,7 +164,7 @@ def results_in_place(
     inputs = [row for row in arguments if row.placement != _NOT_USED]
     pairs = [
         (results[output], inputs[parameter])
-        for output, parameter in module.aliases.items()
+        for output, parameter in program.aliases.items()
         if output < len(results) and parameter < len(inputs)
     ]
     return tuple((a.path, b.path) for a, b in pairs if replace(a, path=b.path) == b)

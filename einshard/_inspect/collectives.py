@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 from .._display import Display
 from .._page import Column, Page, Section
+from .._program.hlo.collective import Collective
 from .._text import format_bytes, short_arrays, short_source
 from .fold_layers import fold_paths
-from .report_rows import CollectiveRow
 
 _MAX_ROWS = 40  # in a printed table
 _LARGE_FRACTION = 0.01  # rows that send more than this fraction of all bytes show their role
 
 
-class Collectives(Display, tuple[CollectiveRow, ...]):
+class Collectives(Display, tuple[Collective, ...]):
     """The collectives of a program in execution order. A collective in a loop appears once."""
 
     __slots__ = ()
@@ -60,14 +60,20 @@ _COLUMNS = (
 
 def collective_section(collectives: Collectives) -> Section:
     """Lists collectives, most bytes first. Collectives that look the same share a row."""
-    alike: dict[object, list[CollectiveRow]] = {}
+    alike: dict[object, list[Collective]] = {}
     for row in collectives:
-        shape = (row.kind, row.arrays, row.group_size, row.groups, row.along, row.executions)
-        origin = (row.source, row.called_at, row.role, row.axes)
+        shape = (row.kind, row.arrays, row.group_size, row.groups, row.along, row.runs)
+        origin = (row.source, row.column, row.called_at, row.role, row.axes)
         alike.setdefault((shape, origin, row.is_async, row.widened), []).append(row)
     in_order = sorted(alike.values(), key=lambda rows: -_total_bytes(rows))
     threshold = _LARGE_FRACTION * sum(collectives.network_bytes.values())
-    shown = [_collective_cells(rows, _total_bytes(rows) > threshold) for rows in in_order]
+    columns_of: dict[str | None, set[int]] = {}
+    for rows in in_order:
+        columns_of.setdefault(rows[0].source, set()).add(rows[0].column)
+    shown = [
+        _collective_cells(rows, _total_bytes(rows) > threshold, len(columns_of[rows[0].source]) > 1)
+        for rows in in_order
+    ]
     if not shown:
         return Section('collectives', lines=('none',))
     filled = [any(cells) for cells in zip(*shown, strict=True)]
@@ -79,23 +85,26 @@ def collective_section(collectives: Collectives) -> Section:
     return Section('collectives', columns, rows, max_rows=_MAX_ROWS, omitted=rest)
 
 
-def _collective_cells(rows: Sequence[CollectiveRow], is_large: bool) -> tuple[str, ...]:
+def _collective_cells(
+    rows: Sequence[Collective], is_large: bool, has_columns: bool
+) -> tuple[str, ...]:
+    """`has_columns` shows the column, to tell two operations on one line apart."""
     row = rows[0]
-    executions = '?' if row.executions is None else row.executions
+    column = f':{row.column}' if has_columns and row.column and row.source else ''
     return (
-        str(len(rows)) if executions == 1 else f'{len(rows)} x {executions}',
+        str(len(rows)) if row.runs == '1' else f'{len(rows)} x {row.runs}',
         f'{row.kind}{" (async)" * row.is_async}{" (f32)" * row.widened}',
         short_arrays(row.arrays),
         f'{row.groups} of {row.group_size}' if row.groups else '?',
         row.along,
         '?' if row.network_bytes is None else format_bytes(_total_bytes(rows)),
-        short_source(row.source),
+        f'{short_source(row.source)}{column}',
         _payload_text(rows, is_large),
         short_source(row.called_at),
     )
 
 
-def _payload_text(rows: Sequence[CollectiveRow], is_large: bool) -> str:
+def _payload_text(rows: Sequence[Collective], is_large: bool) -> str:
     """Formats what the collectives of a row send: 'params/0-3/{q,k}', or 'activations b s d'.
 
     If neither paths nor axes are known, a large row shows only its role, and a small row nothing.
@@ -114,5 +123,5 @@ def _payload_text(rows: Sequence[CollectiveRow], is_large: bool) -> str:
     return f'{row.role}{axes}{f" ({n_backward} of {n} backward)" if n_backward else ""}'
 
 
-def _total_bytes(rows: Sequence[CollectiveRow]) -> int:
+def _total_bytes(rows: Sequence[Collective]) -> int:
     return sum(row.total_bytes for row in rows)

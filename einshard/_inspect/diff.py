@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .._errors import plural, printable
+from .._program.hlo.collective import Collective
 from .._text import format_bytes, format_flops, short_arrays, short_source
 from .fold_layers import fold
-from .report_rows import ArrayRow, CollectiveRow
+from .report_rows import ArrayRow
 
 _MAX_ROWS = 20
 
@@ -82,7 +83,7 @@ class DiffInput:
 
     arguments: Sequence[ArrayRow]
     results: Sequence[ArrayRow]
-    collectives: Sequence[CollectiveRow]
+    collectives: Sequence[Collective]
     numbers: Mapping[str, int]  # bytes by name, and 'flops'
 
 
@@ -150,7 +151,7 @@ class _Totals(NamedTuple):
 _ZERO = _Totals(0, 0, ())
 
 
-def _totals(rows: Sequence[CollectiveRow]) -> dict[str, _Totals]:
+def _totals(rows: Sequence[Collective]) -> dict[str, _Totals]:
     """Returns totals by text, such as 'all-reduce f32[8,4], 2 of 4 along tp'."""
     totals: dict[str, _Totals] = {}
     for row in rows:
@@ -159,9 +160,10 @@ def _totals(rows: Sequence[CollectiveRow]) -> dict[str, _Totals]:
             f'{row.kind} {short_arrays(row.arrays)}, {row.groups or "?"} of {row.group_size}{along}'
         )
         so_far = totals.get(text, _ZERO)
-        unknown = so_far.executions is None or row.executions is None
         totals[text] = _Totals(
-            None if unknown else (so_far.executions or 0) + (row.executions or 0),
+            so_far.executions + row.executions
+            if row.is_exact and so_far.executions is not None
+            else None,
             so_far.sent + row.total_bytes,
             (*so_far.lines, row.source),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,27 +12,27 @@ from jax.sharding import NamedSharding, Sharding
 from jax.stages import Compiled
 
 from .._functions.promise import program_text
-from .._hlo.all_gathers import AllGather, find_all_gathers
-from .._hlo.buffers import largest_temporaries
-from .._hlo.collective import Collective
-from .._hlo.find_collectives import find_collectives
-from .._hlo.hardware import Chip, as_chip, find_chip
-from .._hlo.memory import read_memory
-from .._hlo.module import Module
-from .._sharding.collective_axes import ShardedBy, along_text, find_sharded_by
-from .._sharding.mesh import AnyMesh, Device, MeshLike, is_canonical_mesh, position
+from .._program.cost.bounds import NO_BOUNDS, find_bounds
+from .._program.cost.chips import Chip, as_chip, find_chip
+from .._program.hlo.find_collectives import find_collectives
+from .._program.hlo.flops import product_rows
+from .._program.hlo.graph import Graph
+from .._program.hlo.groups import Groups
+from .._program.hlo.memory import read_memory
+from .._program.hlo.temporaries import largest_temporaries
+from .._program.hlo.text import Program
+from .._sharding.collective_axes import along_text, find_sharded_by, mesh_axes_of
+from .._sharding.mesh import Device, MeshLike, is_canonical_mesh, position
 from .arrays import array_row, find_arguments, find_names, find_results, results_in_place
-from .bounds import NO_BOUNDS, find_bounds
+from .collectives import Collectives
 from .findings.causes import with_causes
 from .findings.facts import Facts
-from .findings.find import find_findings, find_notes
+from .findings.find import find_findings
 from .intermediates import find_intermediates
 from .lowered import Stages, compiled_shardings, suggest_partial, trace_call
 from .oversized import Oversized, compile_stages
-from .payloads import Payload, find_payloads, find_weights
+from .payloads import Payloads
 from .report import Report
-from .report_rows import CollectiveRow
-from .totals import product_rows
 
 
 def explain(
@@ -106,9 +107,9 @@ def explain_stages(
 def _read_program(
     stages: Stages, compiled: Compiled | Oversized, chip: Chip | None, replicated_above: int
 ) -> Facts:
-    module = Module(program_text(stages.name or 'the program', compiled))
+    graph = Graph(Program(program_text(stages.name or 'the program', compiled)))
     argument_shardings, result_info = compiled_shardings(compiled)  # type: ignore[reportArgumentType]
-    names = find_names(stages, compiled, argument_shardings, module)
+    names = find_names(stages, compiled, argument_shardings, graph.program)
     arguments = find_arguments(stages, compiled, argument_shardings, names)
     results = find_results(stages, result_info, names)
     shardings = [array.sharding for array in (*arguments, *results)]
@@ -116,19 +117,36 @@ def _read_program(
     devices = _devices(shardings)
     chip = chip or find_chip(devices[0].device_kind)
     inputs = [(a.path, str(a.dtype)) for a in arguments if a.sharding is not None]
-    outputs = _output_paths([array.path for array in results], inputs, module)
-    collectives, all_gathers = _read_collectives(module, [d.id for d in devices], len(inputs))
-    weights = find_weights(module, inputs, outputs)
-    payloads = find_payloads(module, collectives, weights, inputs, outputs)
+    payloads = Payloads(graph, inputs, _output_paths([a.path for a in results], inputs, graph))
     sharded_by = find_sharded_by(
         (array.names, array.sharding)
         for array in (*arguments, *results)
         if array.names is not None and isinstance(array.sharding, NamedSharding)
     )
+    mesh = meshes[0] if len(meshes) == 1 and meshes[0].size > 1 else None
+
+    # 256 devices have long groups, which many collectives share
+    @functools.cache
+    def axes_of(groups: Groups) -> frozenset[str]:
+        axes = mesh_axes_of(groups, mesh) if groups and mesh is not None else None
+        return frozenset(axes or ())
+
+    @functools.cache
+    def along(groups: Groups, pairs: Groups) -> str:
+        return along_text(groups, pairs, meshes, sharded_by)  # type: ignore[reportArgumentType]
+
+    collectives = [
+        replace(
+            payloads.of(c),
+            along=along(c.device_groups, c.pairs),
+            mesh_axes=axes_of(c.device_groups),
+        )
+        for c in find_collectives(graph, [device.id for device in devices])
+    ]
     return Facts(
         stages=stages,
         compiled=compiled,
-        module=module,
+        graph=graph,
         memory=read_memory(compiled, _memory_capacity(compiled, chip, devices[0])),
         chip=chip,
         devices=devices,
@@ -138,19 +156,14 @@ def _read_program(
         argument_rows=[array_row(array, meshes) for array in arguments],
         result_rows=[array_row(array, meshes) for array in results],
         collectives=collectives,
-        rows=[
-            _collective_row(collective, payload, meshes, sharded_by)
-            for collective, payload in zip(collectives, payloads, strict=True)
-        ],
-        all_gathers=all_gathers,
-        weights=weights,
-        products=product_rows(module),
+        roles=payloads.roles,
+        products=product_rows(graph),
         replicated_above=replicated_above,
     )
 
 
 def _make_report(facts: Facts, intermediates: bool) -> Report:
-    module, chip = facts.module, facts.chip
+    graph, chip = facts.graph, facts.chip
     intermediate_rows = None
     if intermediates:
         intermediate_rows = tuple(find_intermediates(facts.stages.lower(), facts.meshes))
@@ -161,25 +174,25 @@ def _make_report(facts: Facts, intermediates: bool) -> Report:
     )
     bounds = NO_BOUNDS
     if chip is not None:
-        pairs = zip(facts.collectives, facts.rows, strict=True)
-        with_axes = [(collective, row.along) for collective, row in pairs]
-        bounds = find_bounds(chip, facts.devices, module, facts.products, with_axes)
+        bounds = find_bounds(chip, facts.devices, graph, facts.products, facts.collectives)
+    findings, notes = find_findings(facts)
     return Report(
-        name=facts.stages.name or module.name or 'the program',
+        name=facts.stages.name or graph.program.name or 'the program',
         n_devices=facts.n_devices,
         device_kind=facts.devices[0].device_kind,
         mesh=meshes[0] if meshes else (),
         arguments=tuple(facts.argument_rows),
         results=tuple(facts.result_rows),
-        collectives=with_causes(facts),
+        # without the graph, which takes several times the memory of the program's text
+        collectives=Collectives(replace(c, nodes=()) for c in with_causes(facts)),
         memory=facts.memory,
         flops=sum(row.flops for row in facts.products) or None,
         products=tuple(facts.products),
-        in_place=results_in_place(facts.argument_rows, facts.result_rows, module),
-        findings=find_findings(facts),
-        notes=find_notes(facts),
+        in_place=results_in_place(facts.argument_rows, facts.result_rows, graph.program),
+        findings=findings,
+        notes=notes,
         intermediates=intermediate_rows,
-        temporaries=largest_temporaries(module),
+        temporaries=largest_temporaries(graph.program),
         chip=chip.name if chip else None,
         bounds=bounds,
         meshes=meshes,
@@ -194,24 +207,6 @@ def _memory_capacity(
     return int(chip.memory * chip.share(device)) if chip else None
 
 
-def _read_collectives(
-    module: Module, device_ids: Sequence[int], n_inputs: int
-) -> tuple[Sequence[Collective], dict[str, AllGather]]:
-    """Returns all collectives, and an `AllGather` for each all-gather of one array, by name.
-
-    Parameters numbered `n_inputs` and up are Refs that the function closes over. They have no
-    path, so their all-gathers get `parameter=None`.
-    """
-    collectives = find_collectives(module, device_ids)
-    if all(collective.kind != 'all-gather' for collective in collectives):
-        return collectives, {}
-    all_gathers = {gather.name: gather for gather in find_all_gathers(module, len(device_ids))}
-    for name, gather in all_gathers.items():
-        if gather.parameter is not None and gather.parameter >= n_inputs:
-            all_gathers[name] = replace(gather, parameter=None)
-    return collectives, all_gathers
-
-
 def _devices(shardings: Sequence[Sharding | None]) -> list[Device]:
     for sharding in shardings:
         if isinstance(sharding, NamedSharding):
@@ -222,39 +217,14 @@ def _devices(shardings: Sequence[Sharding | None]) -> list[Device]:
 
 
 def _output_paths(
-    results: Sequence[str], inputs: Sequence[tuple[str, str]], module: Module
+    results: Sequence[str], inputs: Sequence[tuple[str, str]], graph: Graph
 ) -> Mapping[int, str]:
     """Returns the path of each output, by number.
 
     An output after the results is the final value of a `jax.Ref`, and has the path of the Ref.
     """
     paths = dict(enumerate(results))
-    for output, parameter in module.aliases.items():
+    for output, parameter in graph.program.aliases.items():
         if output not in paths and parameter < len(inputs):
             paths[output] = inputs[parameter][0]
     return paths
-
-
-def _collective_row(
-    collective: Collective, payload: Payload, meshes: Sequence[AnyMesh], sharded_by: ShardedBy
-) -> CollectiveRow:
-    return CollectiveRow(
-        kind=collective.kind,
-        arrays=collective.shape_text,
-        bytes=collective.bytes,
-        group_size=collective.group_size,
-        groups=collective.n_groups,
-        along=along_text(collective.groups, collective.pairs, meshes, sharded_by),
-        executions=collective.executions,
-        network_bytes=collective.network_bytes,
-        is_async=collective.is_async,
-        source=collective.source,
-        of=payload.of,
-        op_name=collective.op_name,
-        role=payload.role,
-        is_backward=payload.is_backward,
-        axes=payload.axes,
-        widened=collective.widened,
-        called_at=collective.called_at,
-        in_branch=collective.in_branch,
-    )

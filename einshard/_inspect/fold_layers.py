@@ -50,7 +50,7 @@ def _pattern_text(alternatives: tuple[str, ...]) -> str:
     if len(alternatives) == 1:
         return alternatives[0]
     if all(part.isdecimal() for part in alternatives):
-        numbers = list(map(int, alternatives))
+        numbers = sorted(map(int, alternatives))
         if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
             return f'{numbers[0]}-{numbers[-1]}'
     return f'{{{",".join(alternatives)}}}'

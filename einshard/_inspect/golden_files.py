@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .._errors import EinshardError, plural, printable
+from .._program.hlo.collective import Collective, runs_text
 from .._sharding.describe import Description
 from .._text import short_source
 from .fold_layers import fold
 from .report import Report, meshes_text
-from .report_rows import ArrayRow, CollectiveRow
+from .report_rows import ArrayRow
 
 _MAX_LENGTH = 120  # characters of a test name in a file name; file systems allow 255 bytes
 
@@ -29,12 +30,12 @@ def golden_text(report: Report) -> str:
     """
     devices, meshes = plural(report.n_devices, 'device'), meshes_text(report)
     head = f'{report.name} on {devices}{": " * bool(meshes)}{meshes}'
-    runs: dict[str, list[int | None]] = {}
+    alike: dict[str, list[Collective]] = {}
     for row in report.collectives:
-        runs.setdefault(_collective_text(row), []).append(row.executions)
+        alike.setdefault(_collective_text(row), []).append(row)
     collectives = [
-        f'  {"?" if None in counts else sum(n or 0 for n in counts)} x {text}'
-        for text, counts in sorted(runs.items())
+        f'  {runs_text(sum(c.executions for c in same), all(c.is_exact for c in same))} x {text}'
+        for text, same in sorted(alike.items())
     ]
     lines = [head, '']
     for title, rows in [
@@ -56,7 +57,7 @@ def _without_device_names(placement: str) -> str:
     return placement.portable if isinstance(placement, Description) else placement
 
 
-def _collective_text(row: CollectiveRow) -> str:
+def _collective_text(row: Collective) -> str:
     counts = Counter(re.findall(r'\w+\[[^\]]*\]', row.arrays))
     arrays = ', '.join(f'{n} x {a}' if n > 1 else a for a, n in sorted(counts.items()))
     along = f' along {row.along}' if row.along else ''

@@ -21,8 +21,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
 from .._errors import EinshardError
-from .._hlo.groups import read_groups
-from .._hlo.module import Instruction, Module
+from .._program.hlo.groups import read_groups
+from .._program.hlo.text import Instruction, Program
 from .._progress import progress
 from .._sharding.collective_axes import sharding_of_blocks
 from .._sharding.describe import describe_named
@@ -108,10 +108,12 @@ def _no_persistent_cache() -> Generator[None, None, None]:
 
 def _read_values(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
     """Yields a row for each computed array that has a sharding and a source line."""
-    module = Module(text)
+    program = Program(text)
+    ops = (op for ops in program.computations.values() for op in ops)
     placements: dict[tuple[str, int], tuple[str, int, bool]] = {}
-    for _, _, op in module.find(' sharding={'):
-        source, sharding = module.source(op), _SHARDING.search(op.attributes)
+    for op in ops:
+        sharding = _SHARDING.search(op.attributes)
+        source = program.source(op) if sharding else None
         is_value = op.op_name.startswith('jit(') and op.opcode not in _TRIVIAL
         if not is_value or source is None or sharding is None:
             continue

@@ -20,8 +20,8 @@ from .._functions.bound_method import BoundMethod, sharded_call
 from .._functions.place_arguments import place_arguments
 from .._functions.program import Program
 from .._functions.sharded_function import ShardedFunction
-from .._hlo.hardware import find_chip
-from .._hlo.memory import read_memory
+from .._program.cost.chips import find_chip
+from .._program.hlo.memory import read_memory
 from .._progress import progress
 from .._sharding.context import ambient_mesh, one_device_scope
 from .._sharding.mesh import Device, device_mesh, is_partial, partition_spec, shrink_mesh, spec_axes

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.stages import Compiled, Lowered
 
 from .._errors import EinshardError
-from .._hlo.module import Module
+from .._program.hlo.text import Program
 from .._sharding.mesh import device_mesh
 from .intermediates import compile_with_dumps, newest_dump, read_shardings
 from .lowered import Stages
@@ -81,14 +81,14 @@ def _read_oversized(lowered: Lowered, available: int) -> Oversized | None:
         buffers = newest_dump(folder, '.after_optimizations-buffer-assignment')
     if not (before and after and buffers):
         return None
-    module = Module(before)
-    parameters = sorted(module.entry.parameters(), key=lambda op: op.parameter_number)
+    program = Program(before)
+    parameters = program.parameters
     leaves, treedef = jtu.tree_flatten(lowered.args_info)
     if len(kept) != len(parameters):
         return None
     results, out_tree = jtu.tree_flatten(lowered.out_info)
     arrays = [(op, [len(leaves[i].shape)]) for i, op in zip(kept, parameters, strict=True)]
-    arrays.append((module.entry.root, [len(result.shape) for result in results]))
+    arrays.append((program.root, [len(result.shape) for result in results]))
     for mesh in meshes:
         shardings = [s for op, ndims in arrays for s in read_shardings(op, ndims, mesh)]
         if None not in shardings:

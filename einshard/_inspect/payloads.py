@@ -1,121 +1,179 @@
-"""Finds the payloads of collectives: weights, gradients or activations, with paths or axes."""
+"""Finds the payloads of collectives: weights, gradients, caches or activations, with paths."""
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from .._arrays.constrain import names_at, names_by_letter_at
-from .._hlo.collective import Collective
-from .._hlo.find_collectives import MARKS
-from .._hlo.flops import find_products
-from .._hlo.module import Module
-from .._hlo.origins import Origins
-from .._hlo.output_uses import output_uses
-from .._hlo.sources import operations
 from .._notation.expression import ELLIPSIS
+from .._program.hlo.collective import Collective
+from .._program.hlo.flops import find_products
+from .._program.hlo.graph import Graph, Node
+from .._program.hlo.queries import ELEMENTWISE, MOVES, copies_of, origins, output_uses, strip
+from .._program.hlo.slices import padded_shard
+from .._program.hlo.sources import operations
 
 # kinds of collectives that send their operand without summing it
 _MOVES = ('all-gather', 'all-to-all', 'collective-broadcast', 'collective-permute')
 
 
-class Payload(NamedTuple):
-    """The fields of a `CollectiveRow` that say what the collective sends."""
-
-    role: str
-    is_backward: bool
-    of: tuple[str, ...]
-    axes: str
-
-
-def find_payloads(
-    module: Module,
-    collectives: Sequence[Collective],
-    weights: Mapping[int, bool],
-    inputs: Sequence[tuple[str, str]],
-    outputs: Mapping[int, str],
-) -> Iterator[Payload]:
-    """Yields the payload of each collective.
+class Payloads:
+    """Says what each collective of a program sends.
 
     Args:
-        weights: the result of `find_weights`.
         inputs: (path, dtype) of each argument that the program uses, by parameter number.
         outputs: the paths of the program's outputs, by number.
     """
-    by_name = {site.op.name: site for site in module.find(*MARKS)} if collectives else {}
-    origins = Origins(module)
-    uses = output_uses(module, [collective.name for collective in collectives])
-    updated = _updated_inputs(module, inputs, outputs)
-    for collective in collectives:
-        parameter = origins.of(by_name[collective.name]) if collective.kind in _MOVES else None
-        # parameters after `inputs` are Refs that the function closes over
-        if parameter is not None and parameter >= len(inputs):
-            parameter = None
-        used_by = uses[collective.name]
-        of = tuple(outputs[output] for output in used_by if output in outputs)
-        is_backward, role = 'transpose(' in collective.op_name, 'activations'
-        updates_weights = any(weights.get(i) for output in used_by for i in updated.get(output, ()))
-        if parameter is not None:
-            of = (inputs[parameter][0],)
-            role = 'weights' if weights[parameter] else 'activations'
-        elif used_by and (is_backward or updates_weights):
-            # an all-gather outside the backward pass sends the new weights, as in ZeRO
-            gathers_weights = collective.kind == 'all-gather' and not is_backward
+
+    def __init__(self, graph: Graph, inputs: Sequence[tuple[str, str]], outputs: Mapping[int, str]):
+        self._graph = graph
+        self._inputs = inputs
+        self._output_paths = outputs
+        self._outputs: dict[Node, list[int]] = defaultdict(list)
+        for i, node in enumerate(graph.outputs):
+            self._outputs[node].append(i)
+        self._uses = output_uses(graph)
+        # {output number: the parameters that the output replaces}
+        self._updated = _updated_inputs(graph, inputs, outputs)
+        self.roles = _find_roles(graph, inputs, self._updated)
+
+    def of(self, collective: Collective) -> Collective:
+        """Returns the collective with `role`, `of`, `is_backward` and `axes`."""
+        is_backward = 'transpose(' in collective.op_name
+        # several arrays may share a collective: the role is that of most bytes
+        n_bytes: Counter[str] = Counter()
+        arguments: dict[int, None] = {}
+        n_gathered = 0
+        for operand in (operand for node in collective.nodes for operand in node.inputs):
+            shard = operand if collective.kind in _MOVES else padded_shard(operand)
+            found = self._arguments(shard) if shard is not None else ()
+            roles = {self.roles[i] for i in found} or {''}
+            n_bytes[roles.pop() if len(roles) == 1 else 'activations'] += operand.array.bytes
+            is_gather = collective.kind == 'all-gather' or shard not in (None, operand)
+            n_gathered += operand.array.bytes * is_gather
+            arguments |= dict.fromkeys(found)
+        [(role, _)] = n_bytes.most_common(1)
+        if role:
+            paths = tuple(self._inputs[i][0] for i in arguments)
+            return replace(collective, role=role, is_backward=is_backward, of=paths)
+        used_by = sorted({i for node in collective.nodes for i in self._uses.get(node, ())})
+        paths = tuple(self._output_paths[i] for i in used_by if i in self._output_paths)
+        updates_weights = any(
+            self.roles.get(i) == 'weights'
+            for output in used_by
+            for i in self._updated.get(output, ())
+        )
+        role = 'activations'
+        if used_by and (is_backward or updates_weights):
+            # a gather outside the backward pass sends the new weights, as in ZeRO
+            gathers_weights = 2 * n_gathered > n_bytes.total() and not is_backward
             role = 'weights' if gathers_weights else 'gradients'
-        axes = _axes(collective) if role == 'activations' and parameter is None else ''
-        yield Payload(role, is_backward or role == 'gradients', of, axes)
+        return replace(
+            collective,
+            role=role,
+            is_backward=is_backward or role == 'gradients',
+            of=paths,
+            axes=_axes(collective) if role == 'activations' else '',
+        )
+
+    def _arguments(self, sent: Node) -> Sequence[int]:
+        """Returns the numbers of the parameters that are sent, or () if it is another array.
+
+        A weight stays one if only constants and other weights change it, as when int8 is converted
+        to bf16 with a scale, and if the step has updated it: then the program returns it in the
+        place of the argument.
+        """
+        moved = self._parameters(sent, MOVES)
+        if moved is not None:
+            return moved
+        computed = self._parameters(sent, MOVES | ELEMENTWISE)
+        if computed and all(self.roles[i] == 'weights' for i in computed):
+            return computed
+        read = {n for n in origins(sent, MOVES | ELEMENTWISE) if n.opcode == 'parameter'}
+        numbers = {int(parameter.op.operand_text) for parameter in read} & self.roles.keys()
+        return [i for i in self._replaced_by(sent) if i in numbers]
+
+    def _parameters(self, node: Node, through: frozenset[str]) -> Sequence[int] | None:
+        """Returns the parameters that a value consists of, or None if it has other numbers.
+
+        Parameters after `inputs` are Refs that the function closes over, which have no path.
+        """
+        sources = origins(node, through)
+        if not sources or any(source.opcode != 'parameter' for source in sources):
+            return None
+        numbers = [int(source.op.operand_text) for source in sources]
+        return None if max(numbers) >= len(self._inputs) else sorted(set(numbers))
+
+    def _replaced_by(self, node: Node) -> Sequence[int]:
+        """Returns the parameters in whose place the program returns a value, or its next value."""
+        values = [strip(node, MOVES)]
+        while values[-1].opcode == 'dynamic-update-slice':  # and the value before an update
+            values.append(strip(values[-1].inputs[0], MOVES))
+        if values[-1].opcode == 'phi':  # the loop returns the value after its last iteration
+            values[-1] = values[-1].inputs[1]
+        copies = set[Node]().union(*map(copies_of, values))
+        outputs = [i for copy in copies for i in self._outputs.get(copy, ())]
+        return sorted({i for output in outputs for i in self._updated.get(output, ())})
 
 
-def find_weights(
-    module: Module, inputs: Sequence[tuple[str, str]], outputs: Mapping[int, str]
-) -> dict[int, bool]:
-    """Returns {parameter number: whether it is a weight or optimizer state}.
+def _find_roles(
+    graph: Graph, inputs: Sequence[tuple[str, str]], by_output: Mapping[int, Sequence[int]]
+) -> dict[int, str]:
+    """Returns the role of each parameter: 'weights', 'cache' or 'activations'.
 
-    In a train step, weights are the updated arguments, or all arguments if none is updated. In
-    inference, updated arguments are caches, and all other arguments are weights. Only
-    floating-point arrays count.
+    In a train step, weights are the updated arguments, also optimizer states, or all arguments if
+    none is updated. In inference, updated arguments are caches, and all others are weights. Only
+    floating-point arrays count and, in inference, arrays of int8 and int4.
     """
-    floating = [bool(re.match(r'b?float', dtype)) for _, dtype in inputs]
-    by_output = _updated_inputs(module, inputs, outputs)
+    is_train_step = _is_train_step(graph)
+    pattern = r'b?float' if is_train_step else r'b?float|int[48]\b'
+    numbers = [i for i, (_, dtype) in enumerate(inputs) if re.match(pattern, dtype)]
     updated = {i for indices in by_output.values() for i in indices}
-    if not _is_train_step(module):
-        return {i: is_float and i not in updated for i, is_float in enumerate(floating)}
-    updates_none = not any(floating[i] for i in updated)
-    return {i: is_float and (updates_none or i in updated) for i, is_float in enumerate(floating)}
+    roles = dict.fromkeys(range(len(inputs)), 'activations')
+    updates_none = updated.isdisjoint(numbers)
+    for i in numbers:
+        if is_train_step:
+            roles[i] = 'weights' if updates_none or i in updated else 'activations'
+        else:
+            roles[i] = 'cache' if i in updated else 'weights'
+    return roles
 
 
-def _is_train_step(module: Module) -> bool:
+def _is_train_step(graph: Graph) -> bool:
     """Whether a program has a backward pass or, like an optimizer update, no matmuls."""
-    return '/transpose(' in module.text or next(find_products(module), None) is None
+    return '/transpose(' in graph.program.text or next(find_products(graph), None) is None
 
 
 def _updated_inputs(
-    module: Module, inputs: Sequence[tuple[str, str]], outputs: Mapping[int, str]
+    graph: Graph, inputs: Sequence[tuple[str, str]], outputs: Mapping[int, str]
 ) -> Mapping[int, Sequence[int]]:
     """Returns {output number: the parameters that the output replaces}.
 
     An output replaces a parameter that is donated to it. It also replaces parameters with a
-    matching path, such as 'state/w' for 'result/state/w', 'result/w' or 'result/0/w'. In inference,
-    parameters with a matching path must also have the shape and dtype of the output.
+    matching path, such as 'state/w' for 'result/state/w', 'result/w' or 'result/1/0/w'. In
+    inference, these parameters must also have the shape and dtype of the output.
     """
     by_path: dict[str, list[int]] = {}
     for i, (path, _) in enumerate(inputs):
         for end in {path, path.partition('/')[2]}:
             by_path.setdefault(end, []).append(i)
-    is_train_step = _is_train_step(module)
-    types = {op.parameter_number: op.results for op in module.entry.parameters()}
-    results = module.entry.root.results
+    is_train_step = _is_train_step(graph)
+    types = {number: node.arrays for number, node in graph.parameters.items()}
+    results = [node.arrays for node in graph.outputs]
     updated: dict[int, list[int]] = defaultdict(list)
-    for output, parameter in module.aliases.items():
+    for output, parameter in graph.program.aliases.items():
         if parameter < len(inputs):
             updated[output].append(parameter)
     for output, path in outputs.items():
-        path = path.partition('/')[2]  # without 'result'
-        for end in {path, path.partition('/')[2]} - {''}:
+        ends = [path.partition('/')[2]]  # without 'result'
+        while ends[-1].partition('/')[0].isdecimal() or len(ends) == 1:  # and without positions
+            ends.append(ends[-1].partition('/')[2])
+        for end in {*ends} - {''}:
             for i in by_path.get(end, ()):
-                if is_train_step or types.get(i) == results[output : output + 1]:
+                if is_train_step or types.get(i) == results[output]:
                     updated[output].append(i)
     return updated
 
@@ -131,8 +189,8 @@ _EINSUM = re.compile(r'/([A-Za-z,]+)->([A-Za-z]*)/')
 
 
 def _axes(collective: Collective) -> str:
-    """Reads `CollectiveRow.axes` from the einsum or the constraint on the source line."""
-    ndim, op_name = len(collective.arrays[0].shape), collective.op_name
+    """Reads `Collective.axes` from the einsum or the constraint on the source line."""
+    ndim, op_name = len(collective.array_types[0].shape), collective.op_name
     if einsum := _EINSUM.search(op_name):
         operands, result = einsum[1].split(','), einsum[2]
         is_forward = 'transpose(' not in op_name or '/rematted_computation/' in op_name

@@ -11,16 +11,17 @@ from warnings import warn
 
 from .._display import Display, as_json
 from .._errors import plural
-from .._hlo.buffers import Temporary
-from .._hlo.memory import Memory
 from .._page import Column, Page, Section
+from .._program.cost.bounds import NO_BOUNDS, Bounds, bounds_section
+from .._program.hlo.flops import ProductRow
+from .._program.hlo.memory import Memory
+from .._program.hlo.temporaries import Temporary
 from .._text import format_bytes, short_source
 from .._trees.paths import common_suffix_length
-from .bounds import NO_BOUNDS, Bounds, bounds_section
 from .collectives import Collectives, collective_section
 from .diff import Diff, DiffInput, make_diff
 from .fold_layers import fold
-from .report_rows import ArrayRow, Finding, ProductRow
+from .report_rows import ArrayRow, Finding
 from .temporaries import temporaries_section
 from .totals import compute_line, network_lines
 
@@ -122,7 +123,7 @@ class Report(Display):
 
     def _page(self) -> Page:
         unknown_loops = any(row.at_least for row in self.products) or any(
-            row.executions is None for row in self.collectives
+            not row.is_exact for row in self.collectives
         )
         sections = (
             _array_section('arguments', self.arguments),

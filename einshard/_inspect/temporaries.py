@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .._hlo.buffers import Temporary
-from .._hlo.memory import Memory
-from .._hlo.sources import operations
 from .._page import Column, Section
+from .._program.hlo.memory import Memory
+from .._program.hlo.sources import operations
+from .._program.hlo.temporaries import Temporary
 from .._text import format_bytes, short_source
 
 _TEMPORARIES = (Column('array'), Column('on a device', right=True), Column('line'), Column('of'))

@@ -6,22 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from .._errors import plural
-from .._hlo.flops import find_products
-from .._hlo.module import Module
+from .._program.hlo.flops import ProductRow
 from .._text import format_bytes, format_flops, short_source
 from .collectives import Collectives
-from .report_rows import ProductRow
-
-
-def product_rows(module: Module) -> tuple[ProductRow, ...]:
-    """Adds up the flops of products that agree in all other fields of `ProductRow`."""
-    flops: Counter[tuple[str, bool, str | None, bool, bool]] = Counter()
-    for product in find_products(module):
-        is_backward, at_least = 'transpose(' in product.op_name, product.executions is None
-        key = product.dtype, is_backward, product.source, at_least, product.in_branch
-        flops[key] += product.total
-    return tuple(ProductRow(n, *key) for key, n in flops.most_common())
-
 
 _ALL_BRANCHES = ' (all branches counted)'
 
@@ -32,7 +19,7 @@ def network_lines(rows: Collectives) -> Iterator[str]:
         return
     total = sum(rows.network_bytes.values())
     by_kind = _shares(rows.network_bytes, total)
-    is_lower_bound = any(None in (row.executions, row.network_bytes) for row in rows)
+    is_lower_bound = any(not row.is_exact or row.network_bytes is None for row in rows)
     # a collective with unknown groups counts as one group of all devices
     is_upper_bound = any(not row.groups and row.network_bytes for row in rows)
     bound = 'at least ' if is_lower_bound else 'at most ' * is_upper_bound

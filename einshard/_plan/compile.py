@@ -21,9 +21,9 @@ import jax.export
 import jax.tree_util as jtu
 
 from .._errors import EinshardError
-from .._hlo.memory import Memory, read_memory
 from .._inspect.lowered import Stages
 from .._inspect.oversized import read_sizes
+from .._program.hlo.memory import Memory, read_memory
 
 _PREFIX = 'jit(call)/call_exported/'  # in op names, added by jax.export
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from .._hlo.collective import ring_bytes
-from .._hlo.hardware import Chip, as_chip
-from .._inspect.bounds import NO_BOUNDS, Bound, Bounds
+from .._program.cost.bounds import NO_BOUNDS, Bound, Bounds
+from .._program.cost.chips import Chip, as_chip
+from .._program.hlo.collective import ring_bytes
 from .._sharding.mesh import device_mesh
 from .candidate import Candidate
 from .costly_ops import CostlyOp, OpArray

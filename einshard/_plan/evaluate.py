@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,17 +15,17 @@ from jax.sharding import Mesh, NamedSharding
 from .._errors import EinshardError
 from .._functions.bound_method import BoundMethod
 from .._functions.sharded_function import ShardedFunction
-from .._hlo.collective import Collective
-from .._hlo.find_collectives import find_collectives
-from .._hlo.hardware import Chip
-from .._hlo.module import Module
-from .._hlo.target_collectives import target_collectives
-from .._inspect.bounds import NO_BOUNDS, find_bounds
 from .._inspect.explain import explain_stages
 from .._inspect.lowered import Stages, trace_call
-from .._inspect.payloads import find_payloads, find_weights
+from .._inspect.payloads import Payloads
 from .._inspect.report import Report
-from .._inspect.totals import product_rows
+from .._program.cost.bounds import NO_BOUNDS, find_bounds
+from .._program.cost.chips import Chip
+from .._program.hlo.find_collectives import find_collectives
+from .._program.hlo.flops import product_rows
+from .._program.hlo.graph import Graph
+from .._program.hlo.target_collectives import target_collectives
+from .._program.hlo.text import Program
 from .._sharding.collective_axes import along_text
 from .._sharding.mesh import partition_spec
 from .._trees.paths import path_text
@@ -184,28 +184,26 @@ class _SentProgram:
     outputs: Mapping[int, str]
 
     def evaluate(self, compiled: Compiled, function: Function) -> Evaluation:
-        module = Module(compiled.text)
+        graph = Graph(Program(compiled.text))
         mesh = self.candidate.mesh_of(function.devices)
-        collectives = target_collectives(module, find_collectives(module))
-        weights = find_weights(module, self.inputs, self.outputs)
-        payloads = find_payloads(module, collectives, weights, self.inputs, self.outputs)
-        axes = [along_text(one.groups, one.pairs, [mesh], {}) for one in collectives]
-        sent = [_sent_bytes(one) for one in collectives]
+        payloads = Payloads(graph, self.inputs, self.outputs)
+        collectives = [
+            replace(payloads.of(c), along=along_text(c.device_groups, c.pairs, [mesh], {}))
+            for c in target_collectives(graph, find_collectives(graph))
+        ]
         bounds, chip = NO_BOUNDS, function.chip
         if chip is not None:
+            products = product_rows(graph)
             devices = list(mesh.devices.flat)
-            rows = list(zip(collectives, axes, strict=True))
-            bounds = find_bounds(chip, devices, module, product_rows(module), rows, is_cpu=True)
-        kinds = [one.kind for one in collectives]
-        kinds_and_roles = zip(kinds, (payload.role for payload in payloads), strict=True)
+            bounds = find_bounds(chip, devices, graph, products, collectives, is_cpu=True)
         return Evaluation(
             self.candidate,
             'partitioner',
             bounds=bounds,
             memory=compiled.memory and compiled.memory.total,
-            sent=_sum_by_key(zip(axes, sent, strict=True)),
-            sent_by=_sum_by_key(zip(kinds_and_roles, sent, strict=True)),
-            counts=Counter(kinds),
+            sent=_sum_by_key((c.along, c.total_bytes) for c in collectives),
+            sent_by=_sum_by_key(((c.kind, c.role), c.total_bytes) for c in collectives),
+            counts=Counter(c.kind for c in collectives),
         )
 
 
@@ -230,11 +228,3 @@ def _sum_by_key(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
     for key, n_bytes in pairs:
         total[key] += n_bytes
     return dict(total.most_common())
-
-
-def _sent_bytes(one: Collective) -> int:
-    """Returns the bytes that a device sends in a collective during one run of the program.
-
-    Counts unknown bytes as 0, and an unknown number of executions as 1.
-    """
-    return (one.network_bytes or 0) * (1 if one.executions is None else one.executions)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from .._inspect.bounds import NO_BOUNDS, Bounds
+from .._program.cost.bounds import NO_BOUNDS, Bounds
 from .._text import format_bytes
 from .candidate import Candidate
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .._hlo.hardware import Chip
-from .._inspect.network import Network
+from .._program.cost.chips import Chip
+from .._program.cost.network import Network
 from .strategy import MeshAxis
 
 

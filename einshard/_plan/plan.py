@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 
 from .._errors import EinshardError
 from .._functions.bound_method import unwrap_partial
-from .._hlo.hardware import Chip, as_chip, find_chip
-from .._hlo.memory import parse_bytes
 from .._inspect.lowered import concrete
+from .._program.cost.chips import Chip, as_chip, find_chip
+from .._program.hlo.memory import parse_bytes
 from .._progress import progress
 from .._sharding.axis_rules import AxisPlacement, check_option
 from .._sharding.context import current_context

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from ..._hlo.collective import Collective, ring_bytes
+from ..._program.hlo.collective import Collective, ring_bytes
 from ..._text import first_of, format_bytes
 from ..fold_layers import fold_paths
-from ..report_rows import CollectiveRow, Finding
+from ..report_rows import Finding
 from .expressions import expression_of
 from .facts import Facts
 from .lines import lines_text
@@ -24,15 +24,16 @@ class _ProductCollective(NamedTuple):
     Attributes:
         weight: the operand of the matmul that is a weight, or a part of one.
         data: the other operand.
-        along: the mesh axes that the collective runs along.
     """
 
     collective: Collective
-    row: CollectiveRow
     product: Product
     weight: Value
     data: Value
-    along: frozenset[str]
+
+    @property
+    def along(self) -> frozenset[str]:
+        return self.collective.mesh_axes
 
 
 def _find_product_collectives(facts: Facts) -> Iterator[_ProductCollective]:
@@ -47,13 +48,13 @@ def _find_product_collectives(facts: Facts) -> Iterator[_ProductCollective]:
     for product in facts.trace.products:
         if not (product.in_shard_map or product.is_lookup):
             by_line.setdefault(product.line, []).append(product)
-    for collective, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
-        if not along or row.role == 'gradients':
+    for collective in facts.unexplained:
+        if not collective.mesh_axes or collective.role == 'gradients':
             continue
-        for product in by_line.get(row.source or '', ()):
+        for product in by_line.get(collective.source or '', ()):
             operands = weight_and_data(product)
             if operands is not None:
-                yield _ProductCollective(collective, row, product, *operands, along)
+                yield _ProductCollective(collective, product, *operands)
 
 
 # --- batch --------------------------------------------------------------------------------------
@@ -68,28 +69,29 @@ def missing_constraint(facts: Facts) -> Iterator[Finding]:
     flagged: dict[frozenset[str], list[_ProductCollective]] = {}
     for item in _find_product_collectives(facts):
         # `of` has a path if an argument is gathered, such as a frozen weight
-        is_activation = item.row.role == 'activations' and not item.row.of
+        is_activation = item.collective.role == 'activations' and not item.collective.of
         if is_activation and _is_cheaper_to_gather_weight(facts, item):
             flagged.setdefault(item.along, []).append(item)
     for along, items in flagged.items():
         distinct = {item.collective.name: item for item in items}.values()
-        n_bytes = sum(item.row.total_bytes for item in distinct)
+        n_bytes = sum(item.collective.total_bytes for item in distinct)
         value = _value_to_constrain(facts, along, items)
         if value is None or facts.mesh is None:
             continue
         line, axes, what = value
         if not any(along & set(axis.mesh_axes) for axis in axes):
             continue
-        largest = max(distinct, key=lambda item: item.row.total_bytes)
+        largest = max(distinct, key=lambda item: item.collective.total_bytes)
         paths = _paths_of(facts, [item.weight for item in items])
         yield Finding(
             'missing constraint',
-            f'the compiler sends activations along {largest.row.along}, which shards the batch, '
-            f'instead of gathering the weights {paths}: {format_bytes(n_bytes)} in '
-            f'{lines_text(item.row for item in distinct)}',
+            f'the compiler sends activations along {largest.collective.along}, which shards the '
+            f'batch, instead of gathering the weights {paths}: {format_bytes(n_bytes)} in '
+            f'{lines_text(item.collective for item in distinct)}',
             line,
             n_bytes,
             facts.constrain(what, line, axes),
+            _names(distinct),
         )
 
 
@@ -182,7 +184,7 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
         for axis, weight_axis in _mismatched_axes(facts, item):
             if isinstance(axis.origin, int) and axis.origin in facts.lookup_tables:
                 inherited.setdefault((axis.origin, item.along), []).append(item)
-            elif item.row.kind != 'all-reduce' and (
+            elif item.collective.kind != 'all-reduce' and (
                 len(sizes[item.product.line]) == 1 or _sends_data(facts, item, axis)
             ):
                 placement = _weight_sharded_like_data(facts, item, axis, weight_axis)
@@ -193,17 +195,18 @@ def contracted_axes(facts: Facts) -> Iterator[Finding]:
         yield from _inherited_sharding(facts, table, along, items)
     for (line, name, placement), items in _to_reshard(facts, [*gathered.values()]).items():
         distinct = {item.collective.name: item for item in items}.values()
-        n_bytes = sum(item.row.total_bytes for item in distinct)
+        n_bytes = sum(item.collective.total_bytes for item in distinct)
         paths = _paths_of(facts, [item.weight for item in items])
         what = f"contracted axis '{name}'" if name else 'the contracted axis'
-        kinds = ', '.join(dict.fromkeys(item.row.kind for item in distinct))
+        kinds = ', '.join(dict.fromkeys(item.collective.kind for item in distinct))
         yield Finding(
             'contracted axis',
-            f'{what} is sharded along {items[0].row.along} in the activations '
+            f'{what} is sharded along {items[0].collective.along} in the activations '
             f'but not in {paths}: {kinds} of {format_bytes(n_bytes)}',
             line,
             n_bytes,
             f"shard {paths} with '{placement}'",
+            _names(distinct),
         )
 
 
@@ -290,11 +293,15 @@ def _is_cheaper_to_reduce(
     # gather of the result stays. On CPU, XLA all-reduces instead, and needs no gather of the result
     is_scattered = facts.platform != 'cpu' and names <= product.result.mesh_axes
     gathered = 0
-    for collective, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
+    for collective in facts.collectives:
         sizes = _n_elements(collective)
-        is_of_data = row.kind != 'all-reduce' and along == names and n_gathered in sizes
+        is_of_data = (
+            collective.kind != 'all-reduce'
+            and collective.mesh_axes == names
+            and n_gathered in sizes
+        )
         if collective.name in on_line or (is_of_data and n_gathered != n_reduced):
-            gathered += 0 if is_scattered and n_reduced in sizes else row.total_bytes
+            gathered += 0 if is_scattered and n_reduced in sizes else collective.total_bytes
     kind = 'reduce-scatter' if is_scattered else 'all-reduce'
     group_size = prod(facts.mesh.shape[name] for name in names)
     reduced = ring_bytes(kind, product.result_bytes // n_shards, group_size) * (product.runs or 1)
@@ -322,7 +329,7 @@ def _n_shards(facts: Facts, value: Value, gathered: Collection[str]) -> int:
 
 def _n_elements(collective: Collective) -> list[int]:
     """Returns the number of elements of each array, and of all arrays."""
-    sizes = [prod(array.shape) for array in collective.arrays]
+    sizes = [prod(array.shape) for array in collective.array_types]
     return [*sizes, sum(sizes)]
 
 
@@ -338,24 +345,21 @@ def _inherited_sharding(
         for axis, size in zip(lookup.result.axes, lookup.aval.shape, strict=True)
         if axis.origin == table and along & set(axis.mesh_axes)
     }
+    activations = [c for c in facts.unexplained if c.role == 'activations' and c.mesh_axes == along]
     gathers = [
-        row
-        for collective, row in _activations_along(facts, along)
-        if (gather := facts.all_gathers.get(collective.name)) is not None
+        collective
+        for collective in activations
+        if (gather := facts.gathers.get(collective.name)) is not None
         and gather.array.shape[gather.dimension] in sizes
     ]
     # a constraint on the lookup needs one all-gather, and all-reduces instead of reduce-scatters,
     # which send twice as much
     gathered = sum(row.total_bytes for row in gathers)
-    scattered = sum(
-        row.total_bytes
-        for _, row in _activations_along(facts, along)
-        if row.kind == 'reduce-scatter'
-    )
+    scattered = sum(c.total_bytes for c in activations if c.kind == 'reduce-scatter')
     n_bytes = gathered - scattered - _bytes_to_gather(facts, lookup, along)
     if n_bytes <= facts.min_bytes:
         return
-    path, mesh_axes = facts.arguments[table].path, items[0].row.along
+    path, mesh_axes = facts.arguments[table].path, items[0].collective.along
     yield Finding(
         'inherited sharding',
         f'activations inherit the sharding of {path} along {mesh_axes}, and are gathered along it '
@@ -371,6 +375,7 @@ def _inherited_sharding(
                 for axis in lookup.result.axes
             ],
         ),
+        tuple(row.name for row in gathers),
     )
 
 
@@ -382,13 +387,6 @@ def _bytes_to_gather(facts: Facts, lookup: Product, along: frozenset[str]) -> in
     return ring_bytes('all-gather', n_bytes, group_size) * (lookup.runs or 1)
 
 
-def _activations_along(
-    facts: Facts, along: frozenset[str]
-) -> Iterator[tuple[Collective, CollectiveRow]]:
-    rows = zip(facts.collectives, facts.rows, facts.along, strict=True)
-    return ((c, row) for c, row, axes in rows if row.role == 'activations' and axes == along)
-
-
 def lookup_in(facts: Facts, table: int) -> Product | None:
     """Returns the first lookup in an argument."""
     products = facts.trace.products if facts.trace else ()
@@ -398,6 +396,10 @@ def lookup_in(facts: Facts, table: int) -> Product | None:
 def constrain_lookup(facts: Facts, lookup: Product, axes: Sequence[Axis]) -> str:
     """Suggests constraining the result of a lookup."""
     return facts.constrain('the result of the lookup', lookup.line, axes)
+
+
+def _names(items: Iterable[_ProductCollective]) -> tuple[str, ...]:
+    return tuple(item.collective.name for item in items)
 
 
 def _paths_of(facts: Facts, values: Sequence[Value]) -> str:

@@ -110,7 +110,9 @@ def _folded(
         for plural, singular in _SINGULARS.items():
             text = text.replace(plural, singular)
             suggestion = suggestion.replace(plural, singular)
-    yield Finding(kind, text.format_map(words), None, n_bytes, suggestion.format_map(words))
+    text, suggestion = text.format_map(words), suggestion.format_map(words)
+    explained = tuple(row.path for row in replicated)
+    yield Finding(kind, text, None, n_bytes, suggestion, explained)
 
 
 def _paths(rows: Sequence[ArrayRow]) -> str:

@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..._hlo.collective import Collective
-from ..._hlo.sources import operations
-from ..collectives import Collectives
-from ..report_rows import CollectiveRow
+from ..._program.hlo.collective import Collective
+from ..._program.hlo.sources import operations
 from .facts import Facts
 from .lines import line_of
 from .operations import PRODUCTS
@@ -27,15 +25,12 @@ _CONSTRAINTS = {'sharding_constraint', 'reshard'}
 _REDUCING = {*PRODUCTS, 'reduce_sum', 'reduce_max', 'reduce_min', 'argmax', 'argmin', 'scatter-add'}
 
 
-def with_causes(facts: Facts) -> Collectives:
+def with_causes(facts: Facts) -> Sequence[Collective]:
     constrained = _Constrained(facts)
-    pairs = zip(facts.collectives, facts.rows, strict=True)
-    return Collectives(
-        replace(row, cause=_cause(collective, row, constrained)) for collective, row in pairs
-    )
+    return [replace(c, cause=_cause(c, constrained)) for c in facts.collectives]
 
 
-def _cause(collective: Collective, row: CollectiveRow, constrained: _Constrained) -> str:
+def _cause(collective: Collective, constrained: _Constrained) -> str:
     found = {*operations(collective.op_name)}
     in_shard_map = 'shard_map' in collective.op_name.rpartition('/')[0]
     if found <= _CONSTRAINTS or (in_shard_map and found <= _SHARD_MAP_COLLECTIVES):
@@ -47,8 +42,9 @@ def _cause(collective: Collective, row: CollectiveRow, constrained: _Constrained
     # a collective for a constraint may have the op_name of the matmul whose result is constrained
     if not found <= {*PRODUCTS}:
         return 'unknown'
-    if row.role == 'weights':
-        return 'unknown' if constrained.paths & set(row.of) or not row.of else 'inserted'
+    if collective.role == 'weights':
+        is_unconstrained = collective.of and constrained.paths.isdisjoint(collective.of)
+        return 'inserted' if is_unconstrained else 'unknown'
     return 'unknown' if collective.source in constrained.lines else 'inserted'
 
 

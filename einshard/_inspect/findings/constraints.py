@@ -169,7 +169,7 @@ def names_without_rule(facts: Facts) -> Iterator[Finding]:
         if not sharded or constraint.is_backward or mesh is None:
             continue
         axes = [replace(before, name=after.name) for before, after in pairs]
-        sent = sum(row.total_bytes for row in facts.rows if (row.source or '') == constraint.line)
+        gathers = [c for c in facts.unexplained if (c.source or '') == constraint.line]
         rules = ', '.join(f"{name}='{_rule_text(mesh_axes, mesh)}'" for name, mesh_axes in sharded)
         yield Finding(
             'names without a rule',
@@ -178,8 +178,9 @@ def names_without_rule(facts: Facts) -> Iterator[Finding]:
             f'{"this axis" if len(sharded) == 1 else "these axes"} of a value that is sharded as '
             f"'{expression_of(axes, mesh)}'",
             constraint.line or None,
-            sent,
+            sum(c.total_bytes for c in gathers),
             f'write axis_rules(..., {rules})',
+            tuple(c.name for c in gathers),
         )
 
 

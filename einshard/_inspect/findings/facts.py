@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from jax.sharding import AxisType
 from jax.stages import Compiled
 
-from ..._hlo.all_gathers import AllGather
-from ..._hlo.collective import Collective
-from ..._hlo.find_collectives import MARKS
-from ..._hlo.groups import Groups
-from ..._hlo.hardware import Chip
-from ..._hlo.memory import Memory
-from ..._hlo.module import Module, Site
-from ..._sharding.collective_axes import mesh_axes_between, mesh_axes_of, pairs_of_groups
+from ..._program.cost.chips import Chip
+from ..._program.hlo.collective import Collective
+from ..._program.hlo.flops import ProductRow
+from ..._program.hlo.graph import Graph
+from ..._program.hlo.memory import Memory
+from ..._program.hlo.slices import Gather, find_gather
+from ..._sharding.collective_axes import mesh_axes_between, pairs_of_groups
 from ..._sharding.mesh import AnyMesh, Device
 from ..._text import short_source
 from ..arrays import ProgramArray
 from ..lowered import Stages
 from ..oversized import Oversized
-from ..report_rows import ArrayRow, CollectiveRow, ProductRow
+from ..report_rows import ArrayRow, Finding
 from .expressions import expression_of
 from .trace import Trace, argument_values, read_trace
 from .values import Axis, Value
@@ -41,16 +41,14 @@ class Facts:
         meshes: the meshes of the arguments and results.
         arguments, results: the arrays, including unused ones.
         argument_rows, result_rows: the same arrays, as rows of the report.
-        collectives: the collectives in the HLO.
-        rows: the same collectives, as rows of the report.
-        all_gathers: {instruction name: all-gather with a single operand}.
-        weights: {parameter number: whether it is a weight or optimizer state}.
+        roles: {parameter number: 'weights' (also optimizer states), 'cache' or 'activations'}.
         replicated_above: the number of bytes above which a replicated array is noted.
+        found: the findings so far.
     """
 
     stages: Stages
     compiled: Compiled | Oversized
-    module: Module
+    graph: Graph
     memory: Memory | None
     chip: Chip | None
     devices: Sequence[Device]
@@ -60,11 +58,24 @@ class Facts:
     argument_rows: Sequence[ArrayRow]
     result_rows: Sequence[ArrayRow]
     collectives: Sequence[Collective]
-    rows: Sequence[CollectiveRow]
-    all_gathers: Mapping[str, AllGather]
-    weights: Mapping[int, bool]
+    roles: Mapping[int, str]
     products: Sequence[ProductRow]
     replicated_above: int
+    found: list[Finding] = field(default_factory=list)
+
+    @property
+    def explained(self) -> set[str]:
+        """What the findings so far account for; see `Finding.explains`."""
+        return {name for finding in self.found for name in finding.explains}
+
+    @property
+    def unexplained(self) -> Sequence[Collective]:
+        """The collectives that no finding so far accounts for."""
+        explained = self.explained
+        return [c for c in self.collectives if c.name not in explained]
+
+    def has_found(self, *kinds: str) -> bool:
+        return any(finding.kind in kinds for finding in self.found)
 
     @property
     def n_devices(self) -> int:
@@ -92,13 +103,13 @@ class Facts:
     @functools.cached_property
     def is_training(self) -> bool:
         """Whether the program has a backward pass."""
-        return '/transpose(' in self.module.text
+        return '/transpose(' in self.graph.program.text
 
     @functools.cached_property
     def weights_and_states(self) -> Sequence[int]:
         """The indices of the arguments that are weights or optimizer state. Empty in inference."""
         numbers = enumerate(self.used_arguments)
-        return [i for n, i in numbers if self.is_training and self.weights.get(n)]
+        return [i for n, i in numbers if self.is_training and self.roles.get(n) == 'weights']
 
     @functools.cached_property
     def mesh(self) -> AnyMesh | None:
@@ -119,13 +130,13 @@ class Facts:
     @functools.cached_property
     def has_only_innermost_lines(self) -> bool:
         """Whether the HLO has only the innermost line of each call stack (JAX 0.8)."""
-        return not self.module.sources.has_stacks
+        return not self.graph.program.sources.has_stacks
 
     @functools.cached_property
     def values(self) -> Sequence[Value]:
         """The arguments, with their shardings on `mesh`."""
         assert self.mesh is not None
-        is_data = {i: not self.weights.get(n, False) for n, i in enumerate(self.used_arguments)}
+        is_data = {i: self.roles.get(n) != 'weights' for n, i in enumerate(self.used_arguments)}
         return argument_values(self.arguments, is_data, self.mesh)
 
     @functools.cached_property
@@ -163,34 +174,35 @@ class Facts:
         return self.values[argument].axes
 
     @functools.cached_property
-    def sites(self) -> Sequence[Site | None]:
-        """The HLO instruction of each collective, or None if it is not found."""
-        by_name = {site.op.name: site for site in self.module.find(*MARKS)}
-        return [by_name.get(collective.name) for collective in self.collectives]
+    def gathers(self) -> Mapping[str, Gather]:
+        """The all-gathers of one array, by the name of the collective.
 
-    @functools.cached_property
-    def along(self) -> Sequence[frozenset[str]]:
-        """For each collective, the mesh axes that its groups span in full. Empty if unknown."""
-        return self._by_groups(lambda groups, mesh: mesh_axes_of(groups, mesh) or ())
+        Parameters after `inputs` are Refs that the function closes over, which have no path.
+        """
+        found = {c.name: find_gather(self.graph, c) for c in self.collectives}
+        return {
+            name: replace(gather, parameter=None)
+            if gather.parameter is not None and gather.parameter >= len(self.inputs)
+            else gather
+            for name, gather in found.items()
+            if gather is not None
+        }
 
-    @functools.cached_property
-    def partly_along(self) -> Sequence[frozenset[str]]:
-        """For each collective, the mesh axes that its groups span in full or in part."""
-        return self._by_groups(
-            lambda groups, mesh: mesh_axes_between(pairs_of_groups(groups), mesh)
-        )
+    def partly_along(self, collective: Collective) -> frozenset[str]:
+        """The mesh axes that the groups of a collective span in full or in part."""
+        groups = collective.device_groups
+        if not groups or self.mesh is None:
+            return frozenset()
+        return frozenset(mesh_axes_between(pairs_of_groups(groups), self.mesh))
 
-    def _by_groups(
-        self, find_axes: Callable[[Groups, AnyMesh], Sequence[str]]
-    ) -> Sequence[frozenset[str]]:
-        all_groups = [collective.groups for collective in self.collectives]
-        axes: dict[Groups, frozenset[str]] = {}
-        for groups in dict.fromkeys(all_groups):
-            found = find_axes(groups, self.mesh) if groups and self.mesh else ()
-            axes[groups] = frozenset(found)
-        return [axes[groups] for groups in all_groups]
+    @property
+    def free_memory(self) -> float:
+        """The bytes of memory that the program leaves free on a device; infinity if unknown."""
+        if self.memory is None or self.memory.capacity is None:
+            return math.inf
+        return self.memory.capacity - self.memory.total
 
     @functools.cached_property
     def min_bytes(self) -> float:
         """Collectives that send fewer bytes than this in one run are not worth a finding."""
-        return _MIN_FRACTION * sum(row.total_bytes for row in self.rows)
+        return _MIN_FRACTION * sum(c.total_bytes for c in self.collectives)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 from ..report_rows import Finding
 from .activations import contracted_axes, missing_constraint
 from .arguments import replicated_results, unsharded_states
@@ -19,6 +17,8 @@ from .sliced_axes import sliced_axis
 from .slow_network import slow_network
 
 _URGENT = ('does not fit', 'promise broken')  # findings about programs that do not run
+# In this order: each sees what earlier ones have not explained. Those that find the cause of
+# several collectives come first, then those that describe single ones.
 _DIAGNOSES = (
     does_not_fit,
     promise_broken,
@@ -47,11 +47,10 @@ _NOTES = (
 )
 
 
-def find_findings(facts: Facts) -> tuple[Finding, ...]:
-    found = itertools.chain.from_iterable(diagnose(facts) for diagnose in _DIAGNOSES)
-    return tuple(sorted(found, key=lambda finding: (finding.kind not in _URGENT, -finding.bytes)))
-
-
-def find_notes(facts: Facts) -> tuple[Finding, ...]:
-    found = itertools.chain.from_iterable(note(facts) for note in _NOTES)
-    return tuple(sorted(found, key=lambda finding: -finding.bytes))
+def find_findings(facts: Facts) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+    """Returns (findings, notes). A note says nothing about what a finding explains."""
+    for diagnose in _DIAGNOSES:
+        facts.found.extend([*diagnose(facts)])
+    notes = [note for diagnose in _NOTES for note in diagnose(facts)]
+    findings = sorted(facts.found, key=lambda found: (found.kind not in _URGENT, -found.bytes))
+    return tuple(findings), tuple(sorted(notes, key=lambda note: -note.bytes))

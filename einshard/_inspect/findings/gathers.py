@@ -7,29 +7,27 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..._errors import plural
-from ..._hlo.all_gathers import AllGather
-from ..._hlo.collective import Collective
+from ..._program.hlo.collective import Collective
+from ..._program.hlo.slices import Gather
 from ..._sharding.collective_axes import sharding_of_blocks
 from ..._sharding.describe import describe_named
 from ..._sharding.mesh import AnyMesh
 from ..._text import first_of, format_bytes, short_source
 from ..fold_layers import fold_paths
-from ..report_rows import CollectiveRow, Finding
-from .activations import contracted_axes, missing_constraint
+from ..report_rows import Finding
 from .expressions import expression_of
 from .facts import Facts
-from .sharded_loops import sharded_loop_axis
 
 
 def fully_rematerialized(facts: Facts) -> Iterator[Finding]:
     """Reports arrays that are all-gathered although each device keeps only a slice."""
-    for collective, row in zip(facts.collectives, facts.rows, strict=True):
-        gather = facts.all_gathers.get(collective.name)
+    for collective in facts.unexplained:
+        gather = facts.gathers.get(collective.name)
         if gather is None or gather.kept is None:
             continue
         names: tuple[str, ...] | None = None
         # is_full: whether the result is the global array, not a shard of it
-        what, is_full = str(gather.array), collective.n_groups == 1
+        what, is_full = str(gather.array), collective.groups == 1
         if gather.parameter is not None:
             array = facts.inputs[gather.parameter]
             same_shape = array.shape == gather.array.shape
@@ -47,13 +45,14 @@ def fully_rematerialized(facts: Facts) -> Iterator[Finding]:
             'full rematerialization',
             f'{what} is resharded{change} via {via} (involuntary full rematerialization): '
             f'{format_bytes(gather.array.bytes)}',
-            row.source,
-            row.total_bytes,
+            collective.source,
+            collective.total_bytes,
+            explains=(collective.name,),
         )
 
 
 def _before_and_after(
-    gather: AllGather,
+    gather: Gather,
     collective: Collective,
     meshes: Sequence[AnyMesh],
     names: tuple[str, ...] | None,
@@ -65,7 +64,7 @@ def _before_and_after(
     ndim = len(gather.array.shape)
     assert gather.kept is not None
     blocks = [[0] * collective.n_devices for _ in range(ndim)]
-    for group in collective.groups or (tuple(range(collective.n_devices)),):
+    for group in collective.device_groups or (tuple(range(collective.n_devices)),):
         for i, device in enumerate(group):
             blocks[gather.dimension][device] = i
     for mesh in meshes:
@@ -83,14 +82,16 @@ class _RepeatedGather(NamedTuple):
         how_often: for example 'gathered 2 times'.
         lines: the source lines of all its all-gathers.
         bytes: the bytes that a device sends in all its all-gathers.
+        names: the names of its all-gathers.
         is_weight: whether the array is a weight. Always false in inference.
         along: the mesh axes that `gather` runs along.
     """
 
-    gather: AllGather
+    gather: Gather
     how_often: str
     lines: Sequence[str]
     bytes: int
+    names: tuple[str, ...]
     is_weight: bool
     along: frozenset[str]
 
@@ -102,8 +103,7 @@ def gathered_again(facts: Facts) -> Iterator[Finding]:
     microbatch, because keeping them would take the memory that sharding saves.
     """
     # these report wrong shardings, which may be the reason that activations are gathered twice
-    causes = (missing_constraint, contracted_axes, sharded_loop_axis)
-    has_cause = any(any(diagnose(facts)) for diagnose in causes)
+    has_cause = facts.has_found('missing constraint', 'contracted axis', 'sharded loop axis')
     for repeated in _repeated_gathers(facts):
         line = repeated.lines[0] if repeated.lines else None
         if repeated.is_weight or (has_cause and line in facts.product_lines):
@@ -115,7 +115,7 @@ def gathered_again(facts: Facts) -> Iterator[Finding]:
         also = f', also at {other_lines}' if other_lines else ''
         text = f'{what} is {repeated.how_often}{also}'
         suggestion = _gather_before_loop(facts, repeated)
-        yield Finding('gathered again', text, line, repeated.bytes, suggestion)
+        yield Finding('gathered again', text, line, repeated.bytes, suggestion, repeated.names)
 
 
 def weights_gathered_again(facts: Facts) -> Iterator[Finding]:
@@ -153,28 +153,30 @@ def _repeated_gathers(facts: Facts) -> Iterator[_RepeatedGather]:
 
     For weights, those of the forward and the backward pass count together.
     """
-    gathers: dict[object, list[tuple[AllGather, CollectiveRow, frozenset[str]]]] = {}
+    gathers: dict[object, list[tuple[Gather, Collective]]] = {}
     weight_keys: set[object] = set()
-    for collective, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
-        gather = facts.all_gathers.get(collective.name)
+    for collective in facts.unexplained:
+        gather = facts.gathers.get(collective.name)
         if gather is not None:
-            is_weight = facts.is_training and row.role == 'weights'
-            in_backward = row.is_backward and not is_weight
-            key = (gather.origin, gather.dimension, collective.groups, in_backward)
-            gathers.setdefault(key, []).append((gather, row, along))
+            is_weight = facts.is_training and collective.role == 'weights'
+            in_backward = collective.is_backward and not is_weight
+            key = (gather.origin, gather.dimension, collective.device_groups, in_backward)
+            gathers.setdefault(key, []).append((gather, collective))
             if is_weight:
                 weight_keys.add(key)
     for key, repeats in gathers.items():
-        gather, first, along = repeats[0]
-        lines = list(dict.fromkeys(row.source for _, row, _ in repeats if row.source))
+        gather, first = repeats[0]
+        lines = list(dict.fromkeys(c.source for _, c in repeats if c.source))
         # not reported: activations that XLA gathers twice on one source line, to save memory
         if len(repeats) > 1 and (len(lines) > 1 or key in weight_keys):
             how_often = f'gathered {len(repeats)} times'
         elif gather.is_invariant:
             n = first.executions
-            iterations = 'every iteration' if n is None else f'each of {n} iterations'
+            iterations = f'each of {n} iterations' if first.is_exact else 'every iteration'
             how_often = f'gathered in {iterations} of a loop, always with the same values'
         else:
             continue
-        sent = sum(row.total_bytes for _, row, _ in repeats)
-        yield _RepeatedGather(gather, how_often, lines, sent, key in weight_keys, along)
+        sent = sum(c.total_bytes for _, c in repeats)
+        names = tuple(c.name for _, c in repeats)
+        is_weight = key in weight_keys
+        yield _RepeatedGather(gather, how_often, lines, sent, names, is_weight, first.mesh_axes)

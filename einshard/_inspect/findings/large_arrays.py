@@ -11,9 +11,11 @@ from .facts import Facts
 
 
 def replicated(facts: Facts) -> Iterator[Finding]:
+    explained = facts.explained
     by_array: dict[str, list[ArrayRow]] = {}
     for row in (*facts.argument_rows, *facts.result_rows):
-        if facts.n_devices > 1 and not row.sharded and row.bytes > facts.replicated_above:
+        is_large = facts.n_devices > 1 and row.bytes > facts.replicated_above
+        if is_large and not row.sharded and row.path not in explained:
             by_array.setdefault(row.array, []).append(row)
     for array, rows in by_array.items():
         paths = first_of(fold_paths(row.path for row in rows), 4)
@@ -31,10 +33,10 @@ def large_constants(facts: Facts) -> Iterator[Finding]:
     XLA folds no operation of jax.numpy into a constant of this size, so these are not its own.
     """
     arrays: dict[str, int] = {}
-    for site in facts.module.find(' constant('):
-        if site.op.opcode == 'constant' and site.op.results[0].bytes > 2**20:
-            array = site.op.results[0]  # several computations may hold copies of one constant
-            arrays[str(array)] = array.bytes
+    for node in facts.graph.nodes:
+        if node.opcode == 'constant' and node.array.bytes > 2**20:
+            # several computations may hold copies of one constant
+            arrays[str(node.array)] = node.array.bytes
     for array, size in arrays.items():
         text = (
             f'{array} is a constant of the program, such as an array that the function closes '

@@ -37,9 +37,7 @@ def promise_broken(facts: Facts) -> Iterator[Finding]:
     ):
         allowed, found = allowed_text(limits.collectives), counts_text(too_many)
         text = f'collectives= allows {allowed}, but the program has {found}'
-        names = {collective.name for collective in too_many}
-        pairs = zip(facts.collectives, facts.rows, strict=True)
-        sent = sum(row.total_bytes for collective, row in pairs if collective.name in names)
+        sent = sum(collective.total_bytes for collective in too_many)
         yield Finding('promise broken', text, too_many[0].source, sent)
     if limits.memory is not None and memory is not None and memory.total > limits.memory:
         needs = format_bytes(memory.total)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..._errors import plural
-from ..._hlo.sources import innermost_user_line
+from ..._program.hlo.collective import Collective
+from ..._program.hlo.sources import innermost_user_frame
 from ..._text import first_of, short_source
-from ..report_rows import CollectiveRow
 
 _MAX_FRAMES = 100  # of the call stack, from the innermost
 _FRAME = re.compile(r'(.*?):(\d+)(?::(\d+))?\b')  # file, line, column
@@ -33,7 +33,8 @@ def stack_of(eqn: Any) -> tuple[Frame, ...]:
 
 def user_line(stack: Sequence[Frame]) -> str:
     """Returns the innermost line outside libraries, such as 'model.py:12', or '' if unknown."""
-    return innermost_user_line((frame.file, frame.line) for frame in stack) or ''
+    frame = innermost_user_frame(stack)
+    return f'{frame.file}:{frame.line}' if frame else ''
 
 
 def line_of(eqn: Any, innermost: bool = False) -> str:
@@ -48,7 +49,7 @@ def line_of(eqn: Any, innermost: bool = False) -> str:
     return user_line(stack)
 
 
-def lines_text(rows: Iterable[CollectiveRow]) -> str:
+def lines_text(rows: Iterable[Collective]) -> str:
     """Returns for example 'model.py:12', or '2 lines, model.py:12, model.py:15'."""
     lines = list(dict.fromkeys(short_source(row.source) for row in rows if row.source))
     if len(lines) > 1:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
-from typing import NamedTuple
 
 from jax.sharding import AxisType, NamedSharding
 
-from ..._hlo.loops import trip_count
-from ..._hlo.module import Site
-from ..._hlo.sliced_sums import SlicedSum, find_sliced_sum
 from ..._notation.expression import Term
+from ..._program.hlo.collective import Collective
+from ..._program.hlo.integers import count_trips
+from ..._program.hlo.slices import SlicedSum, find_sliced_sum
 from ..._text import format_bytes, short_source
 from ..fold_layers import fold_paths
-from ..report_rows import CollectiveRow, Finding
+from ..report_rows import Finding
 from .facts import Facts
 from .trace import Loop, mesh_entries
 
@@ -24,14 +23,14 @@ _MIN_BYTES = 1024  # smaller sums are not worth a change
 
 def sliced_sums(facts: Facts) -> Iterator[Finding]:
     """Reports all-reduces after matmuls if each device keeps only a slice of the result."""
-    for row, along, site in zip(facts.rows, facts.along, facts.sites, strict=True):
-        if row.kind != 'all-reduce' or site is None or row.is_backward or row.bytes < _MIN_BYTES:
+    for row in facts.unexplained:
+        if row.kind != 'all-reduce' or row.is_backward or row.bytes < _MIN_BYTES:
             continue
-        found = find_sliced_sum(facts.module, site)
+        found = find_sliced_sum(facts.graph, row)
         # direct slices are what the suggestion gives; XLA decides whether to reduce-scatter them
         if found is None or found.is_direct or row.total_bytes < facts.min_bytes:
             continue
-        suggestion = _constrain_result(facts, row.source or '', along, found)
+        suggestion = _constrain_result(facts, row.source or '', row.mesh_axes, found)
         if not suggestion:
             continue
         yield Finding(
@@ -42,6 +41,7 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
             row.source,
             row.total_bytes,
             suggestion,
+            (row.name,),
         )
 
 
@@ -81,10 +81,11 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
         # scalars, such as the loss, have no axes
         if loop.length > 1 and any(value.axes for value in loop.sums)
     }
-    found: dict[tuple[str, str], list[CollectiveRow]] = {}
-    for row, along, site in zip(facts.rows, facts.along, facts.sites, strict=True):
-        loop = _loop_around(facts, site, loops) if row.kind == 'all-reduce' else None
-        if loop and along and row.role == 'gradients' and not _is_result_sharded(facts, row, along):
+    found: dict[tuple[str, str], list[Collective]] = {}
+    for row in facts.unexplained:
+        loop = _loop_around(facts, row, loops) if row.kind == 'all-reduce' else None
+        is_gradient = row.role == 'gradients' and not _is_result_sharded(facts, row)
+        if loop and row.mesh_axes and is_gradient:
             found.setdefault((loop.line, row.along), []).append(row)
     for (line, along), rows in found.items():
         n_bytes, n = sum(row.total_bytes for row in rows), loops[line].length
@@ -99,6 +100,7 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
             line,
             n_bytes,
             _reduce_after_loop(facts, line, along),
+            tuple(row.name for row in rows),
         )
 
 
@@ -118,22 +120,20 @@ def _reduce_after_loop(facts: Facts, line: str, along: str) -> str:
     )
 
 
-def _loop_around(facts: Facts, site: Site | None, loops: dict[str, Loop]) -> Loop | None:
-    """Finds the loop around an instruction. `loops` is {line: loop}."""
-    if not loops or site is None:
-        return None
-    for outer in facts.module.path(site.comp) or ():
-        loop = loops.get(facts.module.source(outer.op) or '')
-        if loop and outer.op.opcode == 'while' and trip_count(facts.module, outer) == loop.length:
+def _loop_around(facts: Facts, row: Collective, loops: dict[str, Loop]) -> Loop | None:
+    """Finds the loop around a collective. `loops` is {line: loop}."""
+    for outer in row.nodes[0].loops:
+        loop = loops.get(facts.graph.program.source(outer.op) or '')
+        if loop and count_trips(outer) == loop.length:
             return loop
     return None
 
 
-def _is_result_sharded(facts: Facts, row: CollectiveRow, along: frozenset[str]) -> bool:
+def _is_result_sharded(facts: Facts, row: Collective) -> bool:
     for array in facts.results:
         if array.path in row.of and isinstance(array.sharding, NamedSharding):
             entries = mesh_entries(array.sharding, len(array.shape))
-            if any(along & set(entry or ()) for entry in entries):
+            if any(row.mesh_axes & set(entry or ()) for entry in entries):
                 return True
     return False
 
@@ -145,32 +145,30 @@ def _is_result_sharded(facts: Facts, row: CollectiveRow, along: frozenset[str]) 
 _SUMS = ('all-reduce', 'reduce-scatter')
 
 
-class _Sum(NamedTuple):
-    row: CollectiveRow
-    site: Site | None
-
-
 def recomputed_collectives(facts: Facts) -> Iterator[Finding]:
     """Notes activations that `jax.checkpoint` reduces again in the backward pass."""
-    forward: dict[object, list[_Sum]] = {}
-    recomputed: dict[object, list[_Sum]] = {}
-    for row, site in zip(facts.rows, facts.sites, strict=True):
+    forward: dict[object, list[Collective]] = {}
+    recomputed: dict[object, list[Collective]] = {}
+    for row in facts.unexplained:
         if row.role != 'activations' or row.kind not in _SUMS:
             continue
         # in JAX 0.8, operations of the backward pass of a scan have the line of the scan instead
         line = None if facts.has_only_innermost_lines else row.source
         key = row.kind, row.arrays, line
         if '/rematted_computation/' in row.op_name:
-            recomputed.setdefault(key, []).append(_Sum(row, site))
+            recomputed.setdefault(key, []).append(row)
         elif not row.is_backward:
-            forward.setdefault(key, []).append(_Sum(row, site))
+            forward.setdefault(key, []).append(row)
     for key, again in recomputed.items():
         pairs = list(zip(forward.get(key, ()), again, strict=False))
-        n_bytes = sum(repeated.row.total_bytes for _, repeated in pairs)
+        n_bytes = sum(repeated.total_bytes for _, repeated in pairs)
         if not pairs or n_bytes < facts.min_bytes:
             continue
-        row, saved = again[0].row, [_saved_bytes(facts, *pair) for pair in pairs]
-        memory = '' if None in saved else f', which takes {format_bytes(sum(filter(None, saved)))}'
+        row, saved = again[0], [_saved_bytes(*pair) for pair in pairs]
+        n_saved = None if None in saved else sum(filter(None, saved))
+        if n_saved is not None and n_saved > facts.free_memory:
+            continue  # jax.checkpoint makes the program fit
+        memory = '' if n_saved is None else f', which takes {format_bytes(n_saved)}'
         yield Finding(
             'sent again',
             f'the {row.kind} of {row.arrays} runs again in the backward pass, where jax.checkpoint '
@@ -183,19 +181,15 @@ def recomputed_collectives(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _saved_bytes(facts: Facts, forward: _Sum, again: _Sum) -> int | None:
+def _saved_bytes(forward: Collective, again: Collective) -> int | None:
     """Returns the bytes per device that saving the result for the backward pass would take.
 
     A loop around only the forward pass keeps the results of all its iterations. A loop around both
-    passes, such as one over microbatches, keeps one result at a time. Returns None if the loops or
-    their trip counts are unknown.
+    passes, such as one over microbatches, keeps one result at a time. Returns None if a trip count
+    is unknown.
     """
-    if forward.site is None or again.site is None:
-        return None
-    path = facts.module.path(forward.site.comp) or ()
-    path_again = facts.module.path(again.site.comp) or ()
-    loops = [outer for outer in path if outer not in path_again and outer.op.opcode == 'while']
-    trips = [trip_count(facts.module, loop) for loop in loops]
-    row = forward.row
-    result_bytes = row.bytes // (row.group_size if row.kind == 'reduce-scatter' else 1)
+    shared = again.nodes[0].loops
+    trips = [count_trips(loop) for loop in forward.nodes[0].loops if loop not in shared]
+    n_shards = forward.group_size if forward.kind == 'reduce-scatter' else 1
+    result_bytes = forward.bytes // n_shards
     return None if None in trips else result_bytes * prod(filter(None, trips))

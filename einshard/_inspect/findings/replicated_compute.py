@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -11,10 +10,10 @@ from typing import NamedTuple
 
 from ..._text import first_of, format_flops, short_source
 from ..report_rows import Finding
-from .activations import constrain_lookup, lookup_in, missing_constraint
+from .activations import constrain_lookup, lookup_in
 from .expressions import expression_of, shard_text
 from .facts import Facts
-from .sharded_loops import looped_dims, looped_weights, sharded_loop_axis, suggestion_for_batch
+from .sharded_loops import looped_dims, suggestion_for_batch
 from .values import Axis, Product, Value, is_free_axis, weight_and_data
 
 # the smallest ratios that are reported
@@ -46,7 +45,7 @@ def replicated_compute(facts: Facts) -> Iterator[Finding]:
         unused = _unused_mesh_axes(facts, repeated.products[0])
         key = repeated.n_repeats, repeated.is_count, unused
         groups.setdefault(key, []).append(repeated)
-    has_cause = any(itertools.chain(missing_constraint(facts), sharded_loop_axis(facts)))
+    has_cause = facts.has_found('missing constraint', 'sharded loop axis')
     for (n_repeats, is_count, unused), lines in groups.items():
         wasted = sum(repeated.wasted for repeated in lines)
         if wasted < _MIN_WASTED * total or (not unused and has_cause):
@@ -61,6 +60,7 @@ def replicated_compute(facts: Facts) -> Iterator[Finding]:
             max(lines, key=lambda repeated: repeated.wasted).line,
             0,
             _suggestion(facts, unused, lines),
+            tuple(repeated.line for repeated in lines),
         )
 
 
@@ -173,11 +173,13 @@ def _shard_weights(facts: Facts, unused: tuple[str, ...], lines: Sequence[_Repea
     assert facts.mesh is not None
     sharded_names: set[str] = set()
     placements: dict[str, str] = {}
-    looped = looped_weights(facts)  # for these, another finding has a suggestion
+    explained = facts.explained  # another finding has a suggestion for these arrays
     for repeated in lines:
         for product in repeated.products:
             weight, _ = weight_and_data(product) or (None, None)
-            if weight is None or weight.argument is None or weight.argument in looped:
+            if weight is None or weight.argument is None:
+                continue
+            if facts.arguments[weight.argument].path in explained:
                 continue
             axis = _axis_to_shard(facts, product, weight, unused, sharded_names)
             if axis is None:

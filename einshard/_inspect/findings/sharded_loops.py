@@ -7,10 +7,11 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
+from ..._program.hlo.collective import Collective
 from ..._sharding.mesh import is_canonical_mesh
 from ..._text import array_text, first_of, format_bytes, short_source
 from ..fold_layers import fold_paths
-from ..report_rows import CollectiveRow, Finding
+from ..report_rows import Finding
 from .expressions import expression_of, shard_text
 from .facts import Facts
 from .lines import lines_text
@@ -37,30 +38,25 @@ def sharded_loop_axis(facts: Facts) -> Iterator[Finding]:
         effect = f': {sent} are sent to gather it'
         if is_data:
             effect = f', so each iteration has an unsharded batch: {sent} of activations are sent'
+        suggestion = _reshard_before_loop(facts, line, arrays) or (
+            _shard_rows if is_data else _shard_weights
+        )(facts, arrays)
+        # without a suggestion, a finding about one of the collectives may have one
+        explains = [row.name for row in rows] if suggestion else []
         yield Finding(
             'sharded loop axis',
             f'the loop runs over the first axis of {_arrays_text(facts, arrays)}, which is sharded '
             f'along {_along_text(facts, arrays[0].value)}{effect} in {lines_text(rows)}',
             line,
             n_bytes,
-            _reshard_before_loop(facts, line, arrays)
-            or (_shard_rows if is_data else _shard_weights)(facts, arrays),
+            suggestion,
+            (*explains, *_paths(facts, arrays)),
         )
 
 
 def loops_over_batch(facts: Facts) -> bool:
     """Whether a loop runs over a sharded axis of data, so that its iterations have no batch."""
     return any(scan.is_data for scan in _arrays_of_scans(facts))
-
-
-def looped_weights(facts: Facts) -> set[int]:
-    """Returns the indices of the weights that `sharded_loop_axis` reports."""
-    return {
-        value.argument
-        for scan, arrays, _ in _reported_scans(facts)
-        for value, _ in arrays
-        if not scan.is_data and value.argument is not None
-    }
 
 
 def looped_dims(facts: Facts) -> set[tuple[int, int]]:
@@ -86,7 +82,7 @@ def suggestion_for_batch(facts: Facts, mesh_axes: Collection[str]) -> str:
 
 def _reported_scans(
     facts: Facts,
-) -> Iterator[tuple[_ShardedScan, list[Scanned], list[CollectiveRow]]]:
+) -> Iterator[tuple[_ShardedScan, list[Scanned], list[Collective]]]:
     """Yields (scan, scanned arrays, collectives) if the collectives send enough bytes."""
     for scan, arrays in _arrays_of_scans(facts).items():
         if scan.is_data:
@@ -112,7 +108,7 @@ def _arrays_of_scans(facts: Facts) -> dict[_ShardedScan, list[Scanned]]:
     return arrays
 
 
-def _collectives_of_activations(facts: Facts, mesh_axes: Sequence[str]) -> list[CollectiveRow]:
+def _collectives_of_activations(facts: Facts, mesh_axes: Sequence[str]) -> list[Collective]:
     """Returns the collectives of activations along `mesh_axes`.
 
     Omits lines without a matmul of a weight, and lines where `mesh_axes` shard the batch.
@@ -133,22 +129,22 @@ def _collectives_of_activations(facts: Facts, mesh_axes: Sequence[str]) -> list[
                 lines_with_sharded_batch.add(product.line)
     lines -= lines_with_sharded_batch
     return [
-        row
-        for row, along in zip(facts.rows, facts.partly_along, strict=True)
-        if row.role == 'activations' and along & set(mesh_axes) and (row.source or '') in lines
+        c
+        for c in facts.unexplained
+        if c.role == 'activations'
+        and facts.partly_along(c) & set(mesh_axes)
+        and (c.source or '') in lines
     ]
 
 
 def _collectives_of_weights(
     facts: Facts, mesh_axes: Sequence[str], arrays: Sequence[Scanned]
-) -> list[CollectiveRow]:
-    paths = {
-        facts.arguments[value.argument].path for value, _ in arrays if value.argument is not None
-    }
+) -> list[Collective]:
+    paths = set(_paths(facts, arrays))
     return [
-        row
-        for row, along in zip(facts.rows, facts.partly_along, strict=True)
-        if row.role == 'weights' and along & set(mesh_axes) and paths & set(row.of)
+        c
+        for c in facts.unexplained
+        if c.role == 'weights' and facts.partly_along(c) & set(mesh_axes) and paths & set(c.of)
     ]
 
 
@@ -235,13 +231,15 @@ def _shard_weights(facts: Facts, arrays: Sequence[Scanned]) -> str:
     return shard_text(placements)
 
 
+def _paths(facts: Facts, arrays: Sequence[Scanned]) -> list[str]:
+    indices = [value.argument for value, _ in arrays]
+    return [facts.arguments[i].path for i in indices if i is not None]
+
+
 def _arrays_text(facts: Facts, arrays: Sequence[Scanned]) -> str:
     """Returns paths such as 'params/{up,down}', or shapes if an array is not an argument."""
-    paths = [
-        facts.arguments[value.argument].path for value, _ in arrays if value.argument is not None
-    ]
     if all(_is_axis_of_argument(facts, scanned) for scanned in arrays):
-        return first_of(fold_paths(paths), 3)
+        return first_of(fold_paths(_paths(facts, arrays)), 3)
     return first_of([array_text(aval) for _, aval in arrays], 3)
 
 

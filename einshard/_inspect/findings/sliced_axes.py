@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from ..._hlo.sources import operations
+from ..._program.hlo.sources import operations
 from ..._text import format_bytes
 from ..report_rows import Finding
 from .expressions import expression_of
@@ -35,10 +35,12 @@ def sliced_axis(facts: Facts) -> Iterator[Finding]:
         slices.setdefault((sliced.line, sliced.axis.mesh_axes), []).append(sliced)
     for (line, mesh_axes), several in slices.items():
         rows = [
-            row
-            for row, along in zip(facts.rows, facts.partly_along, strict=True)
-            if row.source == line and row.kind in _KINDS and along & set(mesh_axes)
-            if _MOVING.isdisjoint(operations(row.op_name))
+            c
+            for c in facts.unexplained
+            if c.source == line
+            and c.kind in _KINDS
+            and facts.partly_along(c) & set(mesh_axes)
+            and _MOVING.isdisjoint(operations(c.op_name))
         ]
         n_bytes = sum(row.total_bytes for row in rows)
         if n_bytes <= facts.min_bytes:
@@ -53,6 +55,7 @@ def sliced_axis(facts: Facts) -> Iterator[Finding]:
             line,
             n_bytes,
             _suggestion(facts, several),
+            tuple(row.name for row in rows),
         )
 
 

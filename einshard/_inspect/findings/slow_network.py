@@ -21,11 +21,12 @@ def slow_network(facts: Facts) -> Iterator[Finding]:
     slices = facts.slices
     sent: Counter[str] = Counter()
     crossing: set[str] = set()  # mesh axes that cross slices
-    for collective, row, along in zip(facts.collectives, facts.rows, facts.along, strict=True):
-        if len(along) == 1:
-            (axis,) = along
-            sent[axis] += row.total_bytes
-            if any(len({slices[i] for i in group}) > 1 for group in collective.groups):
+    for collective in facts.collectives:
+        if len(collective.mesh_axes) == 1:
+            (axis,) = collective.mesh_axes
+            sent[axis] += collective.total_bytes
+            groups = collective.device_groups
+            if any(len({slices[i] for i in group}) > 1 for group in groups):
                 crossing.add(axis)
     axes = [str(name) for name in mesh.axis_names]
     for axis in filter(crossing.__contains__, axes):

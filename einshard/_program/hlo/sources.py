@@ -8,15 +8,31 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-_PACKAGE = str(Path(__file__).parent.parent)
+_PACKAGE = str(Path(__file__).parent.parent.parent)
 _JAX_FILE = re.compile(r'[\\/](?:site|dist)-packages[\\/]jax(?:lib)?[\\/]|[\\/]jax[\\/]_src[\\/]')
 # A line of the user's model is more useful than the line of Flax that it calls.
 _LIBRARY_FILE = re.compile(
     r'[\\/](?:(?:site|dist)-packages|lib[\\/]python3\.\d+)[\\/]|^<frozen ', re.IGNORECASE
 )
 _Function: TypeAlias = tuple[int, int]  # (file id, function name id)
+
+
+class Span(NamedTuple):
+    """A place in the user's source code. The column is 0 if it is unknown."""
+
+    file: str
+    line: int
+    column: int = 0
+
+    @property
+    def text(self) -> str:
+        """For example 'model.py:12'."""
+        return f'{self.file}:{self.line}'
+
+
+_Frame = TypeVar('_Frame', bound=tuple[Any, ...])
 _ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})')
 
 
@@ -32,8 +48,12 @@ class Sources:
             elif row := _ROW.fullmatch(line):
                 rows[int(row[1])] = row[2] or row[3]
         self._files = tables.get('FileNames', {})  # {file id: file name}
-        self._locations = {  # {location id: (file id, line)}
-            number: (number_of('file_name_id', row), number_of('line', row))
+        self._locations = {
+            number: Span(
+                self._files.get(number_of('file_name_id', row), ''),
+                number_of('line', row),
+                number_of('column', row),
+            )
             for number, row in tables.get('FileLocations', {}).items()
         }
         self._functions = {  # {location id: (file id, function name id)}
@@ -52,12 +72,13 @@ class Sources:
     def has_stacks(self) -> bool:
         return bool(self._frames)
 
-    def line(self, metadata: str) -> str | None:
-        """Returns the source line of the instruction with this metadata, such as 'model.py:12'."""
+    def span(self, metadata: str) -> Span | None:
+        """Returns the source code of the instruction with this metadata."""
         if file := re.search(r'source_file="([^"]*)"', metadata):
-            return f'{file[1]}:{number_of("source_line", metadata)}'
+            line, column = (number_of(f'source_{key}', metadata) for key in ('line', 'column'))
+            return Span(file[1], line, column)
         stack = self._stack(number_of('stack_frame_id', metadata))
-        return innermost_user_line(self._file_line(location) for _, location in stack)
+        return innermost_user_frame(self._locations[location] for _, location in stack)
 
     def caller(self, metadata: str) -> str | None:
         """Returns the line that calls a helper function, if the instruction is in one.
@@ -69,28 +90,23 @@ class Sources:
         stack = [
             (frame, location)
             for frame, location in self._stack(number_of('stack_frame_id', metadata))
-            if _is_user_file(self._file_line(location)[0]) and frame not in self._shared_frames
+            if _is_user_file(self._locations[location].file) and frame not in self._shared_frames
         ]
         for (_, location), (_, outside) in pairwise(stack):
             if not self._is_helper(self._functions[location]):
                 return None
             if not self._is_helper(self._functions[outside]) or outside == stack[-1][1]:
-                file, line = self._file_line(outside)
-                same = self._file_line(outside) == self._file_line(stack[0][1])
-                return None if same else f'{file}:{line}'
+                text = self._locations[outside].text
+                return None if text == self._locations[stack[0][1]].text else text
         return None
 
     def _stack(self, frame: int) -> Iterator[tuple[int, int]]:
         """Yields (frame id, location id) from `frame` outward, for frames that have a file."""
         while frame in self._frames:
             location, parent = self._frames[frame]
-            if self._file_line(location)[0]:
+            if location in self._locations and self._locations[location].file:
                 yield frame, location
             frame = parent - self._parent_offset
-
-    def _file_line(self, location: int) -> tuple[str, int]:
-        file_id, line = self._locations.get(location, (0, 0))
-        return self._files.get(file_id, ''), line
 
     @functools.cached_property
     def _shared_frames(self) -> set[int]:
@@ -113,26 +129,26 @@ class Sources:
             stack = [location for _, location in self._stack(frame)]
             for location, outside in zip(stack, [*stack[1:], 0], strict=True):
                 lines, calls = uses.setdefault(self._functions[location], (set(), set()))
-                lines.add(self._file_line(location)[1])
+                lines.add(self._locations[location].line)
                 if outside:
-                    calls.add((self._functions[outside], self._file_line(outside)[1]))
+                    calls.add((self._functions[outside], self._locations[outside].line))
         return uses
 
 
-def innermost_user_line(frames: Iterable[tuple[str, int | str]]) -> str | None:
-    """Returns the source line of the innermost frame outside libraries, such as 'model.py:12'.
+def innermost_user_frame(frames: Iterable[_Frame]) -> _Frame | None:
+    """Returns the innermost frame outside libraries.
 
     Falls back to the innermost frame outside JAX and einshard, then to the innermost frame.
-    `frames` are (file, line) pairs, innermost first.
+    `frames` are tuples that begin with a file, innermost first.
     """
-    innermost = library_line = None
-    for file, line in frames:
-        innermost = innermost or f'{file}:{line}'
-        if _is_user_file(file):
-            return f'{file}:{line}'
-        if not (file.startswith(_PACKAGE) or _JAX_FILE.search(file)):
-            library_line = library_line or f'{file}:{line}'
-    return library_line or innermost
+    innermost = in_library = None
+    for frame in frames:
+        innermost = innermost or frame
+        if _is_user_file(frame[0]):
+            return frame
+        if not (frame[0].startswith(_PACKAGE) or _JAX_FILE.search(frame[0])):
+            in_library = in_library or frame
+    return in_library or innermost
 
 
 def _is_user_file(file: str) -> bool:

@@ -15,7 +15,7 @@ Groups = tuple[tuple[int, ...], ...]
 def read_groups(text: str) -> Groups:
     """Parses the device groups of a collective.
 
-    >>> from einshard._hlo.groups import read_groups
+    >>> from einshard._program.hlo.groups import read_groups
     >>> read_groups('{{0,1},{2,3}}')
     ((0, 1), (2, 3))
     >>> read_groups('[2,2]<=[2,2]T(1,0)')
@@ -98,7 +98,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 def connected(pairs: Iterable[tuple[int, int]]) -> Groups:
     """Finds the connected components of (source, target) pairs.
 
-    >>> from einshard._hlo.groups import connected
+    >>> from einshard._program.hlo.groups import connected
     >>> connected([(0, 1), (1, 0), (2, 3), (3, 4)])
     ((0, 1), (2, 3, 4))
     """

@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._errors import EinshardError
-from .._text import deprecated_alias
+from ..._errors import EinshardError
+from ..._text import deprecated_alias
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ _GPUS = (
 def find_chip(device_kind: str) -> Chip | None:
     """Finds the chip of a JAX device, or returns None if it is unknown, as for a CPU.
 
-    >>> from einshard._hlo.hardware import find_chip
+    >>> from einshard._program.cost.chips import find_chip
     >>> find_chip('TPU v5 lite').name, find_chip('NVIDIA H100 80GB HBM3').name, find_chip('cpu')
     ('TPU v5e', 'H100', None)
     """

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-from .._errors import EinshardError
-from .._text import format_bytes
+from ..._errors import EinshardError
+from ..._text import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def parse_bytes(value: object, given_as: str) -> int:
 
     `given_as` names the value in the error.
 
-    >>> from einshard._hlo.memory import parse_bytes
+    >>> from einshard._program.hlo.memory import parse_bytes
     >>> parse_bytes('1.5 kB', 'memory='), parse_bytes('2 GiB', 'memory=')
     (1500, 2147483648)
     """

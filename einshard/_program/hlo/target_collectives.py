@@ -8,29 +8,31 @@ all-reduces along one mesh axis after another, and all-gathers an array once per
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
 from .collective import Collective
-from .find_collectives import MARKS
+from .graph import Graph, Node
 from .groups import Groups, connected
-from .module import ArrayType, Computation, Instruction, Module, Site
+from .queries import results
+from .text import ArrayType
 
 _MOVES = ('bitcast', 'convert', 'copy', 'reshape', 'transpose')
 _CHANNEL = re.compile(r'channel_id=\d+')
 
 
-def target_collectives(module: Module, collectives: Sequence[Collective]) -> list[Collective]:
+def target_collectives(graph: Graph, collectives: Sequence[Collective]) -> list[Collective]:
     """Returns the collectives of a program compiled for CPU, as a TPU would run them.
 
     An all-reduce followed by a slice becomes a reduce-scatter, all-reduces that a TPU would combine
     become one, and repeated all-gathers of an array are dropped.
 
-        >>> from einshard._hlo.find_collectives import find_collectives
-        >>> from einshard._hlo.module import Module
-        >>> from einshard._hlo.target_collectives import target_collectives
+        >>> from einshard._program.hlo.find_collectives import find_collectives
+        >>> from einshard._program.hlo.graph import Graph
+        >>> from einshard._program.hlo.target_collectives import target_collectives
+        >>> from einshard._program.hlo.text import Program
         >>> text = '''HloModule jit_f, num_partitions=4
         ...
         ... ENTRY %main (g: f32[8]) -> f32[2] {
@@ -40,27 +42,26 @@ def target_collectives(module: Module, collectives: Sequence[Collective]) -> lis
         ...   ROOT %mine = f32[2]{0} dynamic-slice(%sum, %i), dynamic_slice_sizes={2}
         ... }
         ... '''
-        >>> module = Module(text)
-        >>> [c.kind for c in target_collectives(module, find_collectives(module))]
+        >>> graph = Graph(Program(text))
+        >>> [c.kind for c in target_collectives(graph, find_collectives(graph))]
         ['reduce-scatter']
     """
-    sites = {site.op.name: site for site in module.find(*MARKS)} if collectives else {}
-    seen: set[tuple[str, ...]] = set()
+    seen: set[object] = set()
     kept: list[Collective] = []
     for collective in collectives:
-        _, comp, op = sites[collective.name]
-        key = comp.name, op.operand_text, _CHANNEL.sub('', op.attributes)
+        node = collective.nodes[0]
+        key = node.scope, node.inputs, _CHANNEL.sub('', node.attributes)
         if not (collective.kind == 'all-gather' and key in seen):
             kept.append(collective)
         seen.add(key)
-    return list(_Reductions(module, sites, kept).on_target(kept))
+    return list(_Reductions(graph, kept).on_target(kept))
 
 
 class _Use(NamedTuple):
-    """An instruction that uses the result of an all-reduce, or a sum of such results."""
+    """An operation that uses the result of an all-reduce, or a sum of such results."""
 
-    user: Instruction
-    operand_index: int  # of the result in `user.operands`; -1 if `user` is the result, and a root
+    user: Node | None  # None if it is a result of the program
+    operand_index: int
     terms: frozenset[_Key]  # the all-reduces whose results are summed before this use
 
 
@@ -68,6 +69,7 @@ class _Use(NamedTuple):
 class _Reduction:
     """One array of an all-reduce, and how a TPU would reduce it."""
 
+    node: Node
     array: ArrayType
     groups: Groups
     kind: str = 'all-reduce'  # or 'reduce-scatter'; '' if another reduction includes this one
@@ -77,15 +79,12 @@ _Key = tuple[str, int]  # the name of an all-reduce, and the index of the array 
 
 
 class _Reductions:
-    def __init__(
-        self, module: Module, sites: Mapping[str, Site], collectives: Sequence[Collective]
-    ):
-        self._module = module
-        self._sites = sites
+    def __init__(self, graph: Graph, collectives: Sequence[Collective]):
+        self._outputs = set(graph.outputs)
         self._by_key: dict[_Key, _Reduction] = {
-            (c.name, i): _Reduction(array, c.groups)
+            (c.name, i): _Reduction(c.nodes[0], array, c.device_groups)
             for c in collectives
-            if c.kind == 'all-reduce' and len(sites[c.name].op.operands) == len(c.operands)
+            if c.kind == 'all-reduce' and len(c.nodes[0].inputs) == len(c.operands)
             for i, array in enumerate(c.operands)
         }
         for key, reduction in self._by_key.items():
@@ -101,86 +100,62 @@ class _Reductions:
                     parts.setdefault((reduction.kind, reduction.groups), []).append(reduction.array)
             for (kind, groups), arrays in parts.items():
                 if kind:
-                    yield replace(collective, kind=kind, groups=groups, operands=tuple(arrays))
+                    yield replace(
+                        collective, kind=kind, device_groups=groups, operands=tuple(arrays)
+                    )
             if not parts:
                 yield collective
 
     def _classify(self, key: _Key, reduction: _Reduction) -> None:
         """Sets the kind of a reduction, or joins it to the all-reduce that is its only use."""
-        site = self._sites[key[0]]
-        uses = list(self._array_uses(site, key))
+        node = reduction.node
+        summed = results(node, node.inputs[key[1]])
+        uses = [use for result in summed for use in self._uses(result, frozenset([key]))]
         terms = {use.terms for use in uses}
         # the terms of a sum need only one all-reduce: the one with the smallest key
         if len(terms) == 1 and min(next(iter(terms))) != key:
             reduction.kind = ''
             return
         users = [use.user for use in uses]
-        next_keys = [(use.user.name, use.operand_index) for use in uses]
+        next_keys = [(use.user.name if use.user else '', use.operand_index) for use in uses]
         if len(uses) == 1 and next_keys[0] in self._by_key:
             after = self._by_key[next_keys[0]]
             if joined := _joined_groups(reduction.groups, after.groups):
                 reduction.kind, after.groups = '', joined
-        elif users and all(user.opcode == 'dynamic-slice' for user in users):
+            return
+        sliced = [user for user in users if user is not None and user.opcode == 'dynamic-slice']
+        if users and len(sliced) == len(users):
             n = len(reduction.groups[0]) if reduction.groups else 1
-            sizes = {n * prod(user.results[0].shape) for user in users}
+            sizes = {n * prod(user.array.shape) for user in sliced}
             if sizes == {prod(reduction.array.shape)}:
                 reduction.kind = 'reduce-scatter'
 
-    def _array_uses(self, site: Site, key: _Key) -> Iterator[_Use]:
-        op, comp = site.op, site.comp
-        names = [op.name]
-        if op.type.startswith('('):
-            names = [user.name for user in comp.users(op.name) if user.element == key[1]]
-        for name in names:
-            yield from self._uses(comp, name, frozenset([key]))
+    def _uses(self, node: Node, terms: frozenset[_Key]) -> Iterator[_Use]:
+        """Yields the uses of `node`, which is the sum of `terms`.
 
-    def _uses(self, comp: Computation, name: str, terms: frozenset[_Key]) -> Iterator[_Use]:
-        """Yields the uses of the value `name`, which is the sum of `terms`.
-
-        Looks through moves, fusions, calls, and sums of all-reduces with equal groups.
+        Looks through moves, and through sums of all-reduces with equal groups.
         """
-        for user in comp.users(name):
-            called = self._module.called(user) if user.opcode in ('fusion', 'call') else None
-            added = self._terms(comp, user.name) if user.opcode == 'add' else None
+        if node in self._outputs:
+            yield _Use(None, -1, terms)
+        for user in node.users:
+            added = self._terms(user) if user.opcode == 'add' else None
             if added and len({self._by_key[key].groups for key in added}) == 1:
-                yield from self._uses(comp, user.name, added)
+                yield from self._uses(user, added)
             elif user.opcode in _MOVES:
-                yield from self._uses(comp, user.name, terms)
+                yield from self._uses(user, terms)
             else:
-                for i, operand in enumerate(user.operands):
-                    if operand == name and called is not None:
-                        yield from self._uses(called, called.parameter(i), terms)
-                    elif operand == name:
-                        yield _Use(user, i, terms)
-        root = comp.root
-        if name == root.name:
-            callers = _callers(self._module, comp)
-            for site in callers:
-                yield from self._uses(site.comp, site.op.name, terms)
-            if not callers:
-                yield _Use(root, -1, terms)
+                at = (i for i, operand in enumerate(user.inputs) if operand is node)
+                yield from (_Use(user, i, terms) for i in at)
 
-    def _terms(self, comp: Computation, name: str) -> frozenset[_Key] | None:
-        """Returns the keys of the all-reduces whose sum is the value `name`, or None."""
-        op = comp[name]
-        if op.opcode in _MOVES:
-            return self._terms(comp, op.operands[0])
-        if op.opcode == 'add':
-            parts = [self._terms(comp, operand) for operand in op.operands]
+    def _terms(self, node: Node) -> frozenset[_Key] | None:
+        """Returns the keys of the all-reduces whose sum is the value of `node`, or None."""
+        if node.opcode in _MOVES:
+            return self._terms(node.inputs[0])
+        if node.opcode == 'add':
+            parts = [self._terms(operand) for operand in node.inputs]
             return frozenset[_Key]().union(*filter(None, parts)) if all(parts) else None
-        if op.opcode == 'parameter':
-            callers = _callers(self._module, comp)
-            if len(callers) == 1:
-                _, caller, call = callers[0]
-                return self._terms(caller, call.operands[op.parameter_number])
-        is_element = op.opcode == 'get-tuple-element'
-        key = (op.operands[0], op.element) if is_element else (name, 0)
+        key = node.name, max(node.index, 0)
         return frozenset([key]) if key in self._by_key else None
-
-
-def _callers(module: Module, comp: Computation) -> list[Site]:
-    sites = [] if comp.is_entry else module.call_sites(comp)
-    return [site for site in sites if site.op.opcode in ('fusion', 'call')]
 
 
 def _joined_groups(first: Groups, second: Groups) -> Groups | None:

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._hlo.collective import Collective
-from .._hlo.hardware import Chip
+from ..hlo.collective import Collective
+from .chips import Chip
 
 Ints = Sequence[int]
 
@@ -105,12 +105,15 @@ class Network:
     def _bytes_per_run(self, collectives: Sequence[Collective]) -> Iterator[tuple[_Pattern, Any]]:
         """Yields the pattern of each collective, and its bytes for each entry listed below."""
         for collective in collectives:
-            devices = collective.pairs or collective.groups
+            devices = collective.pairs or collective.device_groups
             if not devices or collective.kind in ('custom-call', 'ragged-all-to-all'):
                 continue
             pattern = _Pattern(bool(collective.pairs), devices)
-            runs = 1 if collective.executions is None else collective.executions
-            yield pattern, runs * collective.bytes * self.crossings(collective.kind, pattern)
+            kind, n_bytes = collective.kind, collective.executions * collective.bytes
+            if kind == 'all-reduce' and collective.sent is not None:
+                # in a one-shot kernel, each device reads the arrays of all others
+                kind, n_bytes = 'all-gather', n_bytes * collective.group_size
+            yield pattern, n_bytes * self.crossings(kind, pattern)
 
     # `crossings` and `bandwidths` return arrays with these entries, in this order:
     # - bytes between slices: into each slice, out of each slice, into each chip, out of each chip

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .module import ArrayType, Computation, Instruction, Module
+from .hbm_traffic import is_in_hbm
+from .text import ArrayType, Instruction, Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +47,14 @@ _NOT_ALLOCATING = frozenset(
 )
 
 
-def largest_temporaries(module: Module, n: int = 5) -> tuple[Temporary, ...]:
+def largest_temporaries(program: Program, n: int = 5) -> tuple[Temporary, ...]:
     """Finds the `n` largest temporaries, one per source line, dtype and shape.
 
     Temporaries that are not needed at the same time may share memory.
     """
     found: dict[tuple[str, str | None], Temporary] = {}
-    for array, op in sorted(_temporaries(module), key=lambda pair: -pair[0].bytes):
-        key = str(array), module.source(op)
+    for array, op in sorted(_temporaries(program), key=lambda pair: -pair[0].bytes):
+        key = str(array), program.source(op)
         name = op.op_name or op.opcode
         found.setdefault(key, Temporary(key[0], array.bytes, key[1], name))
         if len(found) == n:
@@ -61,37 +62,40 @@ def largest_temporaries(module: Module, n: int = 5) -> tuple[Temporary, ...]:
     return tuple(found.values())
 
 
-def _temporaries(module: Module) -> Iterator[tuple[ArrayType, Instruction]]:
-    for comp in _executed(module):
-        root = comp.root
+def _temporaries(program: Program) -> Iterator[tuple[ArrayType, Instruction]]:
+    for name in _executed(program):
+        ops = program.computations[name]
+        root = next(op for op in ops if op.is_root)
         # the results of the program, of loop bodies and of branches are not temporaries
         outputs = {root.name, *(root.operands if root.opcode == 'tuple' else ())}
-        for op in comp.instructions():
+        for op in ops:
             if op.opcode in _NOT_ALLOCATING or op.opcode.endswith(('-start', '-update')):
                 continue
-            if op.name in outputs or not op.is_in_hbm or _updates_in_place(module, op):
+            if op.name in outputs or not is_in_hbm(op.type) or _updates_in_place(program, op):
                 continue
             arrays = op.results[:1] if op.opcode.endswith('-done') else op.results
             yield from ((array, op) for array in arrays)
 
 
-def _executed(module: Module) -> Iterator[Computation]:
+def _executed(program: Program) -> Iterator[str]:
     """Yields the entry computation, and those that loops, conditionals and calls run."""
-    seen, pending = {module.entry.name}, [module.entry]
+    pending = [program.entry]
+    seen = set(pending)
     while pending:
-        comp = pending.pop()
-        yield comp
-        for op in comp.instructions():
+        name = pending.pop()
+        yield name
+        for op in program.computations[name]:
             if op.opcode in ('while', 'conditional', 'call'):
-                for name in op.callees:
-                    if name not in seen:
-                        seen.add(name)
-                        pending.append(module.computation(name))
+                called = [name for names in op.callees.values() for name in names]
+                pending += [name for name in called if name not in seen]
+                seen.update(called)
 
 
-def _updates_in_place(module: Module, op: Instruction) -> bool:
-    while op.opcode == 'fusion' and (called := module.called(op)):
-        op = called.root
+def _updates_in_place(program: Program, op: Instruction) -> bool:
+    while op.opcode == 'fusion':
+        [callee] = op.callees['calls']
+        ops = {inner.name: inner for inner in program.computations[callee]}
+        op = next(inner for inner in ops.values() if inner.is_root)
         while op.opcode in ('bitcast', 'convert', 'copy'):
-            op = called[op.operands[0]]
+            op = ops[op.operands[0].partition('#')[0]]
     return op.opcode in ('dynamic-update-slice', 'scatter')

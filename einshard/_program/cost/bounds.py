@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .._hlo.collective import Collective
-from .._hlo.hardware import Chip
-from .._hlo.hbm_traffic import min_hbm_bytes
-from .._hlo.module import Module
-from .._page import Section
-from .._text import format_seconds
+from ..._page import Section
+from ..._text import format_seconds
+from ..hlo.collective import Collective
+from ..hlo.flops import ProductRow
+from ..hlo.graph import Graph
+from ..hlo.hbm_traffic import min_hbm_bytes
+from .chips import Chip
 from .network import Network
-from .report_rows import ProductRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Bound:
 
     Attributes:
         resource: 'compute', 'HBM' or 'network'.
-        along: the mesh axes of a network bound, as in `CollectiveRow.along`. Empty if they are
+        along: the mesh axes of a network bound, as in `Collective.along`. Empty if they are
             unknown, and for compute and HBM.
         seconds: the minimum time that a device needs.
         exposed: the part of `seconds` spent in synchronous collectives, which cannot overlap with
@@ -63,37 +63,37 @@ NO_BOUNDS = Bounds()
 def find_bounds(
     chip: Chip,
     devices: Sequence[Any],
-    module: Module,
+    graph: Graph,
     products: Sequence[ProductRow],
-    collectives: Sequence[tuple[Collective, str]],
+    collectives: Sequence[Collective],
     is_cpu: bool = False,
 ) -> Bounds:
-    """Returns the lower bounds on the time of one run of `module`.
+    """Returns the lower bounds on the time of one run of a program.
 
     Ignores branches of conditionals. A loop with an unknown trip count counts as one iteration.
 
     Args:
         devices: the devices of the program, in the order in which it numbers them.
-        collectives: the collectives of the program, each with its `CollectiveRow.along`.
+        collectives: the collectives of the program, with the mesh axes that they run along.
         is_cpu: whether the program is compiled for CPUs that simulate the devices.
     """
     share = chip.share(devices[0])
     network = Network(devices, chip)
     is_cpu = is_cpu or devices[0].platform == 'cpu'
     by_axes: dict[str, list[Collective]] = {}
-    for collective, axes in collectives:
+    for collective in collectives:
         if not collective.in_branch:
-            by_axes.setdefault(axes, []).append(collective)
+            by_axes.setdefault(collective.along, []).append(collective)
     unconditional = [row for row in products if not row.in_branch]
     # the CPU backend widens bf16 and fp8 matmuls to f32 or f16, so assume the narrow dtype
-    narrow = 'f8e4m3fn' if ' f8e' in module.text else 'bf16'
+    narrow = 'f8e4m3fn' if ' f8e' in graph.program.text else 'bf16'
     dtypes = {'f32': narrow, 'f16': narrow} if is_cpu else {}
     compute = sum(
         row.flops / (chip.rate(dtypes.get(row.dtype, row.dtype)) * share) for row in unconditional
     )
     found = [
         Bound('compute', '', compute),
-        Bound('HBM', '', min_hbm_bytes(module) / (chip.memory_bandwidth * share)),
+        Bound('HBM', '', min_hbm_bytes(graph) / (chip.memory_bandwidth * share)),
     ]
     for axes, group in by_axes.items():
         exposed = network.seconds_in_turn(*(c for c in group if not c.is_async))

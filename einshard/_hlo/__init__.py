@@ -1,1 +1,0 @@
-"""Reads the HLO text of compiled programs, and lists peak rates of chips. Does not import JAX."""

@@ -1,0 +1,1 @@
+"""What programs cost: contractions, chips, networks, lower bounds on time."""

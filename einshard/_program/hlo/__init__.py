@@ -1,0 +1,1 @@
+"""Reads optimized HLO: text, graph, collectives, flops, memory. Does not import JAX."""

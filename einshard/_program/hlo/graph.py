@@ -1,0 +1,361 @@
+"""The graph of a compiled program: which array each operation computes from which.
+
+HLO passes arrays through tuples, fusions, calls, asynchronous pairs, conditionals and loops. Here,
+tuples are Python tuples; fusions, calls and asynchronous computations are inlined at each call; and
+the state of a loop is `phi` nodes. So an analysis follows `inputs` and `users`, and meets none of
+them. The idea of phi nodes is that of SSA form: R. Cytron et al., "Efficiently Computing
+Static Single Assignment Form and the Control Dependence Graph", 1991.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from .text import ArrayType, Instruction, Program
+
+
+class Node:
+    """An array that the program computes, or the arrays of one operation.
+
+    Attributes:
+        op: the instruction. For a phi or an exit, the loop; for an element, the operation.
+        opcode: that of `op`, or one of these:
+            'phi': an array of a loop's state, in an iteration. Its inputs are the value before the
+                loop, and the value after an iteration.
+            'exit': an array of a loop's state after the loop. Its input is the value after an
+                iteration.
+            'branch': a result of a conditional. Its inputs are the results of the branches. (The
+                node of the conditional itself has the predicate as input, and no result.)
+            'element': one of several results of an operation. Its input is the operation.
+        type: the HLO type, with its layout.
+        arrays: the dtypes and shapes of its arrays; see `array` for that of one array.
+        index: the number of an element; -1 for other nodes.
+        inputs, users: the nodes that this one reads, and those that read it.
+        scope: the calls and loops that contain it.
+    """
+
+    __slots__ = ('arrays', 'index', 'inputs', 'op', 'opcode', 'scope', 'type', 'users')
+
+    def __init__(
+        self,
+        opcode: str,
+        op: Instruction,
+        type_: str,
+        arrays: tuple[ArrayType, ...],
+        inputs: Sequence[Node],
+        scope: Scope,
+        index: int = -1,
+    ):
+        self.opcode, self.op, self.type, self.inputs = opcode, op, type_, tuple(inputs)
+        self.arrays, self.scope, self.index = arrays, scope, index
+        self.users: list[Node] = []
+
+    @property
+    def name(self) -> str:
+        return self.op.name
+
+    @property
+    def array(self) -> ArrayType:
+        """The first of `arrays`."""
+        return self.arrays[0]
+
+    @property
+    def attributes(self) -> str:
+        return self.op.attributes
+
+    @property
+    def loops(self) -> tuple[Loop, ...]:
+        """The loops that contain it, outermost first."""
+        return self.scope.loops
+
+    def __repr__(self) -> str:
+        return f'{self.opcode} {self.name}'
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Scope:
+    """A call of a computation, and the calls around it.
+
+    Attributes:
+        calls: the instructions that call: fusions, calls, loops, conditionals, .. outermost first.
+        loops: the loops among them.
+        fusion: the outermost fusion among them since the last loop, or None. What is inside needs
+            no memory of its own.
+        in_branch: whether one of `calls` is a conditional.
+        is_condition: whether this is the condition of the innermost loop.
+    """
+
+    calls: tuple[Instruction, ...] = ()
+    loops: tuple[Loop, ...] = ()
+    fusion: Instruction | None = None
+    in_branch: bool = False
+    is_condition: bool = False
+
+    def call(self, op: Instruction) -> Scope:
+        fusion = self.fusion or (op if op.opcode.startswith('fusion') else None)
+        in_branch = self.in_branch or op.opcode == 'conditional'
+        return Scope((*self.calls, op), self.loops, fusion, in_branch)
+
+    def loop(self, loop: Loop, is_condition: bool) -> Scope:
+        calls, loops = (*self.calls, loop.op), (*self.loops, loop)
+        return Scope(calls, loops, None, self.in_branch, is_condition)
+
+
+@dataclass(eq=False)
+class Loop:
+    """A while loop: its state, and its condition.
+
+    Attributes:
+        trips: the result of `integers.count_trips`, in a tuple, once it is known.
+    """
+
+    op: Instruction
+    scope: Scope
+    phis: list[Node] = field(default_factory=list)
+    condition: Node | None = None
+    trips: tuple[int | None] | None = None
+
+
+# the result of an instruction: a node, or a tuple of results
+Result: TypeAlias = 'Node | tuple[Result, ...]'
+
+_INDEX = re.compile(r'index=(\d+)')
+_ELEMENT = re.compile(r'(?:/\*index=\d+\*/)?([a-z]\w*\[[\d,<=]*\](?:\{[^}]*\})?)')
+_NO_INPUTS = frozenset(('constant', 'parameter', 'iota', 'partition-id', 'replica-id'))
+_ENTRY = Scope()
+
+
+class Graph:
+    """The arrays of a program, and how it computes them.
+
+        >>> from einshard._program.hlo.graph import Graph
+        >>> from einshard._program.hlo.text import Program
+        >>> text = '''HloModule jit_f
+        ...
+        ... %double (a: f32[8]) -> f32[8] {
+        ...   %a = f32[8]{0} parameter(0)
+        ...   ROOT %b = f32[8]{0} add(%a, %a)
+        ... }
+        ...
+        ... ENTRY %main (x: f32[8]) -> f32[8] {
+        ...   %x = f32[8]{0} parameter(0)
+        ...   ROOT %y = f32[8]{0} fusion(%x), kind=kLoop, calls=%double
+        ... }
+        ... '''
+        >>> graph = Graph(Program(text))
+        >>> graph.outputs, graph.outputs[0].inputs
+        ([add b], (parameter x, parameter x))
+
+    Attributes:
+        program: the parsed text.
+        nodes: all nodes, in execution order.
+        parameters: the parameters of the program, by number.
+        outputs: the results of the program, by number.
+    """
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.nodes: list[Node] = []
+        self.parameters: dict[int, Node] = {}
+        self.outputs: list[Node] = []
+        if program.entry:
+            self.outputs = list(leaves(self._inline(program.entry, None, _ENTRY)))
+        for node in self.nodes:
+            for read in dict.fromkeys(node.inputs):
+                read.users.append(node)
+
+    def _add(
+        self,
+        opcode: str,
+        op: Instruction,
+        type_: str,
+        inputs: Sequence[Node],
+        scope: Scope,
+        index: int = -1,
+    ) -> Node:
+        arrays = self.program.array_types(type_)
+        node = Node(opcode, op, type_, arrays, inputs, scope, index)
+        self.nodes.append(node)
+        return node
+
+    def _inline(self, name: str, arguments: Sequence[Result] | None, scope: Scope) -> Result:
+        """Adds the nodes of one call of a computation, and returns its result."""
+        values: dict[str, Any] = {}
+        started: dict[str, Scope] = {}  # asynchronous calls that get their operands later
+        result: Result = ()
+        root: Result = ()
+
+        def value(operand: str) -> Result:
+            found = values.get(operand)
+            if found is None:  # since JAX 0.12, '%pair#0' is an element of the tuple '%pair'
+                operand, *indices = operand.split('#')
+                found = values[operand]
+                for index in indices:
+                    found = found[int(index)]
+            return found
+
+        for op in self.program.computations[name]:
+            opcode = op.opcode
+            operands: list[Result] = []
+            if opcode not in _NO_INPUTS:
+                operands = [value(operand) for operand in op.operands]
+            callee = self._inlined(op)
+            if opcode == 'parameter':
+                number = int(op.operand_text)
+                if arguments is None:
+                    result = self._split(self._add(opcode, op, op.type, [], scope), op.type)
+                    if isinstance(result, Node):
+                        self.parameters[number] = result
+                else:
+                    result = arguments[number]
+            elif opcode == 'tuple':
+                result = tuple(operands)
+            elif opcode == 'get-tuple-element':
+                index = _INDEX.match(op.attributes)
+                assert index is not None
+                assert isinstance(operands[0], tuple)
+                result = operands[0][int(index[1])]
+            elif opcode == 'opt-barrier':
+                result = operands[0]
+            elif opcode == 'while':
+                result = self._loop(op, operands[0], scope)
+            elif opcode == 'conditional':
+                result = self._branches(op, operands, scope)
+            elif callee and not operands and self._takes_operands(callee):
+                # the operands come with the -update
+                started[op.name] = scope.call(op)
+                result = ()
+            elif callee:
+                result = self._inline(callee, operands, scope.call(op))
+            elif opcode.endswith(('-update', '-done')) and op.operands[0] in started:
+                at = started.pop(op.operands[0])
+                [callee] = at.calls[-1].callees['called_computations']
+                result = self._inline(callee, operands[1:], at)
+            elif opcode.endswith(('-update', '-done')) and not _is_node(values, op.operands[0]):
+                result = operands[0]
+            else:
+                inputs = [node for operand in operands for node in leaves(operand)]
+                node = self._add(opcode, op, op.type, inputs, scope)
+                is_pair = opcode.endswith('-start')
+                result = node if is_pair else self._split(node, op.type)
+            values[op.name] = result
+            if op.is_root:
+                root = result
+        return root
+
+    def _inlined(self, op: Instruction) -> str:
+        """Returns the computation that replaces an instruction, or ''.
+
+        Not those that reduce, sort and scatter apply to each element, nor those of custom calls.
+        """
+        if op.opcode in ('fusion', 'call') or op.opcode.endswith('-start'):
+            callees = op.callees
+            for attribute in ('calls', 'called_computations', 'to_apply'):
+                is_reducer = attribute == 'to_apply' and op.opcode != 'call'
+                if attribute in callees and not is_reducer:
+                    return callees[attribute][0]
+        return ''
+
+    def _takes_operands(self, name: str) -> bool:
+        return any(op.opcode == 'parameter' for op in self.program.computations[name])
+
+    def _split(self, node: Node, type_: str) -> Result:
+        """Adds a node for each array of a tuple."""
+        if not type_.startswith('('):
+            return node
+        types = _ELEMENT.findall(type_)
+        return tuple(
+            self._add('element', node.op, element, [node], node.scope, i)
+            for i, element in enumerate(types)
+        )
+
+    def _branches(self, op: Instruction, operands: Sequence[Result], scope: Scope) -> Result:
+        callees = op.callees
+        names = callees.get('branch_computations') or [
+            *callees['true_computation'],
+            *callees['false_computation'],
+        ]
+        self._add(op.opcode, op, '()', [*leaves(operands[0])], scope)
+        inside = scope.call(op)
+        results = [
+            self._inline(name, [operand], inside)
+            for name, operand in zip(names, operands[1:], strict=True)
+        ]
+
+        def join(nodes: Sequence[Node]) -> Node:
+            return self._add('branch', op, nodes[0].type, list(nodes), scope)
+
+        return _map_leaves(join, *results)
+
+    def _loop(self, op: Instruction, state: Result, scope: Scope) -> Result:
+        loop = Loop(op, scope)
+        callees = op.callees
+        [body], [condition] = callees['body'], callees['condition']
+        inside = scope.loop(loop, False)
+        unchanged = self._unchanged(body)
+
+        def enter(before: Sequence[Node]) -> Node:
+            phi = self._add('phi', op, before[0].type, [before[0]], inside)
+            loop.phis.append(phi)
+            return phi
+
+        # an array that the body returns as it is stays one node, inside and after the loop
+        entered: Result = tuple(
+            part if i in unchanged else _map_leaves(enter, part)
+            for i, part in enumerate(state if isinstance(state, tuple) else (state,))
+        )
+        entered = entered if isinstance(state, tuple) else entered[0]
+        after = self._inline(body, [entered], inside)
+        for phi, new in zip(leaves(entered), leaves(after), strict=True):
+            if phi.opcode == 'phi' and phi.scope is inside:
+                phi.inputs = (*phi.inputs, new)
+        tested = self._inline(condition, [entered], scope.loop(loop, True))
+        loop.condition = tested if isinstance(tested, Node) else None
+
+        def leave(nodes: Sequence[Node]) -> Node:
+            phi, new = nodes
+            if new is phi:
+                return phi.inputs[0] if phi.scope is inside else phi
+            return self._add('exit', op, new.type, [new], scope)
+
+        return _map_leaves(leave, entered, after)
+
+    def _unchanged(self, body: str) -> set[int]:
+        """Returns the numbers of the elements of its state that a loop body returns as they are."""
+        ops = {op.name: op for op in self.program.computations[body]}
+        root = next(op for op in ops.values() if op.is_root)
+        if root.opcode != 'tuple':
+            return set()
+        unchanged: set[int] = set()
+        for i, name in enumerate(root.operands):
+            base, _, element = name.partition('#')
+            op = ops[base]
+            if op.opcode == 'get-tuple-element' and not element:
+                base, element = op.operands[0], _INDEX.match(op.attributes)[1]  # type: ignore
+            if element == str(i) and ops.get(base, root).opcode == 'parameter':
+                unchanged.add(i)
+        return unchanged
+
+
+def _is_node(values: dict[str, Any], name: str) -> bool:
+    """Whether an instruction has its own node. False for an asynchronous call that is inlined."""
+    return isinstance(values[name], Node) and values[name].name == name
+
+
+def leaves(result: Result) -> Iterator[Node]:
+    """Yields the nodes of a result, in order."""
+    if isinstance(result, tuple):
+        for part in result:
+            yield from leaves(part)
+    else:
+        yield result
+
+
+def _map_leaves(function: Callable[[Sequence[Node]], Node], *results: Result) -> Result:
+    """Calls `function` on the corresponding leaves of results of equal structure."""
+    if isinstance(results[0], tuple):
+        return tuple(_map_leaves(function, *parts) for parts in zip(*results, strict=True))
+    return function(results)  # type: ignore[reportArgumentType]

@@ -1,0 +1,202 @@
+"""Computes a lower bound on the bytes that a program reads from and writes to HBM."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from .graph import Graph, Node
+from .integers import Unknown, evaluate, find_counter
+from .text import ArrayType
+
+_OTHER_MEMORY = re.compile(r'\{[^}]*S\([1-9]')  # host memory, or the VMEM of a TPU
+
+
+def is_in_hbm(type_: str) -> bool:
+    return _OTHER_MEMORY.search(type_) is None
+
+
+def min_hbm_bytes(graph: Graph) -> int:
+    """Counts the bytes of arguments read from HBM and of results written to it, per device.
+
+    Each byte counts once. If an array is only sliced, only the slices count. Not counted: results
+    that are updated in place, and reads of unknown size (by a gather, in a branch of a conditional,
+    or in a Pallas kernel). A loop with an unknown trip count counts as one iteration.
+    """
+    reads, total = _Reads(graph), 0
+    for node in graph.parameters.values():
+        if is_in_hbm(node.type):
+            total += _min_covered_bytes(node.array, reads.of(node))
+    for node in graph.outputs:
+        if is_in_hbm(node.type) and _is_written(node):
+            total += node.array.bytes
+    return total
+
+
+# --- results ------------------------------------------------------------------------------------
+
+
+def _is_written(node: Node) -> bool:
+    """Whether a result is a new array. False if it is an argument, updated in place, or unknown."""
+    while True:
+        # outside of a fusion, a convert or copy writes an array
+        is_move = node.opcode in ('convert', 'copy') and node.scope.fusion is not None
+        if is_move or node.opcode in _IN_PLACE:
+            node = node.inputs[0]
+        else:
+            break
+    is_call = node.opcode == 'element' and node.op.opcode == 'custom-call'
+    aliased = 'output_to_operand_aliasing' in node.attributes
+    return node.opcode not in ('branch', 'parameter') and not is_call and not aliased
+
+
+# operations whose result may be in the place of the first operand
+_IN_PLACE = ('bitcast', 'dynamic-update-slice', 'exit', 'phi', 'scatter')
+
+
+# --- arguments ----------------------------------------------------------------------------------
+
+
+class _Region(NamedTuple):
+    """The part of an array that a program reads."""
+
+    shape: tuple[int, ...]  # of the array
+    box: tuple[tuple[int, int], ...]  # (start, end) in each dimension; () if unknown
+    n_elements: int
+
+    @property
+    def is_full(self) -> bool:
+        return self.n_elements == prod(self.shape)
+
+    def is_disjoint(self, other: _Region) -> bool:
+        """Whether the boxes do not overlap. False if one is unknown."""
+        sides = zip(self.box, other.box, strict=False)
+        return self.shape == other.shape and any(a[1] <= b[0] or b[1] <= a[0] for a, b in sides)
+
+
+def _all_of(array: ArrayType) -> _Region:
+    return _Region(array.shape, tuple((0, size) for size in array.shape), prod(array.shape))
+
+
+def _min_covered_bytes(array: ArrayType, regions: Iterable[_Region]) -> int:
+    disjoint: list[_Region] = []
+    for region in sorted(set(regions), key=lambda region: -region.n_elements):
+        if all(region.is_disjoint(other) for other in disjoint):
+            disjoint.append(region)
+    n = min(sum(region.n_elements for region in disjoint), prod(array.shape))
+    return array.bytes * n // max(prod(array.shape), 1)
+
+
+_SLICE = re.compile(r'\bslice=\{([^}]*)\}')
+_SIZES = re.compile(r'dynamic_slice_sizes=\{([\d,]*)\}')
+_LIBRARY = 'custom_call_target="__'  # calls to cuBLAS and cuDNN, which read all operands
+
+
+class _Reads:
+    """Finds the regions of values that a program reads.
+
+    A fusion computes its full result, but only those parts of the values inside it that the result
+    needs.
+    """
+
+    def __init__(self, graph: Graph):
+        self._outputs = set(graph.outputs)
+        self._cache: dict[Node, list[_Region]] = {}
+
+    def of(self, node: Node) -> list[_Region]:
+        if node not in self._cache:
+            self._cache[node] = []  # for a loop that hands the array on
+            regions = [region for user in node.users for region in self._read_by(user, node)]
+            if self._leaves_fusion(node):
+                regions.append(_all_of(node.array))
+            self._cache[node] = regions
+        return self._cache[node]
+
+    def _leaves_fusion(self, node: Node) -> bool:
+        """Whether a value is a result of the fusion that computes it."""
+        fusion = node.scope.fusion
+        is_read_outside = any(user.scope.fusion is not fusion for user in node.users)
+        return fusion is not None and (is_read_outside or node in self._outputs)
+
+    def _read_by(self, user: Node, node: Node) -> list[_Region]:
+        """Returns the regions of `node` that `user`, or a use of its result, reads."""
+        at = user.inputs.index(node)
+        # a value that a fusion passes on to its own operations
+        in_fusion = user.scope.fusion is not None
+        if user.scope.in_branch or (
+            node.scope.fusion is not None and user.scope.fusion is not node.scope.fusion
+        ):
+            return []  # unknown, or counted as a result of the fusion
+        match user.opcode.removesuffix('-start'):
+            case 'phi':
+                return self.of(user) if at == 0 else []
+            case 'exit' | 'branch' | 'conditional':
+                return []
+            case 'bitcast':
+                return self._read_for(user, node)
+            case 'slice':
+                return [_sliced_region(node, user)] if self._read_for(user, node) else []
+            case 'dynamic-slice' if at == 0:
+                needed = not in_fusion or self._read_for(user, node)
+                return [self._dynamic_slice(node, user)] if needed else []
+            case 'gather' | 'dynamic-update-slice' | 'scatter' if at == 0:
+                return []
+            case 'pad' if re.search(r'padding=\S*-', user.attributes):
+                return []  # negative padding drops elements
+            case 'custom-call' if _LIBRARY not in user.attributes:
+                return []
+            case _:
+                if in_fusion:
+                    return self._read_for(user, node)
+                return [_all_of(array) for array in node.arrays[:1]]
+
+    def _read_for(self, result: Node, node: Node) -> list[_Region]:
+        """Returns the regions of `node` that the needed regions of `result` depend on."""
+        array, needed = node.array, self.of(result)
+        if any(region.is_full for region in needed):
+            return [_all_of(array)]
+        n = [region.n_elements for region in needed if prod(region.shape) == prod(array.shape)]
+        return [_Region(array.shape, (), max(n))] if n else []
+
+    def _dynamic_slice(self, node: Node, sliced: Node) -> _Region:
+        """Returns the region that a dynamic-slice reads in all iterations of its loop."""
+        array, sizes = node.array, _SIZES.search(sliced.attributes)
+        slice_shape = [int(n) for n in sizes[1].split(',') if n] if sizes else []
+        counter = find_counter(sliced.loops[-1]) if sliced.loops else None
+        n = 1
+        if counter is not None and len(slice_shape) == len(sliced.inputs) - 1:
+            try:
+                phis = {counter.phi: counter.values}
+                starts = [evaluate(offset, phis=phis) for offset in sliced.inputs[1:]]
+            except Unknown:
+                starts = []
+            moving = [  # (starts in all iterations, size) of each dimension whose start changes
+                (np.clip(start, 0, full - size).tolist(), size)
+                for start, full, size in zip(starts, array.shape, slice_shape, strict=False)
+                if np.size(start) > 1
+            ]
+            n = _max_disjoint_slices(*moving[0]) if len(moving) == 1 else 1
+        n_elements = n * prod(slice_shape)
+        is_full = n_elements == prod(array.shape)
+        return _all_of(array) if is_full else _Region(array.shape, (), n_elements)
+
+
+def _max_disjoint_slices(starts: Iterable[int], size: int) -> int:
+    n, end = 0, 0
+    for start in sorted(starts):
+        if not n or start >= end:
+            n, end = n + 1, start + size
+    return n
+
+
+def _sliced_region(node: Node, slice_: Node) -> _Region:
+    match = _SLICE.search(slice_.attributes)
+    limits = re.findall(r'\[(\d+):(\d+)(?::(\d+))?\]', match[1] if match else '')
+    box = tuple((int(start), int(end)) for start, end, _ in limits)
+    steps = [int(step or 1) for _, _, step in limits]
+    n = prod(-(-(end - start) // step) for (start, end), step in zip(box, steps, strict=True))
+    return _Region(node.array.shape, box, n)
