@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from .._arrays.constrain import constrain, record_einsum, restrict_to_type
 from .._arrays.place import einshard
+from .._arrays.reshard import reshard
 from .._errors import EinshardError, RuleSuggestion, Suggestion, quoted
 from .._notation.axis_positions import axis_positions
-from .._notation.expression import Expression, Term
+from .._notation.expression import ELLIPSIS, Expression, Term
 from .._sharding.axis_rules import axis_rules
 from .._sharding.context import Context, current_context, is_tracing
-from .._sharding.mesh import MeshLike, device_mesh, sizes_of, spec_axes
+from .._sharding.mesh import MeshLike, device_mesh, partition_spec, sizes_of, spec_axes
 from .._sharding.resolve import Placement, may_use_rules, resolve
 from .._suggestions import keep_working_suggestions, works
 from .contraction import (
@@ -167,14 +170,88 @@ def _contract(
     *operands: Any,
 ) -> Any:
     if placement is None:
+        operands = _prepare(subscripts, None, operands)
         return jnp.einsum(subscripts, *operands, **dict(options))
-    mesh = placement.sharding.mesh
-    is_explicit = AxisType.Explicit in mesh.axis_types
-    # with explicit mesh axes, JAX needs out_sharding for a sum over a sharded axis
-    out = restrict_to_type(placement.sharding, AxisType.Explicit) if is_explicit else None
+    mesh, out = placement.sharding.mesh, None
+    if AxisType.Explicit in mesh.axis_types:
+        # with explicit mesh axes, JAX needs out_sharding for a sum over a sharded axis
+        spec = restrict_to_type(placement.sharding, AxisType.Explicit).spec
+        out = NamedSharding(mesh, partition_spec(spec_axes(spec), spec.unreduced))
+        operands = _prepare(subscripts, out, operands)
     return constrain(
         jnp.einsum(subscripts, *operands, out_sharding=out, **dict(options)), placement
     )
+
+
+def _prepare(
+    subscripts: str, out: NamedSharding | None, operands: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Reshards operands so that JAX is right for a partial sum, as the result or as a gradient.
+
+    JAX adds up the wrong shards if a product stays a partial sum, and an axis of it is resharded.
+    So the operands are sharded as the result first.
+
+    The gradient of an operand is a product of the other operand and the result's gradient. JAX
+    raises unless both shard the axes that it contracts over exactly the reduced mesh axes ('='). So
+    the operand's reduced axes become those over which both shard them. If there are none, the
+    gradient is added up, and becomes a partial sum afterwards; so too for more than two operands,
+    for which JAX returns wrong gradients or XLA aborts the process.
+    """
+    types: list[Any] = [jax.typeof(x) for x in operands]
+    unreduced = frozenset[Any]() if out is None else out.spec.unreduced
+    n_reduced = sum(map(len, (a.sharding.spec.reduced for a in types)))
+    if not (unreduced or n_reduced) or (len(operands) == 1 and out is None):
+        return operands
+    if out is None and len(operands) == 2:
+        plain = [
+            _reshard(x, spec_axes(a.sharding.spec)) for x, a in zip(operands, types, strict=True)
+        ]
+        shape: Any = jax.eval_shape(lambda *xs: jnp.einsum(subscripts, *xs), *plain)
+        out = shape.sharding
+    *inputs, result = re.split(',|->', subscripts)
+    n_unnamed = max(  # axes of '...'
+        len(a.shape) - len(letters.replace(ELLIPSIS, ''))
+        for letters, a in zip(inputs, types, strict=True)
+    )
+
+    def by_letter(letters: str, sharding: NamedSharding | None) -> dict[str, Any]:
+        before, dots, after = letters.partition(ELLIPSIS)
+        names = [*before, *(map(str, range(n_unnamed)) if dots else ()), *after]
+        axes: list[Any] = [] if sharding is None else spec_axes(sharding.spec)
+        return dict(zip(names, axes + [()] * (len(names) - len(axes)), strict=True))
+
+    result_axes = by_letter(result, out)
+    axes_of = [by_letter(names, a.sharding) for names, a in zip(inputs, types, strict=True)]
+    if unreduced:
+        axes_of = [{k: result_axes.get(k, v) for k, v in own.items()} for own in axes_of]
+    reduced = [frozenset[Any]()] * len(operands)
+    for i in range(2 if len(operands) == 2 else 0):
+        own, other = axes_of[i], axes_of[1 - i]
+        # the axes of the gradient, unless it is resharded or another array lacks one
+        axes = {k: result_axes.get(k, other.get(k, ())) for k in own}
+        summed = frozenset(
+            chain(*(v for k, v in other.items() if k in result_axes and k not in own))
+        )
+        used = [*chain(*axes.values()), *summed]
+        if (
+            summed & types[i].sharding.spec.reduced
+            and all(other[k] == result_axes[k] for k in other if k in result_axes)
+            and all(k in result_axes or k in other for k in own)
+            and len(used) == len({*used})
+        ):
+            axes_of[i], reduced[i] = axes, summed
+    return tuple(
+        _reshard(x, own.values(), axes)
+        for x, own, axes in zip(operands, axes_of, reduced, strict=True)
+    )
+
+
+def _reshard(
+    x: Any, entries: Iterable[tuple[Any, ...]], reduced: frozenset[Any] = frozenset()
+) -> Any:
+    sharding: Any = jax.typeof(x).sharding
+    spec = partition_spec(entries, sharding.spec.unreduced, reduced)
+    return x if spec == sharding.spec else reshard(x, NamedSharding(sharding.mesh, spec))
 
 
 _jitted = jax.jit(_contract, static_argnums=(0, 1, 2))
