@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from counting import counting
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 from placed import mesh_of, struct
 from refusal import refusal
@@ -112,6 +113,32 @@ def test_groups_are_named_by_the_axes_that_they_are_along():
     assert {(row.groups, row.group_size) for row in over_batch} == {(2, 4)}
     arrays = ', '.join(row.arrays for row in over_batch)
     assert sorted(re.findall(r'f32\[[\d,]*\]', arrays)) == ['f32[32,32]', 'f32[32,32]']
+
+
+@pytest.mark.parametrize('types', [AxisType.Auto, AxisType.Explicit])
+def test_a_function_without_shardings_is_compiled_for_all_devices_of_the_mesh(types):
+    mesh = mesh_of(types=types, data=4, tp=2)
+
+    def product(x, w, scale=2.0):
+        return x @ w * scale
+
+    def constrained(x):
+        return einshard(x + 1, 'a@data b')
+
+    for function in (product, sharded(None, None, None)(product)):
+        for arguments in (struct(8, 8), struct(8, 8)), (np.ones((8, 8)), jnp.ones((8, 8))):
+            report = explain(function, *arguments, mesh=mesh)
+            assert report.n_devices == 8
+            rows = (*report.arguments[:2], *report.results)
+            assert {row.placement for row in rows} == {'a b -> 8 a b'}
+            assert_collectives(function, *arguments, mesh=mesh, allowed=())
+    (result,) = explain(constrained, struct(8, 8), mesh=mesh).results
+    assert result.placement == 'a b -> a@data b'
+    others = NamedSharding(device_mesh(jax.devices()[8:12], x=4), P('x'))
+    error = refusal(
+        explain, lambda x: jax.lax.with_sharding_constraint(x, others), struct(8), mesh=mesh
+    )
+    assert 'incompatible devices' in error.facts['the compiler says']
 
 
 def test_loops_are_multiplied():

@@ -241,7 +241,8 @@ def test_a_user_context_is_in_the_keys_of_jit_and_of_traces_by_equality():
 
 
 def test_lowered_programs_keep_their_devices_and_shardings_in_private():
-    # _inspect.oversized reads them there; if Lowered gets a property for them, use it instead
+    # _inspect.oversized and _inspect.lowered read them there; if Lowered gets a property for them,
+    # use it instead
     rows, columns = NamedSharding(ONE_AXIS, P('x')), NamedSharding(ONE_AXIS, P(None, 'x'))
 
     def f(unused, x):

@@ -7,7 +7,7 @@ from typing import Any
 
 from .._functions.promise import Promise, check_promise, read_promise
 from .._sharding.mesh import MeshLike
-from .lowered import trace_call
+from .lowered import trace_to_compile
 
 
 def assert_collectives(
@@ -40,6 +40,6 @@ def assert_collectives(
             the function does not compile.
     """
     promise = read_promise(allowed, 'allowed=')
-    stages = trace_call(fn, args, kwargs, mesh)
+    stages = trace_to_compile(fn, args, kwargs, mesh)
     sharded_by = stages.program and functools.partial(stages.program.sharded_by, stages.values)
     check_promise(stages.name or 'the program', stages.compile(), promise, sharded_by)

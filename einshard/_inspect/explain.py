@@ -29,7 +29,7 @@ from .findings.causes import with_causes
 from .findings.facts import Facts
 from .findings.find import find_findings
 from .intermediates import find_intermediates
-from .lowered import Stages, compiled_shardings, suggest_partial, trace_call
+from .lowered import Stages, compiled_shardings, suggest_partial, trace_to_compile
 from .oversized import Oversized, compile_stages
 from .payloads import Payloads
 from .report import Report
@@ -72,6 +72,7 @@ def explain(
             option, pass it by position or bind it: `functools.partial(step, mesh=...)`.
         mesh: the mesh to compile for. `topology` makes a mesh of devices you don't have. With
             `mesh=`, `explain` ignores the shardings of arrays, but not those of ShapeDtypeStructs.
+            If nothing in the function is sharded either, arguments are replicated over the mesh.
         replicated_above: a size in bytes. `Report.notes` lists larger replicated arguments and
             results.
         intermediates: whether to list the placements of intermediate values, which needs a second
@@ -90,7 +91,7 @@ def explain(
     """
     with suggest_partial(fn, 'chip'):
         chip = None if chip is None else as_chip(chip)
-    stages = trace_call(fn, args, kwargs, mesh)
+    stages = trace_to_compile(fn, args, kwargs, mesh)
     return explain_stages(stages, chip, replicated_above, intermediates)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.stages import Compiled, Lowered, Traced
 
 from .._errors import EinshardError
@@ -29,7 +29,7 @@ from .._functions.traced_function import TracedFunction
 from .._progress import progress
 from .._sharding.context import current_context, mesh_scope
 from .._sharding.leaf_spec import AnySpec
-from .._sharding.libtpu import quiet_libtpu
+from .._sharding.libtpu import load_libtpu
 from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact
 from .._text import array_text, name_of
 from .._trees.specs import leaf_specs
@@ -161,7 +161,7 @@ def trace_call(
             facts={'expected': 'a function, or a lowered function: f.lower(...)'},
         )
     _hide_our_source_lines()
-    quiet_libtpu()
+    load_libtpu()
     name = name_of(fn)
     fn, args, kwargs = unwrap_partial(fn, args, kwargs)
     check_arguments(fn, name, args, kwargs)
@@ -181,6 +181,51 @@ def trace_call(
             facts={f'mesh of {name}': mesh_fact(stages.program.mesh), 'mesh=': mesh_fact(target)},
         )
     return stages
+
+
+def trace_to_compile(
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: MeshLike | None
+) -> Stages:
+    """Traces a function as `trace_call` does, and makes sure that it compiles for `mesh`.
+
+    JAX compiles for its default device if no argument and no value in the function has a sharding,
+    so arguments are replicated over `mesh` then.
+    """
+    stages = trace_call(fn, args, kwargs, mesh)
+    target: Any = None if mesh is None else current_context(mesh).lowering_mesh
+    if target is None or _devices_of(stages) == {*target.devices.flat}:
+        return stages
+    replicated = NamedSharding(target, PartitionSpec())
+
+    def placed(x: Any) -> Any:
+        x = _without_devices(x)
+        is_struct = isinstance(x, jax.ShapeDtypeStruct)
+        return x.update(sharding=replicated) if is_struct and x.sharding is None else x
+
+    args, kwargs = jtu.tree_map(placed, (tuple(args), dict(kwargs)))
+    stages = trace_call(fn, args, kwargs, mesh)
+    if _devices_of(stages) in (None, {*target.devices.flat}):
+        return stages
+    raise EinshardError(
+        f'no argument of {stages.name} is an array, and no value in it is on the devices of mesh=',
+        facts={
+            'mesh=': mesh_fact(target),
+            'instead': "constrain a value in the function: einshard(x, '...')",
+        },
+    )
+
+
+def _devices_of(stages: Stages) -> set[Any] | None:
+    """Returns the devices that a program compiles for, or None if it cannot be lowered.
+
+    JAX does not lower Explicit axes inside a function without knowing the devices from arguments.
+    """
+    try:
+        lowered = stages.lower()
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    # Lowered has no public property for them; tests/test_jax_facts.py checks the private one
+    return {*lowered._lowering._device_list}  # type: ignore[reportPrivateUsage]
 
 
 @functools.cache
@@ -379,7 +424,8 @@ def suggest_partial(fn: Any, option: str) -> Generator[None]:
 
 def _without_devices(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array | np.ndarray):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        aval: Any = jax.typeof(leaf)  # float32 for a float64 array of NumPy
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     return leaf
 
 

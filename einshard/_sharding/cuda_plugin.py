@@ -10,9 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,17 +19,14 @@ import jax
 
 from .._errors import EinshardError
 from .gpu_names import GPUS, Gpu
-from .libtpu import quiet_libtpu
-
-_SKIP_CHECK = 'JAX_SKIP_CUDA_CONSTRAINTS_CHECK'
-_lock = threading.Lock()  # while the environment variable is set
+from .libtpu import load_libtpu, set_variables
 
 
 def describe_gpus(gpu: Gpu, sizes: str) -> list[Any]:
     """Returns devices for which JAX compiles. `sizes` are '4x1x8': domains, hosts, GPUs."""
     plugin = _find_plugin()
     _check_compiler(plugin)
-    quiet_libtpu()  # the default backend starts when JAX lowers a program
+    load_libtpu()  # the default backend starts when JAX lowers a program
     config = gpu.target_config()
     from jax.experimental.topologies import get_topology_desc
 
@@ -55,20 +50,9 @@ def describe_gpus(gpu: Gpu, sizes: str) -> list[Any]:
     return description.devices
 
 
-@contextmanager
-def _without_check() -> Generator[None]:
+def _without_check() -> AbstractContextManager[None]:
     """Skips the plugin's check of CUDA libraries, unless this machine has an NVIDIA GPU."""
-    with _lock:
-        before = os.environ.get(_SKIP_CHECK)
-        if not _has_gpu():
-            os.environ[_SKIP_CHECK] = '1'
-        try:
-            yield
-        finally:
-            if before is None:
-                os.environ.pop(_SKIP_CHECK, None)
-            else:
-                os.environ[_SKIP_CHECK] = before
+    return set_variables({} if _has_gpu() else {'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1'})
 
 
 def _has_gpu() -> bool:
@@ -164,7 +148,7 @@ def _check_compiler(plugin: str) -> None:
             'PYTHONPATH': os.pathsep.join(filter(None, sys.path)),
             'PYTHONWARNINGS': 'ignore',
             'JAX_PLATFORMS': 'cpu',
-            _SKIP_CHECK: '1',
+            'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1',
             'JAX_ENABLE_COMPILATION_CACHE': '0',
             # thousands of simulated devices take seconds to start
             'XLA_FLAGS': f'{flags} --xla_force_host_platform_device_count=1',

@@ -24,7 +24,7 @@ from .._errors import EinshardError
 from .._notation.counts import prime_factors
 from .._notation.mesh_text import mesh_text
 from .axis_sizes import solve_sizes
-from .libtpu import quiet_libtpu
+from .libtpu import load_libtpu
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 Device: TypeAlias = Any  # a jax.Device
@@ -121,7 +121,7 @@ def _canonical_mesh(devices: MeshLike | None, axis_types: AxisType | None) -> An
         return _mesh_of_devices(tuple(devices.devices.flat), axis_type)
     check_mesh(devices, 'devices=')
     if devices is None:
-        quiet_libtpu()
+        load_libtpu()
         devices = jax.devices()
     chosen = tuple(devices)
     for device in chosen:

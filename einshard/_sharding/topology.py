@@ -13,7 +13,7 @@ from .._errors import EinshardError
 from .context import user_stacklevel
 from .cuda_plugin import describe_gpus
 from .gpu_names import gpu_forms, is_gpu_name, read_gpu_name
-from .libtpu import has_libtpu, quiet_libtpu
+from .libtpu import describe_slice, has_libtpu
 from .mesh import device_mesh, named_mesh, types_text
 from .tpu_names import known_names, not_offered, topology_name
 
@@ -29,8 +29,7 @@ def topology(
         (('data', 'tensor'), 'TPU v5 lite')
 
     Pass the mesh to `explain` or `assert_collectives` as `mesh=`. Programs can be lowered and
-    compiled for its devices, but these cannot hold arrays. On a machine without TPUs, this sets
-    environment variables that libtpu reads, unless they are set already.
+    compiled for its devices, but these cannot hold arrays.
 
     TPUs need libtpu. GPUs need JAX 0.10.1 or newer, its CUDA plugin and a PTX compiler: the extra
     `gpu`, `jax[cuda12]` or `jax[cuda13]`. The first topology of GPUs in a process
@@ -103,13 +102,9 @@ def _topology(name: str, n_slices: int) -> Mesh:
             'topology() needs libtpu, which is not installed',
             facts={'topology': f"'{name}'", 'install': 'pip install libtpu'},
         )
-    quiet_libtpu()
-    # imported here because it loads modules that nothing else needs
-    from jax.experimental.topologies import get_topology_desc
-
     slices: dict[str, Any] = {'num_slices': n_slices} if n_slices > 1 else {}
     try:
-        description = get_topology_desc(name, 'tpu', **slices)
+        description = describe_slice(name, **slices)
     except jax.errors.JaxRuntimeError as error:
         raise EinshardError(
             f"libtpu does not know the slice '{name}'",
