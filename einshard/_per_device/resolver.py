@@ -186,7 +186,8 @@ def make_resolver(
         else:  # raises if there are several devices and no counts
             joint = _joint_mesh_on(without_mesh_axes, specs, sizes)
         return Resolver(mesh, False, joint, n_devices, rules, on_one_device)
-    joint = joint_mesh(specs, n_devices)
+    # without any expression, the error about None as a spec is that of the argument
+    joint = joint_mesh(specs, n_devices) if specs else JointMesh(((None, n_devices),))
     names, shape = tuple(joint.mesh_shape), tuple(joint.mesh_shape.values())
     types = (AxisType.Auto,) * len(names)
     if isinstance(mesh, AbstractMesh):
