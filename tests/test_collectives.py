@@ -551,6 +551,21 @@ CALLED = """%called (y: f32[8,4]) -> f32[8,4] {
 """
 
 
+def test_results_that_contain_tuples():
+    read = module(
+        '%t = token[] after-all()',
+        '%in = ((f32[8,4]{1,0:T(8,128)}, (s32[], f32[2])), token[]) infeed(%t)',
+        '%pair = (f32[8,4]{1,0}, (s32[], f32[2])) get-tuple-element(%in), index=0',
+        '%y = f32[8,4]{1,0} get-tuple-element(%pair), index=0',
+        '%inner = (s32[], f32[2]) get-tuple-element(%pair), index=1',
+        '%z = f32[2]{0} get-tuple-element(%inner), index=1',
+        '%sums = (f32[8,4]{1,0}, f32[2]{0}) all-reduce(%y, %z), replica_groups={}, to_apply=%add',
+        'ROOT %r = f32[8,4]{1,0} get-tuple-element(%sums), index=0',
+    )
+    [c] = read_collectives(read)
+    assert c.arrays == 'f32[8,4], f32[2]'
+
+
 def test_computation_called_twice_runs_twice():
     text = module(
         '%y1 = f32[8,4]{1,0} call(%x), to_apply=%called',

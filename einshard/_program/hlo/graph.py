@@ -123,7 +123,7 @@ class Loop:
 Result: TypeAlias = 'Node | tuple[Result, ...]'
 
 _INDEX = re.compile(r'index=(\d+)')
-_ELEMENT = re.compile(r'(?:/\*index=\d+\*/)?([a-z]\w*\[[\d,<=]*\](?:\{[^}]*\})?)')
+_TYPE_TOKEN = re.compile(r'[()]|[a-z]\w*\[[\d,<=]*\](?:\{[^}]*\})?')  # a layout has parentheses
 _NO_INPUTS = frozenset(('constant', 'parameter', 'iota', 'partition-id', 'replica-id'))
 _ENTRY = Scope()
 
@@ -263,14 +263,22 @@ class Graph:
         return any(op.opcode == 'parameter' for op in self.program.computations[name])
 
     def _split(self, node: Node, type_: str) -> Result:
-        """Adds a node for each array of a tuple."""
+        """Adds a node for each array of a tuple, which may contain tuples."""
         if not type_.startswith('('):
             return node
-        types = _ELEMENT.findall(type_)
-        return tuple(
-            self._add('element', node.op, element, [node], node.scope, i)
-            for i, element in enumerate(types)
-        )
+        nested: list[list[Result]] = [[]]
+        n = 0
+        for token in _TYPE_TOKEN.finditer(type_):
+            if token[0] == '(':
+                nested.append([])
+            elif token[0] == ')':
+                elements = tuple(nested.pop())
+                nested[-1].append(elements)
+            else:
+                nested[-1].append(self._add('element', node.op, token[0], [node], node.scope, n))
+                n += 1
+        [[result]] = nested
+        return result
 
     def _branches(self, op: Instruction, operands: Sequence[Result], scope: Scope) -> Result:
         callees = op.callees
