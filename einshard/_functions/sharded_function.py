@@ -54,7 +54,9 @@ class ShardedFunction(Generic[P, R]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         # This adds 0.5 us to the 4.3 us of `jax.jit` on one device. To save time, it does not check
         # that the jitted function is right for these arguments. If it is not, jit or the trace
-        # raises.
+        # raises; for an array on the same devices in another order, only at the second such call.
+        # Comparing `value.sharding` with that of an earlier call would take 0.1 to 0.5 us more, and
+        # would not reach the leaves of pytrees.
         try:
             entry = self._fast_path.get((len(args), *kwargs) if kwargs else len(args))
             if entry is None or entered_scope() is not None:
