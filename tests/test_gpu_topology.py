@@ -357,9 +357,15 @@ function = sharded('a*', mesh=topology('h100:8'))(jax.numpy.tanh)
 report = explain(function, jax.ShapeDtypeStruct((8,), 'float32'))
 assert (report.device_kind, report.memory.arguments) == ('NVIDIA H100 80GB HBM3', 4), report
 assert 'JAX_SKIP_CUDA_CONSTRAINTS_CHECK' not in os.environ
+assert os.environ['TF_CPP_MIN_LOG_LEVEL'] == '1'  # JAX's
 if os.environ['JAX_PLATFORMS'] != 'cuda':
     assert {device.platform for device in jax.devices()} == {'cpu'}
     assert before in ([], jax.devices())
+if (sys.argv[1], os.environ['JAX_PLATFORMS']) == ('after', 'cpu'):
+    raise SystemExit  # JAX has loaded the plugin, which reads its log level then
+square = sharded('a* b')(lambda a: a @ a)
+report = explain(square, jax.ShapeDtypeStruct((400000,) * 2, 'bfloat16'), mesh=topology('h100:8'))
+assert report.memory.total > report.memory.capacity, report.memory  # XLA logs this
 """
 
 
@@ -379,6 +385,47 @@ def test_quiet_before_and_after_the_backend_starts(platforms, when):
     )
     assert done.returncode == 0, done.stderr
     assert (done.stdout, done.stderr.rpartition('-- einshard')[2]) == ('', '')
+
+
+PROGRAM_WITHOUT_BACKEND = """
+import jax, numpy as np
+from einshard import EinshardError, einshard, explain, plan, sharded, to_jax, topology
+try:
+    jax.devices()
+except (AssertionError, RuntimeError):
+    pass
+else:
+    raise SystemExit('JAX has devices')
+mesh = topology('h100:2x4', data=2, tensor=4)
+x, w = (jax.ShapeDtypeStruct(shape, 'float32') for shape in ((256, 1024), (1024, 4096)))
+f = sharded('b d -> b@data d', 'd f -> d f@tensor', mesh=mesh)(jax.numpy.matmul)
+assert explain(f, x, w).memory.arguments == 4 * (128 * 1024 + 1024 * 1024)
+assert 'sorted(jax.devices()' in to_jax('b*', mesh=topology('h100:2x4'))
+assert 'jax.make_mesh((2, 4)' in to_jax('b d -> b@data d@tensor', mesh=mesh)
+assert "P('data')" in to_jax(f, x, w)
+g = sharded('b d', 'd f')(jax.numpy.matmul)
+assert plan(g, x, w, mesh=topology('h100:2x4'), compilations=2).explain().chip == 'H100'
+for run in (f, lambda x, w: einshard(x, 'b@data d', mesh=mesh)):
+    try:
+        run(np.ones(x.shape, x.dtype), np.ones(w.shape, w.dtype))
+    except EinshardError as error:
+        assert 'can neither hold arrays nor run programs' in str(error)
+    else:
+        raise SystemExit('ran')
+"""
+
+
+@pytest.mark.gpu
+def test_programs_where_jax_has_no_backend():
+    """JAX_PLATFORMS=cuda on a machine without a GPU."""
+    done = subprocess.run(
+        [sys.executable, '-c', PROGRAM_WITHOUT_BACKEND],
+        env={**os.environ, 'JAX_PLATFORMS': 'cuda', 'PYTHONPATH': python_path()},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 # --- programs ------------------------------------------------------------------------------------
@@ -437,6 +484,7 @@ def test_plain_jax():
     mesh = topology('h100:2x4', data=2, tensor=4)
     text = to_jax('b d -> b@data d@tensor', mesh=mesh)
     assert 'jax.make_mesh((2, 4)' in text
+    assert 'reorder' not in text
     types = (AxisType.Auto,) * 2
     devices = [*mesh.devices.flat]
     assert jax.make_mesh((2, 4), ('data', 'tensor'), types, devices=devices) == mesh

@@ -11,7 +11,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from .._errors import EinshardError
 from .._sharding.context import is_tracing
-from .._sharding.mesh import are_equivalent, is_partial, is_reordered, partition_spec, spec_axes
+from .._sharding.mesh import (
+    are_equivalent,
+    is_partial,
+    is_reordered,
+    partition_spec,
+    process_count,
+    spec_axes,
+)
 from .._trees.specs import reject_masked_array
 from .reshard import reshard
 
@@ -85,7 +92,7 @@ def put(leaves: list[Any], shardings: list[NamedSharding], donate: bool = False)
     """
     if len(leaves) == 1:  # device_put of a list of one takes 8 us longer
         return [put_array(leaves[0], shardings[0], donate)]
-    if jax.process_count() > 1 or any(map(is_partial, shardings)):
+    if process_count() > 1 or any(map(is_partial, shardings)):
         return [put_array(x, s, donate) for x, s in zip(leaves, shardings, strict=True)]
     for sharding in shardings:
         _check_devices(sharding)
@@ -101,7 +108,7 @@ def put_array(x: Any, sharding: NamedSharding, donate: bool = False) -> Any:
     if is_partial(sharding):
         return _put_partial(x, sharding, donate)
     x = make_movable(x, sharding)
-    if jax.process_count() > 1:
+    if process_count() > 1:
         return _put_global(x, sharding, donate)
     return device_put(x, sharding, donate)
 
@@ -110,7 +117,7 @@ def device_put(x: Any, sharding: Any, donate: bool = False) -> Any:
     """Calls `jax.device_put`, with clearer errors for `topology` devices and failed donations."""
     try:
         return jax.device_put(x, sharding, donate=donate)
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
+    except (jax.errors.JaxRuntimeError, ValueError, AssertionError) as error:
         converted = topology_error(error)
         if donate and 'different memory kinds' in str(error):
             converted = EinshardError(
@@ -130,9 +137,10 @@ def topology_error(error: Exception) -> TopologyError | None:
     """Converts a JAX error about `topology` devices. Returns None for other errors."""
     text = str(error)
     parts = ['compile-only', "no attribute 'local_devices'"]
-    if jax.process_count() == 1:  # with several processes, these errors have other causes
+    if process_count() < 2:  # with several processes, these errors have other causes
         parts += ['non-addressable device', 'represents addressable devices']
-    if not any(part in text for part in parts):
+    has_no_backend = isinstance(error, AssertionError) and process_count() == 0
+    if not has_no_backend and not any(part in text for part in parts):
         return None
     return TopologyError(
         'the devices of a topology can neither hold arrays nor run programs',

@@ -18,7 +18,7 @@ from .._notation.axis_positions import terms_of_axis
 from .._notation.layout import Layout
 from .._sharding.context import Context, current_context, is_tracing
 from .._sharding.leaf_spec import AnySpec, as_leaf_spec
-from .._sharding.mesh import AnyMesh, MeshLike, is_partial, mesh_fact
+from .._sharding.mesh import AnyMesh, MeshLike, is_partial, mesh_fact, process_count
 from .._sharding.resolve import Placement, resolve
 from .._trees.paths import leaf_paths, leaf_text
 from .._trees.specs import (
@@ -83,7 +83,7 @@ def from_local(batch: T, spec: Spec, *, mesh: MeshLike | None = None, check: boo
             facts={'instead': 'call it outside jit; in jit, einshard constrains traced values'},
         )
     context = current_context(mesh)
-    if jax.process_count() == 1:
+    if process_count() < 2:
         return einshard(batch, spec, mesh=mesh)
     device_mesh = _device_mesh(context.lowering_mesh)
     if not device_mesh.is_multi_process:

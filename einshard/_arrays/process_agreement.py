@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .._cache import cached
 from .._errors import EinshardError
-from .._sharding.mesh import AnyMesh, mesh_fact
+from .._sharding.mesh import AnyMesh, mesh_fact, process_count
 
 # an array that a process is about to build: ("float32[6,8], leaf 'w'", 'a b -> a* b')
 PlannedArray = tuple[str, str]
@@ -60,7 +60,7 @@ def check_same_contents(arrays: Sequence[tuple[PlannedArray, Any]], mesh: Mesh) 
 
 def mesh_to_compare_on(x: Any, mesh: AnyMesh) -> Mesh | None:
     """Returns `mesh` if several of its processes have their own copy of `x`, and else None."""
-    if jax.process_count() == 1 or isinstance(mesh, AbstractMesh) or not mesh.is_multi_process:
+    if process_count() < 2 or isinstance(mesh, AbstractMesh) or not mesh.is_multi_process:
         return None
     if not mesh.local_devices or isinstance(x, Tracer | jax.ShapeDtypeStruct | jax.Ref):
         return None

@@ -90,7 +90,7 @@ class Writer:
         if _uses_make_mesh(mesh):
             sizes = Brackets('(', tuple(map(str, mesh.axis_sizes)))
             code = statement(Brackets(f'{name} = jax.make_mesh(', (sizes, axes, axis_types)))
-            if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == 'tpu':
+            if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform != 'cpu':
                 return code  # `_uses_make_mesh` has checked the device order
             return f'# jax.make_mesh may reorder the devices of a TPU slice\n{code}'
         devices = f'{self._device_array(mesh)}.reshape({", ".join(map(str, mesh.axis_sizes))})'
@@ -130,12 +130,10 @@ def _uses_make_mesh(mesh: AnyMesh) -> bool:
     call, available = find_devices_call(list(mesh.devices.flat))
     if call != 'jax.devices()':
         return False
-    is_topology = available[0] not in jax.devices()
-    devices = sorted(available, key=position) if is_topology else None
     # make_mesh raises NotImplementedError for shapes that do not fit the torus of a TPU slice
     with suppress(ValueError, NotImplementedError):
         axes = mesh.axis_sizes, mesh.axis_names
-        return jax.make_mesh(*axes, axis_types=mesh.axis_types, devices=devices) == mesh
+        return jax.make_mesh(*axes, axis_types=mesh.axis_types, devices=available) == mesh
     return False
 
 

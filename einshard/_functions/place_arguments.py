@@ -24,7 +24,7 @@ from .._errors import EinshardError
 from .._sharding.context import is_tracing
 from .._sharding.describe import describe, describe_in
 from .._sharding.leaf_spec import REPLICATED, with_memory_kind
-from .._sharding.mesh import is_partial, memory_kind_of, partial_axes
+from .._sharding.mesh import is_partial, memory_kind_of, partial_axes, process_count
 from .._sharding.resolve import Placement
 from .._text import first_of
 from .traced_function import TracedFunction
@@ -124,7 +124,7 @@ def _rejected_sharding(
 def _reshard(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Any:
     if isinstance(leaf, Tracer) or _is_on_abstract_mesh(traced, sharding):
         return reshard_traced(leaf, sharding, traced.for_jit(NamedSharding(sharding.mesh, P())))
-    if jax.process_count() > 1 or is_partial(sharding):
+    if process_count() > 1 or is_partial(sharding):
         return put([leaf], [sharding])[0]
     leaf = make_movable(leaf, sharding)
     return device_put(leaf, sharding)  # unlike put, accepts an abstract mesh
@@ -263,8 +263,8 @@ def _must_put(leaf: Any, sharding: NamedSharding) -> bool:
     data, and does not check that uncommitted arrays are equal in all processes.
     """
     if isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref | Tracer) or _is_committed(leaf):
-        return False  # before `process_count`, as JAX may have no backend for a topology
-    return is_partial(sharding) or jax.process_count() > 1
+        return False
+    return is_partial(sharding) or process_count() > 1
 
 
 def _is_unsharded(sharding: Sharding) -> bool:

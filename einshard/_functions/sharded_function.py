@@ -194,7 +194,7 @@ class ShardedFunction(Generic[P, R]):
             result = get_method(program)(*values)
         except (ValueError, RuntimeError) as error:
             return self._retry(error, program.runnable, call, values, get_method)
-        except AttributeError as error:
+        except (AttributeError, AssertionError) as error:
             converted = topology_error(error)
             if converted is None:
                 raise

@@ -15,7 +15,7 @@ from .._program.cost.chips import Chip, as_chip, find_chip
 from .._program.hlo.memory import parse_bytes
 from .._progress import progress
 from .._sharding.axis_rules import AxisPlacement, check_option
-from .._sharding.context import current_context
+from .._sharding.context import current_context, mesh_scope
 from .._sharding.mesh import MeshLike, is_canonical_mesh, mesh_fact
 from .._text import name_of
 from .estimate import Estimator
@@ -106,7 +106,8 @@ def plan(
     _check_search_limits(compilations, seconds)
     mesh_axes = None if is_canonical_mesh(devices) else tuple(devices.shape.items())
     mesh_axis_names = [name for name, _ in mesh_axes or ()]
-    model = find_model(fn, arguments, keywords, mesh_axis_names)
+    with mesh_scope(devices):
+        model = find_model(fn, arguments, keywords, mesh_axis_names)
     pinned = read_pins(pin or {}, mesh_axis_names or AXES)
     space = Space(model, devices.size, _n_slices(devices), mesh_axes, pinned)
     user_candidates = [

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from .._notation.write import write_short
 from .._sharding.leaf_spec import LEAF_SPECS, as_leaf_spec, with_memory_kind
-from .._sharding.mesh import Device
+from .._sharding.mesh import Device, position
 from .._trees.rules import Rules
 from .._trees.specs import Spec
 from .candidate import Candidate
@@ -55,18 +55,21 @@ def mesh_call(devices: Mesh, candidate: Candidate) -> str:
 def find_devices_call(devices: Sequence[Device]) -> tuple[str, list[Device]]:
     """Finds a call of `jax.devices` that returns all of `devices`, and maybe others.
 
-    If this machine lacks the devices, as for a topology, returns 'jax.devices()' and `devices`.
+    If this machine lacks the devices, as for a topology, returns 'jax.devices()' and `devices`, in
+    hardware order.
 
     Returns:
         The source text of the call, and the devices that it returns, in order.
     """
     platform = devices[0].platform
     for call, arguments in (('jax.devices()', ()), (f'jax.devices({platform!r})', (platform,))):
-        with suppress(RuntimeError):  # JAX may lack the platform of a topology
+        # JAX may lack the platform of a topology. With JAX_PLATFORMS=cuda and no GPU, it has no
+        # devices at all, and an assertion of its own fails.
+        with suppress(RuntimeError, AssertionError):
             available = jax.devices(*arguments)
             if set(devices) <= set(available):
                 return call, available
-    return 'jax.devices()', list(devices)
+    return 'jax.devices()', sorted(devices, key=position)
 
 
 def spec_lines(arguments: Sequence[tuple[str, Spec]], candidate: Candidate) -> tuple[str, ...]:

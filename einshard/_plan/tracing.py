@@ -22,7 +22,7 @@ from .._arrays.constrain import constraints_of_trace
 from .._errors import EinshardError
 from .._functions.sharded import sharded
 from .._functions.sharded_function import ShardedFunction
-from .._inspect.lowered import Stages, trace_call
+from .._inspect.lowered import Stages, concrete, trace_call
 from .._notation.expression import ELLIPSIS, Expression, Term
 from .._sharding.axis_rules import axis_rules
 from .._sharding.context import current_context, mesh_scope
@@ -128,8 +128,13 @@ def _scope(names: Sequence[str], mesh_axes: Sequence[str]) -> Generator[None]:
     function again. Without a new trace, no constraints would be recorded.
     """
     axes = (*names, *(axis for axis in mesh_axes if axis not in names)) or ('x',)
-    device = np.array(jax.devices()[:1], dtype=object).reshape((1,) * len(axes))
-    mesh = Mesh(device, axes, axis_types=(AxisType.Auto,) * len(axes))
+    # `plan` enters the mesh of its devices. With JAX_PLATFORMS=cuda and no GPU, JAX has no others.
+    devices = concrete(current_context().lowering_mesh, 'plan for').devices
+    mesh = Mesh(
+        devices.reshape(-1)[:1].reshape((1,) * len(axes)),
+        axes,
+        axis_types=(AxisType.Auto,) * len(axes),
+    )
     # letters, because axis names have no digits
     number = ''.join(chr(ord('a') + int(digit)) for digit in str(next(_trace_numbers)))
     rules = {name: f'@{name}' for name in names}

@@ -51,8 +51,18 @@ def describe_gpus(gpu: Gpu, sizes: str) -> list[Any]:
 
 
 def _without_check() -> AbstractContextManager[None]:
-    """Skips the plugin's check of CUDA libraries, unless this machine has an NVIDIA GPU."""
-    return set_variables({} if _has_gpu() else {'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1'})
+    """Skips the plugin's check of CUDA libraries, unless this machine has an NVIDIA GPU.
+
+    Quiets the plugin, too, which reads its log level when it loads. It would print lines about a
+    program that is too large, whose sizes `explain` shows.
+    """
+    if _has_gpu():
+        return set_variables({})
+    variables = {'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1'}
+    # JAX sets the level 1. With another, the user has chosen it
+    if os.environ.get('TF_CPP_MIN_LOG_LEVEL', '1') == '1':
+        variables['TF_CPP_MIN_LOG_LEVEL'] = '3'
+    return set_variables(variables)
 
 
 def _has_gpu() -> bool:

@@ -185,6 +185,17 @@ def _canonical_names(sizes: Sequence[int]) -> tuple[str, ...]:
     return tuple(f'd{i}' for i in range(len(sizes)))
 
 
+def process_count() -> int:
+    """Returns `jax.process_count()`, or 0 if JAX has no backend.
+
+    With JAX_PLATFORMS=cuda and no GPU, an assertion in JAX fails. `topology` works there.
+    """
+    try:
+        return jax.process_count()
+    except AssertionError:
+        return 0
+
+
 def position(device: Device) -> tuple[int, ...]:
     """Returns (slice, *coordinates, core) for TPUs, (slice, process, id) for other devices.
 
