@@ -12,7 +12,7 @@ from .._notation.expression import ELLIPSIS
 from .._program.hlo.collective import Collective
 from .._program.hlo.flops import find_products
 from .._program.hlo.graph import Graph, Node
-from .._program.hlo.queries import ELEMENTWISE, MOVES, copies_of, origins, output_uses, strip
+from .._program.hlo.queries import MOVES, origins, output_uses, strip
 from .._program.hlo.slices import padded_shard
 from .._program.hlo.sources import operations
 
@@ -32,9 +32,6 @@ class Payloads:
         self._graph = graph
         self._inputs = inputs
         self._output_paths = outputs
-        self._outputs: dict[Node, list[int]] = defaultdict(list)
-        for i, node in enumerate(graph.outputs):
-            self._outputs[node].append(i)
         self._uses = output_uses(graph)
         # {output number: the parameters that the output replaces}
         self._updated = _updated_inputs(graph, inputs, outputs)
@@ -86,37 +83,39 @@ class Payloads:
         to bf16 with a scale, and if the step has updated it: then the program returns it in the
         place of the argument.
         """
-        moved = self._parameters(sent, MOVES)
+        moved = self._parameters(sent)
         if moved is not None:
             return moved
-        computed = self._parameters(sent, MOVES | ELEMENTWISE)
+        computed = self._parameters(sent, elementwise=True)
         if computed and all(self.roles[i] == 'weights' for i in computed):
             return computed
-        read = {n for n in origins(sent, MOVES | ELEMENTWISE) if n.opcode == 'parameter'}
-        numbers = {int(parameter.op.operand_text) for parameter in read} & self.roles.keys()
-        return [i for i in self._replaced_by(sent) if i in numbers]
+        replaced = self._replaced_by(sent)
+        if not replaced:
+            return ()
+        read = [n for n in origins(sent, elementwise=True) if n.opcode == 'parameter']
+        numbers = {int(parameter.op.operand_text) for parameter in read}
+        return [i for i in replaced if i in numbers]
 
-    def _parameters(self, node: Node, through: frozenset[str]) -> Sequence[int] | None:
+    def _parameters(self, node: Node, elementwise: bool = False) -> Sequence[int] | None:
         """Returns the parameters that a value consists of, or None if it has other numbers.
 
         Parameters after `inputs` are Refs that the function closes over, which have no path.
         """
-        sources = origins(node, through)
-        if not sources or any(source.opcode != 'parameter' for source in sources):
-            return None
-        numbers = [int(source.op.operand_text) for source in sources]
-        return None if max(numbers) >= len(self._inputs) else sorted(set(numbers))
+        numbers: set[int] = set()
+        for source in origins(node, elementwise):
+            number = int(source.op.operand_text) if source.opcode == 'parameter' else -1
+            if number not in range(len(self._inputs)):
+                return None
+            numbers.add(number)
+        return sorted(numbers) or None
 
     def _replaced_by(self, node: Node) -> Sequence[int]:
         """Returns the parameters in whose place the program returns a value, or its next value."""
         values = [strip(node, MOVES)]
-        while values[-1].opcode == 'dynamic-update-slice':  # and the value before an update
+        while values[-1].opcode == 'dynamic-update-slice':  # XLA may update a copy of a cache
             values.append(strip(values[-1].inputs[0], MOVES))
-        if values[-1].opcode == 'phi':  # the loop returns the value after its last iteration
-            values[-1] = values[-1].inputs[1]
-        copies = set[Node]().union(*map(copies_of, values))
-        outputs = [i for copy in copies for i in self._outputs.get(copy, ())]
-        return sorted({i for output in outputs for i in self._updated.get(output, ())})
+        used_by = {output for value in values for output in self._uses.get(value, ())}
+        return sorted({i for output in used_by for i in self._updated.get(output, ())})
 
 
 def _find_roles(

@@ -34,6 +34,13 @@ ELEMENTWISE = frozenset(
         *('sqrt', 'subtract', 'tanh', 'erf', 'cbrt', 'and', 'or', 'not', 'xor'),
     )
 )
+# the operands that are not indices or predicates
+_NUMBERS = {
+    'dynamic-slice': slice(1),
+    'dynamic-update-slice': slice(2),
+    'pad': slice(1),
+    'select': slice(1, 3),
+}
 _NO_NUMBERS = frozenset(('constant', 'iota', 'partition-id', 'replica-id', 'rng-bit-generator'))
 _MAX_PHIS = 200  # keeps the search for an invariant short in programs with many nested loops
 
@@ -99,52 +106,36 @@ def has_no_numbers(node: Node) -> bool:
     return node.opcode in _NO_NUMBERS or '"AllocateBuffer"' in node.attributes
 
 
-def origins(node: Node, through: Collection[str] = MOVES) -> set[Node]:
-    """Returns the nodes whose numbers an array consists of.
+def origins(node: Node, elementwise: bool = False) -> Iterator[Node]:
+    """Yields the nodes whose numbers an array consists of.
 
-    Follows `through`, concatenations, updates of slices and loop state. Leaves out constants, such
-    as the zeros into which a loop writes its results.
+    Follows moves, concatenations, updates of slices and loop state; if `elementwise`, also
+    elementwise operations and broadcasts. Leaves out constants, such as the zeros into which a loop
+    writes its results.
     """
-    found: set[Node] = set()
     seen, pending = {node}, [node]
     while pending:
         node = pending.pop()
-        sources = _sources(node, through)
+        sources = _sources(node, elementwise)
         if not sources and not has_no_numbers(node):
-            found.add(node)
-        pending += [read for read in sources if read not in seen]
-        seen.update(sources)
-    return found
+            yield node
+        for source in sources:
+            if source not in seen:
+                seen.add(source)
+                pending.append(source)
 
 
-def _sources(node: Node, through: Collection[str]) -> Sequence[Node]:
-    moved = moved_operand(node, through)
+def _sources(node: Node, elementwise: bool) -> Sequence[Node]:
+    moved = moved_operand(node, MOVES)
     if moved is not None:
         return (moved,)
     if node.opcode in _JOINS or node.opcode == 'phi':
         return node.inputs
     if node.opcode == 'dynamic-update-slice':
         return node.inputs[:2]
-    if node.opcode in through and node.opcode in ELEMENTWISE:
-        return node.inputs
+    if elementwise and (node.opcode in ELEMENTWISE or node.opcode == 'broadcast'):
+        return node.inputs[_NUMBERS.get(node.opcode, slice(None))]
     return ()
-
-
-def copies_of(node: Node) -> set[Node]:
-    """Returns the nodes that hold the numbers of `node`: itself, and copies.
-
-    Follows copies, slices that are updated with it, and the results of loops.
-    """
-    found, pending = {node}, [node]
-    while pending:
-        node = pending.pop()
-        for user in node.users:
-            is_update = user.opcode == 'dynamic-update-slice' and node in user.inputs[:2]
-            is_copy = user.opcode in COPIES or user.opcode in ('exit', 'branch')
-            if (is_update or is_copy) and user not in found:
-                found.add(user)
-                pending.append(user)
-    return found
 
 
 # --- users --------------------------------------------------------------------------------------
@@ -156,13 +147,6 @@ _STOPS = frozenset(
         *('is-finite', 'reduce', 'reduce-window', 'scatter', 'select-and-scatter', 'sort'),
     )
 )
-# the operands that are not indices or predicates
-_NUMBERS = {
-    'dynamic-slice': slice(1),
-    'dynamic-update-slice': slice(2),
-    'pad': slice(1),
-    'select': slice(1, 3),
-}
 
 
 def results(node: Node, operand: Node) -> list[Node]:

@@ -20,7 +20,10 @@ _Function: TypeAlias = tuple[int, int]  # (file id, function name id)
 
 
 class Span(NamedTuple):
-    """A place in the user's source code. The column is 0 if it is unknown."""
+    """A place in the user's source code.
+
+    Columns count from 1, as in editors, and those of HLO from 0. The column is 0 if it is unknown.
+    """
 
     file: str
     line: int
@@ -52,7 +55,7 @@ class Sources:
             number: Span(
                 self._files.get(number_of('file_name_id', row), ''),
                 number_of('line', row),
-                number_of('column', row),
+                number_of('column', row, -1) + 1,
             )
             for number, row in tables.get('FileLocations', {}).items()
         }
@@ -75,8 +78,8 @@ class Sources:
     def span(self, metadata: str) -> Span | None:
         """Returns the source code of the instruction with this metadata."""
         if file := re.search(r'source_file="([^"]*)"', metadata):
-            line, column = (number_of(f'source_{key}', metadata) for key in ('line', 'column'))
-            return Span(file[1], line, column)
+            line = number_of('source_line', metadata)
+            return Span(file[1], line, number_of('source_column', metadata, -1) + 1)
         stack = self._stack(number_of('stack_frame_id', metadata))
         return innermost_user_frame(self._locations[location] for _, location in stack)
 
@@ -192,7 +195,7 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
     return bytes([int(match[1], 8)]) if len(match[1]) == 3 else match[1]
 
 
-def number_of(name: str, text: str) -> int:
-    """Reads the integer after `name` and '=' in `text`, or returns 0."""
+def number_of(name: str, text: str, default: int = 0) -> int:
+    """Reads the integer after `name` and '=' in `text`, or returns `default`."""
     match = re.search(rf'\b{name}=(\d+)', text)
-    return int(match[1]) if match else 0
+    return int(match[1]) if match else default
