@@ -19,6 +19,7 @@ from refusal import refusal
 from einshard import (
     UnexpectedCollectives,
     assert_collectives,
+    clear_caches,
     device_mesh,
     einshard,
     explain,
@@ -87,6 +88,7 @@ def test_numbers_of_slices(n_slices):
 
 
 def test_without_libtpu(monkeypatch):
+    clear_caches()  # of a slice that another test has described
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     assert str(refusal(topology, 'v5e:2x4')) == (
         'topology() needs libtpu, which is not installed\n'
@@ -105,7 +107,7 @@ PROGRAM = """
 import os
 import jax
 import numpy as np
-from einshard import einshard, explain, topology
+from einshard import clear_caches, einshard, explain, topology
 from jax._src import xla_bridge
 before = dict(os.environ)  # JAX sets TPU_SKIP_MDS_QUERY when it is imported
 {}
