@@ -1,14 +1,17 @@
-"""Compares plans with MaxText's tables for training on TPU v5e-256, evaluated by the TPU compiler.
+"""Compares plans with tables written by hand, all evaluated by the compiler of the target.
 
-    python -m benchmarks.plan_by_hand          # all models; takes an hour on two cores
+    python -m benchmarks.plan_by_hand          # all TPU models; takes an hour on two cores
     python -m benchmarks.plan_by_hand 128B
+    python -m benchmarks.plan_by_hand 8B       # by `plan`, for 64 H100s; needs JAX's CUDA plugin
 
-The sizes, batches and mesh shapes are those of MaxText's published configurations for v5e. The
-model is ours: a transformer with attention in blocks, Adam, and remat of whole layers.
+The sizes, batches and mesh shapes for TPUs are those of MaxText's published configurations for
+v5e-256. 8B has the sizes of Llama 3 8B, and 2 sequences on each GPU. The model is ours: a
+transformer with attention in blocks, Adam, and remat of whole layers.
 """
 
 import os
 import sys
+import time
 from contextlib import closing
 from typing import NamedTuple
 
@@ -19,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jax import ShapeDtypeStruct as Shape
 
-from einshard import Rules, einshard, shard_largest, sharded, topology
+from einshard import Rules, einshard, plan, shard_largest, sharded, topology
 from einshard._plan.estimate import Estimator
 from einshard._plan.evaluate import Function, Partitioner
 from einshard._plan.find_candidates import find_candidates
@@ -42,6 +45,7 @@ class Sizes(NamedTuple):
     batch: int
     tensor: int = 1
     is_gpt: bool = False  # no gate in the MLP, and the embedding also makes the logits
+    kv_heads: int | None = None  # default: heads
 
 
 MODELS = {
@@ -51,6 +55,8 @@ MODELS = {
     '128B': Sizes(64, 8192, 128, 57344, 32000, batch=256, tensor=16),
     '175B': Sizes(96, 12288, 96, 49152, 50304, batch=128, tensor=16, is_gpt=True),
 }
+GPU = Sizes(32, 4096, 32, 14336, 128256, batch=2 * 64, kv_heads=8)
+GPUS = 'h100:8x8'
 RULES = Rules(
     [
         (r'\bnorms$', 'layers two embed'),
@@ -68,7 +74,8 @@ RULES = Rules(
 def weights_of(c):
     shapes = {
         'norms': (c.layers, 2, c.embed),
-        **dict.fromkeys('qkv', (c.layers, c.embed, c.heads, HEAD)),
+        'q': (c.layers, c.embed, c.heads, HEAD),
+        **dict.fromkeys('kv', (c.layers, c.embed, c.kv_heads or c.heads, HEAD)),
         'out': (c.layers, c.heads, HEAD, c.embed),
         'up': (c.layers, c.embed, c.mlp),
         'down': (c.layers, c.mlp, c.embed),
@@ -81,6 +88,7 @@ def weights_of(c):
 
 def attention(q, k, v):
     """Attention of one block of queries at a time, which needs little memory."""
+    k, v = (jnp.repeat(one, q.shape[2] // one.shape[2], 2) for one in (k, v))
 
     @jax.checkpoint
     def block(_, q):
@@ -187,6 +195,29 @@ def compare(name):
     show('shard_largest', evaluate_largest(c, mesh))
 
 
+def gpu_tables():
+    """FSDP over all GPUs, FSDP with tensor parallelism in each domain, and HSDP over domains."""
+    fsdp = {'batch': '@fsdp', 'embed': '@fsdp'}
+    yield 'FSDP 64', ({'fsdp': 64}, fsdp)
+    tensor = dict.fromkeys(['heads', 'mlp', 'vocab'], '@tensor')
+    yield 'FSDP 8 x tensor 8', ({'fsdp': 8, 'tensor': 8}, fsdp | tensor)
+    yield 'HSDP 8 x 8', ({'data': 8, 'fsdp': 8}, {'batch': '@(data,fsdp)', 'embed': '@fsdp'})
+
+
+def compare_on_gpus():
+    """Plans without knowing the tables, then evaluates these for the same GPUs."""
+    mesh, chip = topology(GPUS), as_chip('H100')
+    step, args = train_step(GPU)
+    start = time.perf_counter()
+    found = plan(step, *args, mesh=mesh)
+    print(f'8B for {GPUS}: plan took {time.perf_counter() - start:.0f} s')
+    print(found, flush=True)
+    model = find_model(step, args, {})
+    function = Function(step, args, {}, mesh, chip)
+    for label, table in gpu_tables():
+        show(label, function.evaluate(read_candidate(0, table, model, mesh.size)))
+
+
 def show(label, one):
     memory = one.memory or 0
     figures = f'{one.network_bytes / 2**30:.1f} GiB sent, {memory / 2**30:.1f} GiB of memory'
@@ -197,7 +228,7 @@ def show(label, one):
 
 def main(*names):
     for name in names or MODELS:
-        compare(name)
+        compare_on_gpus() if name == '8B' else compare(name)
 
 
 if __name__ == '__main__':

@@ -1,6 +1,7 @@
 """topology: GPU clusters you don't have. What compiles needs JAX's CUDA plugin, but no GPU."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -15,16 +16,18 @@ from refusal import refusal
 from spawn import python_path
 
 from einshard import (
+    UnexpectedCollectives,
     assert_collectives,
     device_mesh,
     einshard,
+    expect_collectives,
     explain,
-    make_sharding,
     plan,
     sharded,
     to_jax,
     topology,
 )
+from einshard._inspect.golden_files import golden_text
 from einshard._program.cost.chips import find_chip
 from einshard._program.cost.network import Network
 from einshard._sharding import cuda_plugin
@@ -459,23 +462,84 @@ def test_matrix_products(name, function, kind, shape, along):
     assert_collectives(function, struct(1024, 512), struct(512, 256), allowed={kind: 1}, mesh=mesh)
 
 
+def instructions(jitted, *args):
+    """The instructions of the compiled program, without metadata such as source lines."""
+    text = jitted.lower(*args).compile().as_text()
+    return re.findall(r'^.* = .*', re.sub(r', metadata=\{[^}]*\}', '', text), re.MULTILINE)
+
+
 @pytest.mark.gpu
-def test_one_program_by_hand_and_by_expression():
-    mesh = topology('h100:2x8', data=2, tensor=8)
+@pytest.mark.parametrize('name', ['h100:8', 'h100:2x8'])
+def test_tensor_parallelism_by_hand(name):
+    mesh = topology(name, data=2, tensor=topology(name).size // 2)
+    hidden, out = NamedSharding(mesh, P('data', 'tensor')), NamedSharding(mesh, P('data'))
 
+    @sharded('b d -> b@data d', 'd f -> d f@tensor', 'f d -> f@tensor d', out='b@data d', mesh=mesh)
     def mlp(x, w, v):
-        return jax.nn.gelu(x @ w) @ v
+        return jax.nn.gelu(einshard(x @ w, 'b@data f@tensor')) @ v
 
-    shapes = (64, 128), (128, 512), (512, 128)
+    def by_hand(x, w, v):
+        return jax.nn.gelu(jax.lax.with_sharding_constraint(x @ w, hidden)) @ v
+
     specs = P('data'), P(None, 'tensor'), P('tensor')
-    expressions = 'b d -> b@data d', 'd f -> d f@tensor', 'f d -> f@tensor d'
-    by_hand = [NamedSharding(mesh, spec) for spec in specs]
-    by_expression = [make_sharding(text, mesh=mesh) for text in expressions]
-    texts = [
-        jax.jit(mlp, in_shardings=shardings).lower(*map(struct_of, shapes)).compile().as_text()
-        for shardings in (by_hand, by_expression)
-    ]
-    assert texts[0] == texts[1]
+    in_shardings = [NamedSharding(mesh, spec) for spec in specs]
+    jitted = jax.jit(by_hand, in_shardings=in_shardings, out_shardings=out)
+    args = struct(64, 128), struct(128, 512), struct(512, 128)
+    assert instructions(mlp, *args) == instructions(jitted, *args)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('name', ['h100:8', 'h100:2x8'])
+def test_an_fsdp_step_by_hand(name):
+    mesh = topology(name, data=topology(name).size)
+    by_batch = NamedSharding(mesh, P('data'))
+    weights = {'up': struct(4, 256, 512), 'down': struct(4, 512, 256)}
+
+    def step_with(constrain):
+        def loss(weights, x):
+            @jax.checkpoint
+            def layer(x, w):
+                return constrain(x + constrain(jnp.tanh(x @ w['up'])) @ w['down']), None
+
+            return jnp.mean(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+        def step(weights, x):
+            value, gradients = jax.value_and_grad(loss)(weights, x)
+            return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+        return step
+
+    spec = 'layers rows@data columns'
+    step = step_with(lambda x: einshard(x, 'batch@data features'))
+    decorate = sharded(
+        spec, 'batch@data features', out=(spec, '... -> * ...'), mesh=mesh, donate_argnums=0
+    )
+    fsdp = NamedSharding(mesh, P(None, 'data'))
+    by_hand = jax.jit(
+        step_with(lambda x: jax.lax.with_sharding_constraint(x, by_batch)),
+        in_shardings=(fsdp, by_batch),
+        out_shardings=(fsdp, NamedSharding(mesh, P())),
+        donate_argnums=0,
+    )
+    args = weights, struct(64, 256)
+    assert instructions(decorate(step), *args) == instructions(by_hand, *args)
+
+
+@pytest.mark.gpu
+def test_expectations_and_golden_files():
+    mesh = topology('h100:2x8')
+    f = sharded('x y -> x* y', 'y z -> y z*', out='x z -> x* z', mesh=mesh)(jnp.matmul)
+    args = struct(1024, 512), struct(512, 256)
+    with pytest.warns(match='of matmul were not checked'), expect_collectives(()):
+        f.lower(*args).compile()  # for devices of another process
+    limited = sharded('x y -> x* y', 'y z -> y z*', mesh=mesh, collectives=())(jnp.matmul)
+    assert 'collectives= allows no collectives, but' in str(explain(limited, *args))
+    with pytest.raises(UnexpectedCollectives, match='all-gather'):
+        assert_collectives(f, *args, allowed=())
+    text = golden_text(explain(f, *args))
+    assert text.startswith('matmul on 16 devices')
+    assert '1 x all-gather f32[512,256], 1 group of 16' in text
+    assert text == golden_text(explain(f, *args))
 
 
 @pytest.mark.gpu
