@@ -285,8 +285,8 @@ def test_innermost_line_of_the_user(parents):
     sources = Sources(text.splitlines())
     assert sources.span('op_name="f"') is None
     beside = 'op_name="f" source_file="/a b/m.py" source_line=7 source_end_line=9 source_column=5'
-    assert sources.span(beside) == ('/a b/m.py', 7, 5)
-    assert Sources(text.splitlines()).span('stack_frame_id=2') == ('/home/user/model.py', 12, 1)
+    assert sources.span(beside) == ('/a b/m.py', 7, 6)  # HLO counts from 0
+    assert Sources(text.splitlines()).span('stack_frame_id=2') == ('/home/user/model.py', 12, 2)
 
 
 # --- loops --------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from einshard import explain, topology
 from einshard._inspect.payloads import Payloads
 from einshard._program.hlo.find_collectives import find_collectives
 from einshard._program.hlo.graph import Graph
+from einshard._program.hlo.queries import origins, output_uses
+from einshard._program.hlo.slices import find_gather
 from einshard._program.hlo.text import Program
 
 PLATFORMS = ['cpu', 'tpu']
@@ -239,6 +241,9 @@ ENTRY %main (w: f32[8,8], s: f32[8], v: f32[8,8], x: f32[8,8]) -> (f32[8,8], f32
   %is_even = pred[8,8]{1,0} compare(%x, %v), direction=LT
   %chosen = f32[8,8]{1,0} select(%is_even, %zeros, %w)
   %mixed = f32[8,8]{1,0} add(%w, %x)
+  %row = f32[1,8]{1,0} reshape(%new_s)
+  %first = s32[] constant(0)
+  %patched = f32[8,8]{1,0} dynamic-update-slice(%v, %row, %first, %first)
 """
 FOOTER = """
   ROOT %out = (f32[8,8]{1,0}, f32[8]{0}, f32[32,8]{1,0}) tuple(%new_w, %new_s, %y)
@@ -279,6 +284,7 @@ def payload_of(text, **operands):
         ('x', 'w', ('activations', ('x', 'w'))),
         ('v', 'x', ('activations', ('v', 'x'))),  # v is no weight: the step does not update it
         ('mixed', 'mixed', ('activations', ())),
+        ('patched', 'patched', ('activations', ())),  # v, of which a row is another value
     ],
 )
 def test_the_payload_of_several_arrays(first, second, payload):
@@ -298,6 +304,121 @@ def test_the_payload_of_several_arrays(first, second, payload):
 )
 def test_an_all_reduce_of_padded_shards_gathers_them(shard, payload):
     assert payload_of(PADDED, SHARD=shard) == payload
+
+
+def test_operands_of_a_collective_have_their_own_results():
+    text = """HloModule jit_f, num_partitions=4
+
+ENTRY %main (g: f32[8], h: f32[8]) -> (f32[8], f32[8], f32[32]) {
+  %g = f32[8]{0} parameter(0)
+  %h = f32[8]{0} parameter(1)
+  %sums = (f32[8]{0}, f32[8]{0}) all-reduce(%g, %h), replica_groups=[1,4]<=[4], to_apply=%add
+  %a = f32[8]{0} get-tuple-element(%sums), index=0
+  %b = f32[8]{0} get-tuple-element(%sums), index=1
+  %all = (f32[32]{0}, f32[32]{0}) all-gather(%g, %h), replica_groups=[1,4]<=[4], dimensions={0}
+  %c = f32[32]{0} get-tuple-element(%all), index=1
+  ROOT %out = (f32[8]{0}, f32[8]{0}, f32[32]{0}) tuple(%b, %a, %c)
+}
+"""
+    graph = Graph(Program(text))
+    uses = output_uses(graph)
+    assert [uses[graph.parameters[i]] for i in (0, 1)] == [{1}, {0, 2}]
+    assert [*origins(graph.outputs[2])] == [graph.parameters[1]]
+
+
+LOOP = """HloModule jit_f, num_partitions=4
+
+%body (state: (s32[], f32[32,8], f32[8,8])) -> (s32[], f32[32,8], f32[8,8]) {
+  %state = (s32[], f32[32,8]{1,0}, f32[8,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %all = f32[32,8]{1,0} get-tuple-element(%state), index=1
+  %sum = f32[8,8]{1,0} get-tuple-element(%state), index=2
+BODY
+  ROOT %new = (s32[], f32[32,8]{1,0}, f32[8,8]{1,0}) tuple(%next, %new_all, %new_sum)
+}
+
+%condition (state: (s32[], f32[32,8], f32[8,8])) -> pred[] {
+  %state = (s32[], f32[32,8]{1,0}, f32[8,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %five = s32[] constant(5)
+  ROOT %less = pred[] compare(%i, %five), direction=LT
+}
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8]{1,0} parameter(0)
+BEFORE
+  %zero = s32[] constant(0)
+  %before = (s32[], f32[32,8]{1,0}, f32[8,8]{1,0}) tuple(%zero, %g, %x)
+  %after = (s32[], f32[32,8]{1,0}, f32[8,8]{1,0}) while(%before), condition=%condition, body=%body
+  ROOT %out = f32[8,8]{1,0} get-tuple-element(%after), index=2
+}
+"""
+SLICED_LATER = """
+  %device = u32[] partition-id()
+  %offsets = s32[4]{0} constant({0, 8, 16, 24})
+  %mine = s32[1]{0} dynamic-slice(%offsets, %device), dynamic_slice_sizes={1}
+  %start = s32[] reshape(%mine)
+  %zero = s32[] constant(0)
+  %block = f32[8,8]{1,0} dynamic-slice(%all, %start, %zero), dynamic_slice_sizes={8,8}
+  %new_sum = f32[8,8]{1,0} add(%sum, %block)
+"""
+SUMMED = """
+  %wide = f32[32,8]{1,0} concatenate(%sum, %sum, %sum, %sum), dimensions={0}
+  %change = f32[32,8]{1,0} custom-call(%wide), custom_call_target="f"
+  %summed = f32[32,8]{1,0} all-reduce(%change), replica_groups=[1,4]<=[4], to_apply=%add
+  %new_sum = f32[8,8]{1,0} slice(%all), slice={[0:8], [0:8]}
+"""
+
+
+def loop_of(before, body, new_all):
+    """A loop over five iterations that begins with %g."""
+    text = LOOP.replace('BEFORE', before).replace('BODY', body.strip('\n'))
+    graph = Graph(Program(text.replace('%new_all', new_all)))
+    [collective] = find_collectives(graph)
+    return graph, collective
+
+
+def test_a_gathered_array_that_a_loop_slices():
+    """Each device keeps one block of what is gathered before the loop."""
+    gather = '  %g = f32[32,8]{1,0} all-gather(%x), replica_groups=[1,4]<=[4], dimensions={0}'
+    graph, collective = loop_of(gather, SLICED_LATER, new_all='%all')
+    assert find_gather(graph, collective).kept == ((0, 1, 2, 3), (0, 0, 0, 0))
+
+
+def test_a_sum_that_a_later_iteration_uses():
+    """As of gradients that are applied one step late."""
+    filled = '  %nil = f32[] constant(0)\n  %g = f32[32,8]{1,0} broadcast(%nil), dimensions={}'
+    graph, collective = loop_of(filled, SUMMED, new_all='%summed')
+    assert [output_uses(graph)[node] for node in collective.nodes] == [{0}]
+
+
+def test_a_collective_of_a_computation_that_a_branch_calls():
+    text = """HloModule jit_f, num_partitions=4
+
+%summed (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  ROOT %sum = f32[8]{0} all-reduce(%a), replica_groups=[1,4]<=[4], to_apply=%add
+}
+
+%yes (b: f32[8]) -> f32[8] {
+  %b = f32[8]{0} parameter(0)
+  ROOT %called = f32[8]{0} call(%b), to_apply=%summed
+}
+
+%no (c: f32[8]) -> f32[8] {
+  ROOT %c = f32[8]{0} parameter(0)
+}
+
+ENTRY %main (p: pred[], x: f32[8]) -> f32[8] {
+  %p = pred[] parameter(0)
+  %x = f32[8]{0} parameter(1)
+  ROOT %y = f32[8]{0} conditional(%p, %x, %x), true_computation=%yes, false_computation=%no
+}
+"""
+    [collective] = find_collectives(Graph(Program(text)))
+    assert collective.in_branch
 
 
 # --- executions and columns ---------------------------------------------------------------------

@@ -82,8 +82,7 @@ class Scope:
     Attributes:
         calls: the instructions that call: fusions, calls, loops, conditionals, .. outermost first.
         loops: the loops among them.
-        fusion: the outermost fusion among them since the last loop, or None. What is inside needs
-            no memory of its own.
+        fusion: the outermost fusion among them, or None. What is inside needs no memory of its own.
         in_branch: whether one of `calls` is a conditional.
         is_condition: whether this is the condition of the innermost loop.
     """
@@ -101,7 +100,7 @@ class Scope:
 
     def loop(self, loop: Loop, is_condition: bool) -> Scope:
         calls, loops = (*self.calls, loop.op), (*self.loops, loop)
-        return Scope(calls, loops, None, self.in_branch, is_condition)
+        return Scope(calls, loops, self.fusion, self.in_branch, is_condition)
 
 
 @dataclass(eq=False)
@@ -148,6 +147,8 @@ class Graph:
         >>> graph = Graph(Program(text))
         >>> graph.outputs, graph.outputs[0].inputs
         ([add b], (parameter x, parameter x))
+        >>> graph.parameters[0].users
+        [add b]
 
     Attributes:
         program: the parsed text.
