@@ -107,7 +107,7 @@ PROGRAM = """
 import os
 import jax
 import numpy as np
-from einshard import clear_caches, einshard, explain, topology
+from einshard import einshard, explain, topology
 from jax._src import xla_bridge
 before = dict(os.environ)  # JAX sets TPU_SKIP_MDS_QUERY when it is imported
 {}
