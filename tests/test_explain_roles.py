@@ -417,8 +417,10 @@ ENTRY %main (p: pred[], x: f32[8]) -> f32[8] {
   ROOT %y = f32[8]{0} conditional(%p, %x, %x), true_computation=%yes, false_computation=%no
 }
 """
-    [collective] = find_collectives(Graph(Program(text)))
+    graph = Graph(Program(text))
+    [collective] = find_collectives(graph)
     assert collective.in_branch
+    assert {node.name for node in origins(graph.outputs[0])} == {'sum', 'x'}  # of both branches
 
 
 # --- executions and columns ---------------------------------------------------------------------
