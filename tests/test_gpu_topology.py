@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from placed import struct
 from refusal import refusal
@@ -335,6 +335,20 @@ def test_one_topology_in_a_mesh():
     error = refusal(device_mesh, devices)
     assert error.sentence == 'all devices of a mesh must be of one topology'
     assert error.facts == {'devices': 'NVIDIA H100 80GB HBM3, NVIDIA B200'}
+    mesh = Mesh(np.array(devices), ('x',))
+    f = sharded('a@x', mesh=mesh)(jnp.tanh)
+    for call in (
+        lambda: f.lower(struct(16)),
+        lambda: explain(f, struct(16)),
+        lambda: explain(sharded('a@x')(jnp.tanh), struct(16), mesh=mesh),
+        lambda: einshard(struct(16), 'a@x', mesh=mesh),
+        lambda: einshard(np.ones(16), 'a@x', mesh=mesh),
+        lambda: to_jax('a@x', mesh=mesh),
+    ):
+        assert refusal(call).sentence == error.sentence
+    with jax.set_mesh(mesh):
+        in_context = refusal(explain, sharded('a@x')(jnp.tanh), struct(16))
+    assert in_context.sentence == error.sentence
 
 
 @pytest.mark.gpu

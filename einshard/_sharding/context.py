@@ -30,6 +30,7 @@ from .mesh import (
     AnyMesh,
     MeshLike,
     check_mesh,
+    check_one_topology,
     device_mesh,
     is_reshaped,
     mesh_fact,
@@ -88,6 +89,8 @@ def make_context(
     axis_rules: AxisRules = (),
     on_one_device: bool = False,
 ) -> Context:
+    if isinstance(mesh, Mesh):
+        check_one_topology(list(mesh.devices.flat))
     return Context(mesh, mesh_is_ambient, axis_rules, on_one_device)
 
 

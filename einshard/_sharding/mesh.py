@@ -132,15 +132,8 @@ def _canonical_mesh(devices: MeshLike | None, axis_types: AxisType | None) -> An
     return _mesh_of_devices(chosen, axis_type)
 
 
-@cached
-def _mesh_of_devices(devices: tuple[Device, ...], axis_type: AxisType) -> Mesh:
-    if not devices:
-        raise EinshardError('a mesh needs at least one device, but got none')
-    if len(set(devices)) != len(devices):
-        raise EinshardError(
-            'the same device is listed more than once',
-            facts={'devices': ', '.join(map(str, devices))},
-        )
+def check_one_topology(devices: Sequence[Device]) -> None:
+    """Raises if no program can use all devices: several platforms, or several topologies."""
     platforms = sorted({device.platform for device in devices})
     if len(platforms) > 1:
         raise EinshardError(
@@ -152,6 +145,18 @@ def _mesh_of_devices(devices: tuple[Device, ...], axis_type: AxisType) -> Mesh:
         raise EinshardError(
             'all devices of a mesh must be of one topology', facts={'devices': ', '.join(kinds)}
         )
+
+
+@cached
+def _mesh_of_devices(devices: tuple[Device, ...], axis_type: AxisType) -> Mesh:
+    if not devices:
+        raise EinshardError('a mesh needs at least one device, but got none')
+    if len(set(devices)) != len(devices):
+        raise EinshardError(
+            'the same device is listed more than once',
+            facts={'devices': ', '.join(map(str, devices))},
+        )
+    check_one_topology(devices)
     in_order = tuple(sorted(devices, key=position))
     if in_order != devices:
         return _mesh_of_devices(in_order, axis_type)
