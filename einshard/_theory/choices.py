@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .._notation.layout import Layout
+from .._program.cost.contraction import reduce
 from .communication import Communication, ShardedArray, is_in_order, resharding
 
 
@@ -66,32 +66,30 @@ def find_conflicts(operands: Sequence[ShardedArray]) -> Iterable[str]:
             yield f"'{name}' is sharded in operand {sharded} but not in operand {unsharded}"
 
 
-def find_targets(operands: Sequence[ShardedArray], result: ShardedArray) -> Iterable[Layout]:
-    """Finds layouts in which the devices can multiply their blocks of the operands.
+def find_targets(
+    operands: Sequence[ShardedArray], result: ShardedArray
+) -> Iterable[Mapping[str, str]]:
+    """Yields shardings in which the devices can multiply their blocks of the operands.
 
     Tries, for each mesh axis, the array axes that it shards in the operands and in the result. XLA
-    may reshard an operand to match the result if that sends less data. Skips layouts whose array
+    may reshard an operand to match the result if that sends less data. Skips shardings whose array
     axes are not divisible. At least one remains: that which keeps the sharding of operand 0, and of
     the axes that only operand 1 has.
     """
-    space = result.space
     # {(array axis in each operand, array axis in the result): the mesh axes that shard them}
     groups: dict[tuple[str | None, ...], list[str]] = {}
-    for axis in space.mesh_shape:
+    for axis in result.space.mesh_shape:
         sharded = tuple(array.array_axis(axis) for array in (*operands, result))
         groups.setdefault(sharded, []).append(axis)
     options = [
         _array_axis_options(operands, in_operands, in_result) for *in_operands, in_result in groups
     ]
-    targets: dict[Layout, None] = {}
     for chosen in itertools.product(*options):
         pairs = zip(chosen, groups.values(), strict=True)
-        array_axes = {axis: name for name, axes in pairs for axis in axes}
-        array_axes = _sort_mesh_axes([*operands, result], array_axes)
-        target = space.reassign(space.replicated, array_axes)
-        if space.is_divisible(target):
-            targets[target] = None
-    return targets
+        array_axes = {axis: name for name, axes in pairs if name for axis in axes}
+        target = _sort_mesh_axes([*operands, result], array_axes)
+        if result.space.is_divisible(target):
+            yield target
 
 
 def _array_axis_options(
@@ -117,29 +115,31 @@ def _array_axis_options(
 
 
 def _sort_mesh_axes(
-    arrays: Sequence[ShardedArray], array_axes: Mapping[str, str | None]
-) -> dict[str, str | None]:
+    arrays: Sequence[ShardedArray], array_axes: dict[str, str]
+) -> Mapping[str, str]:
     """Sorts {mesh axis: array axis}, so that the mesh axes of an array axis are major to minor.
 
     Takes their order from the array that shards this array axis over the most mesh axes.
     """
-    ordered: dict[str, str | None] = {}
+    ordered: dict[str, str] = {}
     for name in dict.fromkeys(array_axes.values()):
-        if name:
-            longest = max((array.mesh_axes(name) for array in arrays), key=len)
-            ordered |= {axis: name for axis in longest if array_axes[axis] == name}
-    return ordered | {axis: name for axis, name in array_axes.items() if axis not in ordered}
+        longest = max((array.mesh_axes(name) for array in arrays), key=len)
+        ordered |= {axis: name for axis in longest if array_axes.get(axis) == name}
+    return ordered | array_axes
 
 
 def choices_for(
-    operands: Sequence[ShardedArray], target: Layout, result: ShardedArray, is_result_placed: bool
+    operands: Sequence[ShardedArray],
+    target: Mapping[str, str],
+    result: ShardedArray,
+    is_result_placed: bool,
 ) -> Iterable[Choice]:
-    """Yields the ways to compute a contraction with the operands resharded to the layout `target`.
+    """Yields the ways to compute a contraction with the operands resharded to `target`.
 
     If not `is_result_placed`, yields one choice that all-reduces any partial sums, and one for each
     array axis along which they can be reduce-scattered.
     """
-    matched = [operand.with_layout(target) for operand in operands]
+    matched = [operand.with_sharding(target) for operand in operands]
     pairs = list(zip(operands, matched, strict=True))
     before = [collective for old, new in pairs for collective in resharding(old, new)]
     slices = [
@@ -149,32 +149,19 @@ def choices_for(
         if any(old.array_axis(axis) is None for axis in new.mesh_axes(name))
     ]
     block = ' '.join(f'[{operand.block}]' for operand in matched)
-    product = result.with_layout(target)
-    used = [split.mesh_axes[0] for split in target.splits if split.axis is not None]
+    product = result.with_sharding(target)
     # mesh axes that shard a contracted axis, so that `product` is a partial sum over them
-    partial = [a for a in result.space.mesh_shape if a in used and not product.array_axis(a)]
+    partial = [a for a in result.space.mesh_shape if a in target and not product.array_axis(a)]
     for final in [result] if is_result_placed else [product, *_scatter_results(product, partial)]:
+        steps, summed = reduce(product.sharding, partial, final.sharding)
+        after = resharding(product.with_sharding(summed), final)
         yield Choice(
             final.expression(),
-            (*before, *_sum_steps(product, partial, final)),
+            (*before, *product.communications(steps), *after),
             tuple(slices),
             tuple(operand.expression() for operand in matched),
             block,
         )
-
-
-def _sum_steps(
-    product: ShardedArray, partial: Sequence[str], final: ShardedArray
-) -> Iterable[Communication]:
-    """Yields the collectives that sum `product` over `partial`, and reshard it to `final`."""
-    scattered = {axis: final.array_axis(axis) for axis in partial if final.array_axis(axis)}
-    all_reduced = [axis for axis in partial if axis not in scattered]
-    if scattered:
-        yield product.communication('reduce-scatter', list(scattered))
-    summed = product.reassign(scattered)
-    if all_reduced:
-        yield summed.communication('all-reduce', all_reduced)
-    yield from resharding(summed, final)
 
 
 def _scatter_results(product: ShardedArray, partial: Sequence[str]) -> Iterable[ShardedArray]:
@@ -186,7 +173,7 @@ def _scatter_results(product: ShardedArray, partial: Sequence[str]) -> Iterable[
         return
     space = product.space
     for name in product.names:
-        scattered = product.reassign(dict.fromkeys(partial, name))
-        is_divisible = space.is_divisible(scattered.layout)
+        scattered = product.with_sharding({**product.sharding, **dict.fromkeys(partial, name)})
+        is_divisible = space.is_divisible(scattered.sharding)
         if is_divisible and is_in_order(scattered.mesh_axes(name), space.mesh_shape):
             yield scattered

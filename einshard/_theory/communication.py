@@ -1,17 +1,19 @@
 """Predicts the collectives that reshard the arrays of a contraction. Does not import JAX.
 
-Here, a `Layout` has one split for each mesh axis, and `Split.axis` is an index into `Space.names`.
+Here, a sharding is a dict {mesh axis: array axis}, with the mesh axes of each array axis major to
+minor. `_program/cost/contraction.py` finds the collectives. This adds blocks and the order of axes.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .._notation.expression import Term
-from .._notation.layout import Layout, Split, merge_neighbors, replicate_axes
 from .._notation.write import with_unsharded
+from .._program.cost.contraction import Step, reshard, restrict
 from .._text import deprecated_alias
 
 
@@ -58,61 +60,39 @@ class Space:
     sizes: Mapping[str, int] | None = None  # of the array axes; None if unknown
     item_bytes: int = 4
 
-    @property
-    def replicated(self) -> Layout:
-        return Layout(tuple(Split(size, None, (axis,)) for axis, size in self.mesh_shape.items()))
+    def n_shards(self, axes: Iterable[str]) -> int:
+        return math.prod(self.mesh_shape[axis] for axis in axes)
 
-    def reassign(self, layout: Layout, array_axes: Mapping[str, str | None]) -> Layout:
-        """Returns `layout` with the mesh axes in `array_axes` reassigned.
-
-        `array_axes` maps them to the array axes to shard, or to None to replicate. They become
-        minor to the mesh axes that already shard the array axis.
-        """
-        positions = {a: None if n is None else self.names.index(n) for a, n in array_axes.items()}
-        splits = [split for split in layout.splits if split.mesh_axes[0] not in positions]
-        splits += [Split(self.mesh_shape[axis], at, (axis,)) for axis, at in positions.items()]
-        # sort the splits, so that equal layouts compare equal: replicas last, in mesh order
-        last = {axis: i for i, axis in enumerate(self.mesh_shape, len(self.names))}
-        splits.sort(key=lambda s: last[s.mesh_axes[0]] if s.axis is None else s.axis)
-        return Layout(tuple(splits))
-
-    def is_divisible(self, layout: Layout) -> bool:
+    def is_divisible(self, sharding: Mapping[str, str]) -> bool:
         """Whether each array axis is divisible by its number of shards, or sizes are unknown."""
         return self.sizes is None or all(
-            self.sizes[self.names[at]] % n == 0 for at, n in layout.n_shards.items()
+            self.sizes[name] % self.n_shards(a for a, n in sharding.items() if n == name) == 0
+            for name in set(sharding.values())
         )
 
 
 @dataclass(frozen=True)
 class ShardedArray:
-    """An operand or the result of a contraction, and its layout."""
+    """An operand or the result of a contraction, and its sharding."""
 
     label: str  # 'operand 0', 'the result'
     names: tuple[str, ...]
-    layout: Layout
+    sharding: Mapping[str, str]
     space: Space
 
-    def with_layout(self, layout: Layout) -> ShardedArray:
-        """Returns the array in `layout`, ignoring splits of array axes that are not in `names`."""
-        others = {i for i, name in enumerate(self.space.names) if name not in self.names}
-        return replace(self, layout=self.space.reassign(replicate_axes(layout, others), {}))
-
-    def reassign(self, array_axes: Mapping[str, str | None]) -> ShardedArray:
-        """Reassigns mesh axes, as `Space.reassign` does."""
-        return replace(self, layout=self.space.reassign(self.layout, array_axes))
+    def with_sharding(self, sharding: Mapping[str, str]) -> ShardedArray:
+        """Returns the array in `sharding`, ignoring array axes that are not in `names`."""
+        return replace(self, sharding=restrict(sharding, self.names))
 
     def mesh_axes(self, name: str) -> tuple[str, ...]:
         """Returns the mesh axes that shard an array axis, major to minor."""
-        if name not in self.names:
-            return ()
-        at = self.space.names.index(name)
-        return tuple(split.mesh_axes[0] for split in self.layout.splits if split.axis == at)
+        return tuple(axis for axis, sharded in self.sharding.items() if sharded == name)
 
     def array_axis(self, mesh_axis: str) -> str | None:
-        return next((name for name in self.names if mesh_axis in self.mesh_axes(name)), None)
+        return self.sharding.get(mesh_axis)
 
     def n_shards(self, name: str) -> int:
-        return self.layout.n_shards.get(self.space.names.index(name), 1)
+        return self.space.n_shards(self.mesh_axes(name))
 
     @property
     def block(self) -> str:
@@ -135,55 +115,47 @@ class ShardedArray:
         if not all(is_in_order(self.mesh_axes(name), mesh_shape) for name in self.names):
             by_name = [str(Term(name, mesh_axes=self.mesh_axes(name))) for name in self.names]
             return f'{left} -> {" ".join(by_name)}'
-        axes = {split.mesh_axes[0]: split.axis for split in self.layout.splits}
-        splits = [Split(size, axes[axis]) for axis, size in mesh_shape.items() if size > 1]
+        grid = [(self.array_axis(axis), size) for axis, size in mesh_shape.items() if size > 1]
         terms = [
-            Term(None if s.axis is None else self.space.names[s.axis], s.count)
-            for s in merge_neighbors(splits)
+            Term(name, math.prod(size for _, size in neighbors))
+            for name, neighbors in itertools.groupby(grid, lambda pair: pair[0])
         ]
         return f'{left} -> {" ".join(map(str, with_unsharded(terms, self.names)))}'.strip()
 
-    def communication(self, kind: str, over: Sequence[str]) -> Communication:
+    def communications(self, steps: Iterable[Step[str, str]]) -> Iterable[Communication]:
         mesh_shape = self.space.mesh_shape
-        group_size = math.prod(mesh_shape[axis] for axis in over)
-        groups = math.prod(mesh_shape.values()) // group_size
-        block, n_bytes = self.block, self.bytes
-        return Communication(kind, self.label, tuple(over), group_size, groups, block, n_bytes)
+        for step in steps:
+            array, over = replace(self, sharding=step.block), step.axes
+            if step.kind != 'collective-permute':
+                over = tuple(axis for axis in mesh_shape if axis in over)
+            n = self.space.n_shards(over)
+            groups = math.prod(mesh_shape.values()) // n
+            yield Communication(step.kind, self.label, over, n, groups, array.block, array.bytes)
 
 
 def is_in_order(axes: Sequence[str], order: Iterable[str]) -> bool:
     return [axis for axis in order if axis in axes] == list(axes)
 
 
-def resharding(old: ShardedArray, new: ShardedArray) -> tuple[Communication, ...]:
-    """Returns the collectives that reshard an array from `old` to `new`.
+def resharding(old: ShardedArray, new: ShardedArray) -> Iterable[Communication]:
+    """Yields the collectives that reshard an array from `old` to `new`.
 
     Devices first take slices, which need no communication.
     """
-    current = old
+    current = dict(old.sharding)
     for name in old.names:
         # slice only if `new` keeps all mesh axes that shard this array axis
         if set(old.mesh_axes(name)) <= set(new.mesh_axes(name)):
-            unused = [axis for axis in new.mesh_axes(name) if old.array_axis(axis) is None]
-            current = current.reassign(dict.fromkeys(unused, name))
-    sharded = [axis for axis in old.space.mesh_shape if current.array_axis(axis)]
-    gathered = [axis for axis in sharded if not new.array_axis(axis)]
-    exchanged = [
-        axis for axis in sharded if new.array_axis(axis) not in (None, current.array_axis(axis))
-    ]
-    collectives: list[Communication] = []
-    if gathered:
-        current = current.reassign(dict.fromkeys(gathered))
-        collectives.append(current.communication('all-gather', gathered))
+            current |= {axis: name for axis in new.mesh_axes(name) if axis not in old.sharding}
+    steps = reshard(current, new.sharding)
+    kept = new.with_sharding({axis: n for axis, n in current.items() if axis in new.sharding})
     # mesh axes that shard an array axis in a different order than in `new`
-    permuted = [
+    permuted = tuple(
         axis
         for name in old.names
-        if current.mesh_axes(name) != new.mesh_axes(name)[: len(current.mesh_axes(name))]
-        for axis in current.mesh_axes(name)
-    ]
-    if exchanged:
-        collectives.append(current.communication('all-to-all', exchanged))
-    elif permuted:
-        collectives.append(current.communication('collective-permute', permuted))
-    return tuple(collectives)
+        if kept.mesh_axes(name) != new.mesh_axes(name)[: len(kept.mesh_axes(name))]
+        for axis in kept.mesh_axes(name)
+    )
+    if permuted and not any(step.kind == 'all-to-all' for step in steps):
+        steps.append(Step('collective-permute', permuted, kept.sharding))
+    return old.communications(steps)

@@ -62,8 +62,8 @@ def _n_left(contraction: Contraction, counts: Mapping[str, int], n_devices: int 
     return 1 if n_devices is None else n_devices // product
 
 
-def array_axes_of(array: Expression, mesh_shape: Mapping[str, int]) -> dict[str, str | None]:
-    """Maps each mesh axis to the array axis that it shards, or to None if it replicates.
+def array_axes_of(array: Expression, mesh_shape: Mapping[str, int]) -> dict[str, str]:
+    """Maps each mesh axis to the array axis that it shards, except those that replicate.
 
     Mesh axes are major to minor. Returns {} for an array without a placement.
     """
@@ -82,8 +82,9 @@ def array_axes_of(array: Expression, mesh_shape: Mapping[str, int]) -> dict[str,
             expected=f'in this order, {COUNTS_THAT_FIT}',
         )
     return {
-        axis: None if split.axis is None else array.names[split.axis]
+        axis: array.names[split.axis]
         for split, axes in zip(layout.splits, fitted, strict=True)
+        if split.axis is not None
         for axis in axes
     }
 

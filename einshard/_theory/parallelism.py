@@ -278,13 +278,11 @@ def _analyze_once(
     axis_sizes = None if sizes is None else _checked_sizes(contraction, sizes)
     space = Space(contraction.names, mesh_shape, axis_sizes, item_bytes)
     *operands, result = [
-        ShardedArray(
-            label, expression.names, space.reassign(space.replicated, array_axes[label]), space
-        )
+        ShardedArray(label, expression.names, array_axes[label], space)
         for label, expression in expressions.items()
     ]
     for array in (*operands, result):
-        _check_divisible(contraction, array, array_axes[array.label])
+        _check_divisible(contraction, array)
     conflicts = tuple(find_conflicts(operands))
     choices = tuple(
         choice
@@ -386,11 +384,9 @@ def _checked_sizes(contraction: Contraction, sizes: Mapping[str, int]) -> Mappin
     return sizes
 
 
-def _check_divisible(
-    contraction: Contraction, array: ShardedArray, array_axes: Mapping[str, str | None]
-) -> None:
+def _check_divisible(contraction: Contraction, array: ShardedArray) -> None:
     sizes = array.space.sizes
-    for name in dict.fromkeys(filter(None, array_axes.values())):
+    for name in dict.fromkeys(array.sharding.values()):
         if sizes is not None and sizes[name] % array.n_shards(name):
             raise contraction.error(
                 f"axis '{name}' (size {sizes[name]}) of {array.label} is not divisible by "

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
+from ..._program.cost.contraction import Step, reduce, reshard
 from ..._program.hlo.collective import Collective, ring_bytes
 from ..._text import first_of, format_bytes
 from ..fold_layers import fold_paths
@@ -286,8 +287,7 @@ def _is_cheaper_to_reduce(
     assert facts.mesh is not None
     names, product = frozenset(found.axis.mesh_axes), found.items[0].product
     n_gathered = _n_gathered(facts, found.items[0], names)
-    n_shards = _n_shards(facts, product.result, names)
-    n_reduced = product.sizes[2] // n_shards
+    n_reduced = product.sizes[2] // _n_shards(facts, product.result, names)
     on_line = {item.collective.name for found in similar for item in found.items}
     # if the result is sharded over `names`, a reduce-scatter replaces the gather of the data, and a
     # gather of the result stays. On CPU, XLA all-reduces instead, and needs no gather of the result
@@ -302,10 +302,10 @@ def _is_cheaper_to_reduce(
         )
         if collective.name in on_line or (is_of_data and n_gathered != n_reduced):
             gathered += 0 if is_scattered and n_reduced in sizes else collective.total_bytes
-    kind = 'reduce-scatter' if is_scattered else 'all-reduce'
-    group_size = prod(facts.mesh.shape[name] for name in names)
-    reduced = ring_bytes(kind, product.result_bytes // n_shards, group_size) * (product.runs or 1)
-    return gathered > len(similar) * reduced
+    partial_sum = product.result.sharding(without=names)
+    reduced = product.result.sharding() if is_scattered else partial_sum
+    steps, _ = reduce(partial_sum, names, reduced)
+    return gathered > len(similar) * _sent_bytes(facts, product, steps)
 
 
 def _sends_data(facts: Facts, item: _ProductCollective, axis: Axis) -> bool:
@@ -356,7 +356,8 @@ def _inherited_sharding(
     # which send twice as much
     gathered = sum(row.total_bytes for row in gathers)
     scattered = sum(c.total_bytes for c in activations if c.kind == 'reduce-scatter')
-    n_bytes = gathered - scattered - _bytes_to_gather(facts, lookup, along)
+    steps = reshard(lookup.result.sharding(), lookup.result.sharding(without=along))
+    n_bytes = gathered - scattered - _sent_bytes(facts, lookup, steps)
     if n_bytes <= facts.min_bytes:
         return
     path, mesh_axes = facts.arguments[table].path, items[0].collective.along
@@ -379,12 +380,14 @@ def _inherited_sharding(
     )
 
 
-def _bytes_to_gather(facts: Facts, lookup: Product, along: frozenset[str]) -> int:
-    """Returns the bytes that a device sends in one run to gather the result of a lookup."""
+def _sent_bytes(facts: Facts, product: Product, steps: Iterable[Step[str, int]]) -> int:
+    """Returns the bytes that a device sends in one run for these collectives of the result."""
     assert facts.mesh is not None
-    group_size = prod(facts.mesh.shape[name] for name in along)
-    n_bytes = lookup.result_bytes // _n_shards(facts, lookup.result, along)
-    return ring_bytes('all-gather', n_bytes, group_size) * (lookup.runs or 1)
+    sizes, n_bytes = facts.mesh.shape, 0
+    for step in steps:
+        block = product.result_bytes // prod(sizes[name] for name in step.block)
+        n_bytes += ring_bytes(step.kind, block, prod(sizes[name] for name in step.axes))
+    return n_bytes * (product.runs or 1)
 
 
 def lookup_in(facts: Facts, table: int) -> Product | None:

@@ -50,6 +50,15 @@ class Value:
     def mesh_axes(self) -> set[str]:
         return {name for axis in self.axes for name in axis.mesh_axes}
 
+    def sharding(self, without: Collection[str] = ()) -> dict[str, int]:
+        """Maps the mesh axes, except those in `without`, to the array axes that they shard."""
+        return {
+            name: i
+            for i, axis in enumerate(self.axes)
+            for name in axis.mesh_axes
+            if name not in without
+        }
+
     def with_axes(self, axes: Iterable[Axis]) -> Value:
         return dataclasses.replace(self, axes=tuple(axes))
 
