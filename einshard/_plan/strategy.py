@@ -96,9 +96,11 @@ def fastest_strategy(
     best = math.inf, {}, []
     for chosen in itertools.product(*(_choices(axis, arrays, op) for axis in used)):
         op_sharding = {axis: i for axis, i in zip(used, chosen, strict=True) if i is not None}
+        seconds = flop_seconds / _n_devices(op_sharding)
+        if seconds >= best[0]:  # collectives only add to it
+            continue
         steps = [(array, step) for array in operands for step in array.reshard(op_sharding)]
         steps += [(out, step) for step in out.reduce(op_sharding)]
-        seconds = flop_seconds / _n_devices(op_sharding)
         for array, step in steps:
             seconds += array.step_bytes(step) * seconds_per_byte(step.kind, step.axes)
         if seconds < best[0]:
