@@ -306,6 +306,19 @@ def test_an_all_reduce_of_padded_shards_gathers_them(shard, payload):
     assert payload_of(PADDED, SHARD=shard) == payload
 
 
+def test_a_kernel_without_operands():
+    text = """HloModule jit_f, num_partitions=4
+
+ENTRY %main () -> f32[8] {
+  ROOT %k = f32[8]{0} custom-call(), custom_call_target="tpu_custom_call", \
+backend_config={"custom_call_config":{"has_communication":true}}
+}
+"""
+    graph = Graph(Program(text))
+    [c] = map(Payloads(graph, [], {0: 'result'}).of, find_collectives(graph))
+    assert (c.kind, c.role, c.of) == ('custom-call', 'activations', ('result',))
+
+
 def test_operands_of_a_collective_have_their_own_results():
     text = """HloModule jit_f, num_partitions=4
 

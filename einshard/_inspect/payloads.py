@@ -52,7 +52,8 @@ class Payloads:
             is_gather = collective.kind == 'all-gather' or shard not in (None, operand)
             n_gathered += operand.array.bytes * is_gather
             arguments |= dict.fromkeys(found)
-        [(role, _)] = n_bytes.most_common(1)
+        # a kernel may have no operands
+        [(role, _)] = n_bytes.most_common(1) or [('', 0)]
         if role:
             paths = tuple(self._inputs[i][0] for i in arguments)
             return replace(collective, role=role, is_backward=is_backward, of=paths)
@@ -73,7 +74,7 @@ class Payloads:
             role=role,
             is_backward=is_backward or role == 'gradients',
             of=paths,
-            axes=_axes(collective) if role == 'activations' else '',
+            axes=_axes(collective) if role == 'activations' and n_bytes else '',
         )
 
     def _arguments(self, sent: Node) -> Sequence[int]:
