@@ -26,7 +26,7 @@ from .._sharding.mesh import Device, MeshLike, is_canonical_mesh, position
 from .arrays import array_row, find_arguments, find_names, find_results, results_in_place
 from .collectives import Collectives
 from .findings.causes import with_causes
-from .findings.facts import Facts
+from .findings.facts import Facts, common_mesh
 from .findings.find import find_findings
 from .intermediates import find_intermediates
 from .lowered import Stages, compiled_shardings, suggest_partial, trace_to_compile
@@ -124,7 +124,7 @@ def _read_program(
         for array in (*arguments, *results)
         if array.names is not None and isinstance(array.sharding, NamedSharding)
     )
-    mesh = meshes[0] if len(meshes) == 1 and meshes[0].size > 1 else None
+    mesh = common_mesh(meshes)
 
     # 256 devices have long groups, which many collectives share
     @functools.cache

@@ -29,7 +29,6 @@ class Payloads:
     """
 
     def __init__(self, graph: Graph, inputs: Sequence[tuple[str, str]], outputs: Mapping[int, str]):
-        self._graph = graph
         self._inputs = inputs
         self._output_paths = outputs
         self._uses = output_uses(graph)

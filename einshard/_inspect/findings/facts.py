@@ -30,6 +30,11 @@ from .values import Axis, Value
 _MIN_FRACTION = 0.02  # of the bytes of all collectives; gradients of norm scales send less
 
 
+def common_mesh(meshes: Sequence[AnyMesh]) -> AnyMesh | None:
+    """Returns the only mesh, or None if there are several or it has one device."""
+    return meshes[0] if len(meshes) == 1 and meshes[0].size > 1 else None
+
+
 @dataclass(frozen=True)
 class Facts:
     """A compiled program, read once for all diagnoses and the report.
@@ -117,7 +122,7 @@ class Facts:
 
         None if they have no mesh or several meshes, or if the mesh has only one device.
         """
-        return self.meshes[0] if len(self.meshes) == 1 and self.meshes[0].size > 1 else None
+        return common_mesh(self.meshes)
 
     @functools.cached_property
     def trace(self) -> Trace | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import prod
 from typing import ClassVar
 
 from ..._text import deprecated_alias
@@ -135,10 +134,6 @@ class Collective:
     def arrays(self) -> str:
         """The dtypes and shapes of `array_types`, such as 'f32[8,8]'."""
         return ', '.join(map(str, self.array_types))
-
-    @property
-    def n_elements(self) -> int:
-        return sum(prod(array.shape) for array in self.array_types)
 
     @property
     def bytes(self) -> int:

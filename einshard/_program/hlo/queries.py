@@ -149,15 +149,18 @@ _STOPS = frozenset(
 )
 
 
+def done_of(node: Node) -> Node:
+    """Returns the -done of a -start, which holds its results, or the node itself."""
+    done = (user for user in node.users if user.opcode.endswith('-done'))
+    return next(done, node) if node.opcode.endswith('-start') else node
+
+
 def results(node: Node, operand: Node) -> list[Node]:
     """Returns the nodes that hold what `node` computes from `operand`.
 
     Result i of a collective of several arrays comes from operand i.
     """
-    holder = node
-    if node.opcode.endswith('-start'):
-        holder = next((user for user in node.users if user.opcode.endswith('-done')), node)
-    elements = [user for user in holder.users if user.opcode == 'element']
+    elements = [user for user in done_of(node).users if user.opcode == 'element']
     if len(node.inputs) > 1 and node.opcode.removesuffix('-start') in COLLECTIVES:
         elements = [one for one in elements if node.inputs[one.index] is operand]
     return elements or [node]

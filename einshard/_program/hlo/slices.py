@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 from .collective import Collective
 from .graph import Graph, Node
 from .integers import Unknown, depends_on_device, evaluate
-from .queries import COPIES, ELEMENTWISE, has_no_numbers, strip
+from .queries import COPIES, ELEMENTWISE, done_of, has_no_numbers, strip
 from .text import ArrayType
 
 # blocks[dimension][device]: the index of the device's block along this dimension
@@ -145,13 +145,8 @@ def find_gather(graph: Graph, collective: Collective) -> Gather | None:
         origin=origin,
         parameter=int(origin.op.operand_text) if origin.opcode == 'parameter' else None,
         is_invariant=bool(node.loops) and node.loops[-1] not in origin.loops,
-        kept=_kept(graph, _result(node), collective.n_devices),
+        kept=_kept(graph, done_of(node), collective.n_devices),
     )
-
-
-def _result(node: Node) -> Node:
-    done = [user for user in node.users if user.opcode.endswith('-done')]
-    return done[0] if node.opcode.endswith('-start') and done else node
 
 
 def _kept(graph: Graph, gathered: Node, n_devices: int) -> Blocks | None:
@@ -205,7 +200,7 @@ def find_sliced_sum(graph: Graph, collective: Collective) -> SlicedSum | None:
         return None
     shape = node.array.shape
     found: set[tuple[tuple[int, int], ...]] = set()
-    slices = _slices(graph, _result(node), moves_only=False) or []
+    slices = _slices(graph, done_of(node), moves_only=False) or []
     for one in slices:
         offsets = one.node.inputs[1:]
         parts: dict[int, int] = {}
