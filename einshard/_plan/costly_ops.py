@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .flatten import Op, Program
+from .._program.jaxpr.graph import Op, Program
+from .._program.jaxpr.op_sharding_rule import Einsum
 from .live_sets import Roots
 from .names import AxisNames
-from .op_sharding_rule import Einsum
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .flatten import Op, Program
+from .._program.jaxpr.graph import Op, Program
 from .names import AxisNames
 
 # the names of each axis of an array, and its bytes

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax.tree_util as jtu
 
+from .._program.jaxpr.graph import Program, flatten
 from .costly_ops import CostlyOp, find_costly_ops
-from .flatten import Program, flatten
 from .flax_names import FlaxNames, flax_axis_names
 from .live_sets import LiveSet, StoredArray, find_live_sets
 from .names import ArrayNames, AxisNames, name_axes

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from .flatten import Op, Program
+from .._program.jaxpr.graph import Op, Program
 
 # the names of one array axis
 AxisNames: TypeAlias = tuple[str, ...]

@@ -24,6 +24,7 @@ from .._functions.sharded import sharded
 from .._functions.sharded_function import ShardedFunction
 from .._inspect.lowered import Stages, concrete, trace_call
 from .._notation.expression import ELLIPSIS, Expression, Term
+from .._program.jaxpr.graph import mesh_axes_of
 from .._sharding.axis_rules import axis_rules
 from .._sharding.context import current_context, mesh_scope
 from .._sharding.leaf_spec import REPLICATED, AnySpec, as_leaf_spec
@@ -31,7 +32,6 @@ from .._sharding.resolve import find_placement
 from .._text import name_of
 from .._trees.paths import path_text
 from .._trees.rules import Rules
-from .flatten import mesh_axes_of
 from .flax_names import FlaxNames, flax_axis_names
 from .names import ArrayNames
 

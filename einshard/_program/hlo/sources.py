@@ -93,7 +93,7 @@ class Sources:
         stack = [
             (frame, location)
             for frame, location in self._stack(number_of('stack_frame_id', metadata))
-            if _is_user_file(self._locations[location].file) and frame not in self._shared_frames
+            if is_user_file(self._locations[location].file) and frame not in self._shared_frames
         ]
         for (_, location), (_, outside) in pairwise(stack):
             if not self._is_helper(self._functions[location]):
@@ -147,14 +147,14 @@ def innermost_user_frame(frames: Iterable[_Frame]) -> _Frame | None:
     innermost = in_library = None
     for frame in frames:
         innermost = innermost or frame
-        if _is_user_file(frame[0]):
+        if is_user_file(frame[0]):
             return frame
         if not (frame[0].startswith(_PACKAGE) or _JAX_FILE.search(frame[0])):
             in_library = in_library or frame
     return in_library or innermost
 
 
-def _is_user_file(file: str) -> bool:
+def is_user_file(file: str) -> bool:
     is_library = file.startswith(_PACKAGE) or _JAX_FILE.search(file) or _LIBRARY_FILE.search(file)
     return bool(file) and not is_library
 

@@ -1,14 +1,17 @@
-"""Flattens a jaxpr, including loop bodies and nested calls, into a list of operations."""
+"""One graph of a traced program: a list of operations, with loop bodies and calls inlined."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .._sharding.mesh import UNCONSTRAINED, spec_axes
+from jax.sharding import AxisType
+
+from ..._sharding.mesh import UNCONSTRAINED, spec_axes
 from .op_sharding_rule import OpShardingRule, Shape, op_sharding_rule
+from .spans import Span, frames_of, with_callers
 
 
 @dataclass(slots=True)
@@ -30,20 +33,70 @@ class Value:
         return math.prod(self.shape) * getattr(self.dtype, 'itemsize', 4)
 
 
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a jaxpr is called, or an operation is.
+
+    Attributes:
+        runs: how often it runs in one run of the program, or None if unknown, as in a while loop.
+        frames: the spans of the user's frames, innermost first, with those of the callers.
+        is_backward: whether it is in a backward pass, also if it is recomputed there.
+        is_recomputed: whether `jax.checkpoint` recomputes it in the backward pass.
+        is_mapped: whether `jax.vmap` maps a function around it.
+        n_shards: in a `shard_map`, the product of the sizes of all manual mesh axes; else 0.
+        calls: the equations of the calls and loops around it, outermost first.
+    """
+
+    runs: int | None = 1
+    frames: tuple[Span, ...] = ()
+    is_backward: bool = False
+    is_recomputed: bool = False
+    is_mapped: bool = False
+    n_shards: int = 0
+    calls: tuple[Any, ...] = ()
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether it computes cotangents."""
+        return self.is_backward and not self.is_recomputed
+
+    def at(self, eqn: Any) -> Site:
+        """Returns the site of an equation of the jaxpr."""
+        transforms = str(eqn.source_info.name_stack)
+        recomputed = transforms.rfind('rematted_computation')
+        transposed = transforms.rfind('transpose(')
+        return replace(
+            self,
+            frames=with_callers(frames_of(eqn), self.frames),
+            is_backward=self.is_backward or transposed >= 0,
+            is_recomputed=recomputed > transposed
+            if recomputed != transposed
+            else self.is_recomputed,
+            is_mapped=self.is_mapped or 'vmap(' in transforms,
+        )
+
+    def inside(self, eqn: Any, length: int | None = 1) -> Site:
+        """Returns the site of a body of an equation that is at this site, run `length` times."""
+        runs = None if self.runs is None or length is None else self.runs * length
+        return replace(self, runs=runs, calls=(*self.calls, eqn))
+
+
 @dataclass(slots=True)
 class Op:
     """An operation in a program.
 
     Attributes:
-        primitive: the name of a JAX primitive, or one of four others. 'carry', 'scan_input' and
+        primitive: the name of a JAX primitive, or one of five others. 'carry', 'scan_input' and
             'scan_output' pass values between a loop and its body, and 'carry' also passes the
             results of the branches of a `cond`. 'scan_axis' links the scanned axis of an input of
-            a scan to that of an output.
+            a scan to that of an output. 'shards' passes values into and out of a `shard_map`.
         ins, outs: the indices of operands and results in `Program.values`; None for a scalar.
         executions: the product of the trip counts of the loops around the operation. A while loop
             counts as one iteration, because its trip count is unknown.
         loop: the id of the innermost loop around the operation, or 0 if it is in no loop.
         scan: for a 'scan_input' or 'scan_output', the id of its scan. For others, 0.
+        eqn: the equation; for an operation that passes values, that of the loop or call.
+        site: where the equation is.
     """
 
     primitive: str
@@ -53,6 +106,8 @@ class Op:
     executions: int = 1
     loop: int = 0
     scan: int = 0
+    eqn: Any = None
+    site: Site = Site()
 
     @property
     def arrays_in(self) -> list[int]:
@@ -80,25 +135,32 @@ class Program:
     results: list[int | None] = field(default_factory=list[int | None])
 
 
-def flatten(closed: Any) -> Program:
-    """Flattens a ClosedJaxpr, and removes operations whose results are not used."""
+def flatten(closed: Any, keep_unused: bool = False) -> Program:
+    """Flattens a jaxpr, and removes operations whose results are not used."""
     reader = _Flattener()
     jaxpr = _open(closed)
     program = reader.program
     program.arguments = reader.new_values(jaxpr.invars)
     program.results = reader.read(jaxpr, program.arguments)
-    program.ops = _used_ops(program)
+    if not keep_unused:
+        program.ops = _used_ops(program)
     return program
 
 
 class _Flattener:
-    """Appends operations to one program, each with the current `executions` and `loop`."""
+    """Appends operations to one program, each with the current `executions`, `loop` and equation.
+
+    Attributes:
+        site: where the current jaxpr is called, and then where its current equation `eqn` is.
+    """
 
     def __init__(self) -> None:
         self.program = Program()
         self.executions = 1
         self.loop = 0
         self.n_loops = 0
+        self.eqn: Any = None
+        self.site = Site()
 
     def new_value(self, aval: Any) -> int | None:
         """Returns the index of a new value, or None for a scalar or an aval without a shape."""
@@ -123,11 +185,30 @@ class _Flattener:
                 return self.new_value(atom.aval)
             return env[atom]
 
+        call = self.eqn, self.site
         for eqn in jaxpr.eqns:
+            self.eqn, self.site = eqn, call[1].at(eqn)
             ins = [value_of(atom) for atom in eqn.invars]
             outs = self.equation(eqn, ins)
             env.update(zip(eqn.outvars, outs, strict=True))
+        self.eqn, self.site = call
         return [value_of(atom) for atom in jaxpr.outvars]
+
+    def call(
+        self,
+        jaxpr: Any,
+        arguments: Sequence[int | None],
+        length: int | None = 1,
+        n_shards: int | None = None,
+    ) -> list[int | None]:
+        """Adds the operations of a jaxpr that the current equation runs `length` times."""
+        site = self.site
+        self.site = site.inside(self.eqn, length)
+        if n_shards is not None:
+            self.site = replace(self.site, n_shards=n_shards)
+        results = self.read(jaxpr, arguments)
+        self.site = site
+        return results
 
     def equation(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
         name, params = eqn.primitive.name, eqn.params
@@ -137,12 +218,10 @@ class _Flattener:
             return self.while_loop(eqn, ins)
         if name == 'cond':
             return self.cond(eqn, ins)
-        # calls such as jit are inlined; a Pallas kernel is not, because its body works on blocks
-        body = next(_nested_jaxprs(params), None)
-        if body is not None and len(body.invars) == len(ins) and name != 'pallas_call':
-            results = self.read(body, ins)
-            if len(results) == len(eqn.outvars):
-                return results
+        if name == 'shard_map':
+            return self.shard_map(eqn, ins)
+        if (body := called_jaxpr(eqn)) is not None:
+            return self.call(body, ins[len(ins) - len(body.invars) :])
         outs = self.new_values(eqn.outvars)
         if name == 'sharding_constraint':
             self.constrain(outs[0], params['sharding'])
@@ -157,7 +236,7 @@ class _Flattener:
             self.program.values[value].spec = mesh_axes_of(spec, len(self.shape(value)))
 
     def append(self, op: Op) -> None:
-        op.executions, op.loop = self.executions, self.loop
+        op.executions, op.loop, op.eqn, op.site = self.executions, self.loop, self.eqn, self.site
         self.program.ops.append(op)
 
     def connect(
@@ -219,7 +298,7 @@ class _Flattener:
         inner = self.new_values(body.invars[n_body:])
         outs = self.new_values(eqn.outvars)
         self.carry(carry, inner)
-        results = self.read_loop(body, [*consts, *inner], 1)  # the trip count is unknown
+        results = self.read_loop(body, [*consts, *inner], None)
         self.carry(results, inner)
         self.carry(results, outs)
         return outs
@@ -227,25 +306,69 @@ class _Flattener:
     def cond(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
         outs = self.new_values(eqn.outvars)
         for branch in map(_open, eqn.params['branches']):
-            self.carry(self.read(branch, ins[1:]), outs)
+            self.carry(self.call(branch, ins[1:]), outs)
+        return outs
+
+    def shard_map(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
+        """Adds the operations of a `shard_map`, whose values have the shapes of shards."""
+        mesh, body = eqn.params['mesh'], eqn.params['jaxpr']
+        # called manual_axes in JAX 0.8
+        manual = eqn.params.get('newly_manual_axes', eqn.params.get('manual_axes'))
+        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        n_shards = math.prod(
+            size
+            for axis, size in mesh.shape.items()
+            # Manual axes: those of a shard_map around this one
+            if manual is None or axis in manual or types[axis] == AxisType.Manual
+        )
+        inner, outs = self.new_values(_open(body).invars), self.new_values(eqn.outvars)
+        for old, new in zip(ins, inner, strict=True):
+            self.connect('shards', old, new, (0, 0))
+        results = self.call(_open(body), inner, n_shards=n_shards)
+        for old, new in zip(results, outs, strict=True):
+            self.connect('shards', old, new, (0, 0))
         return outs
 
     def read_loop(
-        self, jaxpr: Any, arguments: Sequence[int | None], length: int
+        self, jaxpr: Any, arguments: Sequence[int | None], length: int | None
     ) -> list[int | None]:
-        """Adds the operations of a loop body that runs `length` times, and returns its results."""
+        """Adds the operations of a loop body that runs `length` times, and returns its results.
+
+        A `length` of None is unknown, and counts as 1 in `executions`.
+        """
         outside = self.executions, self.loop
         self.n_loops += 1
         self.program.parent_loops.append(self.loop)
-        self.executions, self.loop = self.executions * length, self.n_loops
-        results = self.read(jaxpr, arguments)
+        self.executions, self.loop = self.executions * (length or 1), self.n_loops
+        results = self.call(jaxpr, arguments, length)
         self.executions, self.loop = outside
         return results
 
 
-def _nested_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
-    opened = map(_open, params.values())
-    return (value for value in opened if hasattr(value, 'eqns') and hasattr(value, 'invars'))
+def called_jaxpr(eqn: Any) -> Any:
+    """Returns the jaxpr that an equation such as jit or checkpoint calls, or None.
+
+    The inputs of the jaxpr are the last operands of the equation. Not called are the function of
+    scalars that a scatter or a reduction has, and a Pallas kernel, whose body works on blocks.
+    """
+    if eqn.primitive.name.startswith(('pallas_call', 'reduce', 'scatter')):
+        return None
+    for parameter in eqn.params.values():
+        inner = _open(parameter)
+        if hasattr(inner, 'eqns') and hasattr(inner, 'invars'):
+            shapes = [getattr(v.aval, 'shape', None) for v in inner.outvars]
+            is_call = shapes == [getattr(v.aval, 'shape', None) for v in eqn.outvars]
+            return inner if is_call and len(inner.invars) <= len(eqn.invars) else None
+    return None
+
+
+def inner_jaxprs(parameters: Any) -> Iterator[Any]:
+    """Yields the jaxprs in the parameters of an equation."""
+    for parameter in parameters:
+        if isinstance(parameter, list | tuple):
+            yield from inner_jaxprs(parameter)
+        elif hasattr(inner := _open(parameter), 'eqns'):
+            yield inner
 
 
 def _open(jaxpr: Any) -> Any:

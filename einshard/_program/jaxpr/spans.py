@@ -1,0 +1,65 @@
+"""The source expressions of the equations of a traced program."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from types import CodeType
+from typing import Any, NamedTuple
+
+from ..hlo.sources import is_user_file
+
+
+class Span(NamedTuple):
+    """An expression in the user's source code, as the attributes of an `ast` node.
+
+    Lines count from 1, columns from 0 in bytes of UTF-8.
+    """
+
+    file: str
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+
+    @property
+    def source(self) -> str:
+        """For example 'model.py:12'."""
+        return f'{self.file}:{self.line}'
+
+
+def frames_of(eqn: Any) -> tuple[Span, ...]:
+    """Returns the spans of the user's frames in the traceback of an equation, innermost first.
+
+    The code positions of the frames give the exact expression, where `summarize` of JAX gives a
+    line. Libraries are left out. On JAX 0.12, the traceback of an equation in an inner jaxpr begins
+    at the function that was traced; on JAX 0.8, it has the frames of the caller too.
+    """
+    traceback = eqn.source_info.traceback
+    if traceback is None:
+        return ()
+    spans = map(_span, *traceback.raw_frames())
+    return tuple(span for span in spans if span is not None)
+
+
+def with_callers(own: tuple[Span, ...], callers: tuple[Span, ...]) -> tuple[Span, ...]:
+    """Returns the frames of an equation in an inner jaxpr, with those of its callers.
+
+    JAX traces a function such as `jax.nn.silu` once and uses its jaxpr again, so that the callers
+    in `own` may be those of its first use. `own` is kept up to the first frame of `callers`.
+    """
+    if callers and callers[0] in own:
+        own = own[: own.index(callers[0])]
+    return (*own, *callers)
+
+
+@functools.lru_cache(maxsize=65536)
+def _span(code: CodeType, instruction: int) -> Span | None:
+    if not is_user_file(code.co_filename):
+        return None
+    # each instruction has two bytes
+    position = next(itertools.islice(code.co_positions(), instruction // 2, None), None)
+    if position is None or None in position:
+        return None
+    line, end_line, column, end_column = position
+    return Span(code.co_filename, line, column, end_line, end_column)  # type: ignore[reportArgumentType]
