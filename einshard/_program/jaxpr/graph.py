@@ -42,7 +42,7 @@ class Site:
         frames: the spans of the user's frames, innermost first, with those of the callers.
         is_backward: whether it is in a backward pass, also if it is recomputed there.
         is_recomputed: whether `jax.checkpoint` recomputes it in the backward pass.
-        is_mapped: whether `jax.vmap` maps a function around it.
+        n_mapped: how often `jax.vmap` maps a function around it.
         n_shards: in a `shard_map`, the product of the sizes of all manual mesh axes; else 0.
         calls: the equations of the calls and loops around it, outermost first.
     """
@@ -51,7 +51,7 @@ class Site:
     frames: tuple[Span, ...] = ()
     is_backward: bool = False
     is_recomputed: bool = False
-    is_mapped: bool = False
+    n_mapped: int = 0
     n_shards: int = 0
     calls: tuple[Any, ...] = ()
 
@@ -72,7 +72,7 @@ class Site:
             is_recomputed=recomputed > transposed
             if recomputed != transposed
             else self.is_recomputed,
-            is_mapped=self.is_mapped or 'vmap(' in transforms,
+            n_mapped=self.n_mapped + transforms.count('vmap('),
         )
 
     def inside(self, eqn: Any, length: int | None = 1) -> Site:

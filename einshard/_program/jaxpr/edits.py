@@ -1,0 +1,580 @@
+"""Edits of a traced program: constraints on the values of source expressions, other shardings."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.tree_util as jtu
+from jax.extend import core as jex
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from ..._sharding.mesh import partition_spec, spec_axes
+from .graph import Site
+from .spans import Span
+
+_CONSTRAINT = 'sharding_constraint'
+# These pass a cotangent on to their operands: no equation of the backward pass is theirs.
+_PASS_COTANGENTS_ON = ('add', 'add_any', 'sub')
+
+
+class ValueEdit(NamedTuple):
+    """A sharding constraint on the value of an expression, and on its cotangent.
+
+    Where the expression is a constraint, its sharding is replaced.
+
+    Attributes:
+        span: the expression. If it is evaluated several times, all its values are constrained.
+        sharding: of the value as the expression sees it. Axes that `jax.vmap` adds in front of it
+            stay unconstrained.
+    """
+
+    span: Span
+    sharding: NamedSharding
+
+
+@dataclass(frozen=True)
+class JittedCall:
+    """A call of a jitted function, as the only equation of a program.
+
+    Attributes:
+        eqn: the equation, with jaxpr, shardings, donation and name.
+        leaves: the leaves of the arguments `(args, kwargs)`.
+        operands: for each operand of the equation, the index of the leaf that it is, or a constant.
+        args_tree, result_tree: the structures of the arguments and of the result.
+    """
+
+    eqn: Any
+    leaves: Sequence[Any]
+    operands: Sequence[int | _Constant]
+    args_tree: Any
+    result_tree: Any
+
+    @property
+    def jaxpr(self) -> Any:
+        return self.eqn.params['jaxpr']
+
+    @property
+    def arguments(self) -> dict[int, int]:
+        """The operand that is each leaf. Static and constant leaves are left out."""
+        return {leaf: i for i, leaf in enumerate(self.operands) if isinstance(leaf, int)}
+
+
+class _Constant(NamedTuple):
+    value: Any
+
+
+def read_call(
+    jitted: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result_tree: Any
+) -> JittedCall | None:
+    """Traces a call of a jitted function as one equation. Returns None if it is not one.
+
+    This is public, where the shardings, the donation and the name of a `jax.stages.Traced` are not.
+    The compiler options of the function are lost.
+    """
+    leaves, args_tree = jtu.tree_flatten((tuple(args), dict(kwargs)))
+
+    def trace(is_dynamic: Callable[[Any], bool]) -> JittedCall:
+        dynamic = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
+
+        def call(*values: Any) -> Any:
+            given = dict(zip(dynamic, values, strict=True))
+            merged = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
+            args, kwargs = args_tree.unflatten(merged)
+            return jitted(*args, **kwargs)
+
+        closed = jax.make_jaxpr(call)(*(leaves[i] for i in dynamic))
+        outer = getattr(closed, 'jaxpr', closed)
+        (eqn,) = outer.eqns
+        known: dict[Any, Any] = dict(zip(outer.invars, dynamic, strict=True))
+        constants = zip(outer.constvars, closed.consts, strict=True)
+        known |= {v: _Constant(value) for v, value in constants}
+        operands = [
+            _Constant(v.val) if isinstance(v, jex.Literal) else known[v] for v in eqn.invars
+        ]
+        if not hasattr(eqn.params.get('jaxpr'), 'eqns') or eqn.outvars != outer.outvars:
+            raise ValueError('not one equation')
+        return JittedCall(eqn, leaves, operands, args_tree, result_tree)
+
+    # Python's numbers are arguments, unless they are static: then a tracer has no hash
+    for is_dynamic in (_is_number_or_array, _is_array):
+        try:
+            return trace(is_dynamic)
+        except (TypeError, ValueError):
+            continue
+    return None
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, 'shape') and hasattr(leaf, 'dtype')
+
+
+def _is_number_or_array(leaf: Any) -> bool:
+    return _is_array(leaf) or isinstance(leaf, bool | int | float | complex)
+
+
+@dataclass(frozen=True)
+class Edited:
+    """An edited program.
+
+    Attributes:
+        function: the jitted function, which is called as the one that was edited.
+        args, kwargs: the arguments, as ShapeDtypeStructs with shardings.
+        applied: for each value edit, the numbers of values and of cotangents that are constrained.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    applied: tuple[tuple[int, int], ...]
+
+
+def apply(
+    call: JittedCall,
+    values: Sequence[ValueEdit] = (),
+    arguments: Mapping[int, Sharding] | None = None,
+    results: Mapping[int, Sharding] | None = None,
+) -> Edited:
+    """Returns the program with constraints on values, and other shardings.
+
+    Everything else is kept: the shardings of other arguments and results, donation and the name.
+
+    Args:
+        arguments: the new shardings of arguments, by the index of the leaf.
+        results: the new shardings of results, by the index of the leaf.
+    """
+    arguments, results = arguments or {}, results or {}
+    params, splicer = call.eqn.params, _Splicer(values)
+    jaxpr = splicer.splice(call.jaxpr) if values else call.jaxpr
+    run = jex.jaxpr_as_fun(jaxpr)
+    by_leaf = call.arguments
+
+    def sharding_of(leaf: int) -> Sharding | None:
+        given = params['in_shardings'][by_leaf[leaf]] if leaf in by_leaf else None
+        return arguments.get(leaf, given if isinstance(given, Sharding) else None)
+
+    in_shardings = [sharding_of(i) for i in range(len(call.leaves))]
+    out_shardings = [
+        results.get(i, given if isinstance(given, Sharding) else None)
+        for i, given in enumerate(params['out_shardings'])
+    ]
+    structs = [
+        _struct(leaf, in_shardings[i]) if i in by_leaf else leaf
+        for i, leaf in enumerate(call.leaves)
+    ]
+    args, kwargs = call.args_tree.unflatten(structs)
+    numbers: tuple[tuple[Any, ...], dict[str, Any]] = call.args_tree.unflatten(
+        range(len(call.leaves))
+    )
+
+    def is_static(tree: Any) -> bool:
+        leaves = jtu.tree_leaves(tree)
+        return bool(leaves) and not any(i in by_leaf for i in leaves)
+
+    def is_donated(tree: Any) -> bool:
+        leaves = [by_leaf[i] for i in jtu.tree_leaves(tree) if i in by_leaf]
+        return bool(leaves) and all(params['donated_invars'][i] for i in leaves)
+
+    options: dict[str, Any] = {
+        'static_argnums': [i for i, tree in enumerate(numbers[0]) if is_static(tree)],
+        'static_argnames': [name for name, tree in numbers[1].items() if is_static(tree)],
+        'donate_argnums': [i for i, tree in enumerate(numbers[0]) if is_donated(tree)],
+        'donate_argnames': [name for name, tree in numbers[1].items() if is_donated(tree)],
+        'keep_unused': params['keep_unused'],
+    }
+    if any(s is not None for s in in_shardings) and not kwargs:
+        dynamic = [tree for i, tree in enumerate(numbers[0]) if i not in options['static_argnums']]
+        options['in_shardings'] = tuple(
+            jtu.tree_map(lambda i: in_shardings[i], tree) for tree in dynamic
+        )
+    if any(s is not None for s in out_shardings):
+        options['out_shardings'] = call.result_tree.unflatten(out_shardings)
+
+    def edited(*args: Any, **kwargs: Any) -> Any:
+        leaves = jtu.tree_leaves((args, kwargs))
+        operands = [leaves[each] if isinstance(each, int) else each.value for each in call.operands]
+        return call.result_tree.unflatten(run(*operands))
+
+    edited.__name__ = edited.__qualname__ = params['name']
+    applied = tuple(splicer.applied[edit] for edit in range(len(values)))
+    return Edited(jax.jit(edited, **options), args, kwargs, applied)
+
+
+def _struct(leaf: Any, sharding: Sharding | None) -> Any:
+    """Returns the ShapeDtypeStruct of an argument, with its own sharding if it is committed."""
+    aval: Any = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+    if sharding is None and (isinstance(leaf, jax.ShapeDtypeStruct) or _is_committed(leaf)):
+        sharding = leaf.sharding
+    weak = bool(getattr(aval, 'weak_type', False))
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
+
+
+def _is_committed(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.committed
+
+
+# --- constraints --------------------------------------------------------------------------------
+
+
+class _Signature(NamedTuple):
+    """What the equation that returns the value of an expression has in common everywhere.
+
+    Attributes:
+        path: the frames inside the expression, innermost first.
+        primitive, output, shape: of the equation.
+        is_only_kind: whether all equations at `path` are of this primitive.
+        operands: the frames, from the innermost to the expression, of the equations that return
+            operands which nothing else uses.
+        is_transposed: whether the expression is in the backward pass, as in a custom derivative.
+        is_custom: whether the equations at `path` have no transposes.
+    """
+
+    path: tuple[Span, ...]
+    primitive: str
+    output: int
+    shape: tuple[int, ...]
+    is_only_kind: bool
+    operands: tuple[tuple[Span, ...], ...]
+    is_transposed: bool
+    is_custom: bool = False
+
+
+@dataclass
+class _Splicer:
+    """Inserts constraints into the jaxprs of a program."""
+
+    edits: Sequence[ValueEdit]
+    applied: dict[int, tuple[int, int]] = field(default_factory=dict)
+    signatures: dict[int, _Signature] = field(default_factory=dict)
+
+    def splice(self, closed: Any) -> Any:
+        for i in range(len(self.edits)):
+            self.applied[i] = 0, 0
+            for is_transposed in (False, True):
+                if i not in self.signatures:
+                    self._find_signature(i, closed, Site(), is_transposed)
+            if i not in self.signatures:
+                continue
+            found = self._edit(i, closed, Site(), (), frozenset())
+            if not self.applied[i][1] and self.signatures[i].primitive not in _PASS_COTANGENTS_ON:
+                # the backward pass of a custom derivative has other equations
+                self.applied[i] = 0, 0
+                self.signatures[i] = self.signatures[i]._replace(is_custom=True)
+                found = self._edit(i, closed, Site(), (), frozenset())
+            closed = found
+        return closed
+
+    def _find_signature(self, i: int, closed: Any, site: Site, is_transposed: bool) -> None:
+        """Finds an equation that returns the value of the expression."""
+        jaxpr, span = _open(closed), self.edits[i].span
+        sites = [site.at(eqn) for eqn in jaxpr.eqns]
+        forward = [
+            n
+            for n, at in enumerate(sites)
+            if span in at.frames
+            and span not in site.frames
+            and at.is_transposed == is_transposed
+            and any(not _is_dropped(v) for v in jaxpr.eqns[n].outvars)
+        ]
+        if forward:
+            users: dict[Any, list[int]] = {}
+            for n, eqn in enumerate(jaxpr.eqns):
+                for v in eqn.invars:
+                    if not isinstance(v, jex.Literal):
+                        users.setdefault(v, []).append(n)
+            inside = {*forward}
+            values = [(n, i, v) for n in forward for i, v in enumerate(jaxpr.eqns[n].outvars)]
+            # The last value that the rest of the forward pass uses. If only the caller uses it, the
+            # first result: the others are what the backward pass needs.
+            used = [
+                (n, -output)
+                for n, output, v in values
+                if any(
+                    m not in inside and sites[m].is_transposed == is_transposed
+                    for m in users.get(v, ())
+                )
+            ]
+            returned = [
+                (-position, n, -output)
+                for n, output, v in values
+                for position, result in enumerate(jaxpr.outvars)
+                if result is v
+            ]
+            found = max(used) if used else max(returned)[1:] if returned else (forward[-1], 0)
+            found = found[0], -found[1]
+            eqn, frames = jaxpr.eqns[found[0]], sites[found[0]].frames
+            path = frames[: frames.index(span)]
+            kinds = {
+                jaxpr.eqns[n].primitive.name
+                for n in forward
+                if sites[n].frames[: sites[n].frames.index(span)] == path
+            }
+            producers = {v: n for n, each in enumerate(jaxpr.eqns) for v in each.outvars}
+            shape = tuple(eqn.outvars[found[1]].aval.shape)
+            operands = [
+                inner[: inner.index(span) + 1] if span in inner else inner[:1]
+                for v in eqn.invars
+                if not isinstance(v, jex.Literal) and v in producers and v.aval.shape == shape
+                for inner in [sites[producers[v]].frames]
+                # but its derivative may keep it
+                if sum(sites[n].frames != inner for n in users[v]) == 1
+            ]
+            self.signatures[i] = _Signature(
+                path,
+                eqn.primitive.name,
+                found[1],
+                shape,
+                len(kinds) == 1,
+                tuple(operands),
+                is_transposed,
+            )
+            return
+        for eqn, at in zip(jaxpr.eqns, sites, strict=True):
+            if _manual_axes(eqn) is not None:
+                continue
+            for inner in _inner(eqn):
+                self._find_signature(i, inner, at.inside(eqn), is_transposed)
+                if i in self.signatures:
+                    return
+
+    def _edit(
+        self,
+        i: int,
+        closed: Any,
+        site: Site,
+        cotangent_inputs: Sequence[bool],
+        manual: frozenset[str],
+    ) -> Any:
+        """Returns a jaxpr with the constraints of one edit.
+
+        Args:
+            cotangent_inputs: whether each input is a cotangent; False for missing ones.
+            manual: the manual mesh axes of the `shard_map` around it.
+        """
+        jaxpr, edit, signature = _open(closed), self.edits[i], self.signatures[i]
+        inputs = zip(jaxpr.invars, cotangent_inputs, strict=False)
+        cotangents = {v for v, is_cotangent in inputs if is_cotangent}
+        constants = {*jaxpr.constvars}
+        producer_paths: dict[Any, tuple[Span, ...] | None] = {}
+        eqns: list[Any] = []
+        new: dict[Any, Any] = {}  # constrained values, by what they replace
+        unconstrained: dict[Any, Any] = {}  # the reverse
+        constrained_cotangents: dict[Any, Any] = {}
+        is_changed = False
+
+        def constrain(v: Any, eqn: Any) -> Any:
+            shape, n_mapped = tuple(v.aval.shape), site.at(eqn).n_mapped
+            constraint = _constraint(shape, v.aval.dtype, edit.sharding, manual, n_mapped)
+            fresh = constraint.outvars[0]
+            eqns.append(
+                constraint.replace(invars=[v], outvars=[fresh], source_info=eqn.source_info)
+            )
+            return fresh
+
+        def count(values: int, cotangents: int) -> None:
+            before = self.applied[i]
+            self.applied[i] = before[0] + values, before[1] + cotangents
+
+        for eqn in jaxpr.eqns:
+            at = site.at(eqn)
+            frames = at.frames
+            is_inside = edit.span in frames and edit.span not in site.frames
+            path = frames[: frames.index(edit.span)] if is_inside else None
+            is_there = is_inside and path == signature.path
+            invars = [v if isinstance(v, jex.Literal) else new.get(v, v) for v in eqn.invars]
+            # what the derivative of the expression keeps is computed from its unconstrained value
+            if is_there and eqn.primitive.name != signature.primitive:
+                invars = [unconstrained.get(v, v) if _is_var(v) else v for v in invars]
+            # 1. the cotangent enters the equations that are the transposes of the expression
+            passes_on = signature.primitive in _PASS_COTANGENTS_ON
+            if passes_on:
+                is_transpose = any(frames[: len(each)] == each for each in signature.operands)
+            else:
+                is_transpose = is_inside if signature.is_custom else is_there
+            if at.is_transposed and is_transpose and not signature.is_transposed:
+                entering = [
+                    n
+                    for n, v in enumerate(eqn.invars)
+                    if _is_var(v)
+                    and v in cotangents
+                    and _has_shape(v, signature.shape)
+                    and (
+                        passes_on
+                        or (signature.is_only_kind and not signature.is_custom)
+                        or (
+                            producer_paths.get(v) is None
+                            if signature.is_custom
+                            else producer_paths.get(v) != signature.path
+                        )
+                    )
+                ]
+                if signature.primitive == _CONSTRAINT:
+                    entering = []
+                for n in entering[:1]:
+                    old, v = eqn.invars[n], invars[n]
+                    if old not in constrained_cotangents:
+                        constrained_cotangents[old] = constrain(v, eqn)
+                        count(0, 1)
+                        if passes_on:
+                            new[old] = constrained_cotangents[old]
+                    invars = [constrained_cotangents[old] if w is v else w for w in invars]
+            params = eqn.params
+            if not is_inside:
+                flags = [_is_var(v) and v in cotangents for v in eqn.invars]
+                params = self._edit_inner(i, eqn, at, flags, manual)
+                is_changed = is_changed or params is not eqn.params
+            eqn_new = eqn.replace(invars=invars, params=params)
+            if is_there and eqn.primitive.name == _CONSTRAINT == signature.primitive:
+                old = eqn.outvars[0]
+                shape = tuple(old.aval.shape)
+                eqn_new = _constraint(
+                    shape, old.aval.dtype, edit.sharding, manual, at.n_mapped
+                ).replace(invars=invars, outvars=eqn.outvars, source_info=eqn.source_info)
+                count(not at.is_transposed, at.is_transposed)
+                is_changed = True
+            eqns.append(eqn_new)
+            # the cotangent of the loss is a constant
+            is_constant = all(not _is_var(v) or v in constants for v in eqn.invars)
+            if any(_is_var(v) and v in cotangents for v in eqn.invars) or (
+                is_constant and at.is_transposed
+            ):
+                cotangents.update(eqn.outvars)
+            elif is_constant:
+                constants.update(eqn.outvars)
+            for v in eqn.outvars:
+                producer_paths[v] = path
+            # 2. the value
+            if (
+                is_there
+                and at.is_transposed == signature.is_transposed
+                and eqn.primitive.name == signature.primitive != _CONSTRAINT
+                and signature.output < len(eqn.outvars)
+                and _has_shape(eqn.outvars[signature.output], signature.shape)
+            ):
+                v = eqn.outvars[signature.output]
+                if not _is_dropped(v):
+                    new[v] = constrain(v, eqn)
+                    unconstrained[new[v]] = v
+                    count(1, 0)
+        outvars = [new.get(v, v) if _is_var(v) else v for v in jaxpr.outvars]
+        # the same object where nothing has changed: XLA shares a function that is called twice
+        if len(eqns) == len(jaxpr.eqns) and not is_changed:
+            return closed
+        return _closed_like(closed, jaxpr.replace(eqns=eqns, outvars=outvars))
+
+    def _edit_inner(
+        self, i: int, eqn: Any, site: Site, cotangents: Sequence[bool], manual: frozenset[str]
+    ) -> dict[str, Any]:
+        inside = site.inside(eqn)
+        axes = _manual_axes(eqn)
+        if axes is not None:
+            manual |= axes
+            if manual >= {*map(str, self.edits[i].sharding.mesh.axis_names)}:
+                return eqn.params
+        if eqn.primitive.name == 'pallas_call':
+            return eqn.params
+
+        def edited(value: Any) -> Any:
+            if isinstance(value, tuple) and any(_is_jaxpr(each) for each in value):
+                several = tuple(map(edited, value))
+                return value if all(map(operator.is_, several, value)) else several
+            if not _is_jaxpr(value):
+                return value
+            # the inputs of the jaxpr are the last operands, as in `cond`
+            flags = cotangents[max(len(cotangents) - len(_open(value).invars), 0) :]
+            return self._edit(i, value, inside, flags, manual)
+
+        params = {name: edited(value) for name, value in eqn.params.items()}
+        is_same = all(value is eqn.params[name] for name, value in params.items())
+        return eqn.params if is_same else params
+
+
+def _manual_axes(eqn: Any) -> frozenset[str] | None:
+    """The mesh axes over which a `shard_map` is manual; None for other equations."""
+    if eqn.primitive.name != 'shard_map':
+        return None
+    manual = eqn.params.get('newly_manual_axes', eqn.params.get('manual_axes'))
+    names = eqn.params['mesh'].axis_names if manual is None else manual
+    return frozenset(map(str, names))
+
+
+@functools.lru_cache(maxsize=4096)
+def _constraint(
+    shape: tuple[int, ...],
+    dtype: Any,
+    sharding: NamedSharding,
+    manual: frozenset[str],
+    n_mapped: int,
+) -> Any:
+    """Returns the equation of a constraint, whose variables the caller replaces.
+
+    `jax.vmap` adds `n_mapped` axes, at the front.
+    """
+    entries = spec_axes(sharding.spec)
+    n_new = min(n_mapped, len(shape) - len(entries))
+    spec = partition_spec([(PartitionSpec.UNCONSTRAINED,)] * n_new + entries)
+    struct = jax.ShapeDtypeStruct(shape, dtype)
+    if not manual:
+
+        def constrain(x: Any) -> Any:
+            return jax.lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, spec))
+
+        closed = jax.make_jaxpr(constrain)(struct)
+    else:
+        # in a partially manual shard_map, the mesh of a constraint has Manual axes
+
+        def constrain_auto(x: Any) -> Any:
+            return jax.lax.with_sharding_constraint(x, spec)
+
+        closed = jax.make_jaxpr(
+            jax.shard_map(
+                constrain_auto,
+                mesh=sharding.mesh,
+                in_specs=PartitionSpec(),
+                out_specs=PartitionSpec(),
+                axis_names={*manual},
+                check_vma=False,
+            )
+        )(struct)
+        (outer,) = _open(closed).eqns
+        closed = outer.params['jaxpr']
+    (eqn,) = _open(closed).eqns
+    return eqn
+
+
+def _inner(eqn: Any) -> list[Any]:
+    found: list[Any] = []
+    for value in eqn.params.values():
+        found += filter(_is_jaxpr, value if isinstance(value, tuple) else (value,))
+    return [] if eqn.primitive.name == 'pallas_call' else found
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, jex.Jaxpr | jex.ClosedJaxpr)
+
+
+def _open(jaxpr: Any) -> Any:
+    return getattr(jaxpr, 'jaxpr', jaxpr)
+
+
+def _closed_like(closed: Any, jaxpr: Any) -> Any:
+    """Closes `jaxpr` if `closed` is a ClosedJaxpr of JAX before 0.12."""
+    if jex.ClosedJaxpr is not jex.Jaxpr and isinstance(closed, jex.ClosedJaxpr):
+        return jex.ClosedJaxpr(jaxpr, closed.consts)
+    return jaxpr
+
+
+def _is_var(v: Any) -> bool:
+    return not isinstance(v, jex.Literal)
+
+
+def _is_dropped(v: Any) -> bool:
+    return type(v).__name__ == 'DropVar'  # in jax.core on JAX 0.8
+
+
+def _has_shape(v: Any, shape: tuple[int, ...]) -> bool:
+    return tuple(getattr(v.aval, 'shape', ())) == shape
