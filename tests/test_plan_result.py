@@ -25,9 +25,9 @@ from einshard import (
     topology,
 )
 from einshard.__main__ import main
+from einshard._inspect.partition import Worker
 from einshard._plan import evaluate
 from einshard._plan.candidate import Candidate
-from einshard._plan.compile import Worker
 from einshard._plan.source import mesh_call, spec_lines
 
 EIGHT = device_mesh(jax.devices()[:8])

@@ -26,6 +26,7 @@ from .._functions.program import Program
 from .._functions.promise import Limits
 from .._functions.sharded_function import ShardedFunction
 from .._functions.traced_function import TracedFunction
+from .._program.jaxpr.edits import JittedCall, read_call
 from .._progress import progress
 from .._sharding.context import current_context, mesh_scope
 from .._sharding.leaf_spec import AnySpec
@@ -61,6 +62,9 @@ class Stages:
         program: the program of a `sharded` function. None for other functions.
         values: the values of `program.arguments` in the call, including static ones.
         limits: the limits of a `sharded` function on collectives and memory, or None.
+        jitted: the jitted function, its arguments and keyword arguments, or None for a stage that
+            the user passed.
+        scope: the mesh that was in context by `mesh=`, or None.
     """
 
     name: str
@@ -74,6 +78,19 @@ class Stages:
     program: TracedFunction | None = None
     values: tuple[Any, ...] = ()
     limits: Limits | None = None
+    jitted: tuple[Any, Sequence[Any], Mapping[str, Any]] | None = None
+    scope: AnyMesh | None = None
+
+    @functools.cached_property
+    def call(self) -> JittedCall | None:
+        """The call as one equation, which can be edited. None if it cannot be traced as one."""
+        if self.jitted is None or self.jaxpr is None:
+            return None
+        result_tree = None
+        if self.framework is None and self.traced is not None:
+            result_tree = jtu.tree_structure(self.traced.out_info)
+        with nullcontext() if self.scope is None else mesh_scope(self.scope):
+            return read_call(*self.jitted, result_tree)
 
     @property
     def jaxpr(self) -> Any | None:
@@ -263,7 +280,7 @@ def _trace(
     try:
         if isinstance(fn, ShardedFunction):
             # not fn.trace, which does not return the program and the values of its arguments
-            program, values, traced = fn._call(args, kwargs, _trace_program)  # type: ignore[reportPrivateUsage]
+            program, values, jitted, traced = fn._call(args, kwargs, _trace_program)  # type: ignore[reportPrivateUsage]
             names = [p for i, p in enumerate(program.names) if i not in program.static]
             return Stages(
                 name,
@@ -272,6 +289,8 @@ def _trace(
                 program=program,
                 values=values,
                 limits=fn.limits,
+                jitted=(jitted, values, {}),
+                scope=target,
             )
         if not is_jitted(fn):
             jitted = jax.jit(fn)
@@ -286,7 +305,8 @@ def _trace(
         made = (jitted.trace if hasattr(jitted, 'trace') else jitted.lower)(*args, **kwargs)
         stage, framework = jax_stage(made), framework_of(made)
         if isinstance(stage, Traced):
-            return Stages(name, traced=stage, framework=framework)
+            jitted = (jitted, args, kwargs)
+            return Stages(name, traced=stage, framework=framework, jitted=jitted, scope=target)
         if not isinstance(stage, Lowered):
             raise EinshardError(
                 f'{name} is jitted, but not by JAX, Flax or Equinox',
@@ -298,6 +318,8 @@ def _trace(
             framework=framework,
             paths=equinox_paths(fn, args, kwargs, stage.args_info),
             lowered_jaxpr=equinox_jaxpr(fn, args, kwargs, stage.args_info),
+            jitted=(jitted, args, kwargs),
+            scope=target,
         )
     except EinshardError:
         raise
@@ -325,7 +347,10 @@ def _is_hashable(fn: Any) -> bool:
 
 
 def _trace_program(program: Program) -> Callable[..., Any]:
-    return lambda *values: (program.traced, values, program.jitted.trace(*values))
+    return lambda *values: (
+        *(program.traced, values, program.jitted),
+        program.jitted.trace(*values),
+    )
 
 
 def _check_no_refs(

@@ -17,6 +17,7 @@ from .._functions.bound_method import BoundMethod
 from .._functions.sharded_function import ShardedFunction
 from .._inspect.explain import explain_stages
 from .._inspect.lowered import Stages, trace_call
+from .._inspect.partition import Compiled, Worker, check_flatbuffers, export
 from .._inspect.payloads import Payloads
 from .._inspect.report import Report
 from .._program.cost.bounds import NO_BOUNDS, find_bounds
@@ -30,7 +31,6 @@ from .._sharding.collective_axes import along_text
 from .._sharding.mesh import partition_spec
 from .._trees.paths import path_text
 from .candidate import Candidate
-from .compile import Compiled, Worker, check_flatbuffers, export
 from .evaluation import CostSource, Evaluation
 from .flax_names import FlaxNames
 

@@ -59,6 +59,11 @@ class JittedCall:
         return self.eqn.params['jaxpr']
 
     @property
+    def dynamic(self) -> list[int]:
+        """The leaves that are operands, in the order of the program's arguments."""
+        return [leaf for leaf in self.operands if isinstance(leaf, int)]
+
+    @property
     def arguments(self) -> dict[int, int]:
         """The operand that is each leaf. Static and constant leaves are left out."""
         return {leaf: i for i, leaf in enumerate(self.operands) if isinstance(leaf, int)}
@@ -75,6 +80,10 @@ def read_call(
 
     This is public, where the shardings, the donation and the name of a `jax.stages.Traced` are not.
     The compiler options of the function are lost.
+
+    Args:
+        result_tree: the structure of the result. None for a function that a framework jits, which
+            rearranges its arguments and results: then the call takes and returns leaves.
     """
     leaves, args_tree = jtu.tree_flatten((tuple(args), dict(kwargs)))
 
@@ -88,7 +97,7 @@ def read_call(
             return jitted(*args, **kwargs)
 
         closed = jax.make_jaxpr(call)(*(leaves[i] for i in dynamic))
-        outer = getattr(closed, 'jaxpr', closed)
+        outer = _open(closed)
         (eqn,) = outer.eqns
         known: dict[Any, Any] = dict(zip(outer.invars, dynamic, strict=True))
         constants = zip(outer.constvars, closed.consts, strict=True)
@@ -96,15 +105,25 @@ def read_call(
         operands = [
             _Constant(v.val) if isinstance(v, jex.Literal) else known[v] for v in eqn.invars
         ]
-        if not hasattr(eqn.params.get('jaxpr'), 'eqns') or eqn.outvars != outer.outvars:
-            raise ValueError('not one equation')
-        return JittedCall(eqn, leaves, operands, args_tree, result_tree)
+        if not _is_jaxpr(eqn.params.get('jaxpr')):
+            raise ValueError('not a call of a jitted function')
+        if result_tree is not None:
+            return JittedCall(eqn, leaves, operands, args_tree, result_tree)
+        order = [i for i in operands if isinstance(i, int)]
+        renamed = {leaf: i for i, leaf in enumerate(order)}
+        return JittedCall(
+            eqn,
+            [leaves[i] for i in order],
+            [renamed[i] if isinstance(i, int) else i for i in operands],
+            jtu.tree_structure((tuple(order), {})),
+            jtu.tree_structure(tuple(eqn.outvars)),
+        )
 
     # Python's numbers are arguments, unless they are static: then a tracer has no hash
     for is_dynamic in (_is_number_or_array, _is_array):
         try:
             return trace(is_dynamic)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, KeyError):
             continue
     return None
 

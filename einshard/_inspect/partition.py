@@ -21,9 +21,9 @@ import jax.export
 import jax.tree_util as jtu
 
 from .._errors import EinshardError
-from .._inspect.lowered import Stages
-from .._inspect.oversized import read_sizes
 from .._program.hlo.memory import Memory, read_memory
+from .lowered import Stages
+from .oversized import read_sizes
 
 _PREFIX = 'jit(call)/call_exported/'  # in op names, added by jax.export
 
@@ -96,7 +96,7 @@ class Worker:
         with self._log.open('wb') as log:
             self._process = subprocess.Popen(
                 # with -P, modules of this folder, such as names.py, do not shadow others
-                [sys.executable, '-P', str(Path(__file__).with_name('worker.py'))],
+                [sys.executable, '-P', str(Path(__file__).with_name('partition_worker.py'))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
