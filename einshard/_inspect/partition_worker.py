@@ -94,7 +94,7 @@ def _compile(
             try:
                 lowered.compile(compiler_options=options)
             except jax.errors.JaxRuntimeError as error:
-                # partition.py disables passes that the CPU backend needs to compile dots in bf16, so
+                # partition.py disables passes that the CPU backend needs for dots in bf16, so
                 # compilation may fail, but only after XLA has dumped the program
                 if not (_dumped(folder, BUFFERS) or 'No such compile option' in str(error)):
                     raise
