@@ -18,9 +18,9 @@ from .._functions.parameters import CallSignature
 from .._functions.traced_function import TracedFunction
 from .._functions.value_spec import ValueSpec
 from .._inspect.findings.lines import line_of
-from .._inspect.findings.trace import inner_jaxprs
 from .._inspect.lowered import Stages
 from .._per_device.per_device import per_device
+from .._program.jaxpr.graph import inner_jaxprs
 from .._sharding.context import mesh_scope
 from .._sharding.mesh import AnyMesh, partial_axes, partition_spec, unreduced_kind
 from .._text import array_text, short_source

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from ..._arrays.constrain import without_rule_at
+from ..._program.jaxpr.graph import inner_jaxprs
 from ..._sharding.describe import describe_named
 from ..._sharding.mesh import AnyMesh, is_canonical_mesh
 from ..._text import first_of
@@ -17,7 +18,6 @@ from ..report_rows import Finding
 from .expressions import expression_of
 from .facts import Facts
 from .lines import Frame, stack_of, user_line
-from .trace import inner_jaxprs
 
 _Stack: TypeAlias = tuple[Frame, ...]
 _RESULT_UNUSED = 'the result of this constraint is not used; assign it: x = einshard(x, ...)'

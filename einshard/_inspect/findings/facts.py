@@ -16,6 +16,7 @@ from ..._program.hlo.flops import ProductRow
 from ..._program.hlo.graph import Graph
 from ..._program.hlo.memory import Memory
 from ..._program.hlo.slices import Gather, find_gather
+from ..._program.jaxpr.graph import flatten
 from ..._sharding.collective_axes import mesh_axes_between, pairs_of_groups
 from ..._sharding.mesh import AnyMesh, Device
 from ..._text import short_source
@@ -129,8 +130,8 @@ class Facts:
         """None if `mesh` is None, or if there is no jaxpr, as for a `Lowered` or `Compiled`."""
         if self.stages.jaxpr is None or self.mesh is None:
             return None
-        jaxpr = self.stages.jaxpr
-        return read_trace(jaxpr, self.values, self.mesh, self.has_only_innermost_lines)
+        program = flatten(self.stages.jaxpr, keep_unused=True)
+        return read_trace(program, self.values, self.mesh, self.has_only_innermost_lines)
 
     @functools.cached_property
     def has_only_innermost_lines(self) -> bool:
