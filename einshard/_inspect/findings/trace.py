@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..._arrays.constrain import names_at
-from ..._notation.expression import ELLIPSIS
 from ..._program.jaxpr import graph
 from ..._program.jaxpr.graph import Op, Program
+from ..._program.jaxpr.names import dims_of_vmap
 from ..._sharding.mesh import AnyMesh, spec_axes
 from .lines import line_of
 from .values import Axis, Product, Value, drop_repeats, merged_axis, reshaped
@@ -23,6 +22,7 @@ class Constraint:
     before: Value
     after: Value
     is_backward: bool
+    without_rule: tuple[str, ...]  # the names of its axes that have no axis rule
 
 
 class Scanned(NamedTuple):
@@ -87,7 +87,9 @@ def read_trace(
         elif op.primitive in _CONSTRAINTS and op.outs[0] is not None:
             before, after = values[op.arrays_in[0]], values[op.outs[0]]
             if _has_mesh(_sharding_of(op), mesh):
-                constraint = Constraint(line_of(op.eqn), before, after, op.site.is_backward)
+                without_rule = op.site.names.without_rule if op.site.names else ()
+                is_backward = op.site.is_backward
+                constraint = Constraint(line_of(op.eqn), before, after, is_backward, without_rule)
                 trace.constraints.append(constraint)
         elif op.primitive in _SLICES and op.arrays_in:
             trace.slices.extend(_slices(op, values[op.arrays_in[0]], line(op.eqn)))
@@ -192,10 +194,11 @@ def _constrained(op: Op, before: Value, unsharded: Value, mesh: AnyMesh) -> Valu
         return before
     if not _has_mesh(sharding, mesh):
         return unsharded
-    line = line_of(op.eqn)  # not the innermost one: the keys of `names_at` are the user's lines
-    names = names_at.get(line, ())
-    if len(names) != len(before.axes) or ELLIPSIS in names:
-        names = ('',) * len(before.axes)
+    line, names = line_of(op.eqn), [''] * len(before.axes)
+    if op.site.names is not None and op.site.names.of_constraint is not None:
+        names = list(op.site.names.of_constraint)
+        for dim in dims_of_vmap(op.eqn, len(names)):
+            names.insert(dim, '')
     entries = mesh_entries(sharding, len(before.axes))
     axes = [
         replace(axis, name=name or axis.name)

@@ -11,6 +11,7 @@ from typing import Any
 from jax.sharding import AxisType
 
 from ..._sharding.mesh import UNCONSTRAINED, spec_axes
+from .names import AxisNames, names_in
 from .op_sharding_rule import OpShardingRule, Shape, op_sharding_rule
 from .spans import Frames, Span, with_callers
 
@@ -48,6 +49,7 @@ class Site:
         is_mapped: whether `jax.vmap` maps a function around it.
         n_shards: in a `shard_map`, the product of the sizes of all manual mesh axes; else 0.
         calls: the equations of the calls and loops around it, outermost first.
+        names: the axis names of the constraint or einsum of einshard that it belongs to, or None.
     """
 
     runs: int | None = 1
@@ -57,6 +59,7 @@ class Site:
     is_mapped: bool = False
     n_shards: int = 0
     calls: tuple[Any, ...] = ()
+    names: AxisNames | None = None
 
     @property
     def is_transposed(self) -> bool:
@@ -76,6 +79,7 @@ class Site:
             if recomputed != transposed
             else self.is_recomputed,
             is_mapped=self.is_mapped or 'vmap(' in transforms,
+            names=names_in(transforms) or self.names,
         )
 
     def inside(self, eqn: Any, length: int | None = 1) -> Site:
