@@ -366,6 +366,24 @@ def test_axis_names_that_are_not_certain():
     assert {row.axes for row in rows} == {''}
 
 
+def test_names_of_two_constraints_on_one_line():
+    @sharded('a b -> a* b', 'c d -> c* d')
+    def both(*arrays):
+        def step(carry, _):
+            x, y = carry
+            x, y = einshard(jnp.tanh(x), 'a b -> * a b'), einshard(jnp.tanh(y), 'c d -> * c d')
+            return (
+                einshard(x @ x.T @ x, 'a b -> a* b'),
+                einshard(y @ y.T @ y, 'c d -> c* d'),
+            ), None
+
+        return jax.lax.scan(step, arrays, length=3)[0]
+
+    rows = explain(both, floats(32, 64), floats(64, 32)).collectives
+    found = {(row.kind, row.arrays, row.axes) for row in rows}
+    assert found == {('all-gather', 'f32[32,64]', 'a b'), ('all-gather', 'f32[64,32]', 'c d')}
+
+
 def test_totals(report):
     rows, total = report.collectives, report.network_bytes
     for field in ('kind', 'along', 'role', 'is_backward', 'source'):

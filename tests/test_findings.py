@@ -32,9 +32,10 @@ from einshard import (
     topology,
 )
 from einshard._inspect.findings.trace import read_trace
-from einshard._inspect.findings.values import Axis, reshaped
+from einshard._inspect.findings.values import Axis, Value, reshaped
 from einshard._inspect.lowered import Stages
 from einshard._inspect.oversized import Oversized
+from einshard._program.jaxpr.graph import flatten
 from einshard._text import format_bytes, format_flops
 
 ALONG_S = 'b s d -> b@data s@tensor d'
@@ -1207,9 +1208,37 @@ def test_flops_in_a_shard_map(body, axis_names):
         axis_names=axis_names,
     )
     jaxpr = jax.jit(f).trace(struct(16, 32), struct(32, 64)).jaxpr.jaxpr
-    (found,) = read_trace(jaxpr, [], mesh).products
+    (found,) = read_trace(flatten(jaxpr, keep_unused=True), [], mesh).products
     assert found.in_shard_map
     assert found.flops == 2 * np.prod([16, 32, 64])
+
+
+def recurrent(x, w):
+    def step(h, x):
+        return jnp.tanh(h @ w + x), None
+
+    return jax.lax.scan(step, jnp.zeros(x.shape[1:]), x)[0]
+
+
+@pytest.mark.parametrize(
+    'function',
+    [
+        recurrent,  # what the body computes is sharded in the next iteration
+        lambda x, w: jax.nn.one_hot(jnp.argmax(x[0], -1), 16) @ w,  # compares [8, 1] with [1, 16]
+        lambda x, w: jax.lax.cumsum(jnp.sort(x[0], 1), 1) @ w,
+        lambda x, w: jax.lax.while_loop(lambda h: h[0, 0] < 1, lambda h: h @ w, x[0]),
+    ],
+)
+def test_the_sharding_of_an_operand(function):
+    traced = jax.jit(function).trace(struct(3, 8, 16), struct(16, 16))
+    x = Value((Axis(), Axis('b', ('data',), 0, 1), Axis()), 0, True)
+    program = flatten(traced.jaxpr, keep_unused=True)
+    (product,) = read_trace(program, [x, Value((Axis(),) * 2, 1)], mesh_of(data=4)).products
+    assert [(axis.name, axis.mesh_axes) for axis in product.left.axes] == [
+        ('b', ('data',)),
+        ('', ()),
+    ]
+    assert product.right.argument == 1
 
 
 def causes(report):

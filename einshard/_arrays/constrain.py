@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,10 +20,10 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from .._cache import register_cache, remember
 from .._errors import EinshardError, Suggestion, quoted
 from .._notation.axis_positions import axis_positions
 from .._notation.expression import ELLIPSIS, Expression, axis_letters
+from .._program.jaxpr.names import constraint_scope
 from .._sharding.context import USE_MESH_IN_CONTEXT, is_staging, user_stacklevel
 from .._sharding.describe import find_expression
 from .._sharding.mesh import (
@@ -40,20 +39,6 @@ from .._sharding.program_mesh import device_mismatch_error
 from .._sharding.resolve import Placement
 from .reshard import reshard
 
-# (size, mesh axes) of each array axis
-SizedAxes: TypeAlias = tuple[tuple[int, tuple[Any, ...]], ...]
-
-# For `explain`, because a compiled program has source lines but no axis names. Maps 'file:line' to
-# the axis names of the constraints on that line, or to () if these differ.
-names_at: dict[str, tuple[str, ...]] = register_cache({})
-# Maps 'file:line' to `Placement.names_without_rule`.
-without_rule_at: dict[str, tuple[str, ...]] = register_cache({})
-# For `to_jax`. Maps 'file:line' to the `sized_axes` of each constraint on that line, before
-# `jax.vmap` adds its batch axes. The inner dict is an ordered set.
-axes_at: dict[str, dict[SizedAxes, None]] = register_cache({})
-# For `einshard.einsum`. Maps 'file:line' to {letter in the `jnp.einsum` call: axis name}, or to {}
-# if the calls on that line differ.
-names_by_letter_at: dict[str, Mapping[str, str]] = register_cache({})
 # The expressions of the constraints that `plan` has traced so far, or None outside its traces.
 constraints_of_trace: ContextVar[list[Expression] | None] = ContextVar(
     'constraints_of_trace', default=None
@@ -63,52 +48,28 @@ constraints_of_trace: ContextVar[list[Expression] | None] = ContextVar(
 def constrain(x: Any, placement: Placement) -> Any:
     """Constrains a traced array, or checks the sharding of a traced `jax.Ref`."""
     _check_context(x, placement)
-    _record(x, placement)
+    expressions = constraints_of_trace.get()
+    if expressions is not None:
+        expressions.append(placement.expression)
     if isinstance(x, jax.Ref):
         return _checked_ref(x, placement)
     # under jax.grad or jax.vmap outside jit, on a mesh with Auto and Explicit axes,
     # with_sharding_constraint removes the Explicit axes from the type
     is_mixed = len({*placement.sharding.mesh.axis_types}) > 1
     try:
-        if is_mixed and not is_staging():
-            return _constrain_in_jit(x, placement.sharding)
-        return _constrain(x, placement.sharding)
+        with _scope(x, placement):
+            if is_mixed and not is_staging():
+                return _constrain_in_jit(x, placement.sharding)
+            return _constrain(x, placement.sharding)
     except ValueError as error:
         # a tracer of jax.grad outside jit does not show which devices its value is on
         raise _cannot_constrain(placement, error) from error
 
 
-def _record(x: Any, placement: Placement) -> None:
-    """Records a constraint: its expression for `plan`, its axes for `explain` and `to_jax`."""
-    expression, sharding = placement.expression, placement.sharding
-    by_type = [restrict_to_type(sharding, kind) for kind in {*sharding.mesh.axis_types}]
-    expressions = constraints_of_trace.get()
-    if expressions is not None:
-        expressions.append(expression)
-    for line in _user_lines():
-        if names_at.setdefault(line, expression.names) != expression.names:
-            names_at[line] = ()
-        without_rule_at[line] = placement.names_without_rule
-        axes = axes_at.setdefault(line, {})
-        for restricted in by_type:
-            remember(axes, sized_axes(x.shape, restricted), None, limit=1024)
-
-
-def record_einsum(names: Mapping[str, str]) -> None:
-    """Records the axis name of each letter of an einsum, for `explain`."""
-    for line in _user_lines():
-        if names_by_letter_at.setdefault(line, names) != names:
-            names_by_letter_at[line] = {}
-
-
-def _user_lines() -> list[str]:
-    """Returns 'file:line' of the first frame outside einshard and JAX, and of its caller.
-
-    The first frame may be in a user's helper function, such as `shard_activations`.
-    """
-    user = sys._getframe(user_stacklevel() - 1)  # type: ignore[reportPrivateUsage]
-    frames = filter(None, (user, user.f_back))
-    return [f'{frame.f_code.co_filename}:{frame.f_lineno}' for frame in frames]
+def _scope(x: Any, placement: Placement) -> Any:
+    """Names the axes of a constraint, for `explain` and `to_jax`."""
+    names, without_rule = placement.expression.names, placement.names_without_rule
+    return jax.named_scope(constraint_scope(names, np.ndim(x), without_rule))
 
 
 def place_constant(x: Any, placement: Placement) -> Any:
@@ -118,12 +79,13 @@ def place_constant(x: Any, placement: Placement) -> Any:
     try:
         # device_put needs devices, and fails for unconstrained, unreduced or reduced axes
         is_abstract = isinstance(sharding.mesh, AbstractMesh)
-        if is_abstract or placement.is_unconstrained or is_partial(sharding):
-            return _constrain_in_jit(x, sharding)
-        # under jit, device_put returns a tracer and places nothing; under jax.grad or jax.vmap
-        # outside jit, it returns a placed array
-        moved = jax.device_put(x, sharding)
-        return _constrain(moved, sharding) if isinstance(moved, Tracer) else moved
+        with _scope(x, placement):
+            if is_abstract or placement.is_unconstrained or is_partial(sharding):
+                return _constrain_in_jit(x, sharding)
+            # under jit, device_put returns a tracer and places nothing; under jax.grad or jax.vmap
+            # outside jit, it returns a placed array
+            moved = jax.device_put(x, sharding)
+            return _constrain(moved, sharding) if isinstance(moved, Tracer) else moved
     except ValueError as error:
         raise _cannot_constrain(placement, error) from error
 
@@ -184,11 +146,6 @@ def _axis_types(mesh: AnyMesh) -> dict[Any, AxisType]:
     """Maps each mesh axis to its type, and P.UNCONSTRAINED to Auto."""
     types: dict[Any, AxisType] = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return types | {PartitionSpec.UNCONSTRAINED: AxisType.Auto}
-
-
-def sized_axes(shape: Sequence[int], sharding: NamedSharding) -> SizedAxes:
-    entries = spec_axes(sharding.spec)
-    return tuple(zip(shape, entries + [()] * (len(shape) - len(entries)), strict=True))
 
 
 def type_matches(x: Any, sharding: NamedSharding) -> bool:

@@ -5,24 +5,24 @@ from __future__ import annotations
 import ast
 import keyword
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 import jax.tree_util as jtu
 from jax.sharding import AxisType, NamedSharding
 
-from .._arrays.constrain import SizedAxes, axes_at, names_at, sized_axes
 from .._errors import EinshardError
 from .._functions.parameters import CallSignature
 from .._functions.traced_function import TracedFunction
 from .._functions.value_spec import ValueSpec
 from .._inspect.findings.lines import line_of
-from .._inspect.findings.trace import inner_jaxprs
 from .._inspect.lowered import Stages
 from .._per_device.per_device import per_device
+from .._program.jaxpr.graph import Op, flatten
+from .._program.jaxpr.names import dims_of_vmap
 from .._sharding.context import mesh_scope
-from .._sharding.mesh import AnyMesh, partial_axes, partition_spec, unreduced_kind
+from .._sharding.mesh import AnyMesh, partial_axes, partition_spec, spec_axes, unreduced_kind
 from .._text import array_text, short_source
 from .._trees.paths import leaf_paths
 from .._trees.rules import Rules
@@ -201,21 +201,23 @@ def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
     assert jaxpr is not None
     # On Explicit axes, `sharded` reshards arguments with specs before the function uses them.
     # Omit these reshards, because the written code places the arguments.
-    specs = zip(jaxpr.invars, stages.argument_specs() or (), strict=False)
-    resharded = {id(argument) for argument, spec in specs if spec is not None}
+    program = flatten(jaxpr, keep_unused=True)
+    specs = zip(program.arguments, stages.argument_specs() or (), strict=False)
+    resharded = {argument for argument, spec in specs if spec is not None}
     found: dict[tuple[str, str], str] = {}
-    for eqn in _constraints(jaxpr):
+    for op in filter(_is_forward_constraint, program.ops):
+        eqn = op.eqn
         sharding = eqn.params.get('sharding', eqn.params.get('dst_sharding'))
-        if eqn.primitive.name == 'reshard' and id(eqn.invars[0]) in resharded:
+        if eqn.primitive.name == 'reshard' and op.ins[0] in resharded:
             continue
         # einshard makes no unreduced 'max' or 'min'; specs without unreduced axes count as 'sum'
         if isinstance(sharding, NamedSharding) and unreduced_kind(sharding.spec) == 'sum':
-            line, aval = line_of(eqn), eqn.outvars[0].aval
-            x, sharding = _before_vmap(aval, sharding, line)
-            names = names_at.get(line, ())
-            axes = f' {" ".join(names)!r}' if len(names) == len(x.shape) > 0 else ''
-            call = f'{_CONSTRAINTS[eqn.primitive.name]}(x, {writer.sharding(sharding)})'
-            found.setdefault((line, call), f'{array_text(x)}{axes}')
+            x, names = eqn.outvars[0].aval, op.site.names and op.site.names.of_constraint
+            if names is not None:
+                x, sharding = _before_vmap(eqn, sharding, len(names))
+            axes = f' {" ".join(names)!r}' if names and all(names) else ''
+            call = f'{_CONSTRAINTS[op.primitive]}(x, {writer.sharding(sharding)})'
+            found.setdefault((line_of(eqn), call), f'{array_text(x)}{axes}')
     name = stages.name or 'the function'
     text = [comment(f'Constraints inside {name}, instead of einshard(x, ...):')]
     for (line, call), array in found.items():
@@ -224,31 +226,23 @@ def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
     return ['\n'.join(text)] if found else []
 
 
-def _before_vmap(aval: Any, sharding: NamedSharding, line: str) -> tuple[Any, NamedSharding]:
+def _before_vmap(eqn: Any, sharding: NamedSharding, n_names: int) -> tuple[Any, NamedSharding]:
     """Returns the array and the sharding in a call of einshard, without the axes of `jax.vmap`."""
-
-    def is_part_of(axes: SizedAxes, others: SizedAxes) -> bool:
-        remaining = iter(others)
-        return all(axis in remaining for axis in axes)
-
-    axes = sized_axes(aval.shape, sharding)
-    called = [recorded for recorded in axes_at.get(line, ()) if is_part_of(recorded, axes)]
-    before = max(called, key=len, default=axes)
-    if len(before) == len(axes):
+    aval, added = eqn.outvars[0].aval, dims_of_vmap(eqn, n_names)
+    if not added:
         return aval, sharding
-    shape, entries = [size for size, _ in before], [entry for _, entry in before]
+    kept = [dim for dim in range(aval.ndim) if dim not in added]
+    entries = [entry for dim, entry in enumerate(spec_axes(sharding.spec)) if dim in kept]
+    while entries and not entries[-1]:
+        entries.pop()
     spec = partition_spec(entries, *partial_axes(sharding))
+    shape = [aval.shape[dim] for dim in kept]
     return jax.ShapeDtypeStruct(shape, aval.dtype), NamedSharding(sharding.mesh, spec)
 
 
-def _constraints(jaxpr: Any) -> Iterator[Any]:
-    """Yields the constraints of the forward pass, including those in nested jaxprs."""
-    for eqn in jaxpr.eqns:
-        is_backward = 'transpose(' in str(eqn.source_info.name_stack)
-        if eqn.primitive.name in _CONSTRAINTS and not is_backward:
-            specs = [v.aval.sharding.spec for v in (eqn.invars[0], eqn.outvars[0])]
-            # to compute gradients, JAX adds reshards that do not change the sharding
-            if eqn.primitive.name != 'reshard' or specs[0] != specs[1]:
-                yield eqn
-        for inner in inner_jaxprs(eqn.params.values()):
-            yield from _constraints(inner)
+def _is_forward_constraint(op: Op) -> bool:
+    if op.primitive not in _CONSTRAINTS or op.site.is_backward:
+        return False
+    specs = [v.aval.sharding.spec for v in (op.eqn.invars[0], op.eqn.outvars[0])]
+    # to compute gradients, JAX adds reshards that do not change the sharding
+    return op.primitive != 'reshard' or specs[0] != specs[1]

@@ -21,6 +21,7 @@ from .._program.hlo.groups import Groups
 from .._program.hlo.memory import read_memory
 from .._program.hlo.temporaries import largest_temporaries
 from .._program.hlo.text import Program
+from .._program.jaxpr.graph import flatten
 from .._sharding.collective_axes import along_text, find_sharded_by, mesh_axes_of
 from .._sharding.mesh import Device, MeshLike, is_canonical_mesh, position
 from .arrays import array_row, find_arguments, find_names, find_results, results_in_place
@@ -31,7 +32,7 @@ from .findings.find import find_findings
 from .intermediates import find_intermediates
 from .lowered import Stages, compiled_shardings, suggest_partial, trace_to_compile
 from .oversized import Oversized, compile_stages
-from .payloads import Payloads
+from .payloads import Payloads, find_named_lines
 from .report import Report
 
 
@@ -118,7 +119,11 @@ def _read_program(
     devices = _devices(shardings)
     chip = chip or find_chip(devices[0].device_kind)
     inputs = [(a.path, str(a.dtype)) for a in arguments if a.sharding is not None]
-    payloads = Payloads(graph, inputs, _output_paths([a.path for a in results], inputs, graph))
+    traced = None
+    if stages.jaxpr is not None and len(devices) > 1:
+        traced = flatten(stages.jaxpr, keep_unused=True)
+    outputs = _output_paths([a.path for a in results], inputs, graph)
+    payloads = Payloads(graph, inputs, outputs, find_named_lines(traced) if traced else {})
     sharded_by = find_sharded_by(
         (array.names, array.sharding)
         for array in (*arguments, *results)
@@ -148,6 +153,7 @@ def _read_program(
         stages=stages,
         compiled=compiled,
         graph=graph,
+        traced=traced,
         memory=read_memory(compiled, _memory_capacity(compiled, chip, devices[0])),
         chip=chip,
         devices=devices,

@@ -23,6 +23,7 @@ from jax.stages import Lowered
 from .._errors import EinshardError
 from .._program.hlo.groups import read_groups
 from .._program.hlo.text import Instruction, Program
+from .._program.jaxpr.names import without_names
 from .._progress import progress
 from .._sharding.collective_axes import sharding_of_blocks
 from .._sharding.describe import describe_named
@@ -123,7 +124,7 @@ def _read_values(text: str, meshes: Sequence[AnyMesh]) -> Iterator[ArrayRow]:
             placements[key] = _placement(*key, meshes)
         placement, n_shards, is_partial_sum = placements[key]
         yield ArrayRow(
-            path=_OUTERMOST.sub('', op.op_name, count=1),
+            path=_OUTERMOST.sub('', without_names(op.op_name), count=1),
             shape=array.shape,
             dtype=array.dtype,
             placement=placement,

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import TypeAlias
 
-from .._arrays.constrain import names_at, names_by_letter_at
-from .._notation.expression import ELLIPSIS
 from .._program.hlo.collective import Collective
 from .._program.hlo.flops import find_products
 from .._program.hlo.graph import Graph, Node
 from .._program.hlo.queries import MOVES, origins, output_uses, strip
 from .._program.hlo.slices import padded_shard
 from .._program.hlo.sources import operations
+from .._program.jaxpr.graph import Program as TracedProgram
+from .._program.jaxpr.names import AxisNames, names_in
+from .._program.jaxpr.spans import Span
 
+_Arrays: TypeAlias = tuple[tuple[str, ...], ...]
 # kinds of collectives that send their operand without summing it
 _MOVES = ('all-gather', 'all-to-all', 'collective-broadcast', 'collective-permute')
 
@@ -26,9 +30,17 @@ class Payloads:
     Args:
         inputs: (path, dtype) of each argument that the program uses, by parameter number.
         outputs: the paths of the program's outputs, by number.
+        lines: the axis names on each source line.
     """
 
-    def __init__(self, graph: Graph, inputs: Sequence[tuple[str, str]], outputs: Mapping[int, str]):
+    def __init__(
+        self,
+        graph: Graph,
+        inputs: Sequence[tuple[str, str]],
+        outputs: Mapping[int, str],
+        lines: NamedLines = MappingProxyType({}),
+    ):
+        self._lines = lines
         self._inputs = inputs
         self._output_paths = outputs
         self._uses = output_uses(graph)
@@ -73,7 +85,7 @@ class Payloads:
             role=role,
             is_backward=is_backward or role == 'gradients',
             of=paths,
-            axes=_axes(collective) if role == 'activations' and n_bytes else '',
+            axes=_axes(collective, self._lines) if role == 'activations' and n_bytes else '',
         )
 
     def _arguments(self, sent: Node) -> Sequence[int]:
@@ -185,32 +197,70 @@ _ELEMENTWISE = frozenset(
     )
 )
 _EINSUM = re.compile(r'/([A-Za-z,]+)->([A-Za-z]*)/')
+# {'file:line': the expressions on the line that have axis names}
+NamedLines: TypeAlias = Mapping[str, Sequence[tuple[Span, AxisNames]]]
 
 
-def _axes(collective: Collective) -> str:
+def find_named_lines(traced: TracedProgram) -> NamedLines:
+    """Finds the source lines of constraints and einsums of einshard, and of the calls of helpers.
+
+    A compiled program drops most scopes, so a collective finds its names by its source line.
+    """
+    found: dict[str, dict[tuple[Span, AxisNames], None]] = {}
+    for op in traced.ops:
+        if op.site.names is not None:
+            # the second frame may call a helper function, such as `shard_activations`
+            for span in op.site.frames[:2]:
+                for line in range(span.line, span.end_line + 1):
+                    key = f'{span.file}:{line}'
+                    found.setdefault(key, {})[span, op.site.names] = None
+    return {line: tuple(names) for line, names in found.items()}
+
+
+def _axes(collective: Collective, lines: NamedLines) -> str:
     """Reads `Collective.axes` from the einsum or the constraint on the source line."""
     ndim, op_name = len(collective.array_types[0].shape), collective.op_name
+    own = names_in(op_name)
+    if own is not None and own.of_constraint is None:
+        return _axes_of_einsum(collective, own.arrays)
     if einsum := _EINSUM.search(op_name):
-        operands, result = einsum[1].split(','), einsum[2]
-        is_forward = 'transpose(' not in op_name or '/rematted_computation/' in op_name
-        if collective.kind in _MOVES:  # an operand, or the gradient of the result
-            candidates = operands if is_forward else [*operands, result]
-        else:  # the result, or the gradient of an operand
-            candidates = [result] if is_forward else operands
-        # the compiler may have merged axes, so accept a single candidate of any ndim
-        fitting = [c for c in candidates if len(c) == ndim or len(candidates) == 1]
-        lines = collective.called_at, collective.source
-        names = next((names_by_letter_at[line] for line in lines if line in names_by_letter_at), {})
-
-        def named(letters: str) -> str:
-            return ' '.join(names.get(letter, letter) for letter in letters)
-
-        if len(fitting) == 1:
-            return named(fitting[0])
-        return f'{", ".join(map(named, operands))} -> {named(result)}' if names else einsum[0][1:-1]
+        letters = tuple(map(tuple, (*einsum[1].split(','), einsum[2])))
+        names = _names_on_line(collective, lines, lambda names: len(names) == len(letters))
+        axes = _axes_of_einsum(collective, names or letters)
+        return axes if names or '>' not in axes else einsum[0][1:-1]
     if _ELEMENTWISE.issuperset(operations(op_name)):
-        for line in filter(None, (collective.called_at, collective.source)):
-            names = names_at.get(line, ())
-            if len(names) == ndim and ELLIPSIS not in names:
-                return ' '.join(names)
+        found = own and own.arrays
+        if found is None or len(found[0]) != ndim:
+            found = _names_on_line(collective, lines, lambda names: [*map(len, names)] == [ndim])
+        return ' '.join(found[0]) if found and all(found[0]) else ''
     return ''
+
+
+def _axes_of_einsum(collective: Collective, arrays: _Arrays) -> str:
+    *operands, result = arrays
+    ndim, op_name = len(collective.array_types[0].shape), collective.op_name
+    is_forward = 'transpose(' not in op_name or '/rematted_computation/' in op_name
+    if collective.kind in _MOVES:  # an operand, or the gradient of the result
+        candidates = operands if is_forward else [*operands, result]
+    else:  # the result, or the gradient of an operand
+        candidates = [result] if is_forward else operands
+    # the compiler may have merged axes, so accept a single candidate of any ndim
+    fitting = [c for c in candidates if len(c) == ndim or len(candidates) == 1]
+    if len(fitting) == 1:
+        return ' '.join(fitting[0])
+    return f'{", ".join(map(" ".join, operands))} -> {" ".join(result)}'
+
+
+def _names_on_line(
+    collective: Collective, lines: NamedLines, fits: Callable[[_Arrays], bool]
+) -> _Arrays | None:
+    """Returns the names on the line of a collective, or None if several constraints are there."""
+    for line in filter(None, (collective.called_at, collective.source)):
+        found = [(span, names.arrays) for span, names in lines.get(line, ()) if fits(names.arrays)]
+        if line == collective.source and collective.column:
+            number, column = int(line.rpartition(':')[2]), collective.column - 1
+            inside = [pair for pair in found if pair[0].contains(number, column)]
+            found = inside or found
+        if len({arrays for _, arrays in found}) == 1:
+            return found[0][1]
+    return None

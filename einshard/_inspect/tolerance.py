@@ -15,7 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .findings.trace import inner_jaxprs
+from .._program.jaxpr.graph import inner_jaxprs
 
 _SAFETY = 4  # the largest of many differences exceeds the typical one
 # by platform: the dtype to which matmuls round float32 operands by default, and its rounding unit

@@ -42,15 +42,10 @@ class Contraction:
 
     def numpy_subscripts(self) -> str:
         """Returns the einsum without placements, such as 'ab,bc->ac'."""
-        letters = {name: letter for letter, name in self.names_by_letter().items()}
-        letters[ELLIPSIS] = ELLIPSIS
+        named = [name for name in self.names if name != ELLIPSIS]
+        letters = {name: _letter(i) for i, name in enumerate(named)} | {ELLIPSIS: ELLIPSIS}
         sides = [''.join(letters[name] for name in array.names) for array in self.arrays]
         return f'{",".join(sides[:-1])}->{sides[-1]}'
-
-    def names_by_letter(self) -> dict[str, str]:
-        """Maps the letters in `numpy_subscripts` to axis names."""
-        named = [name for name in self.names if name != ELLIPSIS]
-        return {_letter(i): name for i, name in enumerate(named)}
 
     def plain(self) -> str:
         """Returns the einsum without placements, such as 'a b, b c -> a c'."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -12,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from .._arrays.constrain import constrain, record_einsum, restrict_to_type
+from .._arrays.constrain import constrain, restrict_to_type
 from .._arrays.place import einshard
 from .._arrays.reshard import reshard
 from .._errors import EinshardError, RuleSuggestion, Suggestion, quoted
 from .._notation.axis_positions import axis_positions
 from .._notation.expression import ELLIPSIS, Expression, Term
+from .._program.jaxpr.names import einsum_scope
 from .._sharding.axis_rules import axis_rules
 from .._sharding.context import Context, current_context, is_tracing
 from .._sharding.mesh import MeshLike, device_mesh, partition_spec, sizes_of, spec_axes
@@ -95,13 +97,14 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
     except EinshardError as error:
         raise _with_working_fix(error, contraction, current, arrays, mesh, options) from None
     tracing = is_tracing()
-    if tracing:
-        record_einsum(contraction.names_by_letter())
     # jit eager calls, so that XLA can compute the sum in the result's sharding
     contract = _contract if tracing else _jitted
     if isinstance(options.get('optimize'), list | tuple):
         options['optimize'] = _hashable_path(options['optimize'])
-    return contract(contraction.numpy_subscripts(), placement, tuple(options.items()), *operands)
+    subscripts = contraction.numpy_subscripts()
+    scope = jax.named_scope(einsum_scope(contraction.plain())) if tracing else nullcontext()
+    with scope:
+        return contract(subscripts, placement, tuple(options.items()), *operands)
 
 
 def _is_placed_by_rules(result: Expression, context: Context) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 
 from ..._program.hlo.collective import Collective
 from ..._program.hlo.sources import operations
+from ..._program.jaxpr.graph import inner_jaxprs
 from .facts import Facts
 from .lines import line_of
-from .operations import PRODUCTS
-from .trace import inner_jaxprs
+from .trace import PRODUCTS
 
 _SHARD_MAP_COLLECTIVES = frozenset(
     (

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
-from ..._arrays.constrain import without_rule_at
+from ..._program.jaxpr.graph import inner_jaxprs
 from ..._sharding.describe import describe_named
 from ..._sharding.mesh import AnyMesh, is_canonical_mesh
 from ..._text import first_of
@@ -17,7 +17,6 @@ from ..report_rows import Finding
 from .expressions import expression_of
 from .facts import Facts
 from .lines import Frame, stack_of, user_line
-from .trace import inner_jaxprs
 
 _Stack: TypeAlias = tuple[Frame, ...]
 _RESULT_UNUSED = 'the result of this constraint is not used; assign it: x = einshard(x, ...)'
@@ -155,7 +154,6 @@ def _has_no_effect_in_jit(sharding: NamedSharding) -> bool:
 def names_without_rule(facts: Facts) -> Iterator[Finding]:
     """Reports constraints that gather a sharded axis because no axis rule has its name."""
     for constraint in facts.trace.constraints if facts.trace else ():
-        names = without_rule_at.get(constraint.line, ())
         mesh = facts.mesh
         pairs = list(zip(constraint.before.axes, constraint.after.axes, strict=True))
         sharded = [
@@ -164,7 +162,7 @@ def names_without_rule(facts: Facts) -> Iterator[Finding]:
             # a rule may shard another axis over these mesh axes
             if constraint.after.mesh_axes.isdisjoint(before.mesh_axes)
             and before.mesh_axes
-            and after.name in names
+            and after.name in constraint.without_rule
         ]
         if not sharded or constraint.is_backward or mesh is None:
             continue

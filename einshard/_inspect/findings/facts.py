@@ -16,6 +16,7 @@ from ..._program.hlo.flops import ProductRow
 from ..._program.hlo.graph import Graph
 from ..._program.hlo.memory import Memory
 from ..._program.hlo.slices import Gather, find_gather
+from ..._program.jaxpr.graph import Program
 from ..._sharding.collective_axes import mesh_axes_between, pairs_of_groups
 from ..._sharding.mesh import AnyMesh, Device
 from ..._text import short_source
@@ -40,6 +41,8 @@ class Facts:
     """A compiled program, read once for all diagnoses and the report.
 
     Attributes:
+        traced: the function before partitioning. None if there is no jaxpr, as for a `Lowered` or
+            `Compiled`, or if there is only one device.
         memory: None if unknown.
         chip: None if unknown, as for CPUs.
         devices: the devices of the program, in its order.
@@ -54,6 +57,7 @@ class Facts:
     stages: Stages
     compiled: Compiled | Oversized
     graph: Graph
+    traced: Program | None
     memory: Memory | None
     chip: Chip | None
     devices: Sequence[Device]
@@ -126,11 +130,10 @@ class Facts:
 
     @functools.cached_property
     def trace(self) -> Trace | None:
-        """None if `mesh` is None, or if there is no jaxpr, as for a `Lowered` or `Compiled`."""
-        if self.stages.jaxpr is None or self.mesh is None:
+        """None if `mesh` or `traced` is None."""
+        if self.traced is None or self.mesh is None:
             return None
-        jaxpr = self.stages.jaxpr
-        return read_trace(jaxpr, self.values, self.mesh, self.has_only_innermost_lines)
+        return read_trace(self.traced, self.values, self.mesh, self.has_only_innermost_lines)
 
     @functools.cached_property
     def has_only_innermost_lines(self) -> bool:

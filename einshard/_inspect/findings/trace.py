@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any, NamedTuple
 
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..._arrays.constrain import names_at
-from ..._notation.expression import ELLIPSIS
+from ..._program.jaxpr import graph
+from ..._program.jaxpr.graph import Op, Program
+from ..._program.jaxpr.names import dims_of_vmap
 from ..._sharding.mesh import AnyMesh, spec_axes
 from .lines import line_of
-from .operations import PRODUCTS, RULES, elementwise, flops_of, product_of
-from .values import Axis, Product, Value, drop_repeats, merged, reshaped
+from .values import Axis, Product, Value, drop_repeats, merged_axis, reshaped
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +22,14 @@ class Constraint:
     before: Value
     after: Value
     is_backward: bool
+    without_rule: tuple[str, ...]  # the names of its axes that have no axis rule
 
 
 class Scanned(NamedTuple):
     """An array that a scan runs over."""
 
     value: Value
-    aval: Any
+    aval: graph.Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,188 +67,167 @@ class Trace:
     slices: list[Slice] = field(default_factory=list)
 
 
-class _CallSite(NamedTuple):
-    """Where a jaxpr is called.
-
-    Attributes:
-        runs: how often the jaxpr runs in one run of the function, or None if unknown.
-        is_mapped: whether `jax.vmap` maps a function around it.
-        n_shards: in a `shard_map`, the product of the sizes of all manual mesh axes; else 0.
-        call: the equation of the innermost call around it, such as `jit` (not a loop), or None.
-    """
-
-    runs: int | None = 1
-    is_backward: bool = False
-    is_mapped: bool = False
-    n_shards: int = 0
-    call: Any = None
+PRODUCTS = ('dot_general', 'conv_general_dilated')
+_CONSTRAINTS = ('sharding_constraint', 'reshard', 'mesh_cast')
+_SLICES = ('split', 'slice', 'dynamic_slice')
 
 
 def read_trace(
-    jaxpr: Any, arguments: Sequence[Value], mesh: AnyMesh, innermost_lines: bool = False
+    program: Program, arguments: Sequence[Value], mesh: AnyMesh, innermost_lines: bool = False
 ) -> Trace:
-    """Reads a jaxpr that is called with `arguments`. For `innermost_lines`, see `line_of`."""
-    reader = _Reader(Trace(), mesh, innermost_lines)
-    reader.read(jaxpr, arguments, _CallSite())
-    return reader.trace
+    """Reads a function that is called with `arguments`. For `innermost_lines`, see `line_of`."""
+    values, trace = propagate(program, arguments, mesh), Trace()
+
+    def line(eqn: Any) -> str:
+        return line_of(eqn, innermost_lines)
+
+    for op in program.ops:
+        if op.primitive in PRODUCTS or _is_lookup(op):
+            trace.products.append(_product(op, values, line))
+        elif op.primitive in _CONSTRAINTS and op.outs[0] is not None:
+            before, after = values[op.arrays_in[0]], values[op.outs[0]]
+            if _has_mesh(_sharding_of(op), mesh):
+                without_rule = op.site.names.without_rule if op.site.names else ()
+                is_backward = op.site.is_backward
+                constraint = Constraint(line_of(op.eqn), before, after, is_backward, without_rule)
+                trace.constraints.append(constraint)
+        elif op.primitive in _SLICES and op.arrays_in:
+            trace.slices.extend(_slices(op, values[op.arrays_in[0]], line(op.eqn)))
+    for scan in program.scans:
+        sums = tuple(Value() if i is None else values[i] for i in scan.sums)
+        xs = tuple(Scanned(values[i], program.values[i]) for i in scan.xs)
+        trace.loops.append(Loop(line(scan.eqn), scan.eqn.params['length'], sums, xs))
+    return trace
 
 
-class _Reader:
-    def __init__(self, trace: Trace, mesh: AnyMesh, innermost_lines: bool):
-        self.trace = trace
-        self.innermost_lines = innermost_lines
-        self.mesh_sizes = dict(mesh.shape)
+# --- propagation --------------------------------------------------------------------------------
 
-    def read(self, jaxpr: Any, arguments: Sequence[Value], site: _CallSite) -> list[Value]:
-        """Reads a jaxpr that is called with `arguments`, and returns the values of its results."""
-        values: dict[int, Value] = dict(zip(map(id, jaxpr.invars), arguments, strict=False))
 
-        def value_of(v: Any) -> Value:
-            found = values.get(id(v))
-            return _unsharded(v) if found is None else found
+def propagate(program: Program, arguments: Sequence[Value], mesh: AnyMesh) -> list[Value]:
+    """Returns the values of a program that is called with `arguments`, by index.
 
-        for eqn in jaxpr.eqns:
-            results = self.read_equation(eqn, list(map(value_of, eqn.invars)), site)
-            for v, value in zip(eqn.outvars, results, strict=False):
-                values[id(v)] = _typed(v, value)
-        return [value_of(v) for v in jaxpr.outvars]
+    An axis of a result has the names and the sharding of the operand axes that are linked with it.
+    """
+    values = [Value((Axis(),) * len(value.shape)) for value in program.values]
+    known: set[int] = set()
+    for i, argument in zip(program.arguments, arguments, strict=False):
+        if i is not None:
+            values[i] = argument
+    # the second pass brings what a loop body computes to its next iteration
+    for _ in range(min(len(program.parent_loops), 2)):
+        for op in program.ops:
+            if op.primitive == 'scan_axis':
+                continue
+            for o, out in enumerate(op.outs):
+                if out is None:
+                    continue
+                new = _typed(_result(op, o, program, values, mesh), program.values[out].sharding)
+                if op.primitive == 'carry' and out in known:
+                    new = _merged(values[out], new, is_branch=op.eqn.primitive.name == 'cond')
+                values[out] = new
+                known.add(out)
+    return values
 
-    def read_equation(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
-        name = eqn.primitive.name
-        transforms = str(eqn.source_info.name_stack)
-        site = site._replace(
-            is_backward=site.is_backward or 'transpose(' in transforms,
-            is_mapped=site.is_mapped or 'vmap(' in transforms,
-        )
-        if name == 'scan':
-            return self.read_scan(eqn, values, site)
-        if name == 'while':
-            return self.read_while(eqn, values, site)
-        if name == 'cond':
-            return self.read_cond(eqn, values, site)
-        if name == 'shard_map':
-            mesh = eqn.params['mesh']
-            # called manual_axes in JAX 0.8
-            manual = eqn.params.get('newly_manual_axes', eqn.params.get('manual_axes'))
-            types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-            n_shards = prod(
-                size
-                for axis, size in mesh.shape.items()
-                # Manual axes: those of a shard_map around this one
-                if manual is None or axis in manual or types[axis] == AxisType.Manual
-            )
-            inner = [_unsharded(v) for v in eqn.params['jaxpr'].invars]
-            self.read(eqn.params['jaxpr'], inner, site._replace(n_shards=n_shards))
-            return [_unsharded(v, values) for v in eqn.outvars]
-        if name in ('sharding_constraint', 'reshard', 'mesh_cast') and values:
-            return [self.read_constraint(eqn, values[0], site)]
-        if name in (*PRODUCTS, 'gather'):
-            return [self.read_product(eqn, values, site)]
-        if (inner := _called_jaxpr(eqn)) is not None:
-            operands = values[len(values) - len(inner.invars) :]
-            return self.read(inner, operands, site._replace(call=eqn))
-        if name == 'reshape':
-            before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-            return [values[0].with_axes(reshaped(values[0].axes, before, after, self.mesh_sizes))]
-        if name in ('split', 'slice', 'dynamic_slice'):
-            self.read_slice(eqn, values[0])
-        if name in RULES:
-            return [RULES[name](eqn, values)]
-        return [elementwise(v, values) for v in eqn.outvars]
 
-    def line_of(self, eqn: Any) -> str:
-        return line_of(eqn, self.innermost_lines)
+def _result(op: Op, o: int, program: Program, values: Sequence[Value], mesh: AnyMesh) -> Value:
+    """Returns result `o` of an operation."""
+    out = op.outs[o]
+    assert out is not None
+    shape, links = program.values[out].shape, op.rule.links
+    arrays = {i: values[v] for i, v in enumerate(op.ins) if v is not None}
+    # an optimization barrier passes several arrays, each to one result
+    linked = {i for i, _, to, _ in links if to == o} if len(op.outs) > 1 else ()
+    is_data = any(arrays[i].is_data for i in linked or arrays)
+    unsharded = Value((Axis(),) * len(shape), None, is_data)
+    if op.primitive == 'shards':
+        return unsharded
+    if op.primitive in _CONSTRAINTS:
+        return _constrained(op, arrays[0], unsharded, mesh)
+    if op.primitive == 'reshape' and arrays:
+        before = program.values[op.arrays_in[0]].shape
+        return arrays[0].with_axes(reshaped(arrays[0].axes, before, shape, dict(mesh.shape)))
+    # 1. the operand axes for each axis of the result
+    sources: list[list[tuple[int, Axis]]] = [[] for _ in shape]
+    for i, d, to, at in links:
+        if to == o:
+            sources[at].append((i, arrays[i].axes[d]))
+    # 2. a resized axis keeps its name. The parts of a split axis, and concatenated axes, also keep
+    # the sharding: the compiler reshards them over the same mesh axes
+    is_sliced = op.primitive in ('slice', 'dynamic_slice', 'pad')
+    for i, d in op.rule.unsharded:
+        if len(arrays[i].axes) == len(shape):
+            axis = arrays[i].axes[d]
+            sources[d].append((i, axis.without_mesh_axes(axis.mesh_axes) if is_sliced else axis))
+    # 3. a mesh axis shards one axis of the result: one of both operands, or else of the data. A
+    # weight is gathered
+    axes = [merged_axis([axis for _, axis in found]) if found else Axis() for found in sources]
+    order: Iterable[int] = range(len(shape))
+    if op.rule.einsum is not None:
+        ranks = {i: rank for rank, i in enumerate(op.rule.einsum.operands)}
+        if op.primitive in PRODUCTS and arrays[1].is_data and not arrays[0].is_data:
+            ranks = {0: 1, 1: 0}
+        order = sorted(order, key=lambda at: _rank(ranks, {i for i, _ in sources[at]}))
+    # 4. casts, slices and the like of one array are a part of the argument that it is part of
+    is_part = len(arrays) == 1 and op.primitive not in ('concatenate', 'scan_output')
+    is_part = is_part and op.rule.einsum is None and bool(links or op.rule.unsharded)
+    is_part = is_part or op.primitive == 'dynamic_update_slice'
+    argument = values[op.arrays_in[0]].argument if is_part else None
+    return Value(drop_repeats(axes, argument is not None, order), argument, is_data)
 
-    def read_product(self, eqn: Any, values: list[Value], site: _CallSite) -> Value:
-        product = product_of(eqn, values)
-        if product is None:
-            return elementwise(eqn.outvars[0], values)
-        flops = flops_of(eqn) * max(site.n_shards, 1)
-        left, right, result = (v.aval for v in (*eqn.invars[:2], eqn.outvars[0]))
-        self.trace.products.append(
-            replace(
-                product,
-                line=self.line_of(eqn) or (self.line_of(site.call) if site.call else ''),
-                aval=result,
-                runs=site.runs,
-                flops=None if site.runs is None else flops * site.runs,
-                is_backward=site.is_backward,
-                in_shard_map=site.n_shards > 0,
-                is_mapped=site.is_mapped,
-                sizes=(left.size, right.size, result.size),
-            )
-        )
-        return product.result
 
-    def read_slice(self, eqn: Any, value: Value) -> None:
-        sizes, parts = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-        for dim, (axis, size, part) in enumerate(zip(value.axes, sizes, parts, strict=True)):
-            if 0 < part != size and axis.mesh_axes:
-                is_equal_part = size % part == 0 and _starts_at_multiple(eqn, dim, part)
-                found = Slice(self.line_of(eqn), value, dim, size, part, is_equal_part)
-                self.trace.slices.append(found)
+def _rank(ranks: Mapping[int, int], operands: set[int]) -> int:
+    return -1 if len(operands) > 1 else max((ranks.get(i, -1) for i in operands), default=-1)
 
-    def read_constraint(self, eqn: Any, before: Value, site: _CallSite) -> Value:
-        sharding = eqn.params.get('sharding', eqn.params.get('dst_sharding'))
-        if not isinstance(sharding, NamedSharding):
-            return before
-        if dict(sharding.mesh.shape) != self.mesh_sizes:
-            return _unsharded(eqn.outvars[0], [before])
-        line = line_of(eqn)  # not the innermost one: the keys of `names_at` are the user's lines
-        names = names_at.get(line, ())
-        if len(names) != len(before.axes) or ELLIPSIS in names:
-            names = ('',) * len(before.axes)
-        entries = mesh_entries(sharding, len(before.axes))
-        axes = [
-            replace(axis, name=name or axis.name)
-            if entry is None
-            else Axis(name or axis.name, entry, line)
-            for axis, name, entry in zip(before.axes, names, entries, strict=True)
-        ]
-        after = Value(drop_repeats(axes), None, before.is_data)
-        self.trace.constraints.append(Constraint(line, before, after, site.is_backward))
-        return after
 
-    def read_scan(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
-        inner, length = jaxpr_in(eqn.params['jaxpr']), eqn.params['length']
-        # newer JAX has no num_consts and num_carry in `params`. So compare ranks: only scanned
-        # inputs and stacked outputs have one more axis outside the body
-        n_carry = _n_of_same_rank(eqn.outvars, inner.outvars)
-        n_consts = _n_of_same_rank(eqn.invars, inner.invars) - n_carry
-        site = site._replace(runs=None if site.runs is None else site.runs * length)
-        scanned = values[n_consts + n_carry :]
-        slices = [value.with_axes(value.axes[1:]) for value in scanned]
-        carry = values[n_consts : n_consts + n_carry]
-        results = self.read(inner, [*values[:n_consts], *carry, *slices], site)
-        sums = tuple(results[i] for i in _indices_of_sums(inner, n_consts, n_carry))
-        xs = tuple(
-            Scanned(value, v.aval)
-            for value, v in zip(scanned, eqn.invars[n_consts + n_carry :], strict=True)
-        )
-        self.trace.loops.append(Loop(self.line_of(eqn), length, sums, xs))
-        carried = [
-            merged([value, after], len(value.axes))
-            for value, after in zip(carry, results, strict=False)
-        ]
-        stacked = [Value((Axis(), *after.axes), None, after.is_data) for after in results[n_carry:]]
-        return [*carried, *stacked]
+def _merged(before: Value, new: Value, is_branch: bool) -> Value:
+    """Merges two values of a variable: from the branches of a `cond`, or before and in a loop."""
+    axes = map(merged_axis, zip(before.axes, new.axes, strict=True))
+    if is_branch:
+        argument = before.argument if before.argument == new.argument else None
+        before = Value((), argument, before.is_data or new.is_data)
+    return before.with_axes(drop_repeats(axes, before.argument is not None))
 
-    def read_while(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
-        params = eqn.params
-        n_cond, n_body = params['cond_nconsts'], params['body_nconsts']
-        carry = values[n_cond + n_body :]
-        inside = [*values[n_cond : n_cond + n_body], *carry]
-        results = self.read(jaxpr_in(params['body_jaxpr']), inside, site._replace(runs=None))
-        return [
-            merged([value, after], len(value.axes))
-            for value, after in zip(carry, results, strict=True)
-        ]
 
-    def read_cond(self, eqn: Any, values: list[Value], site: _CallSite) -> Sequence[Value]:
-        results = [
-            self.read(jaxpr_in(branch), values[1:], site) for branch in eqn.params['branches']
-        ]
-        return [merged(several, len(several[0].axes)) for several in zip(*results, strict=True)]
+def _constrained(op: Op, before: Value, unsharded: Value, mesh: AnyMesh) -> Value:
+    sharding = _sharding_of(op)
+    if not isinstance(sharding, NamedSharding):
+        return before
+    if not _has_mesh(sharding, mesh):
+        return unsharded
+    line, names = line_of(op.eqn), [''] * len(before.axes)
+    if op.site.names is not None and op.site.names.of_constraint is not None:
+        names = list(op.site.names.of_constraint)
+        for dim in dims_of_vmap(op.eqn, len(names)):
+            names.insert(dim, '')
+    entries = mesh_entries(sharding, len(before.axes))
+    axes = [
+        replace(axis, name=name or axis.name)
+        if entry is None
+        else Axis(name or axis.name, entry, line)
+        for axis, name, entry in zip(before.axes, names, entries, strict=True)
+    ]
+    return Value(drop_repeats(axes), None, before.is_data)
+
+
+def _sharding_of(op: Op) -> Any:
+    return op.eqn.params.get('sharding', op.eqn.params.get('dst_sharding'))
+
+
+def _has_mesh(sharding: Any, mesh: AnyMesh) -> bool:
+    return isinstance(sharding, NamedSharding) and dict(sharding.mesh.shape) == dict(mesh.shape)
+
+
+def _typed(value: Value, sharding: Any) -> Value:
+    """Returns `value` with the sharding of its type, if the mesh has Explicit axes."""
+    types = getattr(getattr(sharding, 'mesh', None), 'axis_types', ())
+    if AxisType.Explicit not in types:
+        return value
+    entries = mesh_entries(sharding, len(value.axes))
+    axes = (
+        axis if entry is None else replace(axis, mesh_axes=entry)
+        for axis, entry in zip(value.axes, entries, strict=True)
+    )
+    return value.with_axes(axes)
 
 
 def mesh_entries(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...] | None]:
@@ -282,45 +260,62 @@ def argument_values(
     return values
 
 
-def _unsharded(v: Any, values: Sequence[Value] = ()) -> Value:
-    """Returns an unsharded value with the rank of `v`. It is data if any of `values` is."""
-    ndim = getattr(v.aval, 'ndim', 0)
-    return Value((Axis(),) * ndim, None, any(value.is_data for value in values))
+# --- operations ---------------------------------------------------------------------------------
 
 
-def _typed(v: Any, value: Value) -> Value:
-    """Returns `value` with the sharding in the type of `v`, if the mesh has Explicit axes."""
-    sharding = getattr(v.aval, 'sharding', None)
-    types = getattr(getattr(sharding, 'mesh', None), 'axis_types', ())
-    if AxisType.Explicit not in types or len(value.axes) != v.aval.ndim:
-        return value
-    entries = mesh_entries(sharding, v.aval.ndim)  # type: ignore[reportArgumentType]
-    axes = (
-        axis if entry is None else replace(axis, mesh_axes=entry)
-        for axis, entry in zip(value.axes, entries, strict=True)
+def _is_lookup(op: Op) -> bool:
+    """Whether an operation gathers full rows of a table."""
+    if op.primitive != 'gather' or op.outs[0] is None:
+        return False
+    numbers, sizes = op.eqn.params['dimension_numbers'], op.eqn.params['slice_sizes']
+    is_rows = numbers.collapsed_slice_dims == numbers.start_index_map == (0,)
+    return is_rows and sizes[1:] == op.eqn.invars[0].aval.shape[1:]
+
+
+def _product(op: Op, values: Sequence[Value], line: Callable[[Any], str]) -> Product:
+    site, eqn, einsum = op.site, op.eqn, op.rule.einsum
+    assert einsum is not None
+    left, right = op.ins[:2]
+    assert left is not None
+    assert right is not None
+    indices = dict(zip(einsum.operands, einsum.indices, strict=True))
+    pairs = [
+        (i, indices[1].index(index), index in einsum.out)
+        for i, index in enumerate(indices[0])
+        if index in indices[1]
+    ]
+    # for complex numbers, a multiplication and an addition take 8 flops
+    per_flop = 4 if eqn.invars[0].aval.dtype.kind == 'c' else 1
+    flops = per_flop * einsum.flops * max(site.n_shards, 1)
+    calls = (call for call in reversed(site.calls) if call.primitive.name not in ('scan', 'while'))
+    is_convolution = op.primitive == 'conv_general_dilated'
+    return Product(
+        values[left],
+        values[right],
+        Value() if op.outs[0] is None else values[op.outs[0]],
+        tuple((i, j) for i, j, is_batch in pairs if not is_batch),
+        tuple((i, j) for i, j, is_batch in pairs if is_batch),
+        line=next(filter(None, map(line, (eqn, *calls))), ''),
+        aval=eqn.outvars[0].aval,
+        runs=site.runs,
+        flops=None if site.runs is None else flops * site.runs,
+        is_backward=site.is_backward,
+        in_shard_map=site.n_shards > 0,
+        is_mapped=site.is_mapped,
+        is_lookup=op.primitive == 'gather',
+        is_convolution=is_convolution,
+        is_grouped=is_convolution
+        and max(eqn.params['feature_group_count'], eqn.params['batch_group_count']) > 1,
+        sizes=tuple(v.aval.size for v in (*eqn.invars[:2], eqn.outvars[0])),
     )
-    return value.with_axes(axes)
 
 
-def _called_jaxpr(eqn: Any) -> Any:
-    """Returns the jaxpr that an equation such as jit or checkpoint calls, or None.
-
-    The inputs of the jaxpr are the last operands of the equation. The function of scalars that a
-    scatter or a reduction has is not called.
-    """
-    if eqn.primitive.name.startswith(('pallas_call', 'reduce', 'scatter')):
-        return None
-    for parameter in eqn.params.values():
-        inner = jaxpr_in(parameter)
-        if hasattr(inner, 'eqns') and hasattr(inner, 'invars'):
-            shapes = [getattr(v.aval, 'shape', None) for v in inner.outvars]
-            is_call = shapes == [getattr(v.aval, 'shape', None) for v in eqn.outvars]
-            return inner if is_call and len(inner.invars) <= len(eqn.invars) else None
-    return None
-
-
-def jaxpr_in(parameter: Any) -> Any:
-    return getattr(parameter, 'jaxpr', parameter)
+def _slices(op: Op, value: Value, line: str) -> Iterator[Slice]:
+    sizes, parts = op.eqn.invars[0].aval.shape, op.eqn.outvars[0].aval.shape
+    for dim, (axis, size, part) in enumerate(zip(value.axes, sizes, parts, strict=True)):
+        if 0 < part != size and axis.mesh_axes:
+            is_equal_part = size % part == 0 and _starts_at_multiple(op.eqn, dim, part)
+            yield Slice(line, value, dim, size, part, is_equal_part)
 
 
 def _starts_at_multiple(eqn: Any, dim: int, part: int) -> bool:
@@ -332,31 +327,3 @@ def _starts_at_multiple(eqn: Any, dim: int, part: int) -> bool:
         return start is not None and int(start) % part == 0
     strides = eqn.params['strides']
     return eqn.params['start_indices'][dim] % part == 0 and (strides is None or strides[dim] == 1)
-
-
-def _n_of_same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    pairs = zip(outside, inside, strict=True)
-    return sum(len(v.aval.shape) == len(w.aval.shape) for v, w in pairs)
-
-
-def inner_jaxprs(parameters: Any) -> Iterator[Any]:
-    for parameter in parameters:
-        if isinstance(parameter, list | tuple):
-            yield from inner_jaxprs(parameter)
-        elif hasattr(inner := jaxpr_in(parameter), 'eqns'):
-            yield inner
-
-
-def _indices_of_sums(jaxpr: Any, n_consts: int, n_carry: int) -> Iterator[int]:
-    """Yields the indices of the carried values to which the loop body only adds."""
-    carried = {id(v): i for i, v in enumerate(jaxpr.invars[n_consts : n_consts + n_carry])}
-    producers = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    uses = Counter(id(v) for eqn in jaxpr.eqns for v in eqn.invars)
-    for i, v in enumerate(jaxpr.outvars[:n_carry]):
-        eqn = producers.get(id(v))
-        while eqn is not None and eqn.primitive.name == 'sharding_constraint':
-            eqn = producers.get(id(eqn.invars[0]))
-        if eqn is None or eqn.primitive.name not in ('add', 'add_any'):
-            continue
-        if any(carried.get(id(v)) == i and uses[id(v)] == 1 for v in eqn.invars):
-            yield i

@@ -124,45 +124,27 @@ def is_free_axis(product: Product, argument: int, dim: int) -> bool:
     return any(axis.dim == dim and i not in contracted for i, axis in enumerate(data.axes))
 
 
-def without_dim(axis: Axis) -> Axis:
-    return dataclasses.replace(axis, dim=-1)
-
-
-def merged(values: Sequence[Value], ndim: int) -> Value:
-    """Returns the result, of rank `ndim`, of an elementwise operation.
-
-    Operands of lower ranks, such as scalars, do not contribute axes.
-    """
-    same_rank = [value for value in values if len(value.axes) == ndim]
-    axes = (merged_axis(axes) for axes in zip(*(value.axes for value in same_rank), strict=True))
-    argument = same_rank[0].argument if len(same_rank) == 1 else None
-    return Value(
-        drop_repeats(axes if same_rank else (Axis(),) * ndim, keep_dim=argument is not None),
-        argument,
-        any(value.is_data for value in values),
-    )
-
-
 def merged_axis(axes: Sequence[Axis]) -> Axis:
     """Returns an axis with the first name and the first sharding among `axes`."""
     if len(axes) == 1:
         return axes[0]
     name = next((axis.name for axis in axes if axis.name), '')
     sharded = next((axis for axis in axes if axis.mesh_axes), axes[0])
-    return Axis(name, sharded.mesh_axes, sharded.origin)
+    return Axis(name, sharded.mesh_axes, sharded.origin, axes[0].dim)
 
 
-def drop_repeats(axes: Iterable[Axis], keep_dim: bool = False) -> tuple[Axis, ...]:
-    """Removes each mesh axis from all array axes but the first that it shards.
+def drop_repeats(
+    axes: Iterable[Axis], keep_dim: bool = False, order: Iterable[int] | None = None
+) -> tuple[Axis, ...]:
+    """Removes each mesh axis from all array axes but the first in `order` that it shards.
 
     Also sets `dim` to -1, unless `keep_dim` is true.
     """
     seen: set[str] = set()
-    result: list[Axis] = []
-    for axis in axes:
-        axis = axis.without_mesh_axes(seen)
-        seen.update(axis.mesh_axes)
-        result.append(axis if keep_dim else without_dim(axis))
+    result = [axis if keep_dim else dataclasses.replace(axis, dim=-1) for axis in axes]
+    for i in order or range(len(result)):
+        result[i] = result[i].without_mesh_axes(seen)
+        seen.update(result[i].mesh_axes)
     return tuple(result)
 
 

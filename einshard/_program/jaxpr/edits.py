@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ..._sharding.mesh import partition_spec, spec_axes
 from .graph import Site
-from .spans import Span
+from .spans import Frames, Span
 
 _CONSTRAINT = 'sharding_constraint'
 # These pass a cotangent on to their operands: no equation of the backward pass is theirs.
@@ -269,6 +268,7 @@ class _Splicer:
     edits: Sequence[ValueEdit]
     applied: dict[int, tuple[int, int]] = field(default_factory=dict)
     signatures: dict[int, _Signature] = field(default_factory=dict)
+    frames: Frames = field(default_factory=Frames)
 
     def splice(self, closed: Any) -> Any:
         for i in range(len(self.edits)):
@@ -290,7 +290,7 @@ class _Splicer:
     def _find_signature(self, i: int, closed: Any, site: Site, is_transposed: bool) -> None:
         """Finds an equation that returns the value of the expression."""
         jaxpr, span = _open(closed), self.edits[i].span
-        sites = [site.at(eqn) for eqn in jaxpr.eqns]
+        sites = [site.at(eqn, self.frames.of(eqn)) for eqn in jaxpr.eqns]
         forward = [
             n
             for n, at in enumerate(sites)
@@ -385,8 +385,8 @@ class _Splicer:
         constrained_cotangents: dict[Any, Any] = {}
         is_changed = False
 
-        def constrain(v: Any, eqn: Any) -> Any:
-            shape, n_mapped = tuple(v.aval.shape), site.at(eqn).n_mapped
+        def constrain(v: Any, eqn: Any, n_mapped: int) -> Any:
+            shape = tuple(v.aval.shape)
             constraint = _constraint(shape, v.aval.dtype, edit.sharding, manual, n_mapped)
             fresh = constraint.outvars[0]
             eqns.append(
@@ -399,7 +399,7 @@ class _Splicer:
             self.applied[i] = before[0] + values, before[1] + cotangents
 
         for eqn in jaxpr.eqns:
-            at = site.at(eqn)
+            at = site.at(eqn, self.frames.of(eqn))
             frames = at.frames
             is_inside = edit.span in frames and edit.span not in site.frames
             path = frames[: frames.index(edit.span)] if is_inside else None
@@ -436,7 +436,7 @@ class _Splicer:
                 for n in entering[:1]:
                     old, v = eqn.invars[n], invars[n]
                     if old not in constrained_cotangents:
-                        constrained_cotangents[old] = constrain(v, eqn)
+                        constrained_cotangents[old] = constrain(v, eqn, at.n_mapped)
                         count(0, 1)
                         if passes_on:
                             new[old] = constrained_cotangents[old]
@@ -476,7 +476,7 @@ class _Splicer:
             ):
                 v = eqn.outvars[signature.output]
                 if not _is_dropped(v):
-                    new[v] = constrain(v, eqn)
+                    new[v] = constrain(v, eqn, at.n_mapped)
                     unconstrained[new[v]] = v
                     count(1, 0)
         outvars = [new.get(v, v) if _is_var(v) else v for v in jaxpr.outvars]
@@ -521,7 +521,6 @@ def _manual_axes(eqn: Any) -> frozenset[str] | None:
     return frozenset(map(str, names))
 
 
-@functools.lru_cache(maxsize=4096)
 def _constraint(
     shape: tuple[int, ...],
     dtype: Any,

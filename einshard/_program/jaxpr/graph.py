@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 from jax.sharding import AxisType
 
 from ..._sharding.mesh import UNCONSTRAINED, spec_axes
+from .names import AxisNames, names_in
 from .op_sharding_rule import OpShardingRule, Shape, op_sharding_rule
-from .spans import Span, frames_of, with_callers
+from .spans import Frames, Span, with_callers
 
 
 @dataclass(slots=True)
@@ -22,11 +24,13 @@ class Value:
 
     Attributes:
         spec: the mesh axes of each array axis if a sharding constraint returns the value.
+        sharding: the sharding in the type, which has only Explicit mesh axes. None if unknown.
     """
 
     shape: Shape
     dtype: Any
     spec: tuple[tuple[str, ...], ...] | None = None
+    sharding: Any = None
 
     @property
     def bytes(self) -> int:
@@ -45,6 +49,7 @@ class Site:
         n_mapped: how often `jax.vmap` maps a function around it.
         n_shards: in a `shard_map`, the product of the sizes of all manual mesh axes; else 0.
         calls: the equations of the calls and loops around it, outermost first.
+        names: the axis names of the constraint or einsum of einshard that it belongs to, or None.
     """
 
     runs: int | None = 1
@@ -54,25 +59,31 @@ class Site:
     n_mapped: int = 0
     n_shards: int = 0
     calls: tuple[Any, ...] = ()
+    names: AxisNames | None = None
+
+    @property
+    def is_mapped(self) -> bool:
+        return self.n_mapped > 0
 
     @property
     def is_transposed(self) -> bool:
         """Whether it computes cotangents."""
         return self.is_backward and not self.is_recomputed
 
-    def at(self, eqn: Any) -> Site:
-        """Returns the site of an equation of the jaxpr."""
+    def at(self, eqn: Any, frames: tuple[Span, ...]) -> Site:
+        """Returns the site of an equation of the jaxpr that has these frames."""
         transforms = str(eqn.source_info.name_stack)
         recomputed = transforms.rfind('rematted_computation')
         transposed = transforms.rfind('transpose(')
         return replace(
             self,
-            frames=with_callers(frames_of(eqn), self.frames),
+            frames=with_callers(frames, self.frames),
             is_backward=self.is_backward or transposed >= 0,
             is_recomputed=recomputed > transposed
             if recomputed != transposed
             else self.is_recomputed,
             n_mapped=self.n_mapped + transforms.count('vmap('),
+            names=names_in(transforms) or self.names,
         )
 
     def inside(self, eqn: Any, length: int | None = 1) -> Site:
@@ -118,6 +129,22 @@ class Op:
         return [value for value in self.outs if value is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """A `jax.lax.scan`.
+
+    Attributes:
+        xs: the scanned arrays, as indices into `Program.values`.
+        sums: the elements of the carry to which the body only adds, after an iteration. None for a
+            scalar.
+    """
+
+    eqn: Any
+    site: Site
+    xs: tuple[int, ...]
+    sums: tuple[int | None, ...]
+
+
 @dataclass(slots=True)
 class Program:
     """A program whose loops, branches and calls are flattened.
@@ -125,11 +152,13 @@ class Program:
     Attributes:
         values: all arrays. Operations refer to them by index.
         parent_loops: for each loop id, the id of the loop around it, or 0 if there is none.
+        scans: inner ones first.
         arguments, results: indices into `values`; None for a scalar.
     """
 
     values: list[Value] = field(default_factory=list[Value])
     parent_loops: list[int] = field(default_factory=lambda: [0])
+    scans: list[Scan] = field(default_factory=list[Scan])
     ops: list[Op] = field(default_factory=list[Op])
     arguments: list[int | None] = field(default_factory=list[int | None])
     results: list[int | None] = field(default_factory=list[int | None])
@@ -161,13 +190,15 @@ class _Flattener:
         self.n_loops = 0
         self.eqn: Any = None
         self.site = Site()
+        self.frames = Frames()
 
     def new_value(self, aval: Any) -> int | None:
         """Returns the index of a new value, or None for a scalar or an aval without a shape."""
         shape = getattr(aval, 'shape', ())
         if not shape:
             return None
-        self.program.values.append(Value(tuple(map(int, shape)), aval.dtype))
+        sharding = getattr(aval, 'sharding', None)
+        self.program.values.append(Value(tuple(map(int, shape)), aval.dtype, sharding=sharding))
         return len(self.program.values) - 1
 
     def new_values(self, variables: Sequence[Any]) -> list[int | None]:
@@ -187,7 +218,7 @@ class _Flattener:
 
         call = self.eqn, self.site
         for eqn in jaxpr.eqns:
-            self.eqn, self.site = eqn, call[1].at(eqn)
+            self.eqn, self.site = eqn, call[1].at(eqn, self.frames.of(eqn))
             ins = [value_of(atom) for atom in eqn.invars]
             outs = self.equation(eqn, ins)
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -288,6 +319,9 @@ class _Flattener:
         for new in outs[n_carry:]:
             if scanned is not None and new is not None:
                 self.append(Op('scan_axis', (scanned,), (new,), OpShardingRule(((0, 0, 0, 0),))))
+        xs = tuple(value for value in ins[n_unscanned:] if value is not None)
+        sums = tuple(results[i] for i in _indices_of_sums(body, n_consts, n_carry))
+        self.program.scans.append(Scan(eqn, self.site, xs, sums))
         return outs
 
     def while_loop(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
@@ -374,6 +408,21 @@ def inner_jaxprs(parameters: Any) -> Iterator[Any]:
 def _open(jaxpr: Any) -> Any:
     """Returns the jaxpr of a ClosedJaxpr. Returns other values unchanged."""
     return getattr(jaxpr, 'jaxpr', jaxpr)
+
+
+def _indices_of_sums(jaxpr: Any, n_consts: int, n_carry: int) -> Iterator[int]:
+    """Yields the indices of the carried values to which the loop body only adds."""
+    carried = {id(v): i for i, v in enumerate(jaxpr.invars[n_consts : n_consts + n_carry])}
+    producers = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    uses = Counter(id(v) for eqn in jaxpr.eqns for v in eqn.invars)
+    for i, v in enumerate(jaxpr.outvars[:n_carry]):
+        eqn = producers.get(id(v))
+        while eqn is not None and eqn.primitive.name == 'sharding_constraint':
+            eqn = producers.get(id(eqn.invars[0]))
+        if eqn is None or eqn.primitive.name not in ('add', 'add_any'):
+            continue
+        if any(carried.get(id(v)) == i and uses[id(v)] == 1 for v in eqn.invars):
+            yield i
 
 
 def _has_same_ndim(one: Any, other: Any) -> bool:

@@ -71,13 +71,19 @@ def op_sharding_rule(
 
 
 def _elementwise(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> OpShardingRule:
-    """Links operands with results of the same shape. This is the default rule."""
+    """Links axes of the same size. This is the default rule.
+
+    It applies to operands that have the shape of the result, apart from axes of size 1, which `==`
+    in `jax.nn.one_hot` broadcasts.
+    """
     return OpShardingRule(
         tuple(
             (i, dim, o, dim)
             for (i, shape), (o, out) in itertools.product(enumerate(ins), enumerate(outs))
-            if shape == out
+            if len(shape) == len(out)
+            and all(size in (1, new) for size, new in zip(shape, out, strict=True))
             for dim in range(len(shape))
+            if shape[dim] == out[dim]
         )
     )
 

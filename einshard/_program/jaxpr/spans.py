@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -27,19 +25,43 @@ class Span(NamedTuple):
         """For example 'model.py:12'."""
         return f'{self.file}:{self.line}'
 
+    def contains(self, line: int, column: int) -> bool:
+        start, end = (self.line, self.column), (self.end_line, self.end_column)
+        return start <= (line, column) < end
 
-def frames_of(eqn: Any) -> tuple[Span, ...]:
-    """Returns the spans of the user's frames in the traceback of an equation, innermost first.
 
-    The code positions of the frames give the exact expression, where `summarize` of JAX gives a
-    line. Libraries are left out. On JAX 0.12, the traceback of an equation in an inner jaxpr begins
-    at the function that was traced; on JAX 0.8, it has the frames of the caller too.
-    """
-    traceback = eqn.source_info.traceback
-    if traceback is None:
-        return ()
-    spans = map(_span, *traceback.raw_frames())
-    return tuple(span for span in spans if span is not None)
+class Frames:
+    """Reads the frames of the equations of one program, whose tracebacks keep the code alive."""
+
+    def __init__(self) -> None:
+        # a code object as a key would be hashed by all its constants
+        self._spans: dict[int, list[Span | None]] = {}  # for each instruction, by the id of code
+
+    def of(self, eqn: Any) -> tuple[Span, ...]:
+        """Returns the spans of the user's frames in the traceback of an equation, innermost first.
+
+        The code positions of the frames give the exact expression, where `summarize` of JAX gives a
+        line. Libraries are left out. On JAX 0.12, the traceback of an equation in an inner jaxpr
+        begins at the function that was traced; on JAX 0.8, it has the frames of the caller too.
+        """
+        traceback = eqn.source_info.traceback
+        if traceback is None:
+            return ()
+        spans = map(self._span, *traceback.raw_frames())
+        return tuple(span for span in spans if span is not None)
+
+    def _span(self, code: CodeType, instruction: int) -> Span | None:
+        spans = self._spans.get(id(code))
+        if spans is None:
+            positions = code.co_positions() if is_user_file(code.co_filename) else ()
+            spans = self._spans[id(code)] = [
+                None
+                if None in (line, end_line, column, end_column)
+                else Span(code.co_filename, line, column, end_line, end_column)  # type: ignore[reportArgumentType]
+                for line, end_line, column, end_column in positions
+            ]
+        at = instruction // 2  # each instruction has two bytes
+        return spans[at] if at < len(spans) else None
 
 
 def with_callers(own: tuple[Span, ...], callers: tuple[Span, ...]) -> tuple[Span, ...]:
@@ -51,15 +73,3 @@ def with_callers(own: tuple[Span, ...], callers: tuple[Span, ...]) -> tuple[Span
     if callers and callers[0] in own:
         own = own[: own.index(callers[0])]
     return (*own, *callers)
-
-
-@functools.lru_cache(maxsize=65536)
-def _span(code: CodeType, instruction: int) -> Span | None:
-    if not is_user_file(code.co_filename):
-        return None
-    # each instruction has two bytes
-    position = next(itertools.islice(code.co_positions(), instruction // 2, None), None)
-    if position is None or None in position:
-        return None
-    line, end_line, column, end_column = position
-    return Span(code.co_filename, line, column, end_line, end_column)  # type: ignore[reportArgumentType]
