@@ -1,4 +1,4 @@
-"""The command `einshard`: show, explain, plan, table and eject."""
+"""The command `einshard`: show, explain, plan, table, eject, doctor and skill."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ from ._command_arguments import (
     mesh_of,
     read_arguments,
     result_shapes,
+    with_options,
 )
 from ._errors import EinshardError
 from ._inspect.explain import explain
+from ._inspect.frameworks import is_jitted
 from ._inspect.show import show
 from ._sharding.mesh import AnyMesh, device_mesh
 from ._trees.rules import Rules
@@ -38,17 +40,28 @@ examples:
   {prog} 'a b -> a4 b2'
   {prog} 'b d -> b@data d@tp' --shape 32 512 --mesh data=4 tp=2
   {prog} '... -> * ...' --shape --devices 8
+  {prog} explain model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
 other commands ('show' may be omitted):
   {prog} explain --help     compile a function and list its collectives
   {prog} plan --help        find the sharding of a function
   {prog} table --help       show how rules shard the arrays of a model
   {prog} eject --help       write a sharding as plain JAX
+  {prog} doctor --help      say what is installed, and what that allows
+  {prog} skill --help       print the path of the skill for coding agents
 """
 _EXPLAIN_EXAMPLES = """\
 examples:
   {prog} explain model:layer --args 'f32[8,128]' 'f32[128,512]' --devices 8
   {prog} explain model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
   {prog} explain model:step --args model:init_state lr=0.1 --mesh data=4 tp=2 --json
+  {prog} explain model:step --args model:init_state --topology h100:4x8 --fail-on findings
+a step that is already jitted needs arguments with shardings:
+  {prog} explain model:jitted_step --args model:shapes --topology v5e:4x4 --mesh data=4 tp=4
+  where model.py has:
+    def shapes(mesh):  # a parameter of this name is given the mesh
+        sharding = NamedSharding(mesh, P('data', 'tp'))
+        return {'w': jax.ShapeDtypeStruct((1024, 4096), 'float32', sharding=sharding)}
+exit status: 0, 2 for an error, 3 if --fail-on finds something
 """
 _PLAN_EXAMPLES = """\
 examples:
@@ -68,9 +81,16 @@ examples:
   {prog} eject model:rules --args model:init_params --mesh data=4 tp=2
   {prog} eject model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
 """
+_DOCTOR_EXAMPLES = """\
+examples:
+  {prog} doctor
+  {prog} doctor tpu plan --json
+exit status: 0, or 1 if a feature that is asked for is missing
+"""
 _ARGUMENT_HELP = (
     "arguments of the call: 'f32[8,128]' for an array, a Python number, or module:name for a "
-    'value, or for a function that returns one; name=... passes an argument by keyword'
+    'value, or for a function that returns one, or its shapes with shardings; name=... passes an '
+    'argument by keyword'
 )
 _ASCII = str.maketrans('─│┌┬┐├┼┤└┴┘', '-|+++++++++')
 
@@ -78,23 +98,32 @@ _ASCII = str.maketrans('─│┌┬┐├┼┤└┴┘', '-|+++++++++')
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        text = _run(arguments) if arguments else _show_parser().format_help()
+        text, status = _run(arguments) if arguments else (_show_parser().format_help(), 0)
     except EinshardError as error:
-        print(f'einshard.EinshardError: {error}', file=sys.stderr)
+        print(f'einshard.EinshardError: {with_options(error, arguments)}', file=sys.stderr)
         return 2
     _print(text.rstrip('\n') + '\n')
-    return 0
+    return status
 
 
-def _run(arguments: Sequence[str]) -> str:
-    commands = {'show': _show, 'explain': _explain, 'plan': _plan, 'table': _table, 'eject': _eject}
+def _run(arguments: Sequence[str]) -> tuple[str, int]:
+    """Returns what a command prints, and its exit status."""
+    commands = {
+        'show': _show,
+        'explain': _explain,
+        'plan': _plan,
+        'table': _table,
+        'eject': _eject,
+        'doctor': _doctor,
+        'skill': _skill,
+    }
     name = arguments[0]
-    if name in commands:
-        return commands[name](arguments[1:])
     # a misspelled command is also a valid expression, with one unsharded axis
-    if near := difflib.get_close_matches(name, commands, n=1, cutoff=0.7):
+    near = difflib.get_close_matches(name, commands, n=1, cutoff=0.7)
+    if near and name not in commands:
         raise EinshardError(f"'{name}' is not a command", fix=f'{_program()} {near[0]}')
-    return _show(arguments)
+    done = commands[name](arguments[1:]) if name in commands else _show(arguments)
+    return done if isinstance(done, tuple) else (done, 0)
 
 
 def _print(text: str) -> None:
@@ -141,7 +170,7 @@ def _show(arguments: Sequence[str]) -> str:
     return repr(show(options.expression, options.shape, devices))
 
 
-def _explain(arguments: Sequence[str]) -> str:
+def _explain(arguments: Sequence[str]) -> tuple[str, int]:
     parser = _function_parser(
         'explain',
         'Compiles a function and lists its placements, collectives and memory.',
@@ -153,10 +182,15 @@ def _explain(arguments: Sequence[str]) -> str:
         metavar='FILE',
         help="also write the report to a file: '.html' for a web page",
     )
+    parser.add_argument(
+        '--fail-on',
+        choices=['findings'],
+        help='exit with status 3 if the report has findings',
+    )
     options = parser.parse_args(arguments)
     mesh = mesh_of(options.devices, options.mesh, options.topology)
     function = load(options.function)
-    args, kwargs = read_arguments(options.args)
+    args, kwargs = read_arguments(options.args, mesh, enter=_names_mesh(options))
     function, kwargs = _bind_options(explain, function, kwargs)
     with _mesh_for(function, mesh, options) as mesh_option:
         report = explain(function, *args, mesh=mesh_option, chip=options.chip, **kwargs)
@@ -165,13 +199,14 @@ def _explain(arguments: Sequence[str]) -> str:
             f'{options.function} is already jitted, and neither it nor its arguments are sharded, '
             f'so it runs on 1 device and not on {mesh.size}',
             facts={
-                'instead': 'a function that is not jitted, or that is sharded; or --args '
-                'module:name, a pytree of ShapeDtypeStructs with shardings'
+                'instead': '--args module:name, a function that returns ShapeDtypeStructs with '
+                'shardings, as in explain --help; or a function that is not jitted'
             },
         )
     if options.save is not None:
         report.save(options.save)
-    return json.dumps(report.to_dict(), indent=2) if options.json else str(report)
+    text = json.dumps(report.to_dict(), indent=2) if options.json else str(report)
+    return text, 3 if options.fail_on and report.findings else 0
 
 
 def _plan(arguments: Sequence[str]) -> str:
@@ -207,7 +242,7 @@ def _plan(arguments: Sequence[str]) -> str:
     options = parser.parse_args(arguments)
     mesh = mesh_of(options.devices, options.mesh, options.topology)
     function = load(options.function)
-    args, kwargs = read_arguments(options.args)
+    args, kwargs = read_arguments(options.args, mesh, enter=_names_mesh(options))
     from ._plan.plan import plan  # only this command needs it
 
     function, kwargs = _bind_options(plan, function, kwargs)
@@ -277,10 +312,39 @@ def _eject(arguments: Sequence[str]) -> str:
     else:
         mesh = mesh_of(options.devices, options.mesh, options.topology)
     what = options.what if is_expression else load(options.what)
-    args, kwargs = read_arguments(options.args)
+    args, kwargs = read_arguments(options.args, mesh, enter=_names_mesh(options))
     what, kwargs = _bind_options(to_jax, what, kwargs)
     with _mesh_for(what, mesh, options) as mesh_option:
         return to_jax(what, *args, mesh=mesh_option, shape=options.shape, **kwargs)
+
+
+def _doctor(arguments: Sequence[str]) -> tuple[str, int]:
+    from ._doctor import FEATURES, as_text, check  # only this command needs it
+
+    parser = argparse.ArgumentParser(
+        prog=f'{_program()} doctor',
+        description='Says what is installed, and what that allows. Starts no backend.',
+        epilog=_DOCTOR_EXAMPLES.replace('{prog}', _program()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        'features', nargs='*', metavar='feature', help=f'one of {", ".join(FEATURES)}'
+    )
+    parser.add_argument('--json', action='store_true', help='print the result as JSON')
+    options = parser.parse_args(arguments)
+    found = check(options.features)
+    text = json.dumps(found, indent=2) if options.json else as_text(found)
+    return text, 1 if found['missing'] else 0
+
+
+def _skill(arguments: Sequence[str]) -> str:
+    argparse.ArgumentParser(
+        prog=f'{_program()} skill',
+        description='Prints the path of the skill of einshard: a folder that coding agents read.\n'
+        'library-skills finds it, too. Without it, copy or link the folder to .agents/skills/.',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args(arguments)
+    return str(Path(__file__).parent / '.agents' / 'skills' / 'einshard')
 
 
 def _bind_options(command: Any, function: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -307,8 +371,7 @@ def _mesh_for(
     has_mesh = getattr(function, 'has_mesh', None)  # None if the function is not `sharded`
     is_stage = isinstance(function, Traced | Lowered | Compiled)
     option = '--topology' if options.topology is not None else '--mesh'
-    names_mesh = options.topology is not None or options.mesh is not None
-    if (is_stage or has_mesh) and names_mesh:
+    if (is_stage or has_mesh) and _names_mesh(options):
         raise EinshardError(
             f'{getattr(options, "function", None) or options.what} has its own mesh, so {option} '
             'cannot be given',
@@ -316,11 +379,18 @@ def _mesh_for(
         )
     if is_stage or has_mesh:
         yield None
-    elif has_mesh is None and hasattr(function, 'trace'):
-        with jax.set_mesh(mesh) if names_mesh and isinstance(mesh, Mesh) else nullcontext():
+    elif has_mesh is None and is_jitted(function):
+        with (
+            jax.set_mesh(mesh) if _names_mesh(options) and isinstance(mesh, Mesh) else nullcontext()
+        ):
             yield None
     else:
         yield mesh
+
+
+def _names_mesh(options: argparse.Namespace) -> bool:
+    """Whether the options name a mesh. --devices only simulates devices."""
+    return options.topology is not None or options.mesh is not None
 
 
 def _abstract_mesh_of(options: argparse.Namespace) -> AbstractMesh | None:

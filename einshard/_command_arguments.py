@@ -7,7 +7,9 @@ import importlib
 import inspect
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 
 from ._errors import EinshardError, plural
 from ._inspect.lowered import check_arguments
@@ -28,22 +30,30 @@ _MAX_SIMULATED = 16_384
 _ARRAY = re.compile(r'(\w+)\[([\d,\s]*)\]')
 _KEYWORD = re.compile(r'([^\W\d]\w*)=(.*)', re.DOTALL)
 _SHORT_DTYPE = re.compile(r'^(bf|f|i|u|c)(?=\d+$)|^pred$')
+# parameters of functions that are options of the command with the same name
+_OPTIONS = 'chip|compilations|devices|memory|mesh|objective|pin|seconds|shape'
 _DTYPES = {'bf': 'bfloat', 'f': 'float', 'i': 'int', 'u': 'uint', 'c': 'complex', 'pred': 'bool'}
 
 
-def read_arguments(texts: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
-    """Reads arguments such as 'f32[8]' and 'rate=0.1' into positional and keyword arguments."""
+def read_arguments(
+    texts: Sequence[str], mesh: AnyMesh | None = None, enter: bool = False
+) -> tuple[list[Any], dict[str, Any]]:
+    """Reads arguments such as 'f32[8]' and 'rate=0.1' into positional and keyword arguments.
+
+    A function in `texts` is given the mesh if it has a parameter `mesh`. It runs inside of
+    `jax.set_mesh(mesh)` if `enter`.
+    """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for text in texts:
         if keyword := _KEYWORD.fullmatch(text):
-            kwargs[keyword[1]] = _read_argument(keyword[2])
+            kwargs[keyword[1]] = _read_argument(keyword[2], mesh, enter)
         else:
-            args.append(_read_argument(text))
+            args.append(_read_argument(text, mesh, enter))
     return args, kwargs
 
 
-def _read_argument(text: str) -> Any:
+def _read_argument(text: str, mesh: AnyMesh | None, enter: bool) -> Any:
     if array := _ARRAY.fullmatch(text.strip()):
         sizes = tuple(int(size) for size in array[2].split(',') if size.strip())
         return jax.ShapeDtypeStruct(sizes, _dtype(array[1], text))
@@ -57,7 +67,26 @@ def _read_argument(text: str) -> Any:
             facts={'arrays': "'f32[8,128]'", 'values': '0.1, True, module:name'},
         )
     value = load(text)
-    return result_shapes(value, (), {}) if is_plain_function(value) else value
+    if not is_plain_function(value):
+        return value
+    kwargs: dict[str, Any] = {}
+    if _needs_mesh(value):
+        if mesh is None:
+            raise EinshardError(
+                f"{text} has a parameter 'mesh', so the command needs a mesh",
+                facts={'options': '--mesh data=4 tp=2, --topology v5e:4x4 or --devices 8'},
+            )
+        kwargs = {'mesh': mesh}
+    with jax.set_mesh(mesh) if enter and isinstance(mesh, Mesh) else nullcontext():
+        return result_shapes(value, (), kwargs, mesh)
+
+
+def _needs_mesh(function: Any) -> bool:
+    try:
+        parameter = inspect.signature(function).parameters.get('mesh')
+    except (TypeError, ValueError):  # some callables of C have no signature
+        return False
+    return parameter is not None and parameter.default is parameter.empty
 
 
 def is_plain_function(value: Any) -> bool:
@@ -78,17 +107,75 @@ def _dtype(name: str, text: str) -> Any:
         ) from None
 
 
-def result_shapes(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Like `jax.eval_shape`, but traces only the arguments that are ShapeDtypeStructs."""
+def result_shapes(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: AnyMesh | None = None
+) -> Any:
+    """Returns the result of a function, with a ShapeDtypeStruct in place of each array.
+
+    Traces only the arguments that are ShapeDtypeStructs. ShapeDtypeStructs in the result stay as
+    they are, and so do other values that are not arrays, such as activation functions. An array
+    that a constraint, `device_put` or `out_shardings` places keeps its sharding, which
+    `jax.eval_shape` drops.
+    """
     check_arguments(function, name_of(function), args, kwargs)
     leaves, treedef = jtu.tree_flatten((args, kwargs))
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)}
+    results: list[Any] = []
 
-    def call(arrays: Mapping[int, Any]) -> Any:
+    def call(arrays: Mapping[int, Any]) -> list[Any]:
         args, kwargs = treedef.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
-        return function(*args, **kwargs)
+        leaves_of_result, tree = jtu.tree_flatten(function(*args, **kwargs))
+        results[:] = tree, leaves_of_result
+        return [leaf for leaf in leaves_of_result if _is_array(leaf)]
 
-    return jax.eval_shape(call, arrays)
+    jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(arrays)
+    traced = iter(zip(_shardings_of(jaxpr.jaxpr), shapes, strict=True))
+    tree, structs = results
+    for i, struct in enumerate(structs):
+        if isinstance(struct, jax.ShapeDtypeStruct):
+            structs[i] = _placed(struct, struct.sharding, mesh)
+        elif _is_array(struct):
+            sharding, shape = next(traced)
+            structs[i] = _placed(shape, sharding, mesh)
+    return tree.unflatten(structs)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | complex | float | int)
+
+
+def _placed(
+    shape: jax.ShapeDtypeStruct, sharding: Sharding | None, mesh: AnyMesh | None
+) -> jax.ShapeDtypeStruct:
+    """Gives a shape a sharding, on the devices of `mesh` if it names only their axes."""
+    if not isinstance(sharding, NamedSharding):
+        return shape
+    if isinstance(mesh, Mesh) and sharding.mesh == mesh.abstract_mesh:
+        sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+
+def _shardings_of(jaxpr: Any) -> list[Sharding | None]:
+    """Returns the shardings that the equations of the results of a jaxpr give them."""
+    equations = {id(var): (eqn, i) for eqn in jaxpr.eqns for i, var in enumerate(eqn.outvars)}
+    return [_sharding_by(*equations.get(id(var), (None, 0))) for var in jaxpr.outvars]
+
+
+def _sharding_by(eqn: Any, i: int) -> Sharding | None:
+    match eqn and eqn.primitive.name:
+        case 'sharding_constraint':
+            return eqn.params['sharding']
+        case 'reshard':
+            return eqn.params['dst_sharding']
+        case 'device_put':
+            return eqn.params['devices'][i]
+        case 'jit':
+            sharding = eqn.params['out_shardings'][i]
+            # of a type of its own if unspecified
+            is_given = isinstance(sharding, Sharding)
+            return sharding if is_given else _shardings_of(eqn.params['jaxpr'].jaxpr)[i]
+        case _:
+            return None
 
 
 def load(text: str) -> Any:
@@ -176,6 +263,38 @@ def mesh_of(
         )
     grid = mesh.devices.reshape(requested.axis_sizes)
     return Mesh(grid, requested.axis_names, axis_types=requested.axis_types)
+
+
+def with_options(error: EinshardError, typed: Sequence[str]) -> EinshardError:
+    """Names options of the command in place of parameters of functions: --chip for 'chip='."""
+    mesh = next((option for option in ('--topology', '--mesh', '--devices') if option in typed), '')
+
+    def reworded(text: str) -> str:
+        text = re.sub(r"mesh=topology\('([^']*)'\)", r'--topology \1', text)
+        text = re.sub(
+            r"XLA_FLAGS='--xla_force_host_platform_device_count=(\d+)'", r'--devices \1', text
+        )
+        text = re.sub(r'shape=\(([\d, ]*)\)', lambda m: f'--shape {m[1].replace(",", "")}', text)
+        if re.search(r'\w\(', text):  # Python code
+            return text
+        text = text.replace("mesh=mesh or 'with jax.set_mesh(mesh):'", '--mesh AXIS=SIZE')
+        text = re.sub(r'\bmesh=(?! from sharded)(?=\W|$)', mesh or '--mesh', text)
+        return re.sub(rf"\b({_OPTIONS})=(?:'([^']*)'|(?=\W|$))", _option_text, text)
+
+    facts = {reworded(label): reworded(fact) for label, fact in error.facts.items()}
+    facts.pop('other chips', None)  # those that Python code describes
+    parts = error.parts(sentence=reworded(error.sentence), facts=facts)
+    if 'on the command line' in facts:  # the same as this, in Python
+        facts.pop('expected', None)
+        parts['fix'] = None
+    return type(error)(**parts)
+
+
+def _option_text(match: re.Match[str]) -> str:
+    value = match[2]
+    if value is None:
+        return f'--{match[1]}'
+    return f'--{match[1]} {shlex.quote(value)}'
 
 
 def _simulate_devices(n_devices: int) -> list[Any]:

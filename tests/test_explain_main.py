@@ -73,6 +73,7 @@ shapes = jax.eval_shape(init)
 WITH_DEVICES = """
 import jax
 from einshard import device_mesh, einshard, sharded
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 
 @jax.jit
@@ -88,6 +89,38 @@ def double(x, mesh=1.0):
 mesh = device_mesh(jax.devices()[:8], data=8)
 own = sharded('b x -> b@data x', mesh=mesh)(lambda x: x * 2)
 rows = einshard(jax.ShapeDtypeStruct((16, 8), 'float32'), 'b x -> b@data x', mesh=mesh)
+
+
+def make():
+    return jax.numpy.ones((16, 8))
+
+
+def shapes(mesh):
+    return jax.ShapeDtypeStruct((16, 8), 'float32', sharding=NamedSharding(mesh, P('a', 'b')))
+
+
+def in_context():
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.ShapeDtypeStruct((16, 8), 'float32', sharding=NamedSharding(mesh, P('a', 'b')))
+
+
+def by_einshard():
+    return einshard(make(), 'x y -> x@a y@b')
+
+
+def by_constraint(mesh):
+    return jax.lax.with_sharding_constraint(make(), NamedSharding(mesh, P('a', 'b')))
+
+
+def by_device_put(mesh):
+    return jax.device_put(make(), NamedSharding(mesh, P('a', 'b')))
+
+
+def by_jit(mesh):
+    return jax.jit(make, out_shardings=NamedSharding(mesh, P('a', 'b')))()
+
+
+inside = jax.jit(by_einshard)
 
 
 @sharded('b x -> b* x', None, None, None)
@@ -369,6 +402,74 @@ def test_jitted_functions(capsys, model):
     )
     text = printed(capsys, 'eject devices_on_command:jitted --args f32[16,8] --mesh a=4 b=2')
     assert "jax.make_mesh((4, 2), ('a', 'b'), axis_types=(AxisType.Auto,) * 2)" in text
+
+
+PLACED = [
+    'shapes', 'in_context', 'by_einshard', 'by_constraint', 'by_device_put', 'by_jit', 'inside',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize('made', PLACED)
+def test_a_jitted_function_with_arguments_that_a_function_places(capsys, model, made):
+    command = f'explain devices_on_command:double --args devices_on_command:{made}'
+    text = printed(capsys, f'{command} --mesh a=4 b=2')
+    assert text.startswith('double on 8 devices (cpu; a=4, b=2)\n')
+    assert '  x     float32[16,8]  a b -> a@a b@b' in text
+    if made in ('shapes', 'by_device_put'):
+        pytest.importorskip('libtpu')
+        text = printed(capsys, f'{command} --topology v5e:2x4 --mesh a=4 b=2')
+        assert text.startswith('double on 8 devices (TPU v5 lite; a=4, b=2)\n')
+        assert '  x     float32[16,8]  a b -> a@a b@b' in text
+
+
+def test_a_function_that_needs_a_mesh(capsys, model):
+    assert refused(
+        capsys, 'explain devices_on_command:double --args devices_on_command:shapes'
+    ) == (
+        "devices_on_command:shapes has a parameter 'mesh', so the command needs a mesh\n"
+        '  options: --mesh data=4 tp=2, --topology v5e:4x4 or --devices 8'
+    )
+
+
+def test_fail_on_findings(capsys, model):
+    """8 devices compute the same product, which is a finding; with a sharded batch, none."""
+    command = f'explain {model}:loss --args {model}:net f32[4096,32] --mesh a=8 --fail-on findings'
+    assert main(command.split()) == 3
+    assert '\nfindings\n' in capsys.readouterr().out
+    assert main([*command.split(), '--json']) == 3
+    assert json.loads(capsys.readouterr().out)['findings']
+    printed(capsys, f'explain {model}:plain --args f32[8] --mesh a=8 --fail-on findings')
+
+
+@pytest.mark.parametrize(
+    ('options', 'error'),
+    [
+        ('--devices 8 --chip X', '--chip X is not a known chip\n  known chips: TPU v4, '),
+        ('--topology v5e:2x2 --chip X', '--chip X is not a known chip\n  known chips: TPU v4, '),
+    ],
+)
+def test_errors_name_the_options_of_the_command(capsys, model, options, error):
+    text = refused(capsys, f'explain {model}:plain --args f32[8] {options}')
+    assert text.startswith(error)
+    assert 'chip=' not in text
+
+
+@pytest.mark.parametrize(
+    ('options', 'error'),
+    [
+        (
+            '--devices 4',
+            '--objective bound needs a chip, but the chip of these devices is unknown\n'
+            '  devices: cpu\n'
+            "  instead: --chip 'TPU v5e', --topology v5e:4x4, or --objective bytes",
+        ),
+        ('--devices 4 --objective x', "--objective must be 'bound', 'bytes' or 'memory', not 'x'"),
+        ('--devices 4 --objective bytes --memory x', "'x' is not a valid size for --memory\n"),
+    ],
+)
+def test_errors_of_plan_name_the_options_of_the_command(capsys, model, options, error):
+    text = refused(capsys, f'plan {model}:loss --args {model}:net f32[8,32] {options}')
+    assert text.startswith(error)
 
 
 def test_functions_with_a_mesh(capsys, model):

@@ -1,12 +1,15 @@
 """python -m einshard: what it prints and how it exits."""
 
+import importlib.util
 import io
+import json
 import os
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import jax
 import pytest
 from jax.sharding import AbstractMesh
 
@@ -30,10 +33,43 @@ def test_a_picture_without_a_backend():
     # a platform that does not exist: any backend that was started would be an error
     done = run(
         'a b -> 2 a2* b*', '--shape', '4', '8', '--devices', '16',
-        JAX_PLATFORMS='no_such_platform', PYTHONIOENCODING='utf-8',
+        **NO_BACKEND,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout == f'{show("a b -> 2 a2* b*", (4, 8), 16)}\n'
+
+
+NO_BACKEND = {'JAX_PLATFORMS': 'no_such_platform', 'PYTHONIOENCODING': 'utf-8'}
+
+
+def test_doctor_says_what_is_installed_without_a_backend():
+    done = run('doctor', '--json', **NO_BACKEND)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found['versions']['jax'] == jax.__version__
+    assert found['platforms'] == 'no_such_platform'
+    for feature, package in (('tpu', 'libtpu'), ('plan', 'flatbuffers'), ('rich', 'rich')):
+        installed = importlib.util.find_spec(package) is not None
+        assert found['features'][feature]['works'] == installed
+    assert found['missing'] == []
+
+
+@pytest.mark.gpu
+def test_doctor_finds_the_cuda_plugin(capsys):
+    assert main(['doctor', 'gpu']) == 0
+    assert 'PTX compiler /' in capsys.readouterr().out
+
+
+def test_doctor_exits_1_if_something_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr('einshard._doctor.has_libtpu', lambda: False)
+    assert main(['doctor', 'tpu', 'rich']) == 1
+    printed = capsys.readouterr().out
+    assert 'tpu: no, pip install libtpu' in printed
+    assert printed.endswith('\nmissing: tpu\n')
+    assert main(['doctor', 'rich']) == 0
+    capsys.readouterr()
+    assert main(['doctor', 'tpus']) == 2
+    assert "'tpus' is not a feature" in capsys.readouterr().err
 
 
 def test_a_wrong_expression_exits_2():
@@ -139,13 +175,17 @@ def test_pictures(arguments, picture, capsys):
         (['eject', 'a b -> a* c', '--devices', '8'], "'c' is not on the left side"),
         (['a b -> a4 b', '--shape', '6', '8'], "axis 'a' (size 6) is not divisible by 4"),
         (['a b -> a4 b', '--shape', '8'], 'the expression names 2 axes, but the array has 1'),
-        (['a b -> a* b'], 'a star needs the number of devices'),
+        (
+            ['a b -> a* b'],
+            'a star needs the number of devices\n    a b -> a* b\n           ^^\n'
+            "  on the command line: einshard show 'a b -> a* b' --devices 8\n",
+        ),
         (['a b -> a@tp b', '--devices', '4'], "'a@tp' names a mesh axis, but there is no mesh"),
         (['a b -> a@tp b', '--mesh', 'data=4'], "the mesh has no axis 'tp'"),
         (['a -> a@tp', '--mesh', 'tp=4', 'tp=2'], "--mesh lists axis 'tp' more than once"),
         (
             ['a -> a*', '--shape', '-4', '--devices', '4'],
-            'shape= must be a sequence of sizes, not [-4]',
+            '--shape must be a sequence of sizes, not [-4]\n  example: --shape 4 8',
         ),
         ([''], 'the expression is empty'),
     ],

@@ -24,7 +24,7 @@ from .libtpu import load_libtpu, set_variables
 
 def describe_gpus(gpu: Gpu, sizes: str) -> list[Any]:
     """Returns devices for which JAX compiles. `sizes` are '4x1x8': domains, hosts, GPUs."""
-    plugin = _find_plugin()
+    plugin = find_plugin()
     _check_compiler(plugin)
     load_libtpu()  # the default backend starts when JAX lowers a program
     config = gpu.target_config()
@@ -70,7 +70,7 @@ def _has_gpu() -> bool:
     return any(Path(path).exists() for path in ('/dev/nvidia0', '/dev/nvidiactl', '/dev/dxg'))
 
 
-def _find_plugin() -> str:
+def find_plugin() -> str:
     """Returns the module of the plugin. Raises unless there is one, of the version of jaxlib."""
     # before, results whose sharding the compiler chooses have none, and 0.9 cannot parse links
     if jax.__version_info__ < (0, 10, 1):

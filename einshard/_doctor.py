@@ -1,0 +1,149 @@
+"""The command `einshard doctor`: what is installed, and what that allows. Starts no backend."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ._errors import EinshardError
+from ._plan.compile import check_flatbuffers
+from ._sharding.cuda_plugin import find_plugin
+from ._sharding.libtpu import has_libtpu
+from ._version import __version__
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What a package allows.
+
+    Attributes:
+        name: what the user asks for, such as 'tpu'.
+        allows: what it is for.
+        works: whether it is installed. Nothing is compiled to find out.
+        text: the packages found, or what is missing.
+    """
+
+    name: str
+    allows: str
+    works: bool
+    text: str
+
+
+FEATURES = ('tpu', 'gpu', 'plan', 'rich')
+_OTHERS = ('flax', 'equinox', 'optax', 'orbax-checkpoint')
+
+
+def _versions() -> dict[str, str]:
+    """Returns the versions of Python, einshard, JAX and the libraries that einshard knows."""
+    found = {
+        'python': sys.version.partition(' ')[0],
+        'einshard': __version__,
+        'jax': jax.__version__,
+        'jaxlib': _version('jaxlib'),
+        **{name: _version(name) for name in _OTHERS},
+    }
+    return {name: version for name, version in found.items() if version}
+
+
+def _features() -> list[Feature]:
+    return [_tpu(), _gpu(), _plan(), _rich()]
+
+
+def check(asked: Sequence[str]) -> dict[str, Any]:
+    """Returns what the command prints. `missing` lists the features in `asked` that don't work."""
+    for name in asked:
+        if name not in FEATURES:
+            raise EinshardError(
+                f"'{name}' is not a feature", facts={'features': ', '.join(FEATURES)}
+            )
+    found = _features()
+    return {
+        'schema': 1,
+        'versions': _versions(),
+        'platforms': os.environ.get('JAX_PLATFORMS') or None,
+        'features': {
+            one.name: {'works': one.works, 'allows': one.allows, 'text': one.text} for one in found
+        },
+        'missing': [one.name for one in found if one.name in asked and not one.works],
+    }
+
+
+def as_text(found: dict[str, Any]) -> str:
+    lines = [', '.join(f'{name} {version}' for name, version in found['versions'].items())]
+    if found['platforms']:
+        lines.append(f'JAX_PLATFORMS={found["platforms"]}')
+    for name, one in found['features'].items():
+        lines += ['', f'{name}: {"yes" if one["works"] else "no"}, {one["text"]}']
+        lines.append(f'  for {one["allows"]}')
+    if found['missing']:
+        lines += ['', f'missing: {", ".join(found["missing"])}']
+    return '\n'.join(lines)
+
+
+def _tpu() -> Feature:
+    works = has_libtpu()
+    text = f'libtpu {_version("libtpu")}' if works else 'pip install libtpu'
+    return Feature('tpu', "TPU slices you don't have: topology('v5e:4x4')", works, text)
+
+
+def _gpu() -> Feature:
+    allows = "GPU clusters you don't have: topology('h100:4x8')"
+    try:
+        plugin = find_plugin()
+    except EinshardError as error:
+        label = next((label for label in ('install', 'remove one') if label in error.facts), None)
+        instead = f'; {error.facts[label]}' if label else ''
+        return Feature('gpu', allows, False, f'{error.sentence}{instead}')
+    compiler = _ptx_compiler()
+    if compiler is None:
+        return Feature('gpu', allows, False, 'no PTX compiler; pip install nvidia-cuda-nvcc')
+    package = f'jax-{plugin.rpartition("xla_")[2]}-plugin'
+    return Feature('gpu', allows, True, f'{package} {_version(package)}, PTX compiler {compiler}')
+
+
+def _ptx_compiler() -> str | None:
+    """Returns the path of ptxas: XLA looks in NVIDIA's packages, in CUDA_HOME, and in the PATH."""
+    nvidia = importlib.util.find_spec('nvidia')
+    folders = [Path(folder) for folder in (nvidia and nvidia.submodule_search_locations) or ()]
+    for folder in folders:
+        for part in ('cu13', 'cuda_nvcc'):  # of CUDA 13 and CUDA 12
+            if (path := folder / part / 'bin' / 'ptxas').exists():
+                return str(path)
+    roots = [os.environ.get('CUDA_HOME') or '', '/usr/local/cuda']
+    paths = [Path(root, 'bin', 'ptxas') for root in roots if root]
+    return next((str(path) for path in paths if path.exists()), shutil.which('ptxas'))
+
+
+def _plan() -> Feature:
+    allows = 'plan, which finds a sharding'
+    try:
+        check_flatbuffers()
+    except EinshardError as error:
+        return Feature('plan', allows, False, error.facts.get('install', error.sentence))
+    return Feature('plan', allows, True, f'flatbuffers {_version("flatbuffers")}')
+
+
+def _rich() -> Feature:
+    version = _version('rich')
+    return Feature(
+        'rich',
+        'color in terminals',
+        version is not None,
+        f'rich {version}' if version else 'pip install rich',
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
