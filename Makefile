@@ -26,12 +26,12 @@ bench-page: $(VENV)-page/rich.installed $(VENV)-page/tpu.installed
 	    --topology v5e:16x16 --topology '2*v5e:4x4' $(BENCH) --json benchmarks/results/$(RESULT).json
 	@$(VENV)-page/bin/python -m benchmarks page
 
-# `make test` does not install ruff and pyright, and skips the tests that need them
+# `make test` does not install ruff, pyright and library-skills, and skips the tests that need them
 
 lint: $(VENV)/dev.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -q tests/test_eject.py -k ruff
+	$(BIN)/python -m pytest -q tests/test_eject.py tests/test_skill.py -k 'ruff or wheel'
 
 # the tests that compile for GPUs. Toolkits would hide a missing compiler, so they are hidden
 gpu-test: $(VENV)-gpu/test.installed $(VENV)-gpu/gpu.installed

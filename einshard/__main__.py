@@ -121,7 +121,9 @@ def _run(arguments: Sequence[str]) -> tuple[str, int]:
     # a misspelled command is also a valid expression, with one unsharded axis
     near = difflib.get_close_matches(name, commands, n=1, cutoff=0.7)
     if near and name not in commands:
-        raise EinshardError(f"'{name}' is not a command", fix=f'{_program()} {near[0]}')
+        raise EinshardError(
+            f"'{name}' is not a command", code='command', fix=f'{_program()} {near[0]}'
+        )
     done = commands[name](arguments[1:]) if name in commands else _show(arguments)
     return done if isinstance(done, tuple) else (done, 0)
 
@@ -198,6 +200,7 @@ def _explain(arguments: Sequence[str]) -> tuple[str, int]:
         raise EinshardError(
             f'{options.function} is already jitted, and neither it nor its arguments are sharded, '
             f'so it runs on 1 device and not on {mesh.size}',
+            code='command',
             facts={
                 'instead': '--args module:name, a function that returns ShapeDtypeStructs with '
                 'shardings, as in explain --help; or a function that is not jitted'
@@ -275,13 +278,17 @@ def _table(arguments: Sequence[str]) -> str:
     options = parser.parse_args(arguments)
     rules, tree = load(options.rules), load(options.tree)
     if not isinstance(rules, Rules):
-        raise EinshardError(f'{options.rules} is of type {type(rules).__name__}, not Rules')
+        raise EinshardError(
+            f'{options.rules} is of type {type(rules).__name__}, not Rules', code='command'
+        )
     args, kwargs = read_arguments(options.args)
     if is_plain_function(tree):
         tree = result_shapes(tree, args, kwargs)
     elif args or kwargs:
         kind = type(tree).__name__
-        raise EinshardError(f'{options.tree} is of type {kind}, which takes no arguments')
+        raise EinshardError(
+            f'{options.tree} is of type {kind}, which takes no arguments', code='command'
+        )
     return str(rules.table(tree, mesh=_abstract_mesh_of(options)))
 
 
@@ -375,6 +382,7 @@ def _mesh_for(
         raise EinshardError(
             f'{getattr(options, "function", None) or options.what} has its own mesh, so {option} '
             'cannot be given',
+            code='command',
             facts={'instead': 'omit it; --devices N simulates N devices'},
         )
     if is_stage or has_mesh:

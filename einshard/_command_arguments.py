@@ -64,6 +64,7 @@ def _read_argument(text: str, mesh: AnyMesh | None, enter: bool) -> Any:
     if ':' not in text:
         raise EinshardError(
             f"'{text}' is not a valid argument",
+            code='command',
             facts={'arrays': "'f32[8,128]'", 'values': '0.1, True, module:name'},
         )
     value = load(text)
@@ -74,6 +75,7 @@ def _read_argument(text: str, mesh: AnyMesh | None, enter: bool) -> Any:
         if mesh is None:
             raise EinshardError(
                 f"{text} has a parameter 'mesh', so the command needs a mesh",
+                code='command',
                 facts={'options': '--mesh data=4 tp=2, --topology v5e:4x4 or --devices 8'},
             )
         kwargs = {'mesh': mesh}
@@ -100,6 +102,7 @@ def _dtype(name: str, text: str) -> Any:
     except TypeError:
         raise EinshardError(
             f"'{name}' in '{text}' is not a JAX dtype",
+            code='array',
             facts={
                 'dtypes': 'bf16, f16, f32, f64, i8, i16, i32, i64, u8, u16, u32, u64, c64, pred, '
                 'or the full names, such as float32'
@@ -183,7 +186,9 @@ def load(text: str) -> Any:
     module_name, _, path = text.partition(':')
     if not (module_name and path):
         raise EinshardError(
-            f"'{text}' does not have the form module:name", facts={'example': 'model:step'}
+            f"'{text}' does not have the form module:name",
+            code='command',
+            facts={'example': 'model:step'},
         )
     value: Any = _import(module_name)
     names = path.split('.')
@@ -192,6 +197,7 @@ def load(text: str) -> Any:
             owner = '.'.join(names[:i]) or 'module'
             raise EinshardError(
                 f"module '{module_name}' has no '{path}'",
+                code='command',
                 facts={f'{owner} has': ', '.join(_names_in(value, module_name)[:20]) or 'none'},
             )
         value = getattr(value, name)
@@ -202,6 +208,7 @@ def _import(name: str) -> ModuleType:
     if name.startswith('.'):
         raise EinshardError(
             f"'{name}' is a relative import; use the full name of the module",
+            code='command',
             facts={'example': 'package.model:step'},
         )
     try:
@@ -212,6 +219,7 @@ def _import(name: str) -> ModuleType:
             raise
         raise EinshardError(
             f"no module named '{error.name}'",
+            code='command',
             facts={'searched': 'the current folder and sys.path'},
         ) from None
 
@@ -234,7 +242,7 @@ def abstract_mesh(axes: Sequence[tuple[str, int]]) -> AbstractMesh:
     names, sizes = zip(*axes, strict=True)
     for name in names:
         if names.count(name) > 1:
-            raise EinshardError(f"--mesh lists axis '{name}' more than once")
+            raise EinshardError(f"--mesh lists axis '{name}' more than once", code='mesh')
     return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(axes))
 
 
@@ -249,7 +257,7 @@ def mesh_of(
     n_devices = n_devices if requested is None else requested.size
     if topology_name is not None:
         if requested is None and n_devices is not None:
-            raise EinshardError('--topology and --devices cannot be combined')
+            raise EinshardError('--topology and --devices cannot be combined', code='command')
         mesh = topology(topology_name)
     elif n_devices is not None:
         mesh = device_mesh(_simulate_devices(n_devices))
@@ -259,7 +267,8 @@ def mesh_of(
         return mesh
     if requested.size != mesh.size:
         raise EinshardError(
-            f'--mesh has {requested.size} devices, but {topology_name} has {mesh.size}'
+            f'--mesh has {requested.size} devices, but {topology_name} has {mesh.size}',
+            code='device-count',
         )
     grid = mesh.devices.reshape(requested.axis_sizes)
     return Mesh(grid, requested.axis_names, axis_types=requested.axis_types)
@@ -301,6 +310,7 @@ def _simulate_devices(n_devices: int) -> list[Any]:
     if n_devices > _MAX_SIMULATED:
         raise EinshardError(
             f'cannot simulate {n_devices} devices',
+            code='device-count',
             facts={'at most': _MAX_SIMULATED},
         )
     flags = os.environ.get('XLA_FLAGS', '')
@@ -310,6 +320,7 @@ def _simulate_devices(n_devices: int) -> list[Any]:
     if len(devices) < n_devices:
         raise EinshardError(
             f'JAX has already started with {plural(len(devices), "CPU device")}, '
-            f'so {n_devices} devices cannot be simulated'
+            f'so {n_devices} devices cannot be simulated',
+            code='device-count',
         )
     return devices[:n_devices]

@@ -63,7 +63,9 @@ def check(asked: Sequence[str]) -> dict[str, Any]:
     for name in asked:
         if name not in FEATURES:
             raise EinshardError(
-                f"'{name}' is not a feature", facts={'features': ', '.join(FEATURES)}
+                f"'{name}' is not a feature",
+                code='command',
+                facts={'features': ', '.join(FEATURES)},
             )
     found = _features()
     return {

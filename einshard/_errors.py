@@ -38,18 +38,24 @@ class EinshardError(ValueError):
         spans: (start, end) offsets of the marked terms in `expression`.
         facts: facts by label, in the order shown.
         fix: an expression (tested), option or call to write instead, or None.
+        code: what kind of error it is, such as 'not-divisible', for programs. docs/errors.md lists
+            the codes.
     """
+
+    code = 'argument'
 
     def __init__(
         self,
         sentence: str,
         *,
+        code: str | None = None,
         expression: str | None = None,
         spans: Iterable[Span] = (),
         facts: Mapping[str, object] | None = None,
         fix: str | None = None,
     ):
         self.sentence = sentence
+        self.code = code or type(self).code
         self.expression = expression
         self.spans = tuple(spans)
         self.facts = {
@@ -72,6 +78,7 @@ class EinshardError(ValueError):
         """Returns the constructor arguments, with some of them replaced by `others`."""
         return {
             'sentence': self.sentence,
+            'code': self.code,
             'expression': self.expression,
             'spans': self.spans,
             'facts': self.facts,

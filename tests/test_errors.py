@@ -1,8 +1,11 @@
 """EinshardError: its name, its parts, copies, and what is shown above it."""
 
+import ast
 import copy
 import pickle
+import re
 import traceback
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -69,12 +72,62 @@ def test_errors_survive_pickling(clone, error):
     assert other.spans == error.spans
     assert other.facts == error.facts
     assert other.fix == error.fix
+    assert other.code == error.code == 'device-count'
     assert other.fix.expression == error.fix.expression
     mesh = jax.sharding.AbstractMesh((2,), ('data',))
     with axis_rules(b='@dta'), pytest.raises(EinshardError) as caught:
         make_sharding('b d', mesh=mesh)
     fix = clone(caught.value).fix
     assert (fix, fix.name, fix.placement) == ("axis_rules(b='@data')", 'b', '@data')
+
+
+PACKAGE = Path(einshard_package.__file__).parent
+
+
+def codes_in(module):
+    """The codes that the source of a module gives to errors."""
+    for node in ast.walk(ast.parse(module.read_text(encoding='utf-8'))):
+        match node:
+            case ast.keyword(arg='code', value=ast.Constant(value=str(code))):
+                yield code
+            case ast.Assign([ast.Name('code')], ast.Constant(value=str(code))):
+                yield code
+
+
+def test_the_documentation_lists_the_codes():
+    page = PACKAGE.parent / 'docs' / 'errors.md'
+    if not page.exists():
+        pytest.skip('no checkout')
+    table = page.read_text(encoding='utf-8').partition('| code | error |')[2].partition('\n\n')[0]
+    listed = re.findall(r'^\| `([a-z-]+)` \|', table, re.MULTILINE)
+    used = {code for module in PACKAGE.rglob('*.py') for code in codes_in(module)}
+    assert sorted(used) == sorted(listed)
+
+
+@pytest.mark.parametrize(
+    ('call', 'code'),
+    [
+        (lambda: make_sharding('a b -> a, b'), 'syntax'),
+        (lambda: make_sharding('a b -> a* c'), 'axis-names'),
+        (lambda: einshard(np.ones(4), 'a b -> a* b'), 'ndim'),
+        (lambda: einshard({'w': np.ones(3), 'v': np.ones(5)}, 'a*'), 'not-divisible'),
+        (lambda: make_sharding('a -> a@data'), 'mesh'),
+        (lambda: einshard(np.ones(4), 3), 'spec'),
+        (lambda: Rules([('(', 'a*')]), 'rules'),
+        (lambda: axis_rules(b='data data'), 'axis-rules'),
+        (lambda: einshard_package.topology('v9:4x4'), 'topology'),
+        (lambda: make_sharding('a*', ndim=-1), 'argument'),
+        (
+            lambda: einshard_package.assert_collectives(
+                sharded('a*', out='... -> * ...')(lambda x: x.sum()), np.ones(16), allowed=()
+            ),
+            'collectives',
+        ),
+    ],
+)
+def test_codes(call, code):
+    """Also of errors that are raised again with more facts, or for several leaves."""
+    assert refusal(call).code == code
 
 
 def test_no_other_error_is_shown_above_ours():

@@ -107,6 +107,7 @@ def _checked_ref(ref: Any, placement: Placement) -> Any:
         return ref
     raise placement.expression.error(
         'a jax.Ref cannot be constrained: its sharding is fixed when it is created',
+        code='array',
         instead=f"constrain its value: einshard(ref[...], '{placement.expression.text}')",
     )
 
@@ -237,6 +238,7 @@ def _check_context(x: Any, placement: Placement) -> None:
     if sharding.memory_kind not in (None, 'device', 'pinned_host'):
         raise error(
             f'memory_kind={sharding.memory_kind!r} cannot be set on a traced value',
+            code='array',
             instead='set it in the spec of an argument or of the result',
         )
     context = jax.sharding.get_abstract_mesh()
@@ -244,6 +246,7 @@ def _check_context(x: Any, placement: Placement) -> None:
     if is_abstract and context.empty:
         raise error(
             'an abstract mesh for a traced value must be the mesh in context',
+            code='mesh',
             mesh=mesh_fact(mesh),
             instead="use 'with jax.set_mesh(mesh):', or pass a Mesh with devices",
         )
@@ -252,6 +255,7 @@ def _check_context(x: Any, placement: Placement) -> None:
     if differs and (is_abstract or has_explicit):
         raise error(
             'mesh= must match the mesh in context',
+            code='mesh',
             mesh=mesh_fact(mesh),
             mesh_in_context=mesh_fact(context),
             instead=USE_MESH_IN_CONTEXT,
@@ -270,6 +274,7 @@ def _check_context(x: Any, placement: Placement) -> None:
             raise error(
                 f'an array axis is sharded over {quoted(map(str, entry))}, with an Auto mesh axis '
                 'before an Explicit one; JAX requires Explicit axes first',
+                code='mesh',
                 mesh=mesh_fact(mesh),
                 fix=fix and Suggestion(fix.text),
             )
@@ -292,6 +297,7 @@ def _expression_of(
 def _cannot_constrain(placement: Placement, error: ValueError) -> EinshardError:
     return placement.expression.error(
         'JAX cannot constrain this value to the devices of the mesh',
+        code='mesh',
         JAX_says=str(error).splitlines()[0],
         mesh=mesh_fact(placement.sharding.mesh),
     )

@@ -122,6 +122,7 @@ def device_put(x: Any, sharding: Any, donate: bool = False) -> Any:
         if donate and 'different memory kinds' in str(error):
             converted = EinshardError(
                 'an array cannot be donated if it moves to another kind of memory',
+                code='array',
                 facts={'JAX says': str(error), 'try': 'omit donate=True'},
             )
         if converted is None:
@@ -131,6 +132,8 @@ def device_put(x: Any, sharding: Any, donate: bool = False) -> Any:
 
 class TopologyError(EinshardError):
     """Raised because the devices of a `topology` cannot hold arrays."""
+
+    code = 'topology'
 
 
 def topology_error(error: Exception) -> TopologyError | None:
@@ -152,6 +155,7 @@ def _check_devices(sharding: NamedSharding) -> None:
     if isinstance(sharding.mesh, AbstractMesh):
         raise EinshardError(
             'an abstract mesh has no devices to put an array on',
+            code='mesh',
             facts={'instead': 'pass a Mesh with devices, or a jax.ShapeDtypeStruct as the array'},
         )
 

@@ -80,6 +80,7 @@ def from_local(batch: T, spec: Spec, *, mesh: MeshLike | None = None, check: boo
     if is_tracing() or any(isinstance(leaf, Tracer) for leaf in leaves):
         raise EinshardError(
             'from_local cannot be traced: it needs the data of each process',
+            code='tracing',
             facts={'instead': 'call it outside jit; in jit, einshard constrains traced values'},
         )
     context = current_context(mesh)
@@ -108,6 +109,7 @@ def _device_mesh(mesh: AnyMesh) -> Mesh:
     if isinstance(mesh, AbstractMesh):
         raise EinshardError(
             'from_local needs a mesh of devices, but this mesh is abstract',
+            code='mesh',
             facts={'mesh': mesh_fact(mesh)},
         )
     check_has_device(mesh)
@@ -149,6 +151,7 @@ def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) 
             if isinstance(leaf, jax.Ref):
                 raise EinshardError(
                     'from_local takes arrays, not a jax.Ref',
+                    code='array',
                     facts={'instead': 'pass an array x: jax.new_ref(from_local(x, ...))'},
                 )
             array = leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else as_host(leaf)
@@ -180,6 +183,7 @@ def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         raise EinshardError(
             'the array is already global: its shards are on several processes',
+            code='processes',
             expression=str(spec),
             facts={'instead': 'use einshard(x, ...) to reshard it'},
         )
@@ -189,6 +193,7 @@ def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
         raise placement.expression.error(
             'from_local cannot build arrays with unreduced or reduced mesh axes',
             [term for term in placement.expression.right if term.sign],
+            code='partial-sum',
             instead='einshard(x, ...) on the global array',
         )
     if isinstance(array, np.ndarray):
@@ -242,6 +247,7 @@ def _indivisible_error(
         f"axis '{name}' (local size {size}) is not divisible by {n_local}, "
         'the number of local shards',
         terms,
+        code='not-divisible',
         process=jax.process_index(),
         global_size=f'{size * n_shards // n_local} in {n_shards} shards',
         works_with=f'multiples of {n_local}',
@@ -259,6 +265,7 @@ def _uneven_error(
     return placement.expression.error(
         f"axis '{name}' is split unevenly across processes, so its global size is unknown",
         terms,
+        code='processes',
         **{process: f'shards {text}' for process, text in group_processes(numbers).items()},
         instead='use jax.make_array_from_callback',
     )

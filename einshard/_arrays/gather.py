@@ -52,6 +52,7 @@ def gather(tree: T) -> T:
             array = leaf_text(leaf_paths(tree, treedef)[i], leaf)
             raise EinshardError(
                 'a traced value cannot be gathered: it has no data yet',
+                code='tracing',
                 facts={'array': array, 'instead': 'return it and gather the result'},
             )
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}

@@ -275,6 +275,7 @@ def check_ref(ref: Any, placement: Placement) -> None:
             facts = {'expected': f"'{text}'"}
         raise EinshardError(
             f"a jax.Ref cannot be resharded, and this one is sharded as '{describe(ref)}'",
+            code='array',
             expression=placement.expression.text,
             facts=facts,
         )
@@ -304,7 +305,9 @@ def _kind(leaf_type: type) -> _LeafKind:
 
 def check_dtype(expression: Expression, dtype: np.dtype[Any]) -> None:
     if not _is_jax_dtype(dtype):
-        raise EinshardError(f'JAX does not support dtype {dtype}', expression=expression.text)
+        raise EinshardError(
+            f'JAX does not support dtype {dtype}', code='array', expression=expression.text
+        )
 
 
 @cached

@@ -116,6 +116,7 @@ def _mismatch_error(planned: Mapping[int, Sequence[str]]) -> EinshardError:
         texts = {p: ' as '.join([array, *map(repr, rest)]) for p, (array, *rest) in planned.items()}
     return EinshardError(
         'the processes are about to build different arrays',
+        code='processes',
         expression=min(expressions) if len(expressions) == 1 else None,
         facts={
             **group_processes(texts),
@@ -129,6 +130,7 @@ def check_has_device(mesh: Mesh) -> None:
     if not mesh.local_devices:
         raise EinshardError(
             f'process {jax.process_index()} has no device in the mesh',
+            code='processes',
             facts={
                 'mesh': mesh_fact(mesh),
                 'devices are in': process_text(

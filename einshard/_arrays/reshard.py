@@ -87,6 +87,7 @@ def _check_dtype(aval: Any, sharding: NamedSharding) -> None:
             limit = "its gradient cannot be a partial sum ('=')"
         raise EinshardError(
             f'{array_text(aval)} does not contain numbers, so {limit}',
+            code='array',
             facts={'sharding': partition_text(sharding.spec)},
         )
 

@@ -63,6 +63,7 @@ def find_path_rules(
     counts = Counter(path for path, _ in leaves)
     raise EinshardError(
         'leaves with different shardings have the same path',
+        code='rules',
         facts={'paths': first_of([repr(path) for path, n in counts.items() if n > 1], 8)},
     )
 

@@ -57,6 +57,7 @@ class Writer:
             names = ', '.join(f'{name!r} ({type(name).__name__})' for name in mesh.axis_names)
             raise EinshardError(
                 'the axis names of a mesh must be strings to be written as source text',
+                code='mesh',
                 facts={'axis names': names},
             )
         self._meshes[mesh] = numbered('mesh', len(self._meshes))

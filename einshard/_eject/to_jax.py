@@ -132,6 +132,7 @@ def _reject_arguments_of_plan(
     if given:
         raise EinshardError(
             'a Plan already has its arguments and mesh',
+            code='mesh',
             facts={'got': ', '.join(given), 'expected': 'to_jax(plan)'},
         )
 

@@ -80,6 +80,7 @@ else:
             if not isinstance(item, tuple) or len(item) != 2:
                 raise EinshardError(
                     'Sharded takes an array type and a spec',
+                    code='spec',
                     facts={
                         'got': plural(len(item) if isinstance(item, tuple) else 1, 'argument'),
                         'example': "Sharded[Float[Array, 'x y'], 'x y*']",
@@ -141,6 +142,7 @@ def _unpacked_hints(name: str, packed: Any) -> dict[str, Any]:
     if _contains_sharded(packed):
         raise EinshardError(
             f"the type of '*{name}' lists several types, but all its elements have the same spec",
+            code='spec',
             facts={'instead': f"use '*{name}: T', or one parameter for each element"},
         )
     return {}
@@ -228,6 +230,7 @@ def _only_spec(members: list[Any]) -> Spec:
     if len(specs) > 1:
         raise EinshardError(
             'the types in a union cannot have different specs',
+            code='spec',
             facts={'specs': ', '.join(map(repr, specs))},
         )
     return specs[0] if specs else None
@@ -253,7 +256,9 @@ def _element_types(hint: Any, key: str) -> list[Any]:
 
 def _tuple_element(items: tuple[Any, ...], key: str) -> list[Any]:
     if Ellipsis in items[:-1]:
-        raise EinshardError('in the type of a tuple with specs, Unpack[tuple[T, ...]] must be last')
+        raise EinshardError(
+            'in the type of a tuple with specs, Unpack[tuple[T, ...]] must be last', code='spec'
+        )
     if not key.isdigit() or not items:
         return []
     if items[-1] is Ellipsis:
@@ -271,10 +276,12 @@ def _check_fields(hints: list[Any], key: str) -> None:
     if key.isdigit():
         raise EinshardError(
             f'{name} has `Sharded` fields, but is registered without key paths',
+            code='spec',
             facts={'instead': f'register it by jax.tree_util.register_dataclass({name})'},
         )
     raise EinshardError(
         f"{name} has `Sharded` fields, but the key '{key}' of its pytree is not a field",
+        code='spec',
         facts={'fields': ', '.join(fields_of(classes[0]))},
     )
 
@@ -313,6 +320,7 @@ def _check_names(array_type: Any, expression: Expression) -> None:
         raise expression.error(
             f"the expression names the axes '{' '.join(names)}', but the type has '{text}'",
             expression.left if not expression.short else expression.right,
+            code='spec',
             type=f"{type_name}[{array_class}, '{text}']",
         )
 
@@ -383,6 +391,7 @@ def _make_check(spec: str) -> Callable[[Any], bool]:
             placement.expression.error(
                 f"the array is sharded as '{text}', not as its annotation says",
                 [term for term in placement.expression.right if term.spans_devices],
+                code='spec',
                 array=array_text(x),
             )
         )

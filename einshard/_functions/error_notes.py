@@ -104,7 +104,7 @@ def _unbound_axis_note(function: str, error: BaseException, frames: Sequence[_Fr
         'without them': 'arrays are global, so x.mean(0) and x.sum(0) are over all devices',
         'instead': 'remove the call, or use per_device, whose function sees the shards of a device',
     }
-    return str(EinshardError(sentence, facts=facts))
+    return str(EinshardError(sentence, code='tracing', facts=facts))
 
 
 def is_sharding_type_error(error: BaseException) -> bool:
@@ -181,7 +181,7 @@ def _sharding_note(
     facts['try'] = next(fix for text, fix in _FIXES.items() if text in str(error))
     facts['with Auto axes'] = _auto_mesh_call(mesh)
     sentence = f'JAX cannot infer a sharding in {function}, because the mesh axes are Explicit'
-    return str(EinshardError(sentence, facts=facts))
+    return str(EinshardError(sentence, code='tracing', facts=facts))
 
 
 def _source_line(frame: _Frame) -> str:

@@ -125,6 +125,7 @@ class Parameters:
             raise EinshardError(
                 f'{self.function} has {plural(len(names), "positional parameter")}{besides}, '
                 f'but {plural(n_specs, "spec")} {"was" if n_specs == 1 else "were"} given',
+                code='spec',
                 facts={
                     'parameters': ', '.join(names) or 'none',
                     **({'keyword-only': ', '.join(self.keyword_only)} if self.keyword_only else {}),
@@ -137,6 +138,7 @@ class Parameters:
             if name in assigned:
                 raise EinshardError(
                     f"parameter '{name}' of {self.function} has two specs",
+                    code='spec',
                     facts={'by position': repr(assigned[name]), 'by name': repr(spec)},
                 )
             assigned[name] = spec
@@ -186,6 +188,7 @@ class Parameters:
         return EinshardError(
             f'parameter{"" if one else "s"} {repr(labels[0]) if one else quoted(labels)} of '
             f'{self.function} {"has" if one else "have"} no spec',
+            code='spec',
             facts={'with a spec': first_of([*specs], 8), 'try': instead.format(names)},
         )
 
@@ -200,6 +203,7 @@ class Parameters:
             sentence = f"'{name}' of method {self.function} cannot have a spec"
         raise EinshardError(
             sentence,
+            code='spec',
             facts={'parameters': ', '.join(names) or 'none'},
             fix=f'{near[0]}=' if near else None,
         )
@@ -214,6 +218,7 @@ class Parameters:
             if name not in names and self.var_keyword is None:
                 raise EinshardError(
                     f"{by_name} includes '{name}', which is not a parameter of {self.function}",
+                    code='spec',
                     facts={'parameters': ', '.join(names) or 'none'},
                 )
         labels = {self._keyword_label(name, (self.var_positional,)) for name in listed}
@@ -227,6 +232,7 @@ class Parameters:
                 raise EinshardError(
                     f'{by_number} includes {i}, but {self.function} has '
                     f'{plural(len(self.names), "positional parameter")}',
+                    code='spec',
                     facts={'parameters': ', '.join(self.names) or 'none'},
                 )
         return frozenset(labels)
@@ -258,7 +264,8 @@ class Declaration:
         in_both = sorted(static & donated)
         if in_both:
             raise EinshardError(
-                f"parameter '{in_both[0]}' is both static and donated; only arrays can be donated"
+                f"parameter '{in_both[0]}' is both static and donated; only arrays can be donated",
+                code='spec',
             )
         self.specs = {name: self._read(name, spec) for name, spec in specs.items()}
         self.indivisible: Fallback = indivisible
@@ -316,6 +323,7 @@ class Declaration:
         if name in self.static and spec is not None:
             raise EinshardError(
                 f"parameter '{name}' is static, so it cannot have a spec",
+                code='spec',
                 facts={'spec': repr(spec)},
             )
         try:
@@ -382,6 +390,7 @@ def _jit_options(named: Mapping[str, Any]) -> dict[str, Any]:
         if option in named:
             raise EinshardError(
                 f'sharded does not take {option}=; it derives them from the specs',
+                code='spec',
                 facts={'instead': 'pass specs by position or by name, and out= for the result'},
             )
     return {name: value for name, value in named.items() if name in JIT_OPTIONS}
@@ -417,6 +426,7 @@ def as_list(values: Any, item_type: type, option: str, expected: str, example: s
     if not all(isinstance(item, item_type) for item in items):
         raise EinshardError(
             f'{option}= must be {expected}, not {values!r}',
+            code='spec',
             facts={'example': f'{option}={example}'},
         )
     return items

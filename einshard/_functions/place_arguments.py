@@ -180,6 +180,7 @@ def _placed_differently(
     return placement.expression.error(
         sentence,
         [term for term in placement.expression.right if term.spans_devices],
+        code='placed-differently',
         array=argument.leaf_text(path, leaf),
         **facts,
         **({'try': fix} if fix else {}),
@@ -208,6 +209,7 @@ def _check_devices(
     name = str(argument.name) if argument.spec is None else argument.leaf_name(path)
     raise EinshardError(
         f'argument {name!r} has no spec and is committed to {where}',
+        code='placed-differently',
         facts={
             'array': argument.leaf_text(path, leaf),
             'placement': describe(leaf) if others else f'on {device}',

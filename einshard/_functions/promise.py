@@ -37,9 +37,13 @@ Allowed: TypeAlias = Mapping[str, float]
 class UnexpectedCollectives(EinshardError):
     """A compiled program has collectives that are not allowed; the message lists them."""
 
+    code = 'collectives'
+
 
 class MemoryExceeded(EinshardError):
     """A compiled program needs more memory than allowed."""
+
+    code = 'memory'
 
 
 # tracebacks show their public names

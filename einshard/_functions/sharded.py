@@ -146,7 +146,7 @@ def no_function_error(
         name = name_of(in_specs[-1])
         facts['note'] = f'{decorator}({name}, ...) reads {name} as a spec'
         facts['try'] = f'{decorator}(...)({name})'
-    return EinshardError(sentence, facts=facts)
+    return EinshardError(sentence, code='spec', facts=facts)
 
 
 def check_traceable(function: Any) -> None:
@@ -155,7 +155,8 @@ def check_traceable(function: Any) -> None:
     if kind:
         raise EinshardError(
             f'{name_of(function)} is {kind}, which JAX cannot trace; use a function that '
-            'returns arrays'
+            'returns arrays',
+            code='tracing',
         )
 
 

@@ -172,6 +172,7 @@ class ShardedFunction(Generic[P, R]):
         if get_method is _run and program.is_abstract and not is_tracing():
             raise EinshardError(
                 f'{self._setup.name} cannot run on an abstract mesh, which has no devices',
+                code='mesh',
                 facts={
                     'mesh': mesh_fact(program.traced.mesh),
                     'try': f'{self._setup.name}.eval_shape(...) or {self._setup.name}.trace(...)',

@@ -134,6 +134,7 @@ class Unresolved:
         fix = f"define '{self.missing}' in the module, outside `if TYPE_CHECKING`"
         return EinshardError(
             f"cannot resolve the annotation '{text}' of {name_of(self.owner)}: {self.reason}",
+            code='spec',
             fix=fix if self.missing else None,
         )
 

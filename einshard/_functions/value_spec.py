@@ -147,7 +147,9 @@ class ValueSpec:
         if not path and self.name is not None and self.name.isidentifier():
             facts['instead'] = f"remove its spec, and set static_argnames='{self.name}'"
         return EinshardError(
-            f'{reprlib.repr(leaf)} ({type(leaf).__name__}) is not an array', facts=facts
+            f'{reprlib.repr(leaf)} ({type(leaf).__name__}) is not an array',
+            code='array',
+            facts=facts,
         )
 
     def _map_leaves(

@@ -41,6 +41,8 @@ class DifferentResults(EinshardError):
     The message lists the results that differ.
     """
 
+    code = 'different-results'
+
 
 DifferentResults.__module__ = 'einshard'
 
@@ -110,7 +112,7 @@ def _check_supported(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[st
         )
     check_arguments(fn, name, args, kwargs)
     if is_tracing():
-        raise EinshardError('check_same cannot run in a traced function')
+        raise EinshardError('check_same cannot run in a traced function', code='tracing')
     if jax.process_count() > 1:
         raise EinshardError(
             'check_same cannot run in several processes',
@@ -124,6 +126,7 @@ def _check_supported(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[st
         if isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref):
             raise EinshardError(
                 f'check_same needs arrays, not {type(leaf).__name__}',
+                code='array',
                 facts={'argument': argument_path(path, names), 'array': array_text(leaf)},
             )
 
@@ -228,6 +231,7 @@ class _Check:
                 raise
             raise EinshardError(
                 f'{self.call.name} cannot be differentiated',
+                code='tracing',
                 facts={
                     'JAX says': str(error).strip().partition('\n')[0],
                     'try': 'check_same(..., gradients=False)',

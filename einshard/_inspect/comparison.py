@@ -90,7 +90,7 @@ class Comparison(Display):
     def to_dict(self) -> dict[str, Any]:
         """Converts the comparison to dictionaries, lists, strings and numbers, for JSON."""
         rows = [{**as_json(row), 'same': row.same} for row in self.rows]
-        return {**as_json(self), 'rows': rows, 'same': self.same}
+        return {'schema': 1, **as_json(self), 'rows': rows, 'same': self.same}
 
     def _page(self) -> Page:
         verdict = 'same results as' if self.same else 'different results than'

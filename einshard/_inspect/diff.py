@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._errors import plural, printable
 from .._program.hlo.collective import Collective
@@ -36,6 +36,24 @@ class Diff:
     collectives: tuple[tuple[str, int | None, int | None], ...]
     numbers: tuple[tuple[str, int, int], ...]
     details: tuple[tuple[int, str], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Converts the differences to dictionaries, lists, strings and numbers, for JSON."""
+        details = self.details or ((0, ''),) * len(self.collectives)
+        collectives = zip(self.collectives, details, strict=True)
+        keys = 'text', 'before', 'after', 'bytes', 'lines'
+        return {
+            'schema': 1,
+            'arrays': [
+                dict(zip(('path', 'before', 'after'), row, strict=True)) for row in self.arrays
+            ],
+            'collectives': [
+                dict(zip(keys, (*row, *detail), strict=True)) for row, detail in collectives
+            ],
+            'numbers': [
+                dict(zip(('name', 'before', 'after'), row, strict=True)) for row in self.numbers
+            ],
+        }
 
     def __bool__(self) -> bool:
         return bool(self.arrays or self.collectives or self.numbers)

@@ -53,7 +53,9 @@ def find_intermediates(lowered: Lowered, meshes: Sequence[AnyMesh]) -> list[Arra
         with _no_persistent_cache():
             text = _hlo_before_partitioning(lowered)
     if not text:
-        raise EinshardError('the compiler did not dump the program before partitioning')
+        raise EinshardError(
+            'the compiler did not dump the program before partitioning', code='does-not-compile'
+        )
     return list(dict.fromkeys(_read_values(text, meshes)))
 
 

@@ -120,6 +120,7 @@ class Stages:
         except (RuntimeError, TypeError, ValueError) as error:  # JaxRuntimeError is a RuntimeError
             raise EinshardError(
                 f'{self.name or "the program"} does not compile',
+                code='does-not-compile',
                 facts={'the compiler says': str(error).strip().partition('\n')[0]},
             ) from error
 
@@ -195,6 +196,7 @@ def trace_call(
     if stages.program is not None and target is not None and stages.program.setup.mesh is not None:
         raise EinshardError(
             f'{name} has its own mesh, so mesh= cannot be given',
+            code='mesh',
             facts={f'mesh of {name}': mesh_fact(stages.program.mesh), 'mesh=': mesh_fact(target)},
         )
     return stages
@@ -225,6 +227,7 @@ def trace_to_compile(
         return stages
     raise EinshardError(
         f'no argument of {stages.name} is an array, and no value in it is on the devices of mesh=',
+        code='mesh',
         facts={
             'mesh=': mesh_fact(target),
             'instead': "constrain a value in the function: einshard(x, '...')",
@@ -266,6 +269,7 @@ def _wrap_stage(
         option = 'arguments' if args or kwargs else 'mesh='
         raise EinshardError(
             f'a {kind} function already has its arguments and devices, so {option} cannot be given',
+            code='mesh',
             facts={'instead': f'omit {option}, or pass the function'},
         )
     return Stages('', framework=framework, **{kind: stage})
@@ -297,6 +301,7 @@ def _trace(
         elif target is not None:
             raise EinshardError(
                 f'{name} is already jitted, so mesh= cannot be given',
+                code='mesh',
                 facts={
                     'instead': 'pass arguments with shardings: '
                     'einshard(jax.ShapeDtypeStruct(...), spec, mesh=mesh)'
@@ -335,7 +340,9 @@ def _trace(
             facts['instead'] = f'pass {name} as an argument: lambda f, *args: f(*args)'
         elif can_filter_jit(fn, args, kwargs):
             facts['instead'] = f'equinox.filter_jit({name})'
-        raise EinshardError(f'tracing {name} with these arguments failed', facts=facts) from error
+        raise EinshardError(
+            f'tracing {name} with these arguments failed', code='tracing', facts=facts
+        ) from error
 
 
 def _is_hashable(fn: Any) -> bool:
@@ -360,6 +367,7 @@ def _check_no_refs(
     if any(isinstance(leaf, jax.Ref) for leaf in jtu.tree_leaves((tuple(args), dict(kwargs)))):
         raise EinshardError(
             f'{name} takes a jax.Ref, so mesh= cannot be given',
+            code='array',
             facts={
                 'arguments': _format_call(args, kwargs),
                 'mesh=': mesh_fact(mesh),
@@ -377,6 +385,7 @@ def _check_devices(name: str, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[s
         if isinstance(other, Mesh) and {*other.devices.flat} != {*mesh.devices.flat}:
             raise EinshardError(
                 f'an argument of {name} is not on the devices of mesh=',
+                code='mesh',
                 facts={
                     'array': array_text(leaf),
                     'mesh of the argument': mesh_fact(other),
@@ -390,6 +399,7 @@ def concrete(mesh: AnyMesh, use: str) -> Mesh:
     if isinstance(mesh, AbstractMesh):
         raise EinshardError(
             f'an abstract mesh has no devices to {use}',
+            code='mesh',
             facts={
                 'mesh': mesh_fact(mesh),
                 'instead': "pass a Mesh with devices; for those you don't have, "

@@ -211,6 +211,7 @@ class OneDeviceProgram:
                 raise _too_large(self._name, {}) from error
             raise EinshardError(
                 f'{self._name} does not run on one device',
+                code='does-not-compile',
                 facts={
                     'JAX says': str(error).strip().partition('\n')[0],
                     'instead': 'use PartitionSpecs and jax.set_mesh instead of NamedShardings, or '
@@ -229,6 +230,7 @@ def _check_memory(name: str, device: Device, memory: Any) -> None:
 def _too_large(name: str, facts: Mapping[str, str]) -> EinshardError:
     return EinshardError(
         f'{name} does not fit in the memory of one device; check_same also runs it on one device',
+        code='memory',
         facts={**facts, 'instead': 'pass smaller arguments: fewer layers, a smaller batch'},
     )
 

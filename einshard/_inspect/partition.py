@@ -70,6 +70,7 @@ class Worker:
             self.close()
             raise EinshardError(
                 f'the process that compiles for {self.n_devices} simulated devices has ended',
+                code='does-not-compile',
                 facts={
                     'last output': '\n'.join(lines[-5:])
                     or 'none; the process may have run out of memory'
@@ -168,6 +169,7 @@ def check_flatbuffers() -> None:
     if importlib.util.find_spec('flatbuffers') is None:
         raise EinshardError(
             'plan needs flatbuffers to serialize programs, but flatbuffers is not installed',
+            code='not-installed',
             facts={'install': "pip install 'einshard[plan]'"},
         )
 

@@ -113,6 +113,7 @@ class Report(Display):
         """Converts the report to dictionaries, lists, strings and numbers, for JSON."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
+            'schema': 1,
             **{name: as_json(value) for name, value in fields.items()},
             'mesh': dict(self.mesh),
             'meshes': [dict(mesh) for mesh in self.meshes],

@@ -132,7 +132,9 @@ def _draw_report(report: Report) -> Gallery:
         if not isinstance(row.placement, Description):
             distinct.setdefault((row.array, row.placement), (row, []))[1].append(row.path)
     if not distinct:
-        raise EinshardError(f'nothing to draw: no argument or result of {report.name} is on a mesh')
+        raise EinshardError(
+            f'nothing to draw: no argument or result of {report.name} is on a mesh', code='mesh'
+        )
 
     def draw_row(row: ArrayRow) -> tuple[str, Picture]:
         terms = parse(split_memory_kind(row.placement)[0]).right
@@ -241,6 +243,7 @@ def _draw_named_sharding(
         if size % n_shards:
             raise EinshardError(
                 f'axis {i} (size {size}) is not divisible by {n_shards}',
+                code='not-divisible',
                 facts={'sharding': sharding.spec},
             )
     return draw(

@@ -58,6 +58,7 @@ def solve_counts(
             f'the counts need {huge_text(product)} devices, but there '
             f'{"is" if n == 1 else "are"} only {n}',
             [term for term in terms if term.factor > 1],
+            code='device-count',
             **devices.hints,
             devices=devices.fact(),
         )
@@ -74,6 +75,7 @@ def solve_counts(
         raise expression.error(
             f'{quoted(map(str, stars))} cannot have {_ratio_text(stars)} on {which}',
             stars,
+            code='device-count',
             fix=_shared_devices(expression, terms, n),
             **devices.hints,
             devices=devices.fact(counted),
@@ -130,6 +132,7 @@ def _wrong_product(
             if product > n
             else _indivisible(n, counted, devices),
             marked,
+            code='device-count',
             fix=_counts_that_fit(expression, terms, n, devices),
             **devices.hints,
             devices=fact,
@@ -151,7 +154,12 @@ def _wrong_product(
             else "add '*' to replicate over the rest"
         )
     return expression.error(
-        sentence, marked, fix=_with_star_first(expression), **devices.hints, devices=fact
+        sentence,
+        marked,
+        code='device-count',
+        fix=_with_star_first(expression),
+        **devices.hints,
+        devices=fact,
     )
 
 
@@ -166,6 +174,7 @@ def _not_a_multiple(
     return expression.error(
         _indivisible(n, counted, devices) + ratio,
         counted,
+        code='device-count',
         fix=_counts_that_fit(expression, terms, n, devices),
         **devices.hints,
         devices=devices.fact(),

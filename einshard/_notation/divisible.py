@@ -24,6 +24,7 @@ def check_divisible(
                 raise expression.error(
                     f"axis '{name}' (size {size}) may not be divisible by {n_shards}",
                     marked,
+                    code='not-divisible',
                     expected=f"a multiple of {n_shards}, such as symbolic_shape('{n_shards}*n')",
                 )
             facts = _shard_counts(size, n_devices)
@@ -32,6 +33,7 @@ def check_divisible(
             raise expression.error(
                 _indivisible_text(expression, layout, shape, axis),
                 marked,
+                code='not-divisible',
                 devices=n_devices,
                 **facts,
             )

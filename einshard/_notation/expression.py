@@ -84,12 +84,15 @@ class Expression:
         sentence: str,
         terms: Iterable[Term] = (),
         *,
+        code: str | None = None,
         fix: str | None = None,
         **facts: object,
     ) -> EinshardError:
         """Returns an error with carets under `terms` of this expression."""
         spans = [term.span for term in terms]
-        return EinshardError(sentence, expression=self.text, spans=spans, facts=facts, fix=fix)
+        return EinshardError(
+            sentence, code=code, expression=self.text, spans=spans, facts=facts, fix=fix
+        )
 
     def on_one_device(self) -> Expression:
         """Returns the expression with every count and star replaced by 1, without unnamed terms."""
@@ -125,11 +128,13 @@ def _parse(text: str, where: str = '') -> Expression:
     if not text.strip():
         raise EinshardError(
             'the expression is empty',
+            code='syntax',
             facts={'to replicate': "'... -> * ...'", 'to shard a matrix': "'a b -> a* b'"},
         )
     if len(arrows) > 1:
         raise EinshardError(
             f"an expression has at most one '->', but this one has {len(arrows)}",
+            code='syntax',
             expression=text,
             spans=arrows,
         )
@@ -184,12 +189,14 @@ def _term(text: str, start: int, end: int) -> Term:
     if len(count) > _MAX_DIGITS:
         raise EinshardError(
             f'the count has {len(count)} digits; at most {_MAX_DIGITS} are allowed',
+            code='syntax',
             expression=text,
             spans=[(start, end)],
         )
     if count and int(count) == 0:
         raise EinshardError(
             f"'{text[start:end]}' has count 0; counts must be at least 1",
+            code='syntax',
             expression=text,
             spans=[(start, end)],
         )
@@ -203,6 +210,7 @@ def _check_short(expression: Expression, where: str) -> None:
             f"axis '{repeated[0].name}' appears {len(repeated)} times{where}; "
             'it can appear only once',
             repeated,
+            code='axis-names',
             to_shard_an_axis_twice="repeat it after '->', as in 'i o -> i2 o4 i2'",
         )
 
@@ -214,6 +222,7 @@ def _check_left(expression: Expression) -> None:
             raise expression.error(
                 f"'{written}' is not an axis name; the left side lists only the names of the axes",
                 [term],
+                code='syntax',
                 axis_names='letters and underscores, no digits',
                 right_side='counts, stars and mesh axes',
             )
@@ -224,6 +233,7 @@ def _check_left(expression: Expression) -> None:
             f"axis '{repeated[0].name}' appears {len(repeated)} times on the left side, "
             'but each axis of the array needs its own name',
             repeated,
+            code='axis-names',
         )
 
 
@@ -233,6 +243,7 @@ def _check_same_axes(expression: Expression) -> None:
         end = len(expression.text)
         raise EinshardError(
             "the right side is empty; list every axis after '->', and '*' to replicate",
+            code='syntax',
             expression=expression.text,
             spans=[(end, end + 1)],
             fix=Suggestion(' '.join([*map(str, left), '->', '*', *map(str, left)])),
@@ -248,6 +259,7 @@ def _check_same_axes(expression: Expression) -> None:
             f'{quoted(names)} {"is" if len(names) == 1 else "are"} missing on the right side; '
             'list unsharded axes there too, without a count',
             missing,
+            code='axis-names',
             fix=Suggestion(_with_missing(expression)),
         )
 
@@ -276,6 +288,7 @@ def _only_on_right(expression: Expression, term: Term) -> EinshardError:
     return expression.error(
         f"'{name}' is not on the left side",
         [term],
+        code='axis-names',
         fix=fix,
         left_side=' '.join(expression.names) or 'no axes (a scalar)',
     )
@@ -290,6 +303,7 @@ def _check_right(expression: Expression, where: str) -> None:
             raise expression.error(
                 f"'{sign}' appears {len(signed)} times; write it once, with all its mesh axes",
                 signed,
+                code='mesh',
                 example=f"'{sign}@(data,tp)'",
             )
 
@@ -301,6 +315,7 @@ def check_mesh_axes(expression: Expression) -> None:
             raise expression.error(
                 f"mesh axis '{axis}' is used {times} times; each mesh axis can be used only once",
                 [term for term in expression.right if axis in term.mesh_axes],
+                code='mesh',
             )
 
 
@@ -311,6 +326,7 @@ def _check_ellipsis(expression: Expression, terms: Sequence[Term], where: str) -
             f"'...' appears {len(ellipses)} times{where}; "
             'it can appear only once, for all unnamed axes',
             ellipses,
+            code='axis-names',
         )
 
 

@@ -42,6 +42,7 @@ def misfit_error(expression: Expression, layout: Layout, mesh: str) -> EinshardE
     return expression.error(
         'the counts do not match the mesh axes',
         [term for term in expression.right if term.is_counted],
+        code='device-count',
         fix=with_star_after(expression),
         device_grid=grid,
         mesh=mesh,

@@ -40,6 +40,7 @@ def read_sign(text: str, start: int, end: int) -> str:
     if end == start + 1:
         raise EinshardError(
             f"'{sign}' alone is not a valid term; add a count, a star or mesh axes",
+            code='syntax',
             expression=text,
             spans=[(start, end)],
             facts=_sign_examples(sign),
@@ -85,6 +86,7 @@ def read_mesh_axes(text: str, start: int, at: int, end: int, count: str) -> tupl
             sentence = f"'{wrong}' is not a valid mesh axis name"
         raise EinshardError(
             sentence,
+            code='syntax',
             expression=text,
             spans=[(start, end)],
             facts={} if fix else {'examples': f"'{name}@data', '{name}@(data,fsdp)'"},
@@ -94,6 +96,7 @@ def read_mesh_axes(text: str, start: int, at: int, end: int, count: str) -> tupl
         part = 'star' if count == '*' else 'count'
         raise EinshardError(
             f"'{word}' has both a {part} and mesh axes; use one or the other",
+            code='syntax',
             expression=text,
             spans=[(start, end)],
             facts={f'by {part}': f"'{name}{count}'", 'by name': f"'{name}@{written}'"},
@@ -135,7 +138,7 @@ def not_a_term(text: str, start: int, at: int, end: int) -> EinshardError:
         fix = Suggestion(f'{text[:at]} {text[at:]}')
     else:
         return _invalid_character(text, at)
-    return EinshardError(sentence, expression=text, spans=[(start, end)], fix=fix)
+    return EinshardError(sentence, code='syntax', expression=text, spans=[(start, end)], fix=fix)
 
 
 def _about_dots(word: str) -> str:
@@ -154,11 +157,12 @@ def _wrong_arrow(text: str, at: int, rest: str) -> EinshardError:
     """Returns the error for a wrong arrow, as in 'a => a2', or half an arrow, as in 'a - > a2'."""
     if rest[0] in '->':
         sentence = f"'{rest[0]}' alone is not part of the notation; the arrow is '->'"
-        return EinshardError(sentence, expression=text, spans=[(at, at + 1)])
+        return EinshardError(sentence, code='syntax', expression=text, spans=[(at, at + 1)])
     arrow = rest[: 2 if rest[0] == '=' else 1]
     end = at + len(arrow)
     return EinshardError(
         f"'{arrow}' is not part of the notation; the arrow is '->'",
+        code='syntax',
         expression=text,
         spans=[(at, end)],
         fix=Suggestion(f'{text[:at]}->{text[end:]}'),
@@ -174,7 +178,7 @@ def _wrong_separator(text: str, start: int, at: int, end: int) -> EinshardError:
     if character == '=':  # part of the notation, as a sign
         sentence, span = f"'{text[start:end]}' is not a valid term; {instead}", (start, end)
     fix = Suggestion(f'{text[:at]}{"" if is_count else "@"}{text[at + 1 :]}')
-    return EinshardError(sentence, expression=text, spans=[span], fix=fix)
+    return EinshardError(sentence, code='syntax', expression=text, spans=[span], fix=fix)
 
 
 def _invalid_character(text: str, at: int) -> EinshardError:
@@ -182,7 +186,7 @@ def _invalid_character(text: str, at: int) -> EinshardError:
     character, spans = text[at], [(at, at + 1)]
     if character.isdigit():
         sentence = f"'{character}' is not a valid digit; counts use the digits 0 to 9"
-        return EinshardError(sentence, expression=text, spans=spans)
+        return EinshardError(sentence, code='syntax', expression=text, spans=spans)
     written = f"'{character}'"
     if not character.isprintable():
         written = f'unprintable character U+{ord(character):04X}'
@@ -197,7 +201,9 @@ def _invalid_character(text: str, at: int) -> EinshardError:
     else:
         terms = "'a'  'a2'  'a*'  'a2*'  'a@x'  'a@(x,y)'  '...'  '2'  '*'  '2*'"
         facts = {'valid terms': f"{terms}  '+2'  '+@x'  '=2'  '=@x'"}
-    return EinshardError(f'{written} is not {where}', expression=text, spans=spans, facts=facts)
+    return EinshardError(
+        f'{written} is not {where}', code='syntax', expression=text, spans=spans, facts=facts
+    )
 
 
 def _signed_name(text: str, start: int, at: int, end: int) -> EinshardError:
@@ -206,6 +212,7 @@ def _signed_name(text: str, start: int, at: int, end: int) -> EinshardError:
     fix = Suggestion(f'{text[:start]}{sign}@{rest}{text[end:]}') if is_mesh_axis(rest) else None
     return EinshardError(
         f"'{text[start:end]}' is not a valid term: '{sign}' is followed by a count, a star or '@'",
+        code='syntax',
         expression=text,
         spans=[(start, end)],
         facts=_sign_examples(sign),
@@ -234,4 +241,6 @@ def _two_terms(text: str, start: int, at: int, end: int) -> EinshardError:
         sentence = f"'{word}' is not a valid term: a {part} comes after the name"
         if read_name(text, at, end) == rest:
             facts['as one term'] = f"'{rest}{head}'"
-    return EinshardError(sentence, expression=text, spans=[(start, end)], facts=facts)
+    return EinshardError(
+        sentence, code='syntax', expression=text, spans=[(start, end)], facts=facts
+    )

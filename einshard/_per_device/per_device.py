@@ -158,6 +158,7 @@ def _as_expressions(specs: Any) -> Any:
         if leaf_spec.memory_kind is not None:
             raise EinshardError(
                 f'per_device does not move arrays to {leaf_spec.memory_kind} memory',
+                code='spec',
                 facts={
                     'spec': repr(spec),
                     'instead': 'move them before the call: einshard(x, ..., memory_kind=...)',
@@ -244,6 +245,7 @@ class _PerDeviceFunction:
                 if callable(leaf):
                     raise EinshardError(
                         'per_device takes expressions, not callables or Rules',
+                        code='spec',
                         facts={'spec of': owner, 'got': repr(leaf)},
                     )
                 if leaf is not None:
@@ -281,6 +283,7 @@ class _PerDeviceFunction:
                 raise EinshardError(
                     'the enclosing per-device function uses all mesh axes, so none are left for '
                     f'{self.name}',
+                    code='mesh',
                     facts={
                         'mesh in context': mesh_fact(ambient),
                         'instead': f'leave a mesh axis for {self.name}: list only the others in '
@@ -295,6 +298,7 @@ class _PerDeviceFunction:
             if not ambient.empty and ambient != abstract:
                 raise EinshardError(
                     'mesh= must match the mesh in context',
+                    code='mesh',
                     facts={
                         'mesh=': mesh_fact(mesh),
                         'mesh in context': mesh_fact(ambient),
@@ -313,6 +317,7 @@ class _PerDeviceFunction:
                 if axis not in resolver.axes:
                     raise EinshardError(
                         f"axis_names= includes '{axis}', but the mesh has no such axis",
+                        code='mesh',
                         facts={'mesh': mesh_text(resolver.axes)},
                     )
             return resolver
@@ -421,6 +426,7 @@ class _PerDeviceFunction:
             raise EinshardError(
                 f"parameter '{label}' is sharded over Explicit mesh axis '{axis}', but the mesh "
                 'of per_device has no such axis',
+                code='mesh',
                 facts={
                     'function': self.name,
                     'array': array_text(leaf),
@@ -488,5 +494,6 @@ class _PerDeviceFunction:
 def _no_spec_error(owner: str, leaf: Any) -> EinshardError:
     return EinshardError(
         f'{owner} has no spec',
+        code='spec',
         facts={'array': array_text(leaf), 'try': f"'{_REPLICATED}' as its spec, to replicate it"},
     )

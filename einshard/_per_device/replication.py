@@ -43,6 +43,7 @@ class VaryingResult:
         return EinshardError(
             f'out= declares {result} of {function} replicated over {quoted(self.axes)}, but '
             f'devices along {quoted(self.axes)} may return different values',
+            code='spec',
             facts=facts,
         )
 

@@ -23,7 +23,7 @@ def read_spec(owner: str, text: str) -> SpecAxes:
     signed = [term for term in spec.expression.right if term.sign]
     if signed:
         kinds = signs_text([term.sign for term in signed])
-        raise spec.error(f'per_device does not support {kinds}', signed)
+        raise spec.error(f'per_device does not support {kinds}', signed, code='partial-sum')
     return spec
 
 
@@ -106,6 +106,7 @@ class SpecAxes:
             raise self.error(
                 f"axis '{name}' is sharded twice, but per_device makes only one mesh axis for it",
                 repeated,
+                code='mesh',
                 instead=f"pass a mesh with named axes, and use them: '{name}@(p,q)'",
             )
         defined = {name for spec in specs for name in spec.defines}
@@ -115,6 +116,7 @@ class SpecAxes:
                     f"'{term}' names '{axis}', which is neither a mesh axis nor an array axis "
                     'sharded by count',
                     [term],
+                    code='mesh',
                     axes_sharded_by_count=quoted(sorted(defined)) if defined else 'none',
                     instead=f"use a mesh with an axis '{axis}': mesh=mesh or jax.set_mesh(mesh)",
                 )
@@ -123,6 +125,7 @@ class SpecAxes:
                     f"'{self.defines[axis]}' and '{term}' shard two axes of one array over the "
                     'same devices',
                     [self.defines[axis], term],
+                    code='spec',
                 )
 
     def check_order(self, mesh_axes: Sequence[str | None]) -> None:
@@ -139,11 +142,12 @@ class SpecAxes:
                 raise self.error(
                     f"the mesh axes of '{name}' ({', '.join(listed)}) must be in device order",
                     [term for term in self.expression.right if term.name == name],
+                    code='mesh',
                     device_order=', '.join(in_order),
                 )
 
-    def error(self, sentence: str, terms: Sequence[Term], **facts: str) -> EinshardError:
-        return self.expression.error(sentence, terms, spec_of=self.owner, **facts)
+    def error(self, sentence: str, terms: Sequence[Term], code: str, **facts: str) -> EinshardError:
+        return self.expression.error(sentence, terms, code=code, spec_of=self.owner, **facts)
 
 
 def leading_replicas(grid: Sequence[MeshAxis]) -> int:

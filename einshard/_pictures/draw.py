@@ -91,6 +91,7 @@ def _device_count(expression: Expression, devices: Any) -> int:
             raise expression.error(
                 'a star needs the number of devices',
                 stars,
+                code='device-count',
                 expected='devices=8, devices=mesh or devices=jax.devices()',
                 on_the_command_line=f"einshard show '{expression.text}' --devices 8",
             )
@@ -103,6 +104,7 @@ def _device_count(expression: Expression, devices: Any) -> int:
         if n_devices < 1:
             raise EinshardError(
                 f'devices={devices!r} is neither a number of devices nor a mesh',
+                code='mesh',
                 facts={'expected': 'a positive integer, a mesh or a list of devices'},
             )
     check_drawable(n_devices, 0, expression.text)
@@ -116,11 +118,14 @@ def _no_mesh_error(
     sentence = no_mesh_text(terms)
     mesh = _find_mesh(expression, shape, n_devices)
     if mesh is None or any(map(as_count, terms)):
-        return expression.error(sentence, terms, expected='devices=mesh, a Mesh or AbstractMesh')
+        return expression.error(
+            sentence, terms, code='mesh', expected='devices=mesh, a Mesh or AbstractMesh'
+        )
     sizes = ' '.join(f'{axis}={n}' for axis, n in mesh.items())
     return expression.error(
         sentence,
         terms,
+        code='mesh',
         on_the_command_line=f"einshard show '{expression.text}' --mesh {sizes}",
         fix=f'devices=AbstractMesh({(*mesh.values(),)}, {(*mesh,)})',
     )

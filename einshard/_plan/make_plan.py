@@ -21,6 +21,7 @@ def make_plan(search: Search, found: Candidates, model: Model, function: Functio
     if not choices:
         raise EinshardError(
             f'plan {search.stopped}, before it compiled a candidate',
+            code='plan',
             facts={'instead': 'pass a larger seconds='},
         )
     if choices[0].error:
@@ -53,6 +54,7 @@ def _no_plan_compiles(choices: Sequence[Evaluation], model: Model) -> EinshardEr
     example = next(one.candidate for one in choices if one.error == error)
     return EinshardError(
         f'{model.name} does not compile with any of the {plural(len(choices), "plan")} tried',
+        code='does-not-compile',
         facts={
             'the compiler says': error,
             'plans with this error': f'{n_plans} of {len(choices)}, such as {example}',

@@ -32,6 +32,7 @@ def read_candidate(number: int, given: Any, model: Model, n_devices: int) -> Can
     if not (is_pair and all(isinstance(part, Mapping) for part in given)):
         raise EinshardError(
             f'{label} must be a pair of mesh sizes and placements, not {given!r}',
+            code='plan',
             facts={'example': "({'data': 16, 'tensor': 16}, {'batch': '@data'})"},
         )
     mesh = {str(axis): size for axis, size in given[0].items()}
@@ -39,6 +40,7 @@ def read_candidate(number: int, given: Any, model: Model, n_devices: int) -> Can
         raise EinshardError(
             f'the mesh of {label} has {math.prod(mesh.values())} devices, but the plan is for '
             f'{n_devices}',
+            code='plan',
             facts={'mesh sizes': mesh_text(mesh)},
         )
     placed = _read_placements(label, given[1], mesh)
@@ -57,6 +59,7 @@ def check_divisible(
             raise EinshardError(
                 f'{label} does not fit the mesh: axis {model.axis_text(name)} is not divisible by '
                 f'{n_shards}, {mesh_size_text(axes)}',
+                code='not-divisible',
                 facts={'mesh': mesh_text(mesh)},
             )
 
@@ -70,13 +73,15 @@ def _read_placements(
         if term != Term(term.name, mesh_axes=term.mesh_axes):
             raise EinshardError(
                 f"{label} must name the mesh axes of '{rule.name}', not {rule.placement!r}",
+                code='plan',
                 facts={'expected': "'@x' or '@(x,y)'; '' for an axis that is not sharded"},
             )
         unknown = [axis for axis in term.mesh_axes if axis not in mesh_axes]
         if unknown:
             raise EinshardError(
                 f"{label} shards '{rule.name}' over {quoted(unknown)}, "
-                f'but the mesh has only {quoted(list(mesh_axes))}'
+                f'but the mesh has only {quoted(list(mesh_axes))}',
+                code='mesh',
             )
         found[rule.name] = term.mesh_axes
     return found

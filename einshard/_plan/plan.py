@@ -141,6 +141,7 @@ def _devices(mesh: MeshLike | None) -> Mesh:
     if target.size == 1:
         raise EinshardError(
             'plan needs at least two devices',
+            code='device-count',
             facts={
                 'mesh': mesh_fact(target),
                 'instead': "mesh=topology('v5e:4x4'), or simulated devices: "
@@ -156,6 +157,7 @@ def _find_chip(chip: Chip | str | None, devices: Mesh, objective: Objective) -> 
     if objective == 'bound' and found is None:
         raise EinshardError(
             "objective='bound' needs a chip, but the chip of these devices is unknown",
+            code='plan',
             facts={
                 'devices': kind,
                 'instead': "chip='TPU v5e', mesh=topology('v5e:4x4'), or objective='bytes'",
@@ -175,6 +177,7 @@ def _check_has_no_mesh(fn: Any) -> None:
     if function is not None and function.has_mesh:
         raise EinshardError(
             f'{name_of(fn)} has its own mesh, so plan cannot try others',
+            code='plan',
             facts={
                 'instead': 'omit mesh= from sharded, and pass the devices to plan, '
                 "as in mesh=topology('v5e:4x4')"
@@ -185,6 +188,7 @@ def _check_has_no_mesh(fn: Any) -> None:
 def _nothing_to_shard(model: Model, devices: Mesh) -> EinshardError:
     return EinshardError(
         f'no axis of {model.name} can be sharded over this mesh',
+        code='plan',
         facts={
             'axes': ', '.join(map(model.axis_text, model.axis_sizes)),
             'mesh': mesh_fact(devices),
@@ -199,7 +203,9 @@ def _n_slices(devices: Mesh) -> int:
 
 def _check_search_limits(compilations: object, seconds: object) -> None:
     if isinstance(compilations, bool) or not isinstance(compilations, int) or compilations < 1:
-        raise EinshardError(f'compilations= must be a positive integer, not {compilations!r}')
+        raise EinshardError(
+            f'compilations= must be a positive integer, not {compilations!r}', code='plan'
+        )
     is_positive = isinstance(seconds, int | float) and seconds > 0
     if seconds is not None and (isinstance(seconds, bool) or not is_positive):
-        raise EinshardError(f'seconds= must be a positive number, not {seconds!r}')
+        raise EinshardError(f'seconds= must be a positive number, not {seconds!r}', code='plan')

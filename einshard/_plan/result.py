@@ -95,6 +95,7 @@ class Plan(Display):
         if name not in self.sizes:
             raise EinshardError(
                 f"the model has no axis named '{name}'",
+                code='plan',
                 facts={'axis names': quoted(list(self.sizes))},
             )
         best = self.best.candidate
@@ -136,6 +137,7 @@ class Plan(Display):
     def to_dict(self) -> dict[str, Any]:
         """Converts the plan to dictionaries, lists, strings and numbers, for JSON."""
         return {
+            'schema': 1,
             'name': self.name,
             'n_devices': self.devices.size,
             'mesh': dict(self.best.candidate.mesh),
@@ -157,7 +159,9 @@ class Plan(Display):
     def _choice(self, i: int) -> Evaluation:
         if not 0 <= i < len(self.choices):
             raise EinshardError(
-                f'there is no plan {i}', facts={'plans': f'0 to {len(self.choices) - 1}'}
+                f'there is no plan {i}',
+                code='plan',
+                facts={'plans': f'0 to {len(self.choices) - 1}'},
             )
         return self.choices[i]
 

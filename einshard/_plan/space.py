@@ -168,6 +168,7 @@ class Space:
             raise EinshardError(
                 f'pin= has {quoted(unknown)}, but {self.model.name or "the function"} '
                 'has no such axis name',
+                code='plan',
                 facts={'axis names': ', '.join(self.model.sizes)},
             )
         for names in self.model.array_names:
@@ -177,6 +178,7 @@ class Space:
                     raise EinshardError(
                         f"pin= shards two axes of one array, '{name}' and '{other}', over mesh "
                         f"axis '{min(twice)}'",
+                        code='plan',
                         facts={'axes of the array': ' '.join(names)},
                     )
         if self.mesh is not None:
@@ -189,6 +191,7 @@ class Space:
             ]
             raise EinshardError(
                 f'pin= does not fit any mesh of {plural(self.n_devices, "device")}',
+                code='plan',
                 facts={
                     'pinned': '; '.join(pinned),
                     'expected': 'mesh axes of size 2 or more, whose product divides both the size '

@@ -156,6 +156,7 @@ def no_names_error(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> E
     """Returns an error that shows how to add axis names to a function."""
     error = EinshardError(
         f'{name_of(fn) or "the function"} has no axis names, so there is nothing to plan',
+        code='plan',
         facts={
             'expected': "axis names in specs or in the function: x = einshard(x, 'batch embed')",
         },

@@ -115,6 +115,7 @@ def _check_spelling(expression: Expression, term: Term, rule_names: Collection[s
             raise expression.error(
                 f"axis '{name}' has no rule, but '{other}' has one",
                 [term],
+                code='axis-rules',
                 fix=Suggestion(f'{expression.text[:start]}{other}{expression.text[end:]}'),
                 to_leave_it_unsharded=f"axis_rules({name}='')",
             )

@@ -131,6 +131,7 @@ class axis_rules:
             if rule.name in placement_of and taken == 'error':
                 raise EinshardError(
                     f"axis_rules has two rules for axis '{rule.name}'",
+                    code='axis-rules',
                     facts={
                         'rules': f"'{placement_of[rule.name]}' and '{rule.placement}'",
                         'instead': "pass taken='next' if the second is a fallback; or nest two "
@@ -163,6 +164,7 @@ class axis_rules:
             raise EinshardError(
                 'axis_rules blocks must be exited innermost first, by the task and thread that '
                 'entered them',
+                code='axis-rules',
                 facts={'instead': "'with axis_rules(...):', without await or yield inside"},
             )
 
@@ -173,6 +175,7 @@ class axis_rules:
             name = getattr(function, '__name__', repr(function))
             raise EinshardError(
                 f'axis_rules cannot decorate {name}, {kind}: rules cannot span an await or a yield',
+                code='axis-rules',
                 facts={'instead': f'decorate a plain function that {name} calls'},
             )
 
@@ -203,6 +206,7 @@ def _check_not_async() -> None:
         raise EinshardError(
             f'axis_rules cannot be entered in the async function {name}: at an await, other tasks '
             'of this thread would run with its rules',
+            code='axis-rules',
             facts={'instead': f'enter it in a plain function that {name} calls'},
         )
 
@@ -215,7 +219,9 @@ def _check_function(function: Any) -> None:
         elif isinstance(function, staticmethod | classmethod | property):
             instead = f'put axis_rules below @{decorated}'
         raise EinshardError(
-            f'axis_rules must decorate a function, not {decorated}', facts={'instead': instead}
+            f'axis_rules must decorate a function, not {decorated}',
+            code='axis-rules',
+            facts={'instead': instead},
         )
 
 
@@ -228,7 +234,9 @@ def check_option(
     if not isinstance(value, str) or value not in choices:
         *others, last = map(repr, choices)
         expected = f'{", ".join(others)} or {last}'
-        raise EinshardError(f'{option}= must be {expected}, not {value!r}', facts=facts)
+        raise EinshardError(
+            f'{option}= must be {expected}, not {value!r}', code='axis-rules', facts=facts
+        )
 
 
 def _rule_for_axis_named(option: str) -> dict[str, str]:
@@ -245,6 +253,7 @@ def _pairs(placements: Any) -> list[tuple[Any, Any]]:
     raise EinshardError(
         'axis_rules needs a mapping from axis names to placements, or a list of pairs, not '
         f'{placements!r}',
+        code='axis-rules',
         facts={
             'examples': "axis_rules(batch='@data'), or as in Flax: axis_rules([('batch', 'data')])"
         },
@@ -263,6 +272,7 @@ def _placement_text(name: object, placement: AxisPlacement) -> str:
     if len(entries) > 1 or UNCONSTRAINED in entries or spec.unreduced or spec.reduced:
         raise EinshardError(
             f'axis_rules has {name}={partition_text(spec)}, but a rule is for one array axis',
+            code='axis-rules',
             facts={'expected': "one entry, such as P('data') or P(('data', 'fsdp'))"},
         )
     return str(Term('', mesh_axes=tuple(map(str, entries[0] if entries else ()))))
@@ -274,6 +284,7 @@ def _read_rule(name: object, placement: object) -> tuple[str, str]:
     if not (isinstance(name, str) and axis != ELLIPSIS and _parse_short_form(axis) == [Term(axis)]):
         raise EinshardError(
             f'axis_rules has a rule for {name!r}, which is not a valid axis name',
+            code='axis-rules',
             facts={'expected': 'letters and underscores, as in expressions'},
         )
     if not isinstance(placement, str) or not _is_placement(placement):
@@ -281,10 +292,12 @@ def _read_rule(name: object, placement: object) -> tuple[str, str]:
         if isinstance(placement, AnyMesh):
             raise EinshardError(
                 f'axis_rules has no {name}=; enter the mesh before the rules',
+                code='mesh',
                 facts={'instead': 'with jax.set_mesh(mesh), axis_rules(...):'},
             )
         raise EinshardError(
             f'axis_rules has {name}={placement!r}, which is not a valid placement',
+            code='axis-rules',
             facts={'expected': "'@data'  '@(data,fsdp)'  '4'  '*'  '2*'  '' (not sharded)"},
             fix=None if instead is placement else f'axis_rules({ {name: instead}!r})',
         )

@@ -28,13 +28,15 @@ def solve_sizes(sizes: Mapping[str, int], n_devices: int, call: str) -> dict[str
     if len(unknown) > 1:
         raise EinshardError(
             'only one mesh axis may have size -1',
+            code='mesh',
             facts={'got': _text(sizes)},
         )
     given_sizes = {name: size for name, size in sizes.items() if size != -1}
     product = math.prod(given_sizes.values())
     if product >= TOO_MANY:
         raise EinshardError(
-            f'the mesh axes need {huge_text(product)} devices, but there are only {n_devices}'
+            f'the mesh axes need {huge_text(product)} devices, but there are only {n_devices}',
+            code='mesh',
         )
     if n_devices % product or (not unknown and product != n_devices):
         raise _size_error(sizes, given_sizes, n_devices, call)
@@ -44,15 +46,19 @@ def solve_sizes(sizes: Mapping[str, int], n_devices: int, call: str) -> dict[str
 def _check_axis(name: str, size: object) -> None:
     if not isinstance(size, Integral) or isinstance(size, bool) or (size < 1 and size != -1):
         raise EinshardError(
-            f'the size of mesh axis {name!r} must be a positive integer or -1, not {size!r}'
+            f'the size of mesh axis {name!r} must be a positive integer or -1, not {size!r}',
+            code='mesh',
         )
     if not is_mesh_axis(name):
         raise EinshardError(
             f'{name!a} is not a valid mesh axis name',
+            code='mesh',
             facts={'expected': "a name without spaces, '(', ')', ',', '@', '*' and '->', in NFC"},
         )
     if _RESERVED.fullmatch(name):
-        raise EinshardError(f"{name!r} is reserved for einshard's own meshes; use another name")
+        raise EinshardError(
+            f"{name!r} is reserved for einshard's own meshes; use another name", code='mesh'
+        )
 
 
 def _size_error(
@@ -75,7 +81,7 @@ def _size_error(
     facts = {'sizes that fit': '; '.join(map(_text, fitting[:_MAX_SHOWN]))}
     if len(given_sizes) == len(sizes) and product < n_devices and call == 'device_mesh(':
         facts[f'on {product} devices'] = f'{call}jax.devices()[:{product}], {_text(sizes)})'
-    return EinshardError(sentence, facts=facts, fix=f'{call}{_text(fitting[0])})')
+    return EinshardError(sentence, code='mesh', facts=facts, fix=f'{call}{_text(fitting[0])})')
 
 
 def _fitting_sizes(sizes: Mapping[str, int], n_devices: int) -> Iterator[dict[str, int]]:

@@ -122,6 +122,7 @@ def current_context(mesh: MeshLike | None = None) -> Context:
     if AxisType.Manual in ambient.axis_types and given_mesh != ambient:
         raise EinshardError(
             'inside shard_map, mesh= must match the mesh in context',
+            code='mesh',
             facts={
                 'mesh=': mesh_fact(given_mesh),
                 'mesh in context': mesh_fact(ambient),
@@ -149,6 +150,7 @@ def context_on(mesh: AnyMesh, context: Context) -> Context:
             other = 'the mesh in context' if context.mesh_is_ambient else source
             raise EinshardError(
                 f'the NamedSharding is on {where} from {other}',
+                code='mesh',
                 facts={'mesh of the spec': actual, source: expected},
             )
     return make_context(mesh, False, context.axis_rules, context.on_one_device)
@@ -391,6 +393,7 @@ def _mismatch_error() -> EinshardError:
         return EinshardError(
             'axis_rules cannot span an await: another task in this thread has entered different '
             'rules',
+            code='axis-rules',
             facts={
                 'rules in this task': task_rules,
                 'rules in the other task': jax_rules,
@@ -400,6 +403,7 @@ def _mismatch_error() -> EinshardError:
     return EinshardError(
         'this thread runs in a copied contextvars context, whose axis_rules are not in the cache '
         'keys of JAX',
+        code='axis-rules',
         facts={
             'rules': task_rules,
             'instead': 'enter axis_rules in the function that the thread runs',

@@ -44,6 +44,7 @@ def describe_gpus(gpu: Gpu, sizes: str) -> list[Any]:
             except RuntimeError as error:  # on a machine with a GPU, its check is not skipped
                 raise EinshardError(
                     "JAX's CUDA plugin fails on this machine",
+                    code='not-installed',
                     facts={'plugin says': str(error).strip().partition('\n')[0]},
                 ) from None
             description = describe()
@@ -76,6 +77,7 @@ def find_plugin() -> str:
     if jax.__version_info__ < (0, 10, 1):
         raise EinshardError(
             "compiling for GPUs you don't have needs JAX 0.10.1 or newer",
+            code='not-installed',
             facts={'JAX': jax.__version__},
         )
     names = ('jax_plugins.xla_cuda13', 'jax_plugins.xla_cuda12')
@@ -83,12 +85,14 @@ def find_plugin() -> str:
     if not plugins:
         raise EinshardError(
             "compiling for GPUs needs JAX's CUDA plugin, which is not installed",
+            code='not-installed',
             facts={'install': _INSTALL, 'or': _ENOUGH, 'exists for': _PLATFORMS},
         )
     packages = [(name, version) for name in _PACKAGES if (version := _version(name))]
     if len(plugins) > 1:
         raise EinshardError(
             "JAX's plugins for CUDA 12 and CUDA 13 are both installed, and break each other",
+            code='not-installed',
             facts={
                 'installed': ', '.join(f'{name} {version}' for name, version in packages),
                 'remove one': 'pip uninstall jax-cuda12-plugin jax-cuda12-pjrt',
@@ -100,6 +104,7 @@ def find_plugin() -> str:
         cuda = plugins[0][-2:]
         raise EinshardError(
             "JAX's CUDA plugin has another version than jaxlib, so it would compile other programs",
+            code='not-installed',
             facts={
                 'installed': ', '.join([*wrong, f'jaxlib {jaxlib}']),
                 'install': f"pip install 'jax[cuda{cuda}{'-local' * (cuda == '13')}]"
@@ -170,6 +175,7 @@ def _check_compiler(plugin: str) -> None:
             says = [f'the process ended with {signal.Signals(-process.returncode).name}']
         raise EinshardError(
             'XLA cannot compile a test program for GPUs, usually because there is no PTX compiler',
+            code='not-installed',
             facts={
                 'XLA says': says[-1] if says else process.stderr.strip().rpartition('\n')[2],
                 'install': f'pip install nvidia-cuda-nvcc{"-cu12" * plugin.endswith("12")}',

@@ -173,28 +173,36 @@ def read_gpu_name(name: str) -> tuple[Gpu, str]:
 def _read(name: str) -> tuple[Gpu, str]:
     match = _NAME.fullmatch(name)
     if match is None:
-        raise EinshardError(f"'{name}' is not a valid topology name", facts=_facts(name))
+        raise EinshardError(
+            f"'{name}' is not a valid topology name", code='topology', facts=_facts(name)
+        )
     gpu = GPUS.get(match['gpu'])
     if gpu is None:
         raise EinshardError(
-            f"'{match['gpu']}' is not a GPU that einshard knows", facts=_facts(name)
+            f"'{match['gpu']}' is not a GPU that einshard knows",
+            code='topology',
+            facts=_facts(name),
         )
     domains, size = int(match['domains'] or 1), int(match['size'])
     if not domains * size:
-        raise EinshardError(f"'{name}' has no GPUs", facts=_facts(name))
+        raise EinshardError(f"'{name}' has no GPUs", code='topology', facts=_facts(name))
     if domains * size > _MAX_GPUS:
-        raise EinshardError(f"'{name}' has more than {_MAX_GPUS:,} GPUs", facts=_facts(name))
+        raise EinshardError(
+            f"'{name}' has more than {_MAX_GPUS:,} GPUs", code='topology', facts=_facts(name)
+        )
     if size > gpu.domain:
         what = 'NVLink domain' if gpu.links else 'host'
         raise EinshardError(
             f"'{name}' has {size} GPUs in {'each' if domains > 1 else 'an'} {what}, but "
             f'{match["gpu"]} has at most {gpu.domain}'.replace('an host', 'a host'),
+            code='topology',
             facts=_facts(name),
         )
     hosts, rest = divmod(size, gpu.host)
     if hosts and rest:
         raise EinshardError(
             f"'{name}' has {size} GPUs in a domain, which do not fill hosts of {gpu.host}",
+            code='topology',
             facts={'GPUs in a domain': f'1 to {gpu.host}, or a multiple of {gpu.host}'},
         )
     return gpu, f'{domains}x{max(hosts, 1)}x{gpu.host if hosts else size}'

@@ -96,7 +96,8 @@ def _from_partition(spec: PartitionSpec) -> LeafSpec:
     kind = unreduced_kind(spec)
     if kind != 'sum':
         raise EinshardError(
-            f'partial sums are supported, but not the partial {kind} {partition_text(spec)}'
+            f'partial sums are supported, but not the partial {kind} {partition_text(spec)}',
+            code='partial-sum',
         )
     try:
         return LeafSpec(_partition_to_expression(spec, None), partition=spec)
@@ -121,7 +122,8 @@ def _partition_to_expression(spec: PartitionSpec, ndim: int | None) -> Expressio
         noun = 'entry' if len(entries) == 1 else 'entries'
         raise EinshardError(
             f'{partition_text(spec)} has {len(entries)} {noun}, '
-            f'but the array has {plural(ndim, "dimension")}'
+            f'but the array has {plural(ndim, "dimension")}',
+            code='ndim',
         )
     if not (any(entries) or signed):
         return parse(REPLICATED)
@@ -177,7 +179,7 @@ def convert_jax_spec(spec: Any) -> Any:
 
 def reject_unconstrained(spec: LeafSpec) -> None:
     if spec.unconstrained:
-        raise EinshardError('P.UNCONSTRAINED is only for values in a traced function')
+        raise EinshardError('P.UNCONSTRAINED is only for values in a traced function', code='spec')
 
 
 def with_expression(spec: AnySpec, expression: str) -> AnySpec:

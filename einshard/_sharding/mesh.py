@@ -112,6 +112,7 @@ def _canonical_mesh(devices: MeshLike | None, axis_types: AxisType | None) -> An
     if axis_type not in (AxisType.Auto, AxisType.Explicit):
         raise EinshardError(
             f'axis_types= must be one AxisType for all axes, not {axis_types!r}',
+            code='mesh',
             facts={'expected': 'AxisType.Auto or AxisType.Explicit'},
         )
     if isinstance(devices, AbstractMesh):
@@ -127,7 +128,8 @@ def _canonical_mesh(devices: MeshLike | None, axis_types: AxisType | None) -> An
     for device in chosen:
         if not isinstance(device, jax.Device):
             raise EinshardError(
-                f'a list of devices must contain jax.Device objects, not {reprlib.repr(device)}'
+                f'a list of devices must contain jax.Device objects, not {reprlib.repr(device)}',
+                code='mesh',
             )
     return _mesh_of_devices(chosen, axis_type)
 
@@ -138,22 +140,26 @@ def check_one_topology(devices: Sequence[Device]) -> None:
     if len(platforms) > 1:
         raise EinshardError(
             f'all devices of a mesh must be on one platform, not on {" and ".join(platforms)}',
+            code='mesh',
         )
     # the devices of different topologies have the same positions and ids
     if len({getattr(device, 'client', None) for device in devices}) > 1:
         kinds = dict.fromkeys(device.device_kind for device in devices)
         raise EinshardError(
-            'all devices of a mesh must be of one topology', facts={'devices': ', '.join(kinds)}
+            'all devices of a mesh must be of one topology',
+            code='mesh',
+            facts={'devices': ', '.join(kinds)},
         )
 
 
 @cached
 def _mesh_of_devices(devices: tuple[Device, ...], axis_type: AxisType) -> Mesh:
     if not devices:
-        raise EinshardError('a mesh needs at least one device, but got none')
+        raise EinshardError('a mesh needs at least one device, but got none', code='device-count')
     if len(set(devices)) != len(devices):
         raise EinshardError(
             'the same device is listed more than once',
+            code='mesh',
             facts={'devices': ', '.join(map(str, devices))},
         )
     check_one_topology(devices)
@@ -239,6 +245,7 @@ def sizes_of(mesh: AnyMesh) -> dict[str, int]:
     if not has_valid_names(mesh):
         raise EinshardError(
             'mesh axes need distinct, nonempty names',
+            code='mesh',
             facts={'mesh axes': ', '.join(map(repr, mesh.axis_names))},
         )
     _check_size(mesh)
@@ -255,6 +262,7 @@ def _check_size(mesh: AnyMesh) -> None:
     if math.prod(mesh.axis_sizes) > _MAX_DEVICES:
         raise EinshardError(
             f'JAX supports at most {_MAX_DEVICES} devices in a mesh',
+            code='device-count',
             facts={'mesh': mesh_fact(mesh)},
         )
 
@@ -384,6 +392,7 @@ def check_mesh(mesh: Any, option: str = 'mesh=') -> None:
     if ndim > 1:
         raise EinshardError(
             f'{option} is an array with {ndim} dimensions, whose axes have no names',
+            code='mesh',
             facts={'try': f'{option}jax.sharding.Mesh(devices, {tuple(_NAMES[:ndim])})'},
         )
     make_mesh = _make_mesh_call(mesh)
@@ -391,6 +400,7 @@ def check_mesh(mesh: Any, option: str = 'mesh=') -> None:
     if make_mesh or not is_sequence:
         raise EinshardError(
             f'{option} must be a Mesh, an AbstractMesh or a sequence of devices, not {mesh!r}',
+            code='mesh',
             facts={'try': f'{option}{make_mesh}'} if make_mesh else {},
         )
 

@@ -53,6 +53,7 @@ def _error(mesh: AnyMesh, other: AnyMesh) -> EinshardError:
         )
     return EinshardError(
         sentence,
+        code='placed-differently',
         facts={
             'mesh': mesh_fact(mesh),
             'mesh of the program': mesh_fact(other),

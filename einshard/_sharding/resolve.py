@@ -189,6 +189,7 @@ def find_placement(
     if memory_kind is not None and spec.memory_kind not in (None, memory_kind):
         raise EinshardError(
             f'the spec has memory kind {spec.memory_kind!r}, but memory_kind= is {memory_kind!r}',
+            code='array',
             expression=str(spec),
         )
     memory_kind = spec.memory_kind or memory_kind
@@ -261,6 +262,7 @@ def _lay_out(
         raise applied.expression.error(
             'an array cannot be sharded inside shard_map with all mesh axes Manual: each device '
             'already has its own array',
+            code='mesh',
             mesh=mesh_fact(mesh),
             instead='shard arrays before shard_map',
         )
@@ -296,13 +298,16 @@ def _check_memory_kind(expression: Expression, memory_kind: str | None, mesh: An
     kinds = None if memory_kind is None else memory_kinds(mesh)
     if kinds is not None and memory_kind not in kinds:
         raise expression.error(
-            f'the devices have no memory kind {memory_kind!r}', memory_kinds=', '.join(kinds)
+            f'the devices have no memory kind {memory_kind!r}',
+            code='array',
+            memory_kinds=', '.join(kinds),
         )
     signed = [term for term in expression.right if term.sign]
     if signed and memory_kind not in (None, 'device') and jax.__version_info__ < (0, 10):
         raise expression.error(  # XLA fails with "RET_CHECK failure"
             f'before JAX 0.10, {quoted(map(str, signed))} can only be in device memory',
             signed,
+            code='not-installed',
             memory_kind=memory_kind,
         )
 
@@ -349,6 +354,7 @@ def _check_explicit(expression: Expression, mesh: AnyMesh) -> None:
             f'{quoted(map(str, signed))} {"needs" if len(signed) == 1 else "need"} a mesh whose '
             'axes are all Explicit',
             signed,
+            code='mesh',
             mesh=mesh_fact(mesh),
             expected='mesh=device_mesh(devices, axis_types=AxisType.Explicit)'
             if is_canonical_mesh(mesh)
@@ -360,7 +366,9 @@ def _with_unconstrained(sharding: NamedSharding, spec: LeafSpec) -> NamedShardin
     mesh = sharding.mesh
     if AxisType.Explicit in mesh.axis_types:
         raise EinshardError(
-            'P.UNCONSTRAINED needs a mesh without Explicit axes', facts={'mesh': mesh_fact(mesh)}
+            'P.UNCONSTRAINED needs a mesh without Explicit axes',
+            code='mesh',
+            facts={'mesh': mesh_fact(mesh)},
         )
     entries = spec_axes(sharding.spec)
     entries += [()] * (max(spec.unconstrained) + 1 - len(entries))
@@ -446,7 +454,8 @@ def check_types(expression: object, shape: object, memory_kind: object) -> None:
     if not isinstance(expression, str | LeafSpec):
         raise EinshardError(
             'an expression must be a string, not '
-            f'{reprlib.repr(expression)} ({type(expression).__name__})'
+            f'{reprlib.repr(expression)} ({type(expression).__name__})',
+            code='syntax',
         )
     ndim = len(shape) if isinstance(shape, tuple) else shape
     if ndim is not None and (
@@ -458,5 +467,7 @@ def check_types(expression: object, shape: object, memory_kind: object) -> None:
         )
     if memory_kind is not None and not isinstance(memory_kind, str):
         raise EinshardError(
-            f'memory_kind= must be a string, not {memory_kind!r}', expression=str(expression)
+            f'memory_kind= must be a string, not {memory_kind!r}',
+            code='array',
+            expression=str(expression),
         )

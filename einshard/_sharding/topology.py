@@ -63,10 +63,13 @@ def topology(
     if not isinstance(name, str):
         raise EinshardError(
             f'the name of a topology must be a string, not {name!r}',
+            code='topology',
             facts={'example': "topology('v5e:4x4')"},
         )
     if not isinstance(n_slices, int) or isinstance(n_slices, bool) or n_slices < 1:
-        raise EinshardError(f'n_slices= must be a positive integer, not {n_slices!r}')
+        raise EinshardError(
+            f'n_slices= must be a positive integer, not {n_slices!r}', code='topology'
+        )
     if is_gpu_name(name):
         mesh = _gpu_mesh(name, n_slices)
     else:
@@ -89,6 +92,7 @@ def _gpu_mesh(name: str, n_slices: int) -> Mesh:
         fix = f"topology('{kind}:{n_slices}x{shape}')" if 'x' not in shape else None
         raise EinshardError(
             'n_slices= is for TPUs; with GPUs, the name has the number of NVLink domains',
+            code='topology',
             facts=gpu_forms(),
             fix=fix,
         )
@@ -100,6 +104,7 @@ def _topology(name: str, n_slices: int) -> Mesh:
     if not has_libtpu():
         raise EinshardError(
             'topology() needs libtpu, which is not installed',
+            code='not-installed',
             facts={'topology': f"'{name}'", 'install': 'pip install libtpu'},
         )
     slices: dict[str, Any] = {'num_slices': n_slices} if n_slices > 1 else {}
@@ -108,6 +113,7 @@ def _topology(name: str, n_slices: int) -> Mesh:
     except jax.errors.JaxRuntimeError as error:
         raise EinshardError(
             f"libtpu does not know the slice '{name}'",
+            code='topology',
             facts={'libtpu says': str(error).splitlines()[0], **known_names()},
         ) from None
     return device_mesh(description.devices)

@@ -104,6 +104,7 @@ def _convert(name: str) -> str:
         unit = 'TensorCores' if cores == 2 else 'chips'
         raise EinshardError(
             f"'{name}' is not a Cloud accelerator type",
+            code='topology',
             facts={f'valid numbers of {unit}': shown, 'or by shape': f"'{_example(generation)}'"},
         )
     return _shape_name(generation, _default_shape(chips, _GENERATIONS[generation]))
@@ -142,14 +143,15 @@ def _check_name(name: str) -> None:
             if match
             else f"'{name}' is not a valid topology name"
         )
-        raise EinshardError(sentence, facts={**known_names(), **gpu_forms()})
+        raise EinshardError(sentence, code='topology', facts={**known_names(), **gpu_forms()})
     sizes = match['sizes'].split('x')
     if any(int(size) == 0 for size in sizes):  # libtpu would divide by zero
-        raise EinshardError(f"'{name}' has no chips", facts=known_names())
+        raise EinshardError(f"'{name}' has no chips", code='topology', facts=known_names())
     ndim, n_sizes = _GENERATIONS[generation], len(sizes)
     if n_sizes == 1 or any(int(size) > 1 for size in sizes[ndim:]):
         raise EinshardError(
             f"'{name}' has {plural(n_sizes, 'dimension')}, but {generation} slices have {ndim}",
+            code='topology',
             facts=known_names(),
         )
 

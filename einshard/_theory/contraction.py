@@ -53,9 +53,17 @@ class Contraction:
         return f'{", ".join(sides[:-1])} -> {sides[-1]}'.rstrip()
 
     def error(
-        self, sentence: str, spans: Iterable[Span] = (), *, fix: str | None = None, **facts: object
+        self,
+        sentence: str,
+        spans: Iterable[Span] = (),
+        *,
+        code: str | None = None,
+        fix: str | None = None,
+        **facts: object,
     ) -> EinshardError:
-        return EinshardError(sentence, expression=self.text, spans=spans, facts=facts, fix=fix)
+        return EinshardError(
+            sentence, code=code, expression=self.text, spans=spans, facts=facts, fix=fix
+        )
 
 
 def is_placed(array: Expression) -> bool:
@@ -73,6 +81,7 @@ def read_contraction(text: str) -> Contraction:
         kind = type(text).__name__
         raise EinshardError(
             f'an einsum must be a string, not {text!r} ({kind})',
+            code='syntax',
             facts={'example': "'batch x, x y -> batch y'"},
         )
     return _read(text)
@@ -85,6 +94,7 @@ def _read(text: str) -> Contraction:
     if len(arrows) != 1:
         raise EinshardError(
             f"an einsum has one '->', but this one has {len(arrows) or 'none'}",
+            code='syntax',
             expression=text,
             spans=arrows,
             facts={'example': "'b x, x y -> b y'"},
@@ -130,7 +140,8 @@ def result_shape(contraction: Contraction, shapes: Sequence[Sequence[int]]) -> t
     if len(shapes) != len(contraction.operands):
         raise contraction.error(
             f'the einsum has {plural(len(contraction.operands), "operand")}, '
-            f'but got {plural(len(shapes), "array")}'
+            f'but got {plural(len(shapes), "array")}',
+            code='axis-names',
         )
     sizes: dict[str, tuple[int, ...]] = {}
     first_operand: dict[str, int] = {}
@@ -151,7 +162,7 @@ def _sizes_by_name(
     try:
         positions = axis_positions(operand, len(shape))
     except EinshardError as error:
-        raise contraction.error(error.sentence, error.spans, operand=i) from None
+        raise contraction.error(error.sentence, error.spans, code=error.code, operand=i) from None
     n_unnamed = len(shape) - len(positions)
     sizes: dict[str, tuple[int, ...]] = {}
     for at, name in enumerate(operand.names):
@@ -174,10 +185,11 @@ def _size_mismatch(
         sentence = (
             f"'...' stands for sizes {first_size} in operand {first}, but {size} in operand {i}"
         )
-        return contraction.error(sentence, spans)
+        return contraction.error(sentence, spans, code='axis-names')
     return contraction.error(
         f"axis '{name}' has size {first_size[0]} in operand {first}, but {size[0]} in operand {i}",
         spans,
+        code='axis-names',
     )
 
 
@@ -205,7 +217,7 @@ def _parse_array(text: str, start: int, end: int, where: str) -> Expression:
         # drop the fix, because it replaces only this array; drop facts about '->'
         facts = {label: fact for label, fact in error.facts.items() if "'->'" not in fact}
         raise EinshardError(
-            error.sentence, expression=text, spans=error.spans, facts=facts
+            error.sentence, code=error.code, expression=text, spans=error.spans, facts=facts
         ) from None
 
 
@@ -221,6 +233,7 @@ def _check_result(contraction: Contraction) -> None:
         facts['similar'] = f"'{near[0]}'"
     raise EinshardError(
         f'{quoted(names)} {"is" if len(names) == 1 else "are"} in the result but in no operand',
+        code='axis-names',
         expression=contraction.text,
         spans=[term.span for term in unknown],
         facts=facts,

@@ -267,6 +267,7 @@ def _check_contracted_axes(contraction: Contraction, operands: Sequence[Any]) ->
             f"contracted axis '{name}' is sharded over Explicit mesh axes, so the result needs a "
             "placement; '*' replicates it",
             [term.span for term in contraction.operands[i].right if term.name == name],
+            code='mesh',
             operand=f'{i}, {jax.typeof(operands[i])}',
             fix=Suggestion(f'{before}-> * {result.strip()}'.strip()),
         )
@@ -289,6 +290,7 @@ def _check_partial_sum(
             'a partial sum needs an einsum of one or two operands, but this one has '
             f'{len(operands)}',
             spans,
+            code='partial-sum',
         )
     mesh = placement.sharding.mesh
     contracted = [*_sharded_contracted_axes(contraction, operands)]
@@ -305,6 +307,7 @@ def _check_partial_sum(
         f"the result is a partial sum, '{signed[0]}', but the contracted axes are "
         + (f'sharded over {quoted(map(str, axes))}' if axes else 'not sharded'),
         spans,
+        code='partial-sum',
         fix=Suggestion(f'{text[:start]}{correct}{text[end:]}') if axes else None,
     )
 

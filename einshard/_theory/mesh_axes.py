@@ -57,7 +57,8 @@ def _n_left(contraction: Contraction, counts: Mapping[str, int], n_devices: int 
     if n_devices is not None and n_devices % product:
         raise contraction.error(
             f'the number of devices ({n_devices}) is not divisible by {product} '
-            f'({", ".join(f"{name}={count}" for name, count in counts.items())})'
+            f'({", ".join(f"{name}={count}" for name, count in counts.items())})',
+            code='device-count',
         )
     return 1 if n_devices is None else n_devices // product
 
@@ -76,6 +77,7 @@ def array_axes_of(array: Expression, mesh_shape: Mapping[str, int]) -> dict[str,
         raise array.error(
             'the counts do not match the mesh axes',
             [term for term in array.right if term.is_counted],
+            code='device-count',
             device_grid=grid,
             mesh=mesh_text(mesh_shape),
             axis_order='unnamed axes (d0, d1, ...), then the axes given by keyword',
@@ -121,7 +123,9 @@ def _mesh_from_placements(contraction: Contraction, n_devices: int | None) -> di
     if n_devices is None:
         counted = [array for array in placed if not any(term.star for term in array.right)]
         if not counted:
-            raise contraction.error('a star needs the number of devices', example='devices=8')
+            raise contraction.error(
+                'a star needs the number of devices', code='device-count', example='devices=8'
+            )
         n_devices = max(math.prod(term.factor for term in array.right) for array in counted)
     # the prefix products of each array's counts; ratios of successive ones are mesh axis sizes
     products = {1, n_devices}
@@ -135,6 +139,7 @@ def _mesh_from_placements(contraction: Contraction, n_devices: int | None) -> di
         raise contraction.error(
             f'the expressions split the {n_devices} devices differently',
             [term.span for array in placed for term in array.right if term.is_counted],
+            code='device-count',
             **{f'device grid of {text}': grid for text, grid in grids.items()},
         )
     return {f'd{i}': after // before for i, (before, after) in enumerate(pairs)}

@@ -83,7 +83,7 @@ class Parallelism(Display):
 
     def to_dict(self) -> dict[str, Any]:
         """Converts to dictionaries, lists, strings and numbers, for JSON."""
-        return as_json(self)
+        return {'schema': 1, **as_json(self)}
 
     def _page(self) -> Page:
         return Page(self._title(), tuple(self._sections()))
@@ -138,6 +138,7 @@ class Chain(Display, tuple[Parallelism, ...]):
     def to_dict(self) -> dict[str, Any]:
         """Converts to dictionaries, lists, strings and numbers, for JSON."""
         return {
+            'schema': 1,
             'steps': [step.to_dict() for step in self],
             'collectives': as_json(self.collectives),
         }
@@ -390,5 +391,6 @@ def _check_divisible(contraction: Contraction, array: ShardedArray) -> None:
         if sizes is not None and sizes[name] % array.n_shards(name):
             raise contraction.error(
                 f"axis '{name}' (size {sizes[name]}) of {array.label} is not divisible by "
-                f'{array.n_shards(name)}'
+                f'{array.n_shards(name)}',
+                code='not-divisible',
             )

@@ -62,6 +62,7 @@ def state_specs(
     if param_spec.partition is not None and param_spec.unconstrained:
         raise EinshardError(
             'mesh axes cannot be added to a spec with P.UNCONSTRAINED',
+            code='mesh',
             facts={
                 'spec': partition_text(param_spec.partition),
                 'instead': 'replace P.UNCONSTRAINED with None or mesh axes',
@@ -91,6 +92,7 @@ def state_specs(
         if expression is None:
             raise EinshardError(
                 'the mesh has axis names that cannot be written in an expression',
+                code='mesh',
                 facts={'mesh': mesh_fact(mesh)},
             )
         specs.setdefault(
@@ -183,6 +185,7 @@ def read_mesh_axes(value: object, option: Option) -> MeshAxes:
         examples = [option.usage.format(axes) for axes in ("'data'", "('data', 'fsdp')")]
         raise EinshardError(
             f'{option.name} {option.expected}, not {reprlib.repr(value)}',
+            code='spec',
             facts={
                 'examples': ', '.join(examples),
                 'to use all devices': option.usage_for_all,
@@ -198,6 +201,7 @@ def check_mesh_axes(axes: MeshAxes, context: Context, option: Option) -> None:
     if mesh is None:
         raise EinshardError(
             f'{option.name} names {quoted(axes)}, but there is no mesh',
+            code='mesh',
             facts={
                 'expected': "mesh=mesh or 'with jax.set_mesh(mesh):'",
                 'to use all devices': option.usage_for_all,
@@ -209,6 +213,7 @@ def check_mesh_axes(axes: MeshAxes, context: Context, option: Option) -> None:
             near = difflib.get_close_matches(name, sizes, n=1)
             raise EinshardError(
                 f"{option.name} names '{name}', but the mesh has no such axis",
+                code='mesh',
                 facts={'mesh': mesh_fact(mesh)},
                 fix=option.usage.format(f"'{near[0]}'") if near and len(axes) == 1 else None,
             )

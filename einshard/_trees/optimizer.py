@@ -115,6 +115,7 @@ class StateSpec:
             if self._by_path.setdefault(self._paths[i], i) != i:
                 raise EinshardError(
                     f"two parameters have the path '{self._paths[i]}'",
+                    code='rules',
                     facts={'instead': 'rename one of their keys'},
                 )
         self._matches: dict[tuple[str, Shape], tuple[int, tuple[AxisMap, ...]] | None] = {}
@@ -222,6 +223,7 @@ class StateSpec:
         size = next(size for size in shape if parameter.shape.count(size) > 1)
         raise EinshardError(
             f"ambiguous: several axes of parameter '{self._paths[i]}' have size {size}",
+            code='rules',
             facts={
                 'array': leaf_text(path, leaf),
                 'parameter': leaf_text(self._paths[i], parameter, 'parameter'),
@@ -243,6 +245,7 @@ class StateSpec:
         return EinshardError(
             f'{plural(len(unmatched), "array")} {"matches" if len(unmatched) == 1 else "match"} '
             'no parameter by path and shape',
+            code='rules',
             facts={
                 'arrays': first_of(unmatched, 8),
                 'parameters': first_of(parameters, 3) or 'none',

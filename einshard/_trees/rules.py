@@ -90,6 +90,7 @@ class Rules:
         if isinstance(rules, str | Mapping) or not isinstance(rules, Iterable):
             raise EinshardError(
                 f'rules must be a list of (pattern, spec) pairs, not {rules!r}',
+                code='rules',
                 facts={'example': "Rules([(r'kernel$', 'x y -> x y*')])"},
             )
         self.rules = tuple(_read_rule(i, rule) for i, rule in enumerate(rules))
@@ -244,7 +245,7 @@ class Rules:
             facts |= _anchor_note(unused, paths[0]) if paths else {}
             if all_unused and self.default is not _NO_DEFAULT:
                 facts['to use default= for all leaves'] = 'pass the default spec instead of Rules'
-            raise EinshardError(f'{subject} path of the tree', facts=facts)
+            raise EinshardError(f'{subject} path of the tree', code='rules', facts=facts)
         remember(self._checked_paths, paths, None, limit=256)
 
     def _unmatched_error(self, leaves: Sequence[tuple[str, Any]]) -> EinshardError:
@@ -257,7 +258,9 @@ class Rules:
         facts |= _anchor_note(patterns, leaves[0][0])
         facts['expected'] = "a rule for every path, or default='... -> * ...'"
         verb = 'matches' if len(leaves) == 1 else 'match'
-        return EinshardError(f'{plural(len(leaves), "path")} {verb} no rule', facts=facts)
+        return EinshardError(
+            f'{plural(len(leaves), "path")} {verb} no rule', code='rules', facts=facts
+        )
 
 
 def _anchor_note(patterns: Sequence[str], path: str) -> dict[str, str]:
@@ -283,6 +286,7 @@ def _read_rule(number: int, rule: Any) -> tuple[str, Spec]:
     if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[0], str):
         raise EinshardError(
             f'rule {number} is not a (pattern, spec) pair: {rule!r}',
+            code='rules',
             facts={'example': "(r'kernel$', 'x y -> x y*')"},
         )
     pattern, spec = rule
@@ -292,6 +296,7 @@ def _read_rule(number: int, rule: Any) -> tuple[str, Spec]:
         at = getattr(error, 'pos', None)
         raise EinshardError(
             f'rule {number} is not a valid regular expression: {getattr(error, "msg", error)}',
+            code='rules',
             expression=pattern,
             spans=[] if at is None else [(at, at + 1)],
         ) from None
@@ -304,7 +309,9 @@ def _check_rule_spec(spec: Spec, facts: dict[str, str]) -> None:
         if isinstance(spec, LEAF_SPECS):
             as_leaf_spec(spec)
         elif spec is not None and not is_function(spec):
-            raise EinshardError(f'{spec!r} is not a spec for a rule', facts={'expected': _SPECS})
+            raise EinshardError(
+                f'{spec!r} is not a spec for a rule', code='rules', facts={'expected': _SPECS}
+            )
     except EinshardError as error:
         raise error.about(**facts) from None
 
@@ -319,7 +326,9 @@ def read_min_size(size: Any, option: str, unit: str) -> int:
     except TypeError:
         n = -1
     if n < 0:
-        raise EinshardError(f'{option} must be a non-negative number of {unit}, not {size!r}')
+        raise EinshardError(
+            f'{option} must be a non-negative number of {unit}, not {size!r}', code='rules'
+        )
     return n
 
 
@@ -331,6 +340,7 @@ def _spec_for(spec: Spec, path: str, leaf: Any, pattern: re.Pattern[str] | None)
     if not isinstance(spec, LEAF_SPECS):
         raise EinshardError(
             f'the spec function returned {spec!r}, which is not a spec for a rule',
+            code='rules',
             facts={'expected': _SPECS},
         )
     leaf_spec = as_leaf_spec(spec)

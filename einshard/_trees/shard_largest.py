@@ -67,7 +67,9 @@ def shard_largest(
         return str(_shard_largest_axis(REPLICATED, shape_of(leaf) or (), True))
     min_bytes = read_min_size(min_bytes, 'min_bytes=', 'bytes')
     if not jtu.all_leaves([spec]):
-        raise EinshardError(f'spec= of shard_largest must be one spec for all arrays, not {spec!r}')
+        raise EinshardError(
+            f'spec= of shard_largest must be one spec for all arrays, not {spec!r}', code='rules'
+        )
     check_specs(spec)
     return LargestAxis(read_mesh_axes(True if axes is None else axes, LARGEST), spec, min_bytes)
 

@@ -139,6 +139,7 @@ def check_spec_functions(specs: Sequence[Spec]) -> None:
         if is_function(spec) and not _takes_path_and_leaf(spec):
             raise EinshardError(
                 f'{name_of(spec)} is read as a spec function, but does not take (path, leaf)',
+                code='spec',
                 facts={'try': f'sharded(...)({name_of(spec)})'},
             )
 
@@ -182,6 +183,7 @@ def call_spec(spec: Spec, path: str, leaf: Any) -> AnySpec | None:
         if not is_function(spec):
             raise EinshardError(
                 f'the spec function returned {spec!r}, which is not a spec',
+                code='spec',
                 facts={'array': leaf_text(path, leaf), 'expected': f'{_LEAF_SPEC} or None'},
             )
         spec = spec(path, leaf)
@@ -218,6 +220,7 @@ def mesh_of(spec: Spec) -> AnyMesh | None:
     if len(meshes) > 1:
         raise EinshardError(
             'the NamedShardings in the specs are on different meshes',
+            code='mesh',
             facts={'meshes': '; '.join(sorted(map(mesh_fact, meshes)))},
         )
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
@@ -235,9 +238,9 @@ def _not_a_spec(
         text = array_text(spec)
         if swapped is not None:
             facts = {'got': f'{text}{where}, instead of a spec', 'try': swapped.call}
-            return EinshardError(swapped.sentence, facts=facts)
+            return EinshardError(swapped.sentence, code='spec', facts=facts)
     path_fact = {'path in spec': repr(path_text(path))} if path else {}
-    return EinshardError(f'{text} is not a spec', facts={**path_fact, **facts})
+    return EinshardError(f'{text} is not a spec', code='spec', facts={**path_fact, **facts})
 
 
 def check_registered_pytree(leaf: Any) -> None:
@@ -253,6 +256,7 @@ def check_registered_pytree(leaf: Any) -> None:
         conversion = _conversion(leaf)
         raise EinshardError(
             f'{cls.__name__} is not a JAX or numpy array',
+            code='array',
             facts={'instead': f'convert it: {conversion}'} if conversion else {},
         )
     if isinstance(leaf, FunctionType) or not _has_arrays(leaf):
@@ -263,6 +267,7 @@ def check_registered_pytree(leaf: Any) -> None:
         instead = f'register it: jax.tree_util.register_pytree_node({cls.__name__}, ...)'
     raise EinshardError(
         f'{cls.__name__} contains arrays but is not a registered pytree',
+        code='array',
         facts={'instead': instead},
     )
 
@@ -271,6 +276,7 @@ def not_an_array(path: str, leaf: Any) -> EinshardError:
     """Returns the error for a leaf that has its own spec but is not an array."""
     return EinshardError(
         f'{reprlib.repr(leaf)} ({type(leaf).__name__}) is not an array',
+        code='array',
         facts={
             **({'got': leaf_text(path, leaf)} if path else {}),
             'instead': 'use None as its spec to return it unchanged',
@@ -300,7 +306,7 @@ def reject_masked_array(x: Any) -> None:
     """Raises for a masked array of numpy. JAX rejects it, and `np.asarray` drops the mask."""
     if isinstance(x, np.ma.MaskedArray):
         raise EinshardError(
-            'JAX does not support masked arrays', facts={'instead': 'x.filled(value)'}
+            'JAX does not support masked arrays', code='array', facts={'instead': 'x.filled(value)'}
         )
 
 
@@ -349,7 +355,7 @@ def _subtrees(prefix_def: Any, spec: Spec, tree: Any) -> list[Any]:
         # remove the value at the end of JAX's message: it may contain whole arrays
         difference = str(error).partition('; value: ')[0]
         raise _mismatch(spec, tree, ()) or EinshardError(
-            f'the specs do not match the tree: {difference}'
+            f'the specs do not match the tree: {difference}', code='spec'
         ) from None
 
 
@@ -364,6 +370,7 @@ def _mismatch(spec: Spec, tree: Any, path: tuple[Any, ...]) -> EinshardError | N
         return EinshardError(
             f'the specs do not match the tree: {where}, '
             f'{_mismatch_text(spec, tree, keys, tree_keys)}',
+            code='spec',
             facts={'specs': _node_text(spec, keys), 'tree': _node_text(tree, tree_keys)},
         )
     for (key, spec_child), (_, tree_child) in zip(spec_children, tree_children, strict=True):

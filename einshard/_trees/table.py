@@ -217,7 +217,7 @@ def _aval(leaf: Any, path: str, spec: AnySpec | None) -> Any:
             return None
         try:
             check_registered_pytree(leaf)
-            raise EinshardError(f'JAX does not support dtype {leaf.dtype}')
+            raise EinshardError(f'JAX does not support dtype {leaf.dtype}', code='array')
         except EinshardError as error:
             raise error.about(array=leaf_text(path, leaf)) from None
 
