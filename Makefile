@@ -42,14 +42,15 @@ types: $(VENV)/dev.installed
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -q tests/test_annotations.py
 
-# an environment of its own: with JAX's CUDA plugin, JAX prints at its start that there is no GPU
+# an environment of its own: with JAX's CUDA plugin, JAX prints at its start that there is no GPU.
+# Without -q, Sphinx says which page it runs
 docs: $(VENV)-docs/docs.installed $(VENV)-docs/gpu.installed
-	$(VENV)-docs/bin/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+	$(VENV)-docs/bin/sphinx-build -W --keep-going -j 2 -b html docs docs/_build/html
 	@echo 'docs/_build/html/index.html'
 
-# the playground of the built site, in headless Chromium
+# the playground and the search of the built site, in headless Chromium
 test-site: docs $(VENV)/test.installed
-	@SITE=docs/_build/html $(BIN)/python -m pytest -q tests/test_playground.py
+	@SITE=docs/_build/html $(BIN)/python -m pytest -q tests/test_playground.py tests/test_search.py
 
 # that links to other sites lead somewhere; needs the network
 links: $(VENV)/docs.installed

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import einshard
 
-sys.path.insert(0, str(Path(__file__).parent / '_playground'))  # for build_playground
+sys.path.insert(
+    0, str(Path(__file__).parent / '_playground')
+)  # for build_playground and build_search
 
 # for the kernels that run the pages, which inherit it: they simulate their devices
 os.environ['JAX_PLATFORMS'] = 'cpu'
@@ -18,7 +20,13 @@ author = 'the einshard authors'
 copyright = 'the einshard authors'
 version = release = einshard.__version__
 
-extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'build_playground']
+extensions = [
+    'myst_nb',
+    'sphinx.ext.autodoc',
+    'sphinx.ext.napoleon',
+    'build_playground',
+    'build_search',
+]
 exclude_patterns = ['_build', '_playground', 'jupyter_execute', 'conf.py']
 
 # an example is one file: a script, which is its page and its notebook too
@@ -83,7 +91,26 @@ def offer_notebook(app, pagename, templatename, context, doctree):
         context['ipynb_source'] = f'{pagename}.ipynb'
 
 
+def write_llms(app, exception):
+    """Writes llms.txt (https://llmstxt.org): the pages, as Markdown, for language models."""
+    if exception is not None or app.builder.format != 'html':
+        return
+    index = (Path(app.srcdir) / 'index.md').read_text(encoding='utf-8')
+    summary = ' '.join(index.partition('# Start\n')[2].split('\n\n')[0].split())
+    lines = ['# einshard', '', f'> {summary}']
+    for name in ('index', *sorted(app.env.titles.keys() - {'index'})):
+        source = Path(app.env.doc2path(name)).suffix
+        title = app.env.titles[name].astext()
+        lines += [''] * (name == 'index') + [f'- [{title}](_sources/{name}{source}.txt)']
+    skill = '../einshard/.agents/skills/einshard/SKILL.md'
+    shutil.copyfile(Path(app.srcdir) / skill, Path(app.outdir) / 'skill.md')
+    lines += ['', '## Optional', '', '- [Skill for coding agents](skill.md)']
+    (Path(app.outdir) / 'llms.txt').write_text('\n'.join(lines) + '\n', encoding='utf-8')
+
+
 def setup(app):
+    app.connect('build-finished', write_llms)
     app.connect('html-page-context', offer_notebook, priority=400)  # before the theme's buttons
     app.connect('autodoc-process-signature', plain_defaults)
     app.connect('autodoc-process-docstring', without_docstring_of_type)
+    return {'parallel_read_safe': True, 'parallel_write_safe': True}

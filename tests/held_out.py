@@ -1,7 +1,7 @@
 """Programs that the findings of explain were not developed on: correct ones, and planted mistakes.
 
 `python tests/held_out.py` prints what is found in each, on 16 simulated devices; with `tpu`, for
-TPU v5e 4x4. docs/explain.md has the error rates.
+TPU v5e 4x4; with `gpu`, for two domains of 8 H100s. docs/explain.md has the error rates.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from jax.sharding import PartitionSpec as P
 
 from einshard import device_mesh, einshard, explain, for_optimizer, per_device, sharded, topology
 
-PLATFORM = 'tpu' if sys.argv[1:2] == ['tpu'] else 'cpu'
+TARGET = {'tpu': 'v5e:4x4', 'gpu': 'h100:2x8'}.get(*sys.argv[1:2] or [''])
 
 
 def mesh(**axes):
-    on_tpu = PLATFORM == 'tpu'
-    return topology('v5e:4x4', **axes) if on_tpu else device_mesh(jax.devices()[:16], **axes)
+    return topology(TARGET, **axes) if TARGET else device_mesh(jax.devices()[:16], **axes)
 
 
 def f32(*shape, spec=None, on=None, dtype=np.float32):
@@ -68,7 +67,7 @@ def images(batch='b* h w c'):
     def loss(w, x):
         return jnp.mean(jax.nn.logsumexp(model.apply(w, x), -1))
 
-    on = device_mesh(jax.devices()[:16]) if PLATFORM == 'cpu' else topology('v5e:4x4')
+    on = mesh()
     weights = jax.tree.map(lambda _: '* ...', params)
     step = sharded(weights, batch, out=weights, mesh=on)(sgd(loss))
     return explain(step, params, f32(256, 32, 32, 4))
@@ -115,7 +114,7 @@ def encoder_decoder(embed=ROWS, constrain=True, cross=COLUMNS, out=ROWS):
 
 
 def experts(w_in='e* d f', w_out='e* f d', dispatched='e* g c d', combined='g* s d'):
-    on = device_mesh(jax.devices()[:16]) if PLATFORM == 'cpu' else topology('v5e:4x4')
+    on = mesh()
     g, s, d, e, c, f = 32, 64, 128, 16, 8, 512
 
     def loss(w, x):

@@ -70,6 +70,8 @@ PACKAGES = {
     'recipes/ring_attention': ['optax'],
     'recipes/states_on_host': ['optax'],
     'recipes/zero1': ['optax'],
+    'scaling_book_gpus': ['jax_cuda13_plugin'],
+    'training_step': ['flatbuffers', 'optax'],
     'whole_models': ['equinox', 'flax', 'optax', 'orbax'],
 }
 
@@ -79,7 +81,12 @@ ELSEWHERE = {'many_hosts', 'real_code'}
 WITHOUT_CODE = {'api', 'notebooks', 'performance', 'playground', 'recipes/index'}
 
 
-@pytest.mark.parametrize('page', [p for p in PAGES if name_of(p) not in ELSEWHERE], ids=name_of)
+def marked(page):
+    is_for_gpus = 'jax_cuda13_plugin' in PACKAGES.get(name_of(page), ())
+    return pytest.param(page, marks=[pytest.mark.gpu] * is_for_gpus, id=name_of(page))
+
+
+@pytest.mark.parametrize('page', [marked(p) for p in PAGES if name_of(p) not in ELSEWHERE])
 def test_page_runs(page, monkeypatch):
     for package in PACKAGES.get(name_of(page), ()):
         pytest.importorskip(package)

@@ -118,3 +118,4 @@ def setup(app):
     app.connect('builder-inited', add)
     app.connect('source-read', drop_links)
     app.connect('env-get-outdated', linking)
+    return {'parallel_read_safe': True, 'parallel_write_safe': True}
