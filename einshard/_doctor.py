@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from ._errors import EinshardError
-from ._plan.compile import check_flatbuffers
+from ._inspect.partition import check_flatbuffers
 from ._sharding.cuda_plugin import find_plugin
 from ._sharding.libtpu import has_libtpu
 from ._version import __version__
