@@ -364,3 +364,17 @@ def test_a_link_shows_the_same(browser, url):
     assert page['fields'] == ['a b -> a', '32 64', '8']
     assert "'b' is missing on the right side" in page['error']
     assert not browser.errors
+
+
+def test_opened_as_a_file_it_says_what_to_do(browser):
+    page = Path(os.environ['SITE'], 'playground.html').resolve().as_uri()
+    browser.call('Page.navigate', url=page)
+    status = browser.run("""new Promise((resolve) => {
+      const look = () => {
+        const status = document.querySelector('.playground [data-part=status]')
+        if (document.readyState !== 'complete' || !status) return setTimeout(look, 20)
+        resolve(status.textContent)
+      }
+      look()
+    })""")
+    assert 'make serve-docs' in status
