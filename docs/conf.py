@@ -99,9 +99,9 @@ def write_llms(app, exception):
     summary = ' '.join(index.partition('# Start\n')[2].split('\n\n')[0].split())
     lines = ['# einshard', '', f'> {summary}']
     for name in ('index', *sorted(app.env.titles.keys() - {'index'})):
-        source = Path(app.env.doc2path(name)).suffix
+        suffix = Path(app.env.doc2path(name)).suffix  # the theme adds no '.txt', as Sphinx would
         title = app.env.titles[name].astext()
-        lines += [''] * (name == 'index') + [f'- [{title}](_sources/{name}{source}.txt)']
+        lines += [''] * (name == 'index') + [f'- [{title}](_sources/{name}{suffix})']
     skill = '../einshard/.agents/skills/einshard/SKILL.md'
     shutil.copyfile(Path(app.srcdir) / skill, Path(app.outdir) / 'skill.md')
     lines += ['', '## Optional', '', '- [Skill for coding agents](skill.md)']

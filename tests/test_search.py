@@ -87,3 +87,12 @@ def test_pages_with_some_of_the_words_are_found(search):
 def test_a_version_of_sphinx_with_another_search_fails_the_build():
     with pytest.raises(ValueError, match='needs another patch'):
         build_search.patched('const Search = {}')
+
+
+def test_llms_txt_lists_all_pages_as_markdown():
+    site = Path(os.environ.get('SITE') or pytest.skip('SITE= names no built site'))
+    listed = re.findall(r'^- \[.+\]\((.+)\)$', (site / 'llms.txt').read_text('utf-8'), re.MULTILINE)
+    assert all((site / name).exists() for name in listed)
+    pages = (path for path in site.glob('_sources/**/*') if path.suffix in ('.md', '.py'))
+    sources = {page.relative_to(site).as_posix() for page in pages}
+    assert sources == set(listed) - {'skill.md'}
