@@ -284,9 +284,14 @@ def with_options(error: EinshardError, typed: Sequence[str]) -> EinshardError:
             r"XLA_FLAGS='--xla_force_host_platform_device_count=(\d+)'", r'--devices \1', text
         )
         text = re.sub(r'shape=\(([\d, ]*)\)', lambda m: f'--shape {m[1].replace(",", "")}', text)
+        text = re.sub(
+            r'mesh=device_mesh\(devices, ([^()]*)\)',
+            lambda m: f'--mesh {m[1].replace(",", "")}',
+            text,
+        )
+        text = text.replace("mesh=mesh or 'with jax.set_mesh(mesh):'", '--mesh AXIS=SIZE')
         if re.search(r'\w\(', text):  # Python code
             return text
-        text = text.replace("mesh=mesh or 'with jax.set_mesh(mesh):'", '--mesh AXIS=SIZE')
         text = re.sub(r'\bmesh=(?! from sharded)(?=\W|$)', mesh or '--mesh', text)
         return re.sub(rf"\b({_OPTIONS})=(?:'([^']*)'|(?=\W|$))", _option_text, text)
 

@@ -121,6 +121,7 @@ def by_jit(mesh):
 
 
 inside = jax.jit(by_einshard)
+in_named_mesh = sharded('a b -> a@tp b')(lambda x: x)
 
 
 @sharded('b x -> b* x', None, None, None)
@@ -452,6 +453,13 @@ def test_errors_name_the_options_of_the_command(capsys, model, options, error):
     text = refused(capsys, f'explain {model}:plain --args f32[8] {options}')
     assert text.startswith(error)
     assert 'chip=' not in text
+
+
+def test_a_mesh_that_is_missing_is_an_option(capsys, model):
+    command = 'explain devices_on_command:in_named_mesh --args f32[16,8]'
+    assert refused(capsys, command).endswith('\n  expected: --mesh AXIS=SIZE')
+    text = refused(capsys, f'{command} --devices 4')
+    assert '\n  expected: a mesh with named axes: --mesh tp=4\n' in text
 
 
 @pytest.mark.parametrize(
