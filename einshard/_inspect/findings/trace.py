@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..._program.jaxpr import graph
 from ..._program.jaxpr.graph import Op, Program
+from ..._program.jaxpr.graph import Value as Array
 from ..._program.jaxpr.names import dims_of_vmap
 from ..._sharding.mesh import AnyMesh, spec_axes
 from .lines import line_of
@@ -29,7 +29,7 @@ class Scanned(NamedTuple):
     """An array that a scan runs over."""
 
     value: Value
-    aval: graph.Value
+    aval: Array
 
 
 @dataclass(frozen=True, slots=True)

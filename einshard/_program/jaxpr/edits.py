@@ -581,7 +581,7 @@ def _open(jaxpr: Any) -> Any:
 
 def _closed_like(closed: Any, jaxpr: Any) -> Any:
     """Closes `jaxpr` if `closed` is a ClosedJaxpr of JAX before 0.12."""
-    if jex.ClosedJaxpr is not jex.Jaxpr and isinstance(closed, jex.ClosedJaxpr):
+    if jex.ClosedJaxpr is not jex.Jaxpr and isinstance(closed, jex.ClosedJaxpr):  # type: ignore[reportUnnecessaryComparison]
         return jex.ClosedJaxpr(jaxpr, closed.consts)
     return jaxpr
 
