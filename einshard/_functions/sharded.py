@@ -88,9 +88,8 @@ def sharded(
             'error' raises, and 'replicate' replicates this axis in calls with such a size.
         collectives: the collectives that the compiled program may have: `()` for none, one kind
             such as 'all-reduce', several kinds, or the limit of each kind: `{'all-reduce': 1}`. A
-            collective in a loop counts once. The first compiled program is checked before it runs;
-            programs for other shapes run first, and are checked before their result is returned.
-            A call under `jax.grad` or `jax.vmap` outside `jax.jit` warns that it is not checked.
+            collective in a loop counts once. Each compiled program is checked before it runs. A
+            call under `jax.grad` or `jax.vmap` outside `jax.jit` warns that it is not checked.
         memory: the memory that the compiled program may need on each device: '15 GB', '14.5 GiB' or
             a number of bytes. Checked like `collectives`.
         check_processes: whether the processes of a multi-process mesh compare digests of host data
