@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import jax
 
-from .._errors import EinshardError
+from .._errors import EinshardError, public
 from .._sharding.axis_rules import check_option
 from .._sharding.context import is_tracing, user_stacklevel
 from .compile_events import is_listening, program_text, unwatch, watch
@@ -63,11 +63,13 @@ class expect_collectives:
             `jax.monitoring.clear_event_listeners`.
     """
 
+    @public
     def __init__(self, allowed: Promise, *, on_unexpected: Literal['error', 'warn'] = 'error'):
         self._allowed = read_promise(allowed, 'allowed=')
         check_option('on_unexpected', on_unexpected, ('error', 'warn'))
         self._warns = on_unexpected == 'warn'
 
+    @public
     def __enter__(self) -> expect_collectives:
         if is_tracing():
             raise EinshardError(

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from jax.sharding import AbstractMesh, Mesh
 
-from .._errors import EinshardError
+from .._errors import EinshardError, public
 from .._sharding.axis_rules import Fallback, check_option
 from .._sharding.mesh import MeshLike, check_mesh
 from .._text import deferred_kind, name_of
@@ -37,6 +37,7 @@ def sharded(
     check_processes: bool = True,
     **named_specs_and_jit_options: Any,
 ) -> Callable[[Callable[P, R]], ShardedFunction[P, R]]: ...
+@public
 def sharded(
     *in_specs: Spec,
     out: Spec = None,
@@ -120,6 +121,7 @@ def sharded(
         return decorate(in_specs[0], (), *options)
     check_spec_functions(in_specs)
 
+    @public
     def decorator(*functions: Any, **unexpected: Any) -> Any:
         if len(functions) != 1 or unexpected or not _can_decorate(functions[0]):
             raise no_function_error('sharded', [*functions, *unexpected.values()], in_specs)

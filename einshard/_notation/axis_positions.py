@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .._errors import plural, quoted
 from .expression import ELLIPSIS, Expression, Term
+from .repairs import repairs
 
 
 def axis_positions(
@@ -21,6 +22,7 @@ def axis_positions(
             raise expression.error(
                 f'the expression names {plural(len(names), "axis")}, but {rank_text}',
                 expression.left if not expression.short else expression.right,
+                fix=repairs(expression, ndim=ndim),
             )
         return {name: i for i, name in enumerate(names)}
     before = names.index(ELLIPSIS)

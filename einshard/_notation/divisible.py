@@ -10,6 +10,7 @@ from .axis_positions import terms_of_axis
 from .expression import Expression
 from .layout import Layout
 from .mesh_text import mesh_size_text
+from .repairs import repairs
 
 
 def check_divisible(
@@ -29,9 +30,11 @@ def check_divisible(
             facts = _shard_counts(size, n_devices)
             if _mesh_axes_of(layout, axis):
                 facts = _padding_facts(expression, layout, shape, axis)
+            left = n_devices // math.prod(x.count for x in layout.splits if x.mesh_axes)
             raise expression.error(
                 _indivisible_text(expression, layout, shape, axis),
                 marked,
+                fix=repairs(expression, left),
                 devices=n_devices,
                 **facts,
             )

@@ -8,13 +8,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .._cache import cached
-from .._errors import EinshardError, Suggestion, quoted
+from .._errors import EinshardError, quoted
 from .._notation.divisible import check_divisible
 from .._notation.expression import Expression, Term, parse
-from .._notation.fit import fit, with_star_after
+from .._notation.fit import fit
 from .._notation.lay_out import lay_out
 from .._notation.layout import Layout, Split
 from .._notation.mesh_text import mesh_text
+from .._notation.repairs import repairs
 from .._suggestions import keep_working_suggestions, works
 from .spec_axes import MeshAxis, SpecAxes, grid_of, leading_replicas
 
@@ -133,7 +134,7 @@ class _Specs:
         mesh = replace(self, specs=specs).try_shapes()
         if self.axis_sizes and not mesh.fits(self.axis_sizes):
             fixed = changed.expression
-            raise fixed.error('the counts do not fit the mesh', fix=with_star_after(fixed))
+            raise fixed.error('the counts do not fit the mesh', fix=repairs(fixed, self.n_devices))
 
     def try_shapes(self) -> JointMesh:
         """Returns the mesh. Raises if the arrays of the call do not fit the expressions on it."""
@@ -260,7 +261,6 @@ class _Specs:
         sharded = [f'{name}{count}' for name, count in counts.items() if count > 1]
         longest = max(self.specs, key=lambda spec: len(spec.defines))
         expression = longest.expression
-        start = expression.right[0].span[0]
         sentence = f"nothing is sharded; add '*' to replicate over all {n_devices} devices"
         if sharded:
             use = f'{"uses" if len(sharded) == 1 else "use"} only {math.prod(counts.values())}'
@@ -276,7 +276,7 @@ class _Specs:
             **_expression_facts(self.specs),
             **({'mesh': ' x '.join(map(str, self.axis_sizes))} if self.axis_sizes else {}),
             devices=n_devices,
-            fix=Suggestion(f'{expression.text[:start]}* {expression.text[start:]}'),
+            fix=repairs(expression, n_devices),
         )
 
     def several_orders(

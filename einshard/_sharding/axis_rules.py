@@ -12,7 +12,7 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._errors import EinshardError
+from .._errors import EinshardError, public
 from .._notation.expression import ELLIPSIS, Term, parse
 from .._text import deferred_kind
 from .context import AxisRule, enter_rules, leave_rules, leave_rules_since, n_open_scopes
@@ -110,6 +110,7 @@ class axis_rules:
             the thread has entered different rules.
     """
 
+    @public
     def __init__(
         self,
         placements: Mapping[str, AxisPlacement] | Sequence[LogicalRule] = MappingProxyType({}),

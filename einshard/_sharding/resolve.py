@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from .._cache import cached
-from .._errors import EinshardError, Suggestion, quoted
+from .._errors import EinshardError, Suggestion, public, quoted
 from .._notation.expression import ELLIPSIS, Expression, Term
 from .._notation.fit import misfit_error
 from .._notation.hints import mesh_axes_hint, spacing_hint
@@ -68,6 +68,7 @@ class Placement:
     names_without_rule: tuple[str, ...] = ()  # axis names, in a short form under axis rules
 
 
+@public
 def make_sharding(
     expression: str,
     *,

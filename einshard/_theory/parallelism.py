@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, overload
 
 from .._display import Display, as_json
-from .._errors import EinshardError, plural, quoted
+from .._errors import EinshardError, plural, public, quoted
 from .._notation.expression import ELLIPSIS
 from .._notation.words import signs_text
 from .._page import Column, Page, Section
@@ -172,6 +172,7 @@ def parallelism(
     item_bytes: int = 4,
     **counts: int,
 ) -> Chain: ...
+@public
 def parallelism(
     einsum: str | list[str] | tuple[str, ...],
     *,

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._cache import remember
-from .._errors import EinshardError, plural
+from .._errors import EinshardError, plural, public
 from .._sharding.context import Context, current_context, mesh_scope
 from .._sharding.leaf_spec import REPLICATED, AnySpec
 from .._sharding.mesh import MeshLike
@@ -33,6 +33,7 @@ from .specs import (
 from .table import Table, make_table
 
 
+@public
 def for_optimizer(
     params: Any, spec: Spec, *, zero: bool | str | Sequence[str] = False, default: Spec = ...
 ) -> StateSpec:

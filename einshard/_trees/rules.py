@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import jax.tree_util as jtu
 
 from .._cache import cached, remember
-from .._errors import EinshardError, combine_errors, plural, quoted
+from .._errors import EinshardError, combine_errors, plural, public, quoted
 from .._notation.axis_positions import axis_positions
 from .._sharding.axis_rules import Fallback, check_option
 from .._sharding.context import current_context, mesh_scope
@@ -77,6 +77,7 @@ class Rules:
             or sizes, or rules match no path. The error lists all such leaves or rules.
     """
 
+    @public
     def __init__(
         self,
         rules: Iterable[tuple[str, Spec]],
