@@ -104,5 +104,6 @@ else:
         globals()[name] = value
         return value
 
-    def __dir__() -> list[str]:
-        return list({*globals(), *_LAZY})
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -13,7 +13,7 @@ from .._errors import EinshardError, public
 from .._sharding.axis_rules import check_option
 from .._sharding.context import is_tracing, user_stacklevel
 from .compile_events import is_listening, program_text, unwatch, watch
-from .promise import Promise, find_unexpected, read_promise
+from .promise import Promise, allowed_text, find_unexpected, read_promise
 
 # The limits of the current block. They are in JAX's cache keys, so that a block does not reuse
 # programs that were compiled without its limits. Created at import, because creating a user context
@@ -68,6 +68,9 @@ class expect_collectives:
         self._allowed = read_promise(allowed, 'allowed=')
         check_option('on_unexpected', on_unexpected, ('error', 'warn'))
         self._warns = on_unexpected == 'warn'
+
+    def __repr__(self) -> str:
+        return f'<expect_collectives: {allowed_text(self._allowed)}>'
 
     @public
     def __enter__(self) -> expect_collectives:

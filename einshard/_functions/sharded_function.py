@@ -94,7 +94,8 @@ class ShardedFunction(Generic[P, R]):
         return self if instance is None else BoundMethod(self, instance)
 
     def __repr__(self) -> str:
-        return f'<sharded function {self._setup.name}>'
+        decorator = 'sharded' if self._setup.try_fixes is None else 'per_device'
+        return f'<{decorator} function {self._setup.name}>'
 
     def __reduce__(self) -> str:
         # pickle stores functions by name, and copy returns the function itself. A partial has no

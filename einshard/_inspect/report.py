@@ -130,7 +130,7 @@ class Report(Display):
             _result_section(self),
             _intermediate_section(self.intermediates or ()),
             collective_section(self.collectives),
-            Section('on each device', lines=tuple(_resources(self))),
+            Section('on each device', lines=tuple(_resources(self)), comes_first=True),
             temporaries_section(self.temporaries, self.memory),
             bounds_section(self.chip or '', self.bounds, unknown_loops),
         )
