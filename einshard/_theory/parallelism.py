@@ -104,7 +104,7 @@ class Parallelism(Display):
             title = f'{mark}each device multiplies {choice.block}'
             yield Section(title, lines=tuple(str(choice).split('\n')))
 
-    def _text(self, width: int) -> str:
+    def _text(self, width: int | None) -> str:
         lines = [
             self._title(),
             *(f'  {line}' for line in self._summary()),
@@ -150,7 +150,7 @@ class Chain(Display, tuple[Parallelism, ...]):
     def _total(self) -> str:
         return f'{plural(len(self.collectives), "collective")} in all'
 
-    def _text(self, width: int) -> str:
+    def _text(self, width: int | None) -> str:
         return '\n\n'.join([*map(str, self), self._total()])
 
 
