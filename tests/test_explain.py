@@ -153,10 +153,6 @@ def test_loops_are_multiplied():
     report = explain(layers, *arguments, mesh=EIGHT)
     (row,) = report.collectives
     assert (row.kind, row.executions, row.along) == ('all-reduce', 12, 'y')
-    with pytest.warns(DeprecationWarning, match='executions'):
-        assert row.times == 12
-    with pytest.warns(DeprecationWarning, match='group_size'):
-        assert row.parties == row.group_size
     assert report.collectives.counts == {'all-reduce': 1}
     assert report.network_bytes == 12 * 2 * (16 * 32 * 4) * 7 // 8
     assert '\n  1 x 12  all-reduce' in str(report)
@@ -546,13 +542,6 @@ def test_each_unused_constraint_is_found(types, transform):
     found = [f for f in explain(f, struct(16, 16)).findings if 'is not used' in f.text]
     lines = [line_of(forgotten, text) for text in ('einshard(x', '    in_rows')]
     assert [short(finding.source) for finding in found] == lines
-
-
-def test_warnings_is_the_old_name_of_findings_and_notes():
-    report = explain(idle, struct(16, 16))
-    with pytest.deprecated_call(match='use .findings'):
-        assert report.warnings == (*report.findings, *report.notes)
-    assert len(report.to_dict()['warnings']) == 4
 
 
 # --- a wrong sharding in a program of several hundred lines -------------------------------------

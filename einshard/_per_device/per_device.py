@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
@@ -112,9 +111,6 @@ def per_device(
     spec_mesh = mesh_of([in_specs, out, named])
     mesh = spec_mesh if mesh is None else mesh
     in_specs, out, named = map(_as_expressions, (in_specs, out, named))
-    if 'manual' in named:
-        warnings.warn('manual= is now axis_names=', DeprecationWarning, stacklevel=2)
-        axis_names = copied(named.pop('manual'))
 
     @public
     def decorate(*functions: Any, **unexpected: Any) -> Any:

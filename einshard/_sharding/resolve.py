@@ -75,7 +75,6 @@ def make_sharding(
     ndim: int | None = None,
     mesh: MeshLike | None = None,
     memory_kind: str | None = None,
-    n_dims: int | None = None,
 ) -> NamedSharding:
     """Returns the `jax.sharding.NamedSharding` for an expression.
 
@@ -97,16 +96,10 @@ def make_sharding(
             or of `jax.set_mesh`, or else all devices. An `AbstractMesh` gives a sharding without
             devices.
         memory_kind: the memory on each device, as in `NamedSharding`: 'device', 'pinned_host', ...
-        n_dims: the old name of `ndim`; deprecated.
 
     Raises:
         EinshardError: the expression is invalid, or does not fit the rank or the mesh.
     """
-    if n_dims is not None:
-        if ndim is not None:
-            raise EinshardError('make_sharding got both ndim= and n_dims=, its old name')
-        warnings.warn('n_dims= of make_sharding is now ndim=', DeprecationWarning, stacklevel=2)
-        ndim = n_dims
     if ndim is not None and type(ndim) is not int:
         check_types(expression, ndim, memory_kind)  # the cache cannot tell 2.0 from 2
     return resolve(expression, ndim, current_context(mesh), memory_kind).sharding
