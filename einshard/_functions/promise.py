@@ -11,23 +11,25 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._errors import EinshardError, plural
-from .._program.hlo.collective import KINDS, Collective
-from .._program.hlo.find_collectives import read_collectives
-from .._program.hlo.memory import parse_bytes, read_memory
-from .._program.hlo.temporaries import Temporary, largest_temporaries
-from .._program.hlo.text import Program
 from .._sharding.collective_axes import ShardedBy, along_text
 from .._sharding.context import is_staging, is_tracing, user_stacklevel
 from .._text import format_bytes, short_arrays, short_source
 from .compile_events import listen, sees_compilations, this_thread
 from .compile_events import program_text as loaded_text
+
+if TYPE_CHECKING:
+    from .._program.hlo.collective import Collective
+    from .._program.hlo.temporaries import Temporary
+
+# Functions that read programs import `_program` when they run: it takes a third of the time to
+# import einshard, and most functions have no limits.
 
 # The collectives that a program may have: a kind such as 'all-reduce', several kinds, or the limit
 # of each kind.
@@ -59,12 +61,16 @@ class Limits:
 def read_limits(collectives: Promise | None, memory: str | int | None) -> Limits | None:
     if collectives is None and memory is None:
         return None
+    from .._program.hlo.memory import parse_bytes
+
     allowed = None if collectives is None else read_promise(collectives)
     return Limits(allowed, None if memory is None else parse_bytes(memory, 'memory='))
 
 
 def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
     """Returns the limit of each kind, such as {'all-reduce': math.inf} for 'all-reduce'."""
+    from .._program.hlo.collective import KINDS
+
     if isinstance(promise, str):
         return read_promise((promise,), given_as)
     if not isinstance(promise, Collection):  # type: ignore[reportUnnecessaryIsInstance]
@@ -107,6 +113,8 @@ def check_promise(
             error, or None if there are no specs. It takes the ShapeDtypeStructs of the result, or
             None if they are unknown.
     """
+    from .._program.hlo.find_collectives import read_collectives
+
     too_many = exceeding(allowed, read_collectives(program_text(name, compiled)))
     if not too_many:
         return
@@ -123,6 +131,8 @@ def check_promise(
 
 
 def find_unexpected(name: str, text: str, allowed: Allowed) -> UnexpectedCollectives | None:
+    from .._program.hlo.find_collectives import read_collectives
+
     too_many = exceeding(allowed, read_collectives(text))
     return _unexpected(name, allowed, [(x, '') for x in too_many]) if too_many else None
 
@@ -139,6 +149,10 @@ def _unexpected(
 
 
 def check_memory(name: str, compiled: Any, limit: int) -> None:
+    from .._program.hlo.memory import read_memory
+    from .._program.hlo.temporaries import largest_temporaries
+    from .._program.hlo.text import Program
+
     memory = read_memory(compiled)
     if memory is None:
         raise EinshardError(f'cannot read the memory of {name}: the backend does not report it')
@@ -235,6 +249,9 @@ class Budget:
             check_memory(self.name, compiled, limits.memory)
 
     def allows(self, compiled: Any) -> bool:
+        from .._program.hlo.find_collectives import read_collectives
+        from .._program.hlo.memory import read_memory
+
         limits = self.limits
         if limits.collectives is not None:
             found = read_collectives(program_text(self.name, compiled))

@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.tree_util as jtu
 import numpy as np
@@ -30,7 +30,9 @@ from .specs import (
     shape_of,
     without_values,
 )
-from .table import Table, make_table
+
+if TYPE_CHECKING:
+    from .table import Table
 
 
 @public
@@ -140,6 +142,8 @@ class StateSpec:
         context = context_of(self, current_context(mesh))
         with mesh_scope(context.mesh):
             rules_and_specs = self.find_all(leaf_paths(tree), jtu.tree_leaves(tree))
+        from .table import make_table  # with pages and HTML, which other uses do not need
+
         return make_table(tree, rules_and_specs, [], context)
 
     def find_all(
