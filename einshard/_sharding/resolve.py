@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._cache import cached
 from .._errors import EinshardError, Suggestion, public, quoted
@@ -198,6 +198,11 @@ def find_placement(
         raise
     if spec.unconstrained:
         sharding = _with_unconstrained(sharding, spec)
+    changes = applied.missing_axes or layout.replicated_axes or context.on_one_device
+    if spec.partition is not None and not changes:
+        # the result has the sharding that was given: P('data', None) and not P('data'), which JAX
+        # places alike, but does not call equal
+        sharding = _named_sharding(sharding.mesh, spec.partition, sharding.memory_kind)
     replicated_by_default = (
         _is_users_mesh(context)
         and not context.axis_rules
@@ -215,6 +220,12 @@ def find_placement(
         warning=warning,
         names_without_rule=_names_without_rule(spec.expression, context),
     )
+
+
+@cached
+def _named_sharding(mesh: AnyMesh, spec: PartitionSpec, memory_kind: str | None) -> NamedSharding:
+    """Cached, so arrays of many shapes share one sharding object, as in `lower`."""
+    return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
 
 def _apply_axis_rules(spec: LeafSpec, context: Context) -> AppliedRules:
