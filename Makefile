@@ -26,7 +26,8 @@ bench-page: $(VENV)-page/rich.installed $(VENV)-page/tpu.installed
 	    --topology v5e:16x16 --topology '2*v5e:4x4' $(BENCH) --json benchmarks/results/$(RESULT).json
 	@$(VENV)-page/bin/python -m benchmarks page
 
-# `make test` does not install ruff, pyright and library-skills, and skips the tests that need them
+# `make test` does not install ruff, pyright, mypy and library-skills, and skips the tests that need
+# them
 
 lint: $(VENV)/dev.installed
 	$(BIN)/ruff check .

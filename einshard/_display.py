@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.text import Text
 
-_MAX_WIDTH, _MIN_WIDTH = 100, 80
+_FILE_WIDTH = 100  # of text in files and pipes; tables may be wider, because nothing is omitted
 
 
 class Display(ABC):
@@ -29,19 +29,20 @@ class Display(ABC):
     def _page(self) -> Page:
         """Returns the page to display."""
 
-    def _text(self, width: int) -> str:
-        return page_text(self._page(), width)
+    def _text(self, width: int | None) -> str:
+        """Returns the page for a terminal with `width` columns, or for a file if it is None."""
+        return page_text(self._page(), width or _FILE_WIDTH, shortens=width is not None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a file: an HTML page if the name ends in '.html' or '.htm', otherwise text."""
         path = Path(path)
         is_html = path.suffix.lower() in ('.html', '.htm')
-        text = page_document(self._page()) if is_html else f'{self._text(_MAX_WIDTH)}\n'
+        text = page_document(self._page()) if is_html else f'{self._text(None)}\n'
         path.write_text(text, encoding='utf-8')
 
     def __str__(self) -> str:
-        columns = shutil.get_terminal_size((_MAX_WIDTH, 24)).columns
-        return self._text(min(_MAX_WIDTH, max(_MIN_WIDTH, columns)))
+        # 0 columns without a terminal, as in a pipe or a notebook
+        return self._text(shutil.get_terminal_size((0, 0)).columns or None)
 
     def __repr__(self) -> str:
         return str(self)
@@ -49,7 +50,7 @@ class Display(ABC):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         from rich.text import Text
 
-        for line in page_lines(self._page(), min(_MAX_WIDTH, options.max_width)):
+        for line in page_lines(self._page(), options.max_width):
             yield Text.assemble(*line)
 
     def _repr_html_(self) -> str:

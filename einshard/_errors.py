@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from ._text import display_width
 
@@ -129,13 +131,49 @@ _MAX_ALSO = 8
 EinshardError.__module__ = 'einshard'  # tracebacks print the public name
 
 
-def hide_inner_frames(error: BaseException) -> None:
-    """Removes the frames of this package from a traceback, except the outermost one."""
-    frame = error.__traceback__
-    while frame is not None:
-        while frame.tb_next and frame.tb_next.tb_frame.f_code.co_filename.startswith(_FOLDER):
-            frame.tb_next = frame.tb_next.tb_next
-        frame = frame.tb_next
+_F = TypeVar('_F', bound=Callable[..., Any])
+
+
+def public(function: _F) -> _F:
+    """Decorates a public function: the tracebacks of its errors have no frames of this package."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            hide_frames(error)
+            raise  # does not add this frame again
+
+    return cast(_F, call)
+
+
+def hide_frames(error: BaseException) -> None:
+    """Removes the frames of this package from a traceback, for an error of the user's code.
+
+    An error of this package keeps them, except EinshardError. With JAX_TRACEBACK_FILTERING=off, so
+    does every error.
+    """
+    jax = sys.modules.get('jax')
+    if jax is not None and jax.config.jax_traceback_filtering == 'off':
+        return
+    entries: list[types.TracebackType] = []
+    entry = error.__traceback__
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    if not isinstance(error, EinshardError) and (not entries or _is_inner(entries[-1])):
+        return
+    kept = None
+    for entry in reversed(entries):
+        if not _is_inner(entry):
+            entry.tb_next = kept
+            kept = entry
+    error.__traceback__ = kept
+
+
+def _is_inner(entry: types.TracebackType) -> bool:
+    return entry.tb_frame.f_code.co_filename.startswith(_FOLDER)
 
 
 _FOLDER = f'{Path(__file__).parent}{os.sep}'

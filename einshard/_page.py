@@ -15,6 +15,7 @@ from ._text import display_width
 
 Segment: TypeAlias = tuple[str, str]  # text and its rich style
 
+_MAX_TEXT_WIDTH = 100
 _MIN_SHORTENED_WIDTH = 12
 _MIN_COLUMNS = 4  # this many stay side by side on a narrow page; the others go below
 
@@ -38,6 +39,7 @@ class Section:
         max_rows: the maximum number of rows in text, counting '.. and 3 more'. HTML shows all.
         omitted: text about the omitted rows, after '.. and 3 more', such as ': 3 MiB'.
         code: lines of source code above the table; they are not wrapped.
+        comes_first: whether HTML, where tables are long, shows it before the other sections.
     """
 
     title: str
@@ -48,6 +50,7 @@ class Section:
     max_rows: int | None = None
     omitted: str = ''
     code: tuple[str, ...] = ()
+    comes_first: bool = False
 
     def shortened(self) -> Section:
         if self.max_rows is None or len(self.rows) <= self.max_rows:
@@ -82,20 +85,25 @@ class Page:
 # --- text ---------------------------------------------------------------------------------------
 
 
-def page_text(page: Page, width: int | None) -> str:
-    """Renders a page as plain text; if width is None, lines are not wrapped."""
-    lines = page_lines(page, width)
+def page_text(page: Page, width: int | None, *, shortens: bool = True) -> str:
+    """Renders a page as plain text.
+
+    If width is None, lines are not wrapped. Without `shortens`, rows of tables keep all their text.
+    """
+    lines = page_lines(page, width, shortens=shortens)
     return '\n'.join(''.join(text for text, _ in line).rstrip() for line in lines)
 
 
-def page_lines(page: Page, width: int | None) -> Iterator[list[Segment]]:
+def page_lines(page: Page, width: int | None, *, shortens: bool = True) -> Iterator[list[Segment]]:
     page = page.printable()
+    # long lines of text are hard to read; tables use the width
+    text_width = None if width is None else min(width, _MAX_TEXT_WIDTH)
     if page.title:
         yield [(page.title, 'bold')]
     for i, section in enumerate(page.sections):
         if i or page.title:
             yield [('', '')]
-        yield from _section_lines(section.shortened(), width)
+        yield from _section_lines(section.shortened(), width if shortens else None, text_width)
     for title, texts, color in (
         ('findings', page.findings, 'yellow'),
         ('notes', page.notes, ''),
@@ -104,11 +112,13 @@ def page_lines(page: Page, width: int | None) -> Iterator[list[Segment]]:
             yield [('', '')]
             yield [(title, f'bold {color}'.strip())]
         for text in texts:
-            for i, line in enumerate(_wrapped(text, width)):
+            for i, line in enumerate(_wrapped(text, text_width)):
                 yield [('    ' if i else '  - ', ''), (line, color)]
 
 
-def _section_lines(section: Section, width: int | None) -> Iterator[list[Segment]]:
+def _section_lines(
+    section: Section, width: int | None, text_width: int | None
+) -> Iterator[list[Segment]]:
     indent = '  ' * bool(section.title)
     if section.title:
         yield [(section.title, 'bold')]
@@ -121,13 +131,12 @@ def _section_lines(section: Section, width: int | None) -> Iterator[list[Segment
         yield [(indent, ''), (_line(heads, in_row, widths), 'dim')]
         if section.has_rule:
             yield [(indent, ''), ('  '.join('-' * width for width in widths), 'dim')]
-        for row in section.rows:
-            cells = list(map(_fit_cell, row, in_row, widths))
+        for row, cells in zip(section.rows, _fit_cells(section.rows, in_row, widths), strict=True):
             yield [(indent, ''), (_line(cells, in_row, widths), '')]
-            for i, line in enumerate(_wrap_below(below_text(row[n:], below), width)):
+            for i, line in enumerate(_wrap_below(below_text(row[n:], below), text_width)):
                 yield [(' ' * (10 if i else 8), ''), (line, 'dim')]
     for text in section.lines:
-        for i, line in enumerate(_wrapped(text, width)):
+        for i, line in enumerate(_wrapped(text, text_width)):
             yield [(indent * 2 if i else indent, ''), (line, '')]
 
 
@@ -178,6 +187,21 @@ def _line(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int]
         blank = ' ' * (width - display_width(cell))
         padded.append(blank + cell if column.right else cell + blank)
     return '  '.join(padded)
+
+
+def _fit_cells(
+    rows: Sequence[Sequence[str]], columns: Sequence[Column], widths: Sequence[int]
+) -> list[list[str]]:
+    """Shortens cells that are too wide, except those that would look like another cell."""
+    fitted = [list(map(_fit_cell, row, columns, widths)) for row in rows]
+    for i in range(len(columns)):
+        texts: dict[str, set[str]] = {}
+        for row, cells in zip(rows, fitted, strict=True):
+            texts.setdefault(cells[i], set()).add(row[i])
+        for row, cells in zip(rows, fitted, strict=True):
+            if len(texts[cells[i]]) > 1:
+                cells[i] = row[i]
+    return fitted
 
 
 def _fit_cell(cell: str, column: Column, width: int) -> str:

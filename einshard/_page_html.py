@@ -50,15 +50,19 @@ def page_html(page: Page, *, scroll: bool = True) -> str:
     """Renders a page as self-contained HTML; long tables scroll unless `scroll` is false."""
     page = page.printable()
     table_style = _SCROLL if scroll else 'overflow: auto'
-    parts = [_div(page.title, _TITLE), *(_section(s, table_style) for s in page.sections)]
-    for title, texts, style in (
-        ('findings', page.findings, f'{_WARNING}; margin: 3px 0'),
-        ('notes', page.notes, 'margin: 3px 0'),
-    ):
-        if texts:
-            parts.append(_div(title, _SECTION))
-        parts += [_div(text, style) for text in texts]
+    first = [section for section in page.sections if section.comes_first]
+    rest = [section for section in page.sections if not section.comes_first]
+    parts = [
+        _div(page.title, _TITLE),
+        *_texts('findings', page.findings, f'{_WARNING}; margin: 3px 0'),
+        *(_section(section, table_style) for section in [*first, *rest]),
+        *_texts('notes', page.notes, 'margin: 3px 0'),
+    ]
     return f'<div class="einshard-page" style="{_FRAME}">{_NARROW}{"".join(parts)}</div>'
+
+
+def _texts(title: str, texts: Sequence[str], style: str) -> list[str]:
+    return [_div(title, _SECTION), *(_div(text, style) for text in texts)] if texts else []
 
 
 _DOCUMENT = """\

@@ -320,7 +320,7 @@ from einshard import make_sharding
 answers = []
 for text, shape in json.load(sys.stdin):
     try:
-        found = make_sharding(text, n_dims=len(shape)).devices_indices_map(tuple(shape))
+        found = make_sharding(text, ndim=len(shape)).devices_indices_map(tuple(shape))
     except Exception as error:
         answers.append(f'{type(error).__name__}: {error}')
         continue

@@ -23,8 +23,8 @@ def seen():
     """What a watcher gets, as (name of the function, texts of its programs)."""
     calls = []
 
-    def watcher(name, texts):
-        calls.append((name, [*texts]))
+    def watcher(name, programs):
+        calls.append((name, [compile_events.program_text(x) for x in programs]))
 
     compile_events.watch(watcher)
     yield calls
@@ -70,7 +70,7 @@ def test_an_error_in_a_watcher_stops_the_call_each_time():
     class Stop(Exception):
         pass
 
-    def watcher(name, texts):
+    def watcher(name, programs):
         raise Stop
 
     ran, f = [], jax.jit(lambda x: jax.debug.callback(ran.append, x))
@@ -124,7 +124,7 @@ def test_a_program_that_does_not_compile_is_not_reported(seen):
 
 
 def test_programs_are_not_kept_alive():
-    def watcher(name, texts):
+    def watcher(name, programs):
         pass
 
     compile_events.watch(watcher)

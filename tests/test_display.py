@@ -12,7 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from einshard import check_same, einshard, explain, parallelism, sharded
+from einshard import (
+    axis_rules,
+    check_same,
+    einshard,
+    expect_collectives,
+    explain,
+    parallelism,
+    per_device,
+    sharded,
+    topology,
+)
 from einshard._page import Column, Page, Section, page_text
 from einshard._page_html import page_document, page_html
 from einshard._text import display_width
@@ -66,6 +76,72 @@ def report():
     return explain(many, np.ones((8, 64), np.float32), arrays, intermediates=True, chip='H100')
 
 
+@pytest.mark.parametrize(
+    'rules',
+    [
+        axis_rules(batch='@(data,fsdp)', mlp='4'),
+        axis_rules({'missing': '@data', 'for': ''}, missing='replicate'),
+        axis_rules([('w', '@data'), ('w', '@tp')], taken='next', indivisible='replicate'),
+        axis_rules(),
+    ],
+)
+def test_a_repr_of_rules_is_their_call(rules):
+    again = eval(repr(rules))
+    assert again.rules == rules.rules
+
+
+def test_a_repr_of_functions_and_of_expected_collectives():
+    def f(x):
+        return x
+
+    assert repr(sharded('a*')(f)) == '<sharded function f>'
+    assert repr(per_device('a*', out='a*')(f)) == '<per_device function f>'
+    assert (
+        repr(expect_collectives({'all-reduce': 2})) == '<expect_collectives: at most 2 all-reduces>'
+    )
+    assert repr(topology('v5e:4x4', data=4, tp=4)).startswith('Mesh(axis_sizes=(4, 4)')
+
+
+def test_files_and_pipes_have_all_text(report, tmp_path, monkeypatch):
+    monkeypatch.delenv('COLUMNS', raising=False)
+    report.save(tmp_path / 'report.txt')
+    for text in (str(report), (tmp_path / 'report.txt').read_text()):
+        assert f'w/{LONG}_0 ' in text
+        assert not re.search(r'[^ ]\.\.', text)  # nothing is omitted but rows: '.. and 40 more'
+
+
+@pytest.mark.parametrize('width', [60, 80, 100, 140])
+def test_terminals_use_their_width(report, width, monkeypatch):
+    monkeypatch.setenv('COLUMNS', str(width))
+    lines = str(report).splitlines()
+    arguments = lines[lines.index('arguments') + 2 :]
+    rows = [line.split()[0] for line in arguments[: arguments.index('')] if 'float32' in line]
+    assert len({*rows}) == len(rows) > 5  # no two rows look alike
+    longest = max(map(display_width, lines))
+    assert longest <= max(width, 80)
+    assert longest > width - 20 or width > 100
+
+
+def test_rows_that_would_look_alike_keep_their_text():
+    rows = ('layers/attention/kernel',), ('layers/mlp_with_att/kernel',), ('short',)
+    section = Section('', (Column('path', shorten='middle'),), rows)
+    first, second, _ = page_text(Page('', (section,)), 14).splitlines()[1:]
+    assert [first, second] == [rows[0][0], rows[1][0]]
+    distinct = Section(
+        '', section.columns, (('layers/attention/kernel',), ('other/mlp/bias_of_it',))
+    )
+    assert all('..' in line for line in page_text(Page('', (distinct,)), 14).splitlines()[1:])
+
+
+def test_html_begins_with_findings_and_totals(report):
+    text = report._repr_html_()
+    at = [text.index(f'>{title}<') for title in ('on each device', 'arguments', 'collectives')]
+    assert at == sorted(at)
+    page = Page('t', (Section('table', lines=('a',)),), findings=('f',), notes=('n',))
+    at = [page_html(page).index(f'>{word}<') for word in ('findings', 'table', 'notes')]
+    assert at == sorted(at)
+
+
 @pytest.mark.parametrize('width', [1, 12])
 def test_narrow_consoles(report, width):
     console = pytest.importorskip('rich.console').Console(width=width)
@@ -106,7 +182,8 @@ def test_cells_of_wide_and_combining_characters_fit(name, shorten):
         assert all(not text or not unicodedata.combining(text[0]) for text in kept)
 
 
-def test_files(report, tmp_path):
+def test_files(report, tmp_path, monkeypatch):
+    monkeypatch.delenv('COLUMNS')  # which says that there is a terminal
     report.save(tmp_path / 'report.html')
     report.save(str(tmp_path / 'report.txt'))
     page = (tmp_path / 'report.html').read_text('utf-8')

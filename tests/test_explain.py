@@ -153,10 +153,6 @@ def test_loops_are_multiplied():
     report = explain(layers, *arguments, mesh=EIGHT)
     (row,) = report.collectives
     assert (row.kind, row.executions, row.along) == ('all-reduce', 12, 'y')
-    with pytest.warns(DeprecationWarning, match='executions'):
-        assert row.times == 12
-    with pytest.warns(DeprecationWarning, match='group_size'):
-        assert row.parties == row.group_size
     assert report.collectives.counts == {'all-reduce': 1}
     assert report.network_bytes == 12 * 2 * (16 * 32 * 4) * 7 // 8
     assert '\n  1 x 12  all-reduce' in str(report)
@@ -548,13 +544,6 @@ def test_each_unused_constraint_is_found(types, transform):
     assert [short(finding.source) for finding in found] == lines
 
 
-def test_warnings_is_the_old_name_of_findings_and_notes():
-    report = explain(idle, struct(16, 16))
-    with pytest.deprecated_call(match='use .findings'):
-        assert report.warnings == (*report.findings, *report.notes)
-    assert len(report.to_dict()['warnings']) == 4
-
-
 # --- a wrong sharding in a program of several hundred lines -------------------------------------
 
 
@@ -860,7 +849,8 @@ def test_arguments_that_do_not_match():
 def test_functions_that_cannot_be_traced():
     text, cause = failing(step, struct(3, 4), struct(3, 5))
     assert text.startswith('tracing step with these arguments failed\n  JAX says:  ')
-    assert text.endswith('\n  arguments: float32[3,4], float32[3,5]')
+    line = Path(__file__).with_name(line_of(step, 'x @ w'))
+    assert f'\n  arguments: float32[3,4], float32[3,5]\n  line:      {line}' in text
     assert 'dot_general' in cause
     assert 'truth value' in failing(jax.jit(lambda x: 1 if x else 2), struct(3))[1]
 

@@ -16,7 +16,8 @@ import sys
 
 import jax
 import einshard
-assert not {f'einshard.{name}' for name in ('_eject', '_inspect', '_plan')} & {*sys.modules}
+TOOLS = '_eject', '_inspect', '_plan', '_program.hlo', '_program.cost', '_theory', '_page'
+assert not {f'einshard.{name}' for name in TOOLS} & {*sys.modules}
 from einshard._notation.expression import parse
 from einshard._notation.lay_out import lay_out
 from jax.sharding import AbstractMesh

@@ -242,11 +242,3 @@ def test_ndim_is_only_needed_after_an_ellipsis(devices8):
     assert make_sharding('a ... b -> a* ... b', mesh=devices8).spec[0] is not None
     with pytest.raises(EinshardError, match='depends on ndim'):
         make_sharding('... b -> ... b*', mesh=devices8)
-
-
-def test_the_old_name_of_ndim(devices8):
-    expected = make_sharding('... b -> ... b*', ndim=2, mesh=devices8)
-    with pytest.warns(DeprecationWarning, match='n_dims= of make_sharding is now ndim='):
-        assert make_sharding('... b -> ... b*', n_dims=2, mesh=devices8) == expected
-    with pytest.raises(EinshardError, match='both ndim= and n_dims='):
-        make_sharding('... b -> ... b*', n_dims=2, ndim=2, mesh=devices8)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from einshard import EinshardError, MemoryExceeded, UnexpectedCollectives, explain, sharded
+from einshard._functions import compile_events
 from einshard._program.hlo.memory import parse_bytes
 
 X = np.ones((64, 512), np.float32)
@@ -75,7 +76,14 @@ def test_too_little_memory():
     assert 'largest temporary 1' in error.facts
 
 
-def test_too_little_memory_for_a_program_without_text(monkeypatch):
+@pytest.fixture
+def without_events(monkeypatch):
+    """As with a JAX that does not report compilations: checks compile ahead of time."""
+    monkeypatch.setattr(compile_events, 'COMPILED', 'unknown')
+    monkeypatch.setattr(compile_events, '_has_seen_compilation', False)
+
+
+def test_too_little_memory_for_a_program_without_text(monkeypatch, without_events):
     monkeypatch.setattr(jax.stages.Compiled, 'as_text', lambda self: None)
     with pytest.raises(MemoryExceeded) as caught:
         limited('1 kB')(X, W)
@@ -122,7 +130,7 @@ def test_explain_reports_a_broken_promise():
     assert finding.text.startswith('memory= allows 1.0 KiB, but the program needs ')
 
 
-def test_an_unknown_memory(monkeypatch):
+def test_an_unknown_memory(monkeypatch, without_events):
     monkeypatch.setattr(jax.stages.Compiled, 'memory_analysis', lambda self: None)
     with pytest.raises(EinshardError, match=r'^cannot read the memory of product: '):
         limited('1 GB')(X, W)

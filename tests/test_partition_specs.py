@@ -72,6 +72,19 @@ def test_arrays(mesh, spec):
 
 
 @MESHES
+@pytest.mark.parametrize('spec', SPECS, ids=str)
+def test_the_sharding_is_the_one_that_was_given(mesh, spec):
+    given = NamedSharding(mesh, spec)
+    f = sharded(given, out=given)(lambda x: x + 1)
+    struct = einshard(jax.ShapeDtypeStruct(X.shape, X.dtype), given)
+    for x in (einshard(X, given), einshard({'w': X}, given)['w'], struct):
+        assert x.sharding == given
+    assert f.in_shardings(X)['x'] == f.out_shardings(X) == given
+    cube = np.ones((8, 8, 8), np.float32)
+    assert einshard(cube, given).sharding == given
+
+
+@MESHES
 @pytest.mark.parametrize('spec', [P(), *SPECS[3:8]], ids=str)
 def test_traced_values(mesh, spec):
     if mesh is MIXED and spec == P(('tensor', 'data'), None):

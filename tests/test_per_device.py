@@ -631,13 +631,6 @@ def test_scalar_results_need_not_be_reduced_over_an_axis_of_size_1(spec, types):
     )
 
 
-def test_manual_is_the_old_name_of_axis_names():
-    mesh = mesh_of(p=4, q=2)
-    with pytest.warns(DeprecationWarning, match='manual= is now axis_names='):
-        f = per_device('i@p j', out='i@p j', mesh=mesh, manual='p')
-    np.testing.assert_array_equal(f(lambda x: x + x.shape[0])(SMALL.T), SMALL.T + 2)
-
-
 def test_array_with_explicit_mesh_axes():
     x = jax.device_put(SMALL.T, NamedSharding(mesh_of(types=AxisType.Explicit, d=8), P('d')))
     y = per_device('i* j', out='i* j', mesh=x.sharding.mesh)(jnp.sin)(x)

@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from einshard import EinshardError, UnexpectedCollectives, einshard, per_device, sharded
+from einshard import (
+    EinshardError,
+    MemoryExceeded,
+    UnexpectedCollectives,
+    einshard,
+    expect_collectives,
+    per_device,
+    sharded,
+)
+from einshard._functions import compile_events
 
 EIGHT = jax.devices()[:8]
 X = np.ones((8, 64), np.float32)
@@ -90,6 +99,110 @@ def test_a_program_that_fails_is_read_when_it_runs_later():
     for _ in range(2):
         with pytest.raises(UnexpectedCollectives):
             f(WIDE)
+
+
+# --------------------------------------------------- no program runs before it has been checked
+
+
+def gathering(ran, wide=8):
+    """A function that records the shapes of its runs, and gathers arrays wider than `wide`."""
+
+    def body(x):
+        jax.debug.callback(lambda: ran.append(x.shape))
+        return einshard(x, '* a b') if x.shape[1] > wide else x + 1
+
+    return sharded('a* b', mesh=EIGHT, collectives=())(body)
+
+
+def test_a_program_for_a_new_shape_is_checked_before_it_runs():
+    ran = []
+    f = gathering(ran)
+    for x in (NARROW, WIDE, WIDE, NARROW, WIDE):
+        if x is NARROW:
+            f(x)
+        else:
+            with pytest.raises(UnexpectedCollectives, match='1 all-gather'):
+                f(x)
+    jax.effects_barrier()
+    assert set(ran) == {NARROW.shape}
+    too_large = sharded('a* b', mesh=EIGHT, memory='1 KiB')(lambda x: ran.append(x.shape) or x + 1)
+    too_large(NARROW)
+    with pytest.raises(MemoryExceeded):
+        too_large(np.ones((64, 64), np.float32))
+
+
+@pytest.mark.parametrize('called_before', [False, True])
+@pytest.mark.parametrize('turn', range(5))
+def test_no_thread_runs_a_program_before_it_is_checked(turn, called_before, together):
+    ran = []
+    f = gathering(ran)
+    if called_before:
+        f(NARROW)
+    for _ in range(2):
+        outcomes = together(6, lambda i: f((WIDE, NARROW, WIDE)[i % 3]))
+        assert [type(x) is UnexpectedCollectives for x in outcomes] == [True, False, True] * 2
+    jax.effects_barrier()
+    assert set(ran) == {NARROW.shape}
+
+
+def test_functions_of_one_name_in_many_threads(together):
+    """A program is found by its name, so others of this name must not be taken for it."""
+    ran = []
+    for _ in range(3):
+        allowed, refused = gathering(ran, wide=100), gathering(ran, wide=0)
+        outcomes = together(6, lambda i: (allowed, refused)[i % 2](WIDE))  # noqa: B023
+        for i, outcome in enumerate(outcomes):
+            if i % 2:
+                assert type(outcome) is UnexpectedCollectives
+            else:
+                np.testing.assert_array_equal(outcome, WIDE + 1)
+
+
+def test_programs_compiled_while_a_function_is_traced_are_not_its_own():
+    def body(x):
+        with jax.ensure_compile_time_eval():
+            jax.block_until_ready(inner(einshard(NARROW, 'a* b', mesh=EIGHT)))
+        return x + 1
+
+    @jax.jit
+    def inner(x):
+        return x.sum()
+
+    inner.__name__ = 'body'
+    f = sharded('a* b', mesh=EIGHT, collectives=())(body)
+    for x in (NARROW, WIDE):
+        np.testing.assert_array_equal(f(x), x + 1)
+
+
+def test_limits_and_expect_collectives_both_check():
+    f = sharded('a* b', out='* a b', mesh=EIGHT, collectives='all-gather')(lambda x: x + 1)
+    f(NARROW)
+    with pytest.raises(UnexpectedCollectives), expect_collectives(()):
+        f(WIDE)
+    with expect_collectives('all-gather'):
+        f(WIDE)
+    refused = sharded('a* b', out='* a b', mesh=EIGHT, collectives=())(lambda x: x + 1)
+    with expect_collectives('all-gather'), pytest.raises(UnexpectedCollectives):
+        refused(WIDE)
+
+
+@pytest.mark.parametrize('cleared', ['before', 'between'])
+def test_without_the_events_of_jax(cleared, monkeypatch):
+    """Another version may report compilations by another name, or a user clears listeners."""
+    if cleared == 'before':
+        monkeypatch.setattr(compile_events, 'COMPILED', 'unknown')
+        monkeypatch.setattr(compile_events, '_has_seen_compilation', False)
+    ran = []
+    f = gathering(ran)
+    if cleared == 'between':
+        f(NARROW)
+        monkeypatch.setattr(compile_events, 'COMPILED', 'unknown')
+    for _ in range(2):
+        with pytest.raises(UnexpectedCollectives):
+            f(WIDE)
+    jax.effects_barrier()
+    assert (WIDE.shape in ran) == (cleared == 'between')  # then before the result is returned
+    f(NARROW)
 
 
 # ------------------------------------------------------------------------------------ per_device

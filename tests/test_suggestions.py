@@ -101,8 +101,6 @@ def fix_of(text, shape, n):
     try:
         einshard(jax.ShapeDtypeStruct(shape, np.float32), text, mesh=jax.devices()[:n])
     except EinshardError as error:
-        if error.sentence.startswith('axis '):  # its size is not divisible
-            return text
         return error.fix and error.fix.expression
     return text
 
@@ -125,6 +123,15 @@ def fix_of(text, shape, n):
         ('x y -> x16 y', (64, 64), 8, 'x y -> x8 y'),
         ('i o -> i4 o4 i4', (64, 64), 16, 'i o -> i4 o4 i'),
         ('x y -> x3 y', (6, 64), 8, None),
+        ('x y -> x4 y', (6, 8), 4, 'x y -> x2 2 y'),  # the size is not divisible
+        ('x y -> x* y', (12, 8), 8, 'x y -> x4 2 y'),
+        ('x y -> 2 x* y', (6, 8), 8, 'x y -> 4 x* y'),
+        ('x y -> x8 y', (5, 8), 8, None),
+        ('x y -> 2 x4 y', (6, 8), 8, 'x y -> 4 x2 y'),
+        ('x -> x*', (8, 8), 8, 'x ... -> x* ...'),  # the rank
+        ('x*', (8, 8, 8), 8, 'x* ...'),
+        ('x y -> x* y', (8, 8, 8), 8, None),  # any axis may be the one without a name
+        ('x y -> x2 y', (8, 8), 8, 'x y -> * x2 y'),
     ],
 )
 def test_counts_that_fit_keep_axes_sharded(text, shape, n, fix):

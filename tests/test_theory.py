@@ -243,8 +243,6 @@ def test_groups_of_collectives():
     assert theory.kind == 'hybrid'
     (only,) = theory.collectives
     assert (only.kind, only.over, only.group_size, only.groups) == ('all-reduce', ('tp',), 4, 2)
-    with pytest.warns(DeprecationWarning, match='group_size'):
-        assert only.parties == 4
     (only,) = parallelism(LAYER, x=4, devices=8).collectives
     assert (only.group_size, only.groups) == (4, 2)
     assert parallelism('b@data x, x y -> b@data y', data=8).collectives == ()

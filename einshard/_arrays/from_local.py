@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
 import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.typing import ArrayLike
 
 from .._cache import cached
-from .._errors import EinshardError
+from .._errors import EinshardError, public
 from .._notation.axis_positions import terms_of_axis
 from .._notation.layout import Layout
 from .._sharding.context import Context, current_context, is_tracing
@@ -35,7 +36,14 @@ from .process_agreement import PlannedArray, check_has_device, check_same_plan, 
 T = TypeVar('T')
 
 
-def from_local(batch: T, spec: Spec, *, mesh: MeshLike | None = None, check: bool = True) -> T:
+@overload
+def from_local(  # type: ignore[reportOverlappingOverload]
+    batch: ArrayLike, spec: Spec, *, mesh: MeshLike | None = None, check: bool = True
+) -> jax.Array: ...
+@overload
+def from_local(batch: T, spec: Spec, *, mesh: MeshLike | None = None, check: bool = True) -> T: ...
+@public
+def from_local(batch: Any, spec: Spec, *, mesh: MeshLike | None = None, check: bool = True) -> Any:
     """Builds global arrays from the rows that each process has loaded.
 
         >>> import jax

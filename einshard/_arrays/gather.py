@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.tree_util as jtu
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._errors import EinshardError
+from .._errors import EinshardError, public
 from .._sharding.mesh import device_mesh, is_partial
 from .._trees.paths import leaf_paths, leaf_text
 from .device_put import without_partial_axes
@@ -18,7 +19,12 @@ from .process_agreement import check_has_device
 T = TypeVar('T')
 
 
-def gather(tree: T) -> T:
+@overload
+def gather(tree: jax.Array) -> np.ndarray[Any, np.dtype[Any]]: ...  # type: ignore[reportOverlappingOverload]
+@overload
+def gather(tree: T) -> T: ...
+@public
+def gather(tree: Any) -> Any:
     """Copies the full arrays of a pytree to NumPy, in every process.
 
         >>> import numpy as np

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, get_mesh
+from jax.typing import ArrayLike
 
 from .._cache import cached
-from .._errors import EinshardError, combine_errors
+from .._errors import EinshardError, combine_errors, hide_frames
 from .._notation.expression import Expression
 from .._sharding.axis_rules import Fallback, check_option
 from .._sharding.context import Context, current_context, is_tracing
@@ -38,6 +39,21 @@ T = TypeVar('T')
 _LeafKind: TypeAlias = Literal['array', 'tracer', 'numpy', 'number', 'struct', 'ref', 'other']
 
 
+# NumPy arrays inside a pytree keep their type for a type checker: Python cannot say "this pytree,
+# with other leaves"
+@overload
+def einshard(  # type: ignore[reportOverlappingOverload]
+    x: ArrayLike,
+    spec: Spec,
+    *,
+    mesh: MeshLike | None = None,
+    donate: bool = False,
+    memory_kind: str | None = None,
+    missing: Fallback = 'error',
+    indivisible: Fallback = 'error',
+    check_processes: bool = True,
+) -> jax.Array: ...
+@overload
 def einshard(
     x: T,
     spec: Spec,
@@ -48,7 +64,18 @@ def einshard(
     missing: Fallback = 'error',
     indivisible: Fallback = 'error',
     check_processes: bool = True,
-) -> T:
+) -> T: ...
+def einshard(
+    x: Any,
+    spec: Spec,
+    *,
+    mesh: MeshLike | None = None,
+    donate: bool = False,
+    memory_kind: str | None = None,
+    missing: Fallback = 'error',
+    indivisible: Fallback = 'error',
+    check_processes: bool = True,
+) -> Any:
     """Shards an array, or every array of a pytree, as specified by an expression.
 
         >>> import jax
@@ -91,41 +118,46 @@ def einshard(
             like `jax.device_put`, which compares the data. If so, all of them must call `einshard`.
 
     Returns:
-        `x` with the new shardings.
+        `x` with the new shardings. To a type checker, an array or a number becomes a `jax.Array`,
+        and a pytree keeps its type, also if it contains NumPy arrays.
 
     Raises:
         EinshardError: an expression is invalid, or does not fit its array or the mesh; or `spec`
             is not a prefix of `x`. The error lists all arrays that do not fit; no array is moved.
             Or processes pass different host data, which raises in each of them.
     """
-    context = current_context(mesh)
-    if missing != 'error' or indivisible != 'error':
-        check_option('missing', missing)
-        check_option('indivisible', indivisible)
-    elif type(spec) is str:
-        placed = _place_array(x, spec, context, memory_kind, donate, check_processes)
-        if placed is not None:
-            return placed
-    if type(spec) is not str:
-        context = context_of(spec, context)
-    leaves, treedef = jtu.tree_flatten(x)
-    specs = leaf_specs(x, leaves, spec, context.mesh, treedef)
-    tracing = is_tracing()
-    find = partial(  # not a closure, which would add 0.2 us to the fast path
-        resolve,
-        context=context,
-        memory_kind=memory_kind,
-        missing=missing,
-        indivisible=indivisible,
-        option="einshard(..., missing='replicate')",
-        traced=tracing,
-    )
     try:
-        mesh = context.lowering_mesh if check_processes else None
-        placed = _place_leaves(x, leaves, spec, specs, find, tracing, donate, mesh)
+        context = current_context(mesh)
+        if missing != 'error' or indivisible != 'error':
+            check_option('missing', missing)
+            check_option('indivisible', indivisible)
+        elif type(spec) is str:
+            placed = _place_array(x, spec, context, memory_kind, donate, check_processes)
+            if placed is not None:
+                return placed
+        if type(spec) is not str:
+            context = context_of(spec, context)
+        leaves, treedef = jtu.tree_flatten(x)
+        specs = leaf_specs(x, leaves, spec, context.mesh, treedef)
+        tracing = is_tracing()
+        find = partial(  # not a closure, which would add 0.2 us to the fast path
+            resolve,
+            context=context,
+            memory_kind=memory_kind,
+            missing=missing,
+            indivisible=indivisible,
+            option="einshard(..., missing='replicate')",
+            traced=tracing,
+        )
+        try:
+            mesh = context.lowering_mesh if check_processes else None
+            placed = _place_leaves(x, leaves, spec, specs, find, tracing, donate, mesh)
+        except EinshardError as error:
+            raise _suggest_numpy(error, x, leaves, spec, context) from None
+        return jtu.tree_unflatten(treedef, placed)
     except EinshardError as error:
-        raise _suggest_numpy(error, x, leaves, spec, context) from None
-    return jtu.tree_unflatten(treedef, placed)
+        hide_frames(error)
+        raise
 
 
 def _place_array(

@@ -10,7 +10,7 @@ import numpy as np
 from jax.stages import Compiled, Lowered, Traced
 
 from .._arrays.place import einshard
-from .._errors import EinshardError, plural, printable
+from .._errors import EinshardError, plural, printable, public
 from .._inspect.lowered import Stages, trace_call
 from .._inspect.show import checked_shape
 from .._notation.axis_positions import needs_rank
@@ -41,6 +41,7 @@ _EXPECTED = (
 )
 
 
+@public
 def to_jax(
     what: Any,
     *args: Any,

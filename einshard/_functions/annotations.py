@@ -39,7 +39,8 @@ from .type_hints import (
 )
 
 if TYPE_CHECKING:
-    Sharded = Annotated
+    # mypy rejects `Sharded = Annotated`
+    from typing import Annotated as Sharded  # type: ignore[reportUnusedImport]
 else:
 
     class Sharded:

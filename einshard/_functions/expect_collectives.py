@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import jax
 
-from .._errors import EinshardError
+from .._errors import EinshardError, public
 from .._sharding.axis_rules import check_option
 from .._sharding.context import is_tracing, user_stacklevel
-from .compile_events import is_listening, unwatch, watch
-from .promise import Promise, find_unexpected, read_promise
+from .compile_events import is_listening, program_text, unwatch, watch
+from .promise import Promise, allowed_text, find_unexpected, read_promise
 
 # The limits of the current block. They are in JAX's cache keys, so that a block does not reuse
 # programs that were compiled without its limits. Created at import, because creating a user context
@@ -63,11 +63,16 @@ class expect_collectives:
             `jax.monitoring.clear_event_listeners`.
     """
 
+    @public
     def __init__(self, allowed: Promise, *, on_unexpected: Literal['error', 'warn'] = 'error'):
         self._allowed = read_promise(allowed, 'allowed=')
         check_option('on_unexpected', on_unexpected, ('error', 'warn'))
         self._warns = on_unexpected == 'warn'
 
+    def __repr__(self) -> str:
+        return f'<expect_collectives: {allowed_text(self._allowed)}>'
+
+    @public
     def __enter__(self) -> expect_collectives:
         if is_tracing():
             raise EinshardError(
@@ -111,14 +116,14 @@ class expect_collectives:
         _thread.entered[i] = _thread.entered[i][0], limits_context
         return False
 
-    def _check(self, name: str, texts: Sequence[str]) -> None:
-        if not texts:
+    def _check(self, name: str, programs: Sequence[Any]) -> None:
+        if not programs:
             self._warn(
                 f'the collectives of {name} were not checked: its program is not on the devices '
                 'of this process'
             )
-        for text in texts:
-            error = find_unexpected(name, text, self._allowed)
+        for program in programs:
+            error = find_unexpected(name, program_text(program), self._allowed)
             if error is not None and not self._warns:
                 raise error
             if error is not None:

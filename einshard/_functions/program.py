@@ -167,7 +167,14 @@ def make_program(traced: TracedFunction, values: Sequence[Any]) -> Program:
     nested = _make_nested(traced, jitted, constrained, options, in_shardings)
     runnable, checked, without_spec = jitted, None, list[int]()
     if budget is not None:
-        checked = CheckedJit(budget, traced.wrapper, traced.sharded_by, with_shardings, nested)
+        checked = CheckedJit(
+            budget,
+            traced.wrapper,
+            traced.sharded_by,
+            lambda: traced.setup.context().lowering_mesh,
+            with_shardings,
+            nested,
+        )
         runnable = checked.call
         rows = enumerate(traced.in_shardings)
         without_spec = [i for i, x in rows if i not in traced.static and _lacks_spec(x)]

@@ -11,21 +11,25 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._errors import EinshardError, plural
-from .._program.hlo.collective import KINDS, Collective
-from .._program.hlo.find_collectives import read_collectives
-from .._program.hlo.memory import parse_bytes, read_memory
-from .._program.hlo.temporaries import Temporary, largest_temporaries
-from .._program.hlo.text import Program
 from .._sharding.collective_axes import ShardedBy, along_text
 from .._sharding.context import is_staging, is_tracing, user_stacklevel
 from .._text import format_bytes, short_arrays, short_source
+from .compile_events import listen, sees_compilations, this_thread
+from .compile_events import program_text as loaded_text
+
+if TYPE_CHECKING:
+    from .._program.hlo.collective import Collective
+    from .._program.hlo.temporaries import Temporary
+
+# Functions that read programs import `_program` when they run: it takes a third of the time to
+# import einshard, and most functions have no limits.
 
 # The collectives that a program may have: a kind such as 'all-reduce', several kinds, or the limit
 # of each kind.
@@ -61,12 +65,16 @@ class Limits:
 def read_limits(collectives: Promise | None, memory: str | int | None) -> Limits | None:
     if collectives is None and memory is None:
         return None
+    from .._program.hlo.memory import parse_bytes
+
     allowed = None if collectives is None else read_promise(collectives)
     return Limits(allowed, None if memory is None else parse_bytes(memory, 'memory='))
 
 
 def read_promise(promise: Promise, given_as: str = 'collectives=') -> Allowed:
     """Returns the limit of each kind, such as {'all-reduce': math.inf} for 'all-reduce'."""
+    from .._program.hlo.collective import KINDS
+
     if isinstance(promise, str):
         return read_promise((promise,), given_as)
     if not isinstance(promise, Collection):  # type: ignore[reportUnnecessaryIsInstance]
@@ -109,6 +117,8 @@ def check_promise(
             error, or None if there are no specs. It takes the ShapeDtypeStructs of the result, or
             None if they are unknown.
     """
+    from .._program.hlo.find_collectives import read_collectives
+
     too_many = exceeding(allowed, read_collectives(program_text(name, compiled)))
     if not too_many:
         return
@@ -125,6 +135,8 @@ def check_promise(
 
 
 def find_unexpected(name: str, text: str, allowed: Allowed) -> UnexpectedCollectives | None:
+    from .._program.hlo.find_collectives import read_collectives
+
     too_many = exceeding(allowed, read_collectives(text))
     return _unexpected(name, allowed, [(x, '') for x in too_many]) if too_many else None
 
@@ -141,6 +153,10 @@ def _unexpected(
 
 
 def check_memory(name: str, compiled: Any, limit: int) -> None:
+    from .._program.hlo.memory import read_memory
+    from .._program.hlo.temporaries import largest_temporaries
+    from .._program.hlo.text import Program
+
     memory = read_memory(compiled)
     if memory is None:
         raise EinshardError(f'cannot read the memory of {name}: the backend does not report it')
@@ -236,6 +252,18 @@ class Budget:
         if limits.memory is not None:
             check_memory(self.name, compiled, limits.memory)
 
+    def allows(self, compiled: Any) -> bool:
+        from .._program.hlo.find_collectives import read_collectives
+        from .._program.hlo.memory import read_memory
+
+        limits = self.limits
+        if limits.collectives is not None:
+            found = read_collectives(program_text(self.name, compiled))
+            if exceeding(limits.collectives, found):
+                return False
+        memory = None if limits.memory is None else read_memory(compiled)
+        return limits.memory is None or (memory is not None and memory.total <= limits.memory)
+
     def warn_unchecked(self) -> None:
         """Warns once that no limits are checked under a transformation outside `jax.jit`.
 
@@ -256,25 +284,18 @@ class Budget:
         )
 
 
-@dataclass(slots=True, eq=False)
-class _Jitted:
-    """A jitted function, and the state of its checks."""
-
-    function: Any
-    unchecked_threads: set[int]  # ids of threads that have traced, but not checked, a program
-    first_is_checked: bool = False
-
-
 class CheckedJit:
     """A jitted function that checks the limits on collectives and memory of its programs.
 
-    The first program is checked before it runs, later ones before their result is returned. JAX
-    does not report whether a call compiled, but each compilation follows a trace. So the function
-    records its traces, and a call that traced gets the compiled program from JAX's cache and checks
-    it. Checks inside the trace would make later calls take jit's slow path (80 to 250 us).
+    A program is checked when it has been compiled, before it runs: JAX reports each compilation to
+    `compile_events`, and an error raised there stops the call, and is raised again by the next one.
+    Checks inside the trace would make later calls take jit's slow path (80 to 250 us).
 
-    A thread may run a program that another thread has traced but not checked. So after each run, a
-    call checks its program if any trace is unchecked, or if a failed check replaced the function.
+    If JAX does not report compilations (a version with other events, or after
+    `jax.monitoring.clear_event_listeners`), the first program is checked before it runs, and others
+    before their result is returned: each compilation follows a trace, so the function records its
+    traces. A thread may run a program that another thread has traced but not checked, so a call
+    checks its program if any trace is unchecked, or if a failed check replaced the function.
     """
 
     def __init__(
@@ -282,12 +303,14 @@ class CheckedJit:
         budget: Budget,
         function: Callable[..., Any],
         sharded_by: Callable[[Sequence[Any], Any], ShardedBy],
+        mesh: Callable[[], Any],
         options: Mapping[str, Any],
         nested: Callable[..., Any],
     ):
         self._budget = budget
         self._function = function
         self._sharded_by = sharded_by
+        self._mesh = mesh
         self._options = options
         self._nested = nested
         # stored, so that callers can compare it with `is`: each `self._call` is a new object
@@ -300,13 +323,21 @@ class CheckedJit:
             return self._nested(*values)
         jitted = self._jitted
         if not jitted.first_is_checked:
-            self._check(jitted, values)
+            listen()
+            if not sees_compilations():
+                self._check(jitted, values)
+        calls = this_thread.calls
+        calls.append(jitted)
         try:
             result = jitted.function(*values)
-        except BaseException:
+        except BaseException as error:
+            calls.pop()
+            if isinstance(error, _Stopped):
+                return self._check_stopped(jitted, values, error.program)
             if jitted.unchecked_threads:
                 self._reset()  # JAX keeps the trace, but its program was not checked
             raise
+        calls.pop()
         if jitted.unchecked_threads or self._jitted is not jitted:
             self._check(self._jitted, values)
         return result
@@ -317,14 +348,7 @@ class CheckedJit:
 
     def _reset(self) -> None:
         """Replaces the jitted function, so that all programs are checked again."""
-        unchecked_threads = set[int]()
-
-        @functools.wraps(self._function)
-        def record_trace(*values: Any) -> Any:
-            unchecked_threads.add(threading.get_ident())
-            return self._function(*values)
-
-        self._jitted = _Jitted(jax.jit(record_trace, **self._options), unchecked_threads)
+        self._jitted = _Jitted(self._budget, self._function, self._options)
 
     def _check(self, jitted: _Jitted, values: Sequence[Any]) -> None:
         # no lock: tracing runs user code, which may wait for a thread that calls this function
@@ -334,5 +358,85 @@ class CheckedJit:
         except BaseException:
             self._reset()
             raise
-        jitted.unchecked_threads.discard(threading.get_ident())
-        jitted.first_is_checked = True
+        jitted.is_checked()
+
+    def _check_stopped(self, jitted: _Jitted, values: Sequence[Any], program: Any) -> Any:
+        """Checks the program of a call that `on_compiled` has stopped, and runs it if allowed.
+
+        JAX keeps no program of a stopped call, so no other thread can run it.
+        """
+        sharded_by = functools.partial(self._sharded_by, values)
+        if program is not None:
+            shardings = [x.sharding for x in jtu.tree_leaves(values) if isinstance(x, jax.Array)]
+            shardings.append(NamedSharding(self._mesh(), PartitionSpec()))
+            result = jitted.function.eval_shape(*values)
+            self._budget.check(_Loaded(program, shardings, result), sharded_by)
+        # another jitted function, whose program no other thread can run before it is checked
+        again = _Jitted(self._budget, self._function, self._options).function
+        self._budget.check(again.trace(*values).lower().compile(), sharded_by)
+        this_thread.calls.append(None)
+        try:
+            return jitted.function(*values)
+        finally:
+            this_thread.calls.pop()
+
+
+class _Stopped(Exception):
+    """Stops a call whose program is not allowed, or was not found (`program` is None)."""
+
+    def __init__(self, program: Any):
+        super().__init__()
+        self.program = program
+
+
+class _Jitted:
+    """A jitted function, and the state of its checks."""
+
+    def __init__(
+        self, budget: Budget, function: Callable[..., Any], options: Mapping[str, Any]
+    ) -> None:
+        self._budget = budget
+        self.first_is_checked = False
+        # ids of threads that have traced, but not checked, a program
+        self.unchecked_threads = unchecked_threads = set[int]()
+
+        @functools.wraps(function)
+        def record_trace(*values: Any) -> Any:
+            unchecked_threads.add(threading.get_ident())
+            this_thread.calls.append(None)  # programs compiled in the trace are not this one
+            try:
+                return function(*values)
+            finally:
+                this_thread.calls.pop()
+
+        self.function: Any = jax.jit(record_trace, **options)
+
+    def is_checked(self) -> None:
+        self.unchecked_threads.discard(threading.get_ident())
+        self.first_is_checked = True
+
+    def on_compiled(self, name: str, programs: Sequence[Any]) -> None:
+        if name != self.function.__name__:  # a transfer of an argument
+            return
+        self.is_checked()
+        rejected = [x for x in programs if not self._budget.allows(_Loaded(x))]
+        if rejected or not programs:
+            raise _Stopped(rejected[0] if len(programs) == 1 else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A loaded program, with the methods of `jax.stages.Compiled` that checks need."""
+
+    program: Any
+    input_shardings: Sequence[Any] = ()
+    out_info: Any = None
+
+    def as_text(self) -> str:
+        return loaded_text(self.program)
+
+    def memory_analysis(self) -> Any:
+        try:
+            return self.program.get_compiled_memory_stats()
+        except jax.errors.JaxRuntimeError:  # some backends do not report it
+            return None

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from jax.sharding import AbstractMesh, Mesh
 
-from .._errors import EinshardError
+from .._errors import EinshardError, public
 from .._sharding.axis_rules import Fallback, check_option
 from .._sharding.mesh import MeshLike, check_mesh
 from .._text import deferred_kind, name_of
@@ -37,6 +37,7 @@ def sharded(
     check_processes: bool = True,
     **named_specs_and_jit_options: Any,
 ) -> Callable[[Callable[P, R]], ShardedFunction[P, R]]: ...
+@public
 def sharded(
     *in_specs: Spec,
     out: Spec = None,
@@ -88,9 +89,8 @@ def sharded(
             'error' raises, and 'replicate' replicates this axis in calls with such a size.
         collectives: the collectives that the compiled program may have: `()` for none, one kind
             such as 'all-reduce', several kinds, or the limit of each kind: `{'all-reduce': 1}`. A
-            collective in a loop counts once. The first compiled program is checked before it runs;
-            programs for other shapes run first, and are checked before their result is returned.
-            A call under `jax.grad` or `jax.vmap` outside `jax.jit` warns that it is not checked.
+            collective in a loop counts once. Each compiled program is checked before it runs. A
+            call under `jax.grad` or `jax.vmap` outside `jax.jit` warns that it is not checked.
         memory: the memory that the compiled program may need on each device: '15 GB', '14.5 GiB' or
             a number of bytes. Checked like `collectives`.
         check_processes: whether the processes of a multi-process mesh compare digests of host data
@@ -121,6 +121,7 @@ def sharded(
         return decorate(in_specs[0], (), *options)
     check_spec_functions(in_specs)
 
+    @public
     def decorator(*functions: Any, **unexpected: Any) -> Any:
         if len(functions) != 1 or unexpected or not _can_decorate(functions[0]):
             raise no_function_error('sharded', [*functions, *unexpected.values()], in_specs)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from .._arrays.device_put import topology_error
-from .._errors import EinshardError, hide_inner_frames
+from .._errors import EinshardError, hide_frames, public
 from .._sharding.context import add_to_cache_keys, innermost_scope, is_tracing, matches_cache_keys
 from .._sharding.mesh import mesh_fact
 from .bound_method import BoundMethod
@@ -81,7 +81,7 @@ class ShardedFunction(Generic[P, R]):
                 call, _, flattened = self._setup.declaration.flatten_call(args, kwargs)
                 return self._retry(error, jitted, call, flattened, _run)
         except Exception as error:
-            hide_inner_frames(error)
+            hide_frames(error)
             raise
 
     @overload
@@ -94,7 +94,8 @@ class ShardedFunction(Generic[P, R]):
         return self if instance is None else BoundMethod(self, instance)
 
     def __repr__(self) -> str:
-        return f'<sharded function {self._setup.name}>'
+        decorator = 'sharded' if self._setup.try_fixes is None else 'per_device'
+        return f'<{decorator} function {self._setup.name}>'
 
     def __reduce__(self) -> str:
         # pickle stores functions by name, and copy returns the function itself. A partial has no
@@ -106,27 +107,32 @@ class ShardedFunction(Generic[P, R]):
         function = inspect.unwrap(self._setup.function)
         return function.__globals__  # jaxtyped resolves annotations with them
 
+    @public
     def lower(self, /, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """Like `jax.jit(f).lower`. Does not check `collectives=` or `memory=`."""
         if kwargs or self._setup.declaration.has_array_defaults:
             return self._trace_as_called(args, kwargs).lower()
         return self._call(args, kwargs, lambda program: program.jitted.lower)
 
+    @public
     def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
         """Like `jax.jit(f).trace`."""
         if kwargs or self._setup.declaration.has_array_defaults:
             return self._trace_as_called(args, kwargs)
         return self._call(args, kwargs, lambda program: program.jitted.trace)
 
+    @public
     def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Like `jax.jit(f).eval_shape`. Returns the shapes and dtypes of the result."""
         return self._call(args, kwargs, lambda program: program.jitted.eval_shape)
 
+    @public
     def in_shardings(self, /, *args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
         """Returns the sharding or pytree of shardings of each argument, or None without a spec."""
         traced, values = self._traced_function(args, kwargs)
         return dict(zip(traced.names, traced.argument_shardings(values), strict=True))
 
+    @public
     def out_shardings(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Returns the sharding or pytree of shardings of the result, or None without `out=`."""
         traced, values = self._traced_function(args, kwargs)

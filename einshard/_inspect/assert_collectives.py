@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from .._errors import public
 from .._functions.promise import Promise, check_promise, read_promise
 from .._sharding.mesh import MeshLike
 from .lowered import trace_to_compile
 
 
+@public
 def assert_collectives(
     fn: Any, *args: Any, allowed: Promise, mesh: MeshLike | None = None, **kwargs: Any
 ) -> None:

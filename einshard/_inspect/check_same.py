@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from .._arrays.device_put import put_array
 from .._arrays.gather import gather
-from .._errors import EinshardError, plural
+from .._errors import EinshardError, plural, public
 from .._functions.error_notes import is_sharding_type_error
 from .._sharding.context import is_tracing
 from .._sharding.mesh import partition_spec, spec_axes
@@ -50,6 +50,7 @@ _MAX_ROWS = 8
 _N_PERTURBED = 2  # runs on one device with perturbed arguments
 
 
+@public
 def check_same(
     fn: Any,
     *args: Any,

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import NamedSharding, Sharding
 from jax.stages import Compiled
 
+from .._errors import public
 from .._functions.promise import program_text
 from .._program.cost.bounds import NO_BOUNDS, find_bounds
 from .._program.cost.chips import Chip, as_chip, find_chip
@@ -36,6 +37,7 @@ from .payloads import Payloads, find_named_lines
 from .report import Report
 
 
+@public
 def explain(
     fn: Any,
     *args: Any,

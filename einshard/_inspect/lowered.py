@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import reprlib
+import traceback
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.stages import Compiled, Lowered, Traced
 
-from .._errors import EinshardError
+from .._errors import EinshardError, hide_frames
 from .._functions.bound_method import BoundMethod, unwrap_partial
 from .._functions.error_notes import note_unbound_axis
 from .._functions.program import Program
@@ -28,7 +29,7 @@ from .._functions.sharded_function import ShardedFunction
 from .._functions.traced_function import TracedFunction
 from .._program.jaxpr.edits import JittedCall, read_call
 from .._progress import progress
-from .._sharding.context import current_context, mesh_scope
+from .._sharding.context import LIBRARY_FOLDERS, current_context, mesh_scope
 from .._sharding.leaf_spec import AnySpec
 from .._sharding.libtpu import load_libtpu
 from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact
@@ -340,6 +341,12 @@ def _trace(
             facts['instead'] = f'pass {name} as an argument: lambda f, *args: f(*args)'
         elif can_filter_jit(fn, args, kwargs):
             facts['instead'] = f'equinox.filter_jit({name})'
+        hide_frames(error)
+        entries = traceback.extract_tb(error.__traceback__)
+        lines = [x for x in entries if not x.filename.startswith(LIBRARY_FOLDERS)]
+        lines = [x for x in lines if 'site-packages' not in x.filename] or lines
+        if lines:
+            facts['line'] = f'{lines[-1].filename}:{lines[-1].lineno}: {lines[-1].line}'
         raise EinshardError(
             f'tracing {name} with these arguments failed', code='tracing', facts=facts
         ) from error

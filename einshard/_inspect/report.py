@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from warnings import warn
 
 from .._display import Display, as_json
 from .._errors import plural
@@ -89,12 +88,6 @@ class Report(Display):
         """
         return sum(self.collectives.network_bytes.values())
 
-    @property
-    def warnings(self) -> tuple[Finding, ...]:
-        """Deprecated: use `findings` and `notes`."""
-        warn('.warnings is deprecated; use .findings and .notes', DeprecationWarning, stacklevel=2)
-        return (*self.findings, *self.notes)
-
     def diff(self, after: Report) -> Diff:
         """Compares this report with a later one: `before.diff(after)`."""
         return make_diff(self._diff_input(), after._diff_input())
@@ -119,7 +112,6 @@ class Report(Display):
             'meshes': [dict(mesh) for mesh in self.meshes],
             'counts': dict(self.collectives.counts),
             'network_bytes': self.network_bytes,
-            'warnings': as_json((*self.findings, *self.notes)),  # deprecated, until 0.5
         }
 
     def _page(self) -> Page:
@@ -131,7 +123,7 @@ class Report(Display):
             _result_section(self),
             _intermediate_section(self.intermediates or ()),
             collective_section(self.collectives),
-            Section('on each device', lines=tuple(_resources(self))),
+            Section('on each device', lines=tuple(_resources(self)), comes_first=True),
             temporaries_section(self.temporaries, self.memory),
             bounds_section(self.chip or '', self.bounds, unknown_loops),
         )

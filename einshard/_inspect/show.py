@@ -12,7 +12,7 @@ import jax
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from .._errors import EinshardError, plural, printable
+from .._errors import EinshardError, plural, printable, public
 from .._notation.expression import Expression, axis_letters, parse
 from .._pictures.blocks import Blocks
 from .._pictures.caption import describe_shards
@@ -44,6 +44,7 @@ def show(
     shape: Sequence[int] | None = None,
     devices: int | MeshLike | None = None,
 ) -> Picture | Gallery: ...
+@public
 def show(
     x_or_expression: Any,
     shape: Sequence[int] | None = None,

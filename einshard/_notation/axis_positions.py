@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .._errors import plural, quoted
 from .expression import ELLIPSIS, Expression, Term
+from .repairs import repairs
 
 
 def axis_positions(
@@ -21,7 +22,7 @@ def axis_positions(
             raise expression.error(
                 f'the expression names {plural(len(names), "axis")}, but {rank_text}',
                 expression.left if not expression.short else expression.right,
-                code='ndim',
+                fix=repairs(expression, ndim=ndim),
             )
         return {name: i for i, name in enumerate(names)}
     before = names.index(ELLIPSIS)
@@ -33,7 +34,6 @@ def axis_positions(
                 f"{quoted(names[before + 1 :])} {come} after '...', so the sharding depends on "
                 'ndim, which is unknown',
                 [t for t in expression.left if t.name == ELLIPSIS],
-                code='ndim',
                 expected='ndim=x.ndim, for an array x',
             )
         ndim = len(names) - 1
@@ -41,7 +41,6 @@ def axis_positions(
         raise expression.error(
             f"the expression names {plural(before + after, 'axis')} and '...', but {rank_text}",
             [t for t in expression.left if t.name != ELLIPSIS],
-            code='ndim',
         )
     first = {name: i for i, name in enumerate(names[:before])}
     last = {name: ndim - after + i for i, name in enumerate(names[before + 1 :])}

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from .._cache import cached
-from .._errors import DeviceCounts, EinshardError, Suggestion, plural, quoted
+from .._errors import DeviceCounts, EinshardError, plural, quoted
 from .expression import ELLIPSIS, Expression, Term
+from .repairs import repairs
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,6 @@ def solve_counts(
             f'the counts need {huge_text(product)} devices, but there '
             f'{"is" if n == 1 else "are"} only {n}',
             [term for term in terms if term.factor > 1],
-            code='device-count',
             **devices.hints,
             devices=devices.fact(),
         )
@@ -75,8 +73,7 @@ def solve_counts(
         raise expression.error(
             f'{quoted(map(str, stars))} cannot have {_ratio_text(stars)} on {which}',
             stars,
-            code='device-count',
-            fix=_shared_devices(expression, terms, n),
+            fix=repairs(expression, n),
             **devices.hints,
             devices=devices.fact(counted),
             works_with=_works_with(product * devices.taken, len(stars)),
@@ -132,8 +129,7 @@ def _wrong_product(
             if product > n
             else _indivisible(n, counted, devices),
             marked,
-            code='device-count',
-            fix=_counts_that_fit(expression, terms, n, devices),
+            fix=repairs(expression, n) if devices.total > 1 else None,
             **devices.hints,
             devices=fact,
             works_with=DeviceCounts(
@@ -154,12 +150,7 @@ def _wrong_product(
             else "add '*' to replicate over the rest"
         )
     return expression.error(
-        sentence,
-        marked,
-        code='device-count',
-        fix=_with_star_first(expression),
-        **devices.hints,
-        devices=fact,
+        sentence, marked, fix=repairs(expression, n), **devices.hints, devices=fact
     )
 
 
@@ -174,8 +165,7 @@ def _not_a_multiple(
     return expression.error(
         _indivisible(n, counted, devices) + ratio,
         counted,
-        code='device-count',
-        fix=_counts_that_fit(expression, terms, n, devices),
+        fix=repairs(expression, n) if devices.total > 1 else None,
         **devices.hints,
         devices=devices.fact(),
         works_with=_works_with(product * devices.taken, len(stars)),
@@ -192,83 +182,6 @@ def _product_text(counted: Sequence[Term]) -> str:
     factors = [term.factor for term in counted]
     text = ' x '.join(map(str, factors))
     return f'{text} = {math.prod(factors)}' if len(factors) > 1 else text
-
-
-def _with_star_first(expression: Expression) -> Suggestion:
-    start = expression.right[0].span[0]
-    return Suggestion(f'{expression.text[:start]}* {expression.text[start:]}')
-
-
-def _counts_that_fit(
-    expression: Expression, terms: Sequence[Term], n: int, devices: Devices
-) -> Suggestion | None:
-    """Suggests smaller counts if the counts need more than n devices, or returns None."""
-    # no fix on one device: it would only remove all counts
-    if math.prod(term.factor for term in terms) <= n or devices.total == 1:
-        return None
-    return _shared_devices(expression, terms, n)
-
-
-def _shared_devices(expression: Expression, terms: Sequence[Term], n: int) -> Suggestion:
-    """Suggests counts with product n for the terms with a count or a star.
-
-    The first suggestion shards as many of the array axes as possible: 'x4 y2' for 'x* y*' on 8
-    devices, not 'x8 y'. Then it keeps most of the counts, and replicas, and comes close to the
-    ratio of the terms. The others are for arrays and meshes that it does not fit.
-    """
-    terms = [term for term in terms if term.factor > 1 or term.star]
-
-    def rank(counts: Sequence[int]) -> tuple[Any, ...]:
-        pairs = [*zip(terms, counts, strict=True)]
-        used = {term.name for term, count in pairs if count > 1}
-        n_unsharded = len({term.name for term in terms if term.name} - used)
-        n_changed = sum(count != term.factor for term, count in pairs if not term.star)
-        ratios = [count / term.factor for term, count in pairs]
-        spread = round(max(ratios) / min(ratios), 9)
-        n_replicas = math.prod(count for term, count in pairs if not term.name)
-        in_order = [-count for count in counts]
-        return n_unsharded, n_changed, counts.count(1), spread, n_replicas, in_order
-
-    ranked = sorted(itertools.islice(_factorizations(n, len(terms)), _MAX_FACTORIZATIONS), key=rank)
-    stars = [term for term in terms if term.star]
-    suggestions: list[str] = []
-    for counts in ranked[:_MAX_SUGGESTIONS]:
-        replacements = [
-            (term, replace(term, count=count, star=False))
-            for term, count in zip(terms, counts, strict=True)
-            # a single star takes the devices that the counts leave
-            if not (stars == [term] and count % term.factor == 0 and count > 1)
-        ]
-        suggestions.append(with_terms(expression, replacements).expression)
-    return Suggestion(suggestions[0], suggestions[1:])
-
-
-def _factorizations(n: int, k: int) -> Iterator[tuple[int, ...]]:
-    """Yields the ways to write n as an ordered product of k numbers."""
-    if k == 1:
-        yield (n,)
-        return
-    for first in range(1, n + 1):
-        if n % first == 0:
-            yield from ((first, *rest) for rest in _factorizations(n // first, k - 1))
-
-
-_MAX_FACTORIZATIONS = 5000  # 4096 devices for five terms have 1820
-_MAX_SUGGESTIONS = 16
-
-
-def with_terms(expression: Expression, replacements: Sequence[tuple[Term, Term]]) -> Suggestion:
-    """Suggests the expression with some terms replaced.
-
-    `replacements` are pairs of a term and its replacement, in the order of the text. A replacement
-    with count 1 is written as its name alone.
-    """
-    text = expression.text
-    for term, replacement in reversed(replacements):
-        start, end = term.span
-        written = (replacement.name or '') if replacement.count == 1 else str(replacement)
-        text = f'{text[:start]}{written}{text[end:] if written else text[end:].lstrip()}'
-    return Suggestion(text.strip())
 
 
 @cached

@@ -10,6 +10,7 @@ from .axis_positions import terms_of_axis
 from .expression import Expression
 from .layout import Layout
 from .mesh_text import mesh_size_text
+from .repairs import repairs
 
 
 def check_divisible(
@@ -24,16 +25,16 @@ def check_divisible(
                 raise expression.error(
                     f"axis '{name}' (size {size}) may not be divisible by {n_shards}",
                     marked,
-                    code='not-divisible',
                     expected=f"a multiple of {n_shards}, such as symbolic_shape('{n_shards}*n')",
                 )
             facts = _shard_counts(size, n_devices)
             if _mesh_axes_of(layout, axis):
                 facts = _padding_facts(expression, layout, shape, axis)
+            left = n_devices // math.prod(x.count for x in layout.splits if x.mesh_axes)
             raise expression.error(
                 _indivisible_text(expression, layout, shape, axis),
                 marked,
-                code='not-divisible',
+                fix=repairs(expression, left),
                 devices=n_devices,
                 **facts,
             )

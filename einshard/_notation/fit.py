@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
-from .._errors import EinshardError, Suggestion
+from .._errors import EinshardError
 from .counts import prime_factors
 from .expression import Expression
 from .layout import Layout
+from .repairs import repairs
 
 COUNTS_THAT_FIT = 'each count is the size of the next mesh axis, or the product of the next few'
 
@@ -38,27 +40,16 @@ def fit(layout: Layout, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, ...],
 
 
 def misfit_error(expression: Expression, layout: Layout, mesh: str) -> EinshardError:
-    grid = ' x '.join(str(split.count) for split in layout.splits if not split.mesh_axes)
+    counts = [split.count for split in layout.splits if not split.mesh_axes]
+    grid = ' x '.join(map(str, counts))
     return expression.error(
         'the counts do not match the mesh axes',
         [term for term in expression.right if term.is_counted],
-        code='device-count',
-        fix=with_star_after(expression),
+        fix=repairs(expression, math.prod(counts)),
         device_grid=grid,
         mesh=mesh,
         expected=f'from left to right, {COUNTS_THAT_FIT}',
     )
-
-
-def with_star_after(expression: Expression) -> Suggestion | None:
-    """Suggests 'b4 * d' for '* b4 d', or returns None if no '*' comes before all counts."""
-    counted = [term for term in expression.right if term.is_counted]
-    if len(counted) < 2:
-        return None
-    text, (start, end), last = expression.text, counted[0].span, counted[-1].span[1]
-    if text[start:end] != '*':
-        return None
-    return Suggestion(f'{text[:start]}{text[end:last].lstrip()} *{text[last:]}')
 
 
 def fitting_sizes(layout: Layout) -> tuple[int, ...]:

@@ -9,12 +9,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+from .._errors import Suggestion
 from .axis_positions import axis_positions
-from .counts import Devices, solve_counts, with_terms
+from .counts import Devices, solve_counts
 from .divisible import check_divisible
 from .expression import ELLIPSIS, Expression, Term
 from .layout import Layout, Split, merge_neighbors, replicate_axes
 from .mesh_text import as_count, count_hint, mesh_text, no_mesh_text
+from .repairs import with_terms
 
 
 def lay_out(
@@ -103,8 +105,7 @@ def _splits_by_mesh_axes(
         raise expression.error(
             no_mesh_text(mesh_axis_terms),
             mesh_axis_terms,
-            code='mesh',
-            fix=with_terms(expression, counts[:1]) if counts else None,
+            fix=Suggestion(with_terms(expression, counts[:1])) if counts else None,
             expected="mesh=mesh or 'with jax.set_mesh(mesh):'",
         )
     splits: list[Split] = []
@@ -129,8 +130,7 @@ def _axis_size(expression: Expression, term: Term, axis: str, sizes: Mapping[str
     raise expression.error(
         f"the mesh has no axis '{axis}'{instead}",
         [term],
-        code='mesh',
-        fix=with_terms(expression, [(term, meant)]) if meant else None,
+        fix=Suggestion(with_terms(expression, [(term, meant)])) if meant else None,
         mesh=mesh_text(sizes),
     )
 

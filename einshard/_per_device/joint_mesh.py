@@ -8,13 +8,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .._cache import cached
-from .._errors import EinshardError, Suggestion, quoted
+from .._errors import EinshardError, quoted
 from .._notation.divisible import check_divisible
 from .._notation.expression import Expression, Term, parse
-from .._notation.fit import fit, with_star_after
+from .._notation.fit import fit
 from .._notation.lay_out import lay_out
 from .._notation.layout import Layout, Split
 from .._notation.mesh_text import mesh_text
+from .._notation.repairs import repairs
 from .._suggestions import keep_working_suggestions, works
 from .spec_axes import MeshAxis, SpecAxes, grid_of, leading_replicas
 
@@ -133,9 +134,7 @@ class _Specs:
         mesh = replace(self, specs=specs).try_shapes()
         if self.axis_sizes and not mesh.fits(self.axis_sizes):
             fixed = changed.expression
-            raise fixed.error(
-                'the counts do not fit the mesh', code='device-count', fix=with_star_after(fixed)
-            )
+            raise fixed.error('the counts do not fit the mesh', fix=repairs(fixed, self.n_devices))
 
     def try_shapes(self) -> JointMesh:
         """Returns the mesh. Raises if the arrays of the call do not fit the expressions on it."""
@@ -157,7 +156,6 @@ class _Specs:
                     f"axis '{name}' has {first_count} shards in one expression "
                     f'and {count} in another',
                     [first_spec.defines[name]],
-                    code='axis-names',
                     **_expression_facts([first_spec, spec]),
                     devices=self.n_devices,
                 )
@@ -191,7 +189,6 @@ class _Specs:
                         f"'{term}' needs a multiple of {term.factor} shards, "
                         f"but '{name}' has {count} in another expression",
                         [term],
-                        code='device-count',
                         **_expression_facts([spec, source]),
                     )
 
@@ -208,7 +205,6 @@ class _Specs:
                         f"ambiguous: axis '{name}' is '{first.defines[name]}' in one expression "
                         f"and '{term}' in another",
                         [first.defines[name]],
-                        code='axis-names',
                         **_expression_facts([first, spec]),
                     )
         if not starred:
@@ -223,11 +219,7 @@ class _Specs:
         except EinshardError as error:
             facts = {**_expression_facts(self.specs), **error.facts}
             raise EinshardError(
-                error.sentence,
-                code=error.code,
-                expression=' '.join(terms),
-                spans=error.spans,
-                facts=facts,
+                error.sentence, expression=' '.join(terms), spans=error.spans, facts=facts
             ) from None
         return {name: solved.get(name, 1) for name in starred}
 
@@ -252,7 +244,7 @@ class _Specs:
             sentence = (
                 f'the number of devices ({n_devices}) is not divisible by {factors} ({terms})'
             )
-        return EinshardError(sentence, code='axis-names', facts=facts)
+        return EinshardError(sentence, facts=facts)
 
     def sharing_devices(self, first: str, second: str) -> _Specs:
         """Returns a copy in which `second@first` replaces the count of `second`."""
@@ -269,7 +261,6 @@ class _Specs:
         sharded = [f'{name}{count}' for name, count in counts.items() if count > 1]
         longest = max(self.specs, key=lambda spec: len(spec.defines))
         expression = longest.expression
-        start = expression.right[0].span[0]
         sentence = f"nothing is sharded; add '*' to replicate over all {n_devices} devices"
         if sharded:
             use = f'{"uses" if len(sharded) == 1 else "use"} only {math.prod(counts.values())}'
@@ -282,11 +273,10 @@ class _Specs:
         return expression.error(
             sentence,
             longest.defines.values() or expression.right,
-            code='axis-names',
             **_expression_facts(self.specs),
             **({'mesh': ' x '.join(map(str, self.axis_sizes))} if self.axis_sizes else {}),
             devices=n_devices,
-            fix=Suggestion(f'{expression.text[:start]}* {expression.text[start:]}'),
+            fix=repairs(expression, n_devices),
         )
 
     def several_orders(
@@ -304,7 +294,6 @@ class _Specs:
                 facts['try'] = f'{" or ".join(fixes)}, for {longest.owner}'
         return EinshardError(
             f'ambiguous device order: {option} could come before {alternative} or after it',
-            code='axis-names',
             facts=facts,
         )
 
@@ -339,7 +328,6 @@ class _Specs:
         return conflicting[0].expression.error(
             f'{subject} disagree on the device order',
             [term for term in conflicting[0].expression.right if term.spans_devices],
-            code='axis-names',
             **_expression_facts(
                 conflicting, lambda spec: _order_text(spec.grid(counts, self.n_devices))
             ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
@@ -14,7 +13,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from .._errors import EinshardError
+from .._errors import EinshardError, public
 from .._functions.error_notes import SpecLeaf
 from .._functions.parameters import (
     JIT_OPTIONS,
@@ -46,6 +45,7 @@ P = ParamSpec('P')
 R = TypeVar('R')
 
 
+@public
 def per_device(
     *in_specs: Spec,
     out: Spec,
@@ -111,10 +111,8 @@ def per_device(
     spec_mesh = mesh_of([in_specs, out, named])
     mesh = spec_mesh if mesh is None else mesh
     in_specs, out, named = map(_as_expressions, (in_specs, out, named))
-    if 'manual' in named:
-        warnings.warn('manual= is now axis_names=', DeprecationWarning, stacklevel=2)
-        axis_names = copied(named.pop('manual'))
 
+    @public
     def decorate(*functions: Any, **unexpected: Any) -> Any:
         function = functions[0] if len(functions) == 1 and not unexpected else None
         if isinstance(function, staticmethod | classmethod):
@@ -270,7 +268,8 @@ class _PerDeviceFunction:
             self._resolver(shapes)
         except EinshardError as tried:  # the mesh is wrong, not one of the arguments
             return tried
-        return error
+        is_written = any(error.expression == spec.expression.text for spec in self.spec_axes)
+        return error if is_written else error.with_fix(None)  # it has the counts of all arguments
 
     def _resolver(self, shapes: Mapping[Spec, Sequence[tuple[int, ...]]] | None = None) -> Resolver:
         """Returns the resolver for the mesh of the current call.
@@ -335,7 +334,8 @@ class _PerDeviceFunction:
         try:
             resolver.check(text, np.shape(leaf))
         except EinshardError as error:
-            raise error.about(array=leaf_text(path, leaf)) from None
+            # a fix for one array may not fit the expressions of the others
+            raise error.about(array=leaf_text(path, leaf)).with_fix(None) from None
         return resolver.complete(text)
 
     def _call_shard_map(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -13,10 +13,11 @@ from typing import Any
 from .._errors import EinshardError
 from .._notation.axis_positions import axis_positions
 from .._notation.counts import prime_factors
-from .._notation.expression import ELLIPSIS, Expression
+from .._notation.expression import ELLIPSIS, Expression, parse
 from .._notation.fit import spec_entries
 from .._notation.lay_out import lay_out
 from .._notation.mesh_text import as_count, no_mesh_text
+from .._suggestions import with_working_fix
 from .blocks import blocks_on_mesh
 from .caption import describe_device_order, describe_shards
 from .picture import Picture
@@ -64,7 +65,14 @@ def draw_expression(
         raise _no_mesh_error(expression, shape, given)
     n_devices = _device_count(expression, n_devices)
     ndim = drawn_ndim(expression, shape)
-    layout = lay_out(expression, ndim if shape is None else shape, n_devices)
+    try:
+        layout = lay_out(expression, ndim if shape is None else shape, n_devices)
+    except EinshardError as error:
+
+        def retry(text: str) -> None:
+            lay_out(parse(text), ndim if shape is None else shape, n_devices)
+
+        raise with_working_fix(error, retry) from None
     mesh = {f'd{i}': split.count for i, split in enumerate(layout.splits)}
     signs = {f'd{i}': split.sign for i, split in enumerate(layout.splits) if split.sign}
     entries = spec_entries(layout, [(axis,) for axis in mesh])

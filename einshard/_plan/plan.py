@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, get_args
 
 from jax.sharding import Mesh
 
-from .._errors import EinshardError
+from .._errors import EinshardError, public
 from .._functions.bound_method import unwrap_partial
 from .._inspect.lowered import concrete
 from .._program.cost.chips import Chip, as_chip, find_chip
@@ -33,6 +33,7 @@ from .space import AXES, Space
 UserCandidate: TypeAlias = tuple[Mapping[str, int], Mapping[str, AxisPlacement]]
 
 
+@public
 def plan(
     fn: Any,
     *args: Any,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import keyword
 import sys
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._errors import EinshardError
+from .._errors import EinshardError, public
 from .._notation.expression import ELLIPSIS, Term, parse
 from .._text import deferred_kind
 from .context import AxisRule, enter_rules, leave_rules, leave_rules_since, n_open_scopes
@@ -110,6 +111,7 @@ class axis_rules:
             the thread has entered different rules.
     """
 
+    @public
     def __init__(
         self,
         placements: Mapping[str, AxisPlacement] | Sequence[LogicalRule] = MappingProxyType({}),
@@ -140,6 +142,20 @@ class axis_rules:
                 )
             placement_of[rule.name] = rule.placement
             self.rules.append(rule)
+
+    def __repr__(self) -> str:
+        rules = self.rules
+        named = [f"{rule.name}='{rule.placement}'" for rule in rules]
+        names = {rule.name for rule in rules} - {'missing', 'indivisible', 'taken'}
+        if len({x for x in names if not keyword.iskeyword(x)}) < len(rules):
+            named = [str([(rule.name, rule.placement) for rule in rules])]
+        first = rules[:1]
+        options = [
+            *("missing='replicate'" for rule in first if rule.ignores_missing),
+            *("indivisible='replicate'" for rule in first if rule.replicates_indivisible),
+            *("taken='next'" for rule in first if rule.skips_taken),
+        ]
+        return f'axis_rules({", ".join([*named, *options])})'
 
     def __enter__(self) -> axis_rules:
         _check_not_async()

@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding
 
-from .._errors import EinshardError
+from .._errors import EinshardError, public
 from .._notation.expression import ELLIPSIS, Expression, Term, axis_letters
 from .._notation.layout import Layout, Split, merge_neighbors
 from .._notation.words import is_mesh_axis
@@ -38,6 +38,7 @@ from .mesh import (
 def describe(x: jax.Array | np.ndarray | jax.ShapeDtypeStruct | Sharding) -> str: ...
 @overload
 def describe(x: Any) -> Any: ...
+@public
 def describe(x: Any) -> Any:
     """Describes the sharding of an array, or of each array in a pytree, as an expression.
 

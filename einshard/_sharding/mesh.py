@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._cache import cached
-from .._errors import EinshardError
+from .._errors import EinshardError, public
 from .._notation.counts import prime_factors
 from .._notation.mesh_text import mesh_text
 from .axis_sizes import solve_sizes
@@ -43,6 +43,7 @@ def device_mesh(
     axis_types: AxisType | None = None,
     **axes: int,
 ) -> Mesh: ...
+@public
 def device_mesh(
     devices: MeshLike | None = None, *, axis_types: AxisType | None = None, **axes: int
 ) -> AnyMesh:

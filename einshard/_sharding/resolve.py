@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._cache import cached
-from .._errors import EinshardError, Suggestion, quoted
+from .._errors import EinshardError, Suggestion, public, quoted
 from .._notation.expression import ELLIPSIS, Expression, Term
 from .._notation.fit import misfit_error
 from .._notation.hints import mesh_axes_hint, spacing_hint
@@ -68,13 +68,13 @@ class Placement:
     names_without_rule: tuple[str, ...] = ()  # axis names, in a short form under axis rules
 
 
+@public
 def make_sharding(
     expression: str,
     *,
     ndim: int | None = None,
     mesh: MeshLike | None = None,
     memory_kind: str | None = None,
-    n_dims: int | None = None,
 ) -> NamedSharding:
     """Returns the `jax.sharding.NamedSharding` for an expression.
 
@@ -96,16 +96,10 @@ def make_sharding(
             or of `jax.set_mesh`, or else all devices. An `AbstractMesh` gives a sharding without
             devices.
         memory_kind: the memory on each device, as in `NamedSharding`: 'device', 'pinned_host', ...
-        n_dims: the old name of `ndim`; deprecated.
 
     Raises:
         EinshardError: the expression is invalid, or does not fit the rank or the mesh.
     """
-    if n_dims is not None:
-        if ndim is not None:
-            raise EinshardError('make_sharding got both ndim= and n_dims=, its old name')
-        warnings.warn('n_dims= of make_sharding is now ndim=', DeprecationWarning, stacklevel=2)
-        ndim = n_dims
     if ndim is not None and type(ndim) is not int:
         check_types(expression, ndim, memory_kind)  # the cache cannot tell 2.0 from 2
     return resolve(expression, ndim, current_context(mesh), memory_kind).sharding
@@ -205,6 +199,11 @@ def find_placement(
         raise
     if spec.unconstrained:
         sharding = _with_unconstrained(sharding, spec)
+    changes = applied.missing_axes or layout.replicated_axes or context.on_one_device
+    if spec.partition is not None and not changes:
+        # the result has the sharding that was given: P('data', None) and not P('data'), which JAX
+        # places alike, but does not call equal
+        sharding = _named_sharding(sharding.mesh, spec.partition, sharding.memory_kind)
     replicated_by_default = (
         _is_users_mesh(context)
         and not context.axis_rules
@@ -222,6 +221,12 @@ def find_placement(
         warning=warning,
         names_without_rule=_names_without_rule(spec.expression, context),
     )
+
+
+@cached
+def _named_sharding(mesh: AnyMesh, spec: PartitionSpec, memory_kind: str | None) -> NamedSharding:
+    """Cached, so arrays of many shapes share one sharding object, as in `lower`."""
+    return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
 
 def _apply_axis_rules(spec: LeafSpec, context: Context) -> AppliedRules:

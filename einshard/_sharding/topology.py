@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from .._cache import cached
-from .._errors import EinshardError
+from .._errors import EinshardError, public
 from .context import user_stacklevel
 from .cuda_plugin import describe_gpus
 from .gpu_names import gpu_forms, is_gpu_name, read_gpu_name
@@ -18,6 +18,7 @@ from .mesh import device_mesh, named_mesh, types_text
 from .tpu_names import known_names, not_offered, topology_name
 
 
+@public
 def topology(
     name: str, *, n_slices: int = 1, axis_types: AxisType | None = None, **axes: int
 ) -> Mesh:

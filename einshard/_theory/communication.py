@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from .._notation.expression import Term
 from .._notation.write import with_unsharded
 from .._program.cost.contraction import Step, reshard, restrict
-from .._text import deprecated_alias
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +38,6 @@ class Communication:
     groups: int
     block: str
     bytes: int | None
-
-    parties = deprecated_alias('parties', 'group_size')
 
     def __str__(self) -> str:
         amount = '' if self.bytes is None else f', {self.bytes:,} bytes'

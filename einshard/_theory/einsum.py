@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from .._arrays.constrain import constrain, restrict_to_type
 from .._arrays.place import einshard
 from .._arrays.reshard import reshard
-from .._errors import EinshardError, RuleSuggestion, Suggestion, quoted
+from .._errors import EinshardError, RuleSuggestion, Suggestion, public, quoted
 from .._notation.axis_positions import axis_positions
 from .._notation.expression import ELLIPSIS, Expression, Term
 from .._program.jaxpr.names import einsum_scope
@@ -35,6 +35,7 @@ from .contraction import (
 )
 
 
+@public
 def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **options: Any) -> Any:
     """`jnp.einsum` with named axes, and placements for operands and result.
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, overload
 
 from .._display import Display, as_json
-from .._errors import EinshardError, plural, quoted
+from .._errors import EinshardError, plural, public, quoted
 from .._notation.expression import ELLIPSIS
 from .._notation.words import signs_text
 from .._page import Column, Page, Section
@@ -104,7 +104,7 @@ class Parallelism(Display):
             title = f'{mark}each device multiplies {choice.block}'
             yield Section(title, lines=tuple(str(choice).split('\n')))
 
-    def _text(self, width: int) -> str:
+    def _text(self, width: int | None) -> str:
         lines = [
             self._title(),
             *(f'  {line}' for line in self._summary()),
@@ -151,7 +151,7 @@ class Chain(Display, tuple[Parallelism, ...]):
     def _total(self) -> str:
         return f'{plural(len(self.collectives), "collective")} in all'
 
-    def _text(self, width: int) -> str:
+    def _text(self, width: int | None) -> str:
         return '\n\n'.join([*map(str, self), self._total()])
 
 
@@ -173,6 +173,7 @@ def parallelism(
     item_bytes: int = 4,
     **counts: int,
 ) -> Chain: ...
+@public
 def parallelism(
     einsum: str | list[str] | tuple[str, ...],
     *,

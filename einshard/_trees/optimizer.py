@@ -6,13 +6,13 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.tree_util as jtu
 import numpy as np
 
 from .._cache import remember
-from .._errors import EinshardError, plural
+from .._errors import EinshardError, plural, public
 from .._sharding.context import Context, current_context, mesh_scope
 from .._sharding.leaf_spec import REPLICATED, AnySpec
 from .._sharding.mesh import MeshLike
@@ -30,9 +30,12 @@ from .specs import (
     shape_of,
     without_values,
 )
-from .table import Table, make_table
+
+if TYPE_CHECKING:
+    from .table import Table
 
 
+@public
 def for_optimizer(
     params: Any, spec: Spec, *, zero: bool | str | Sequence[str] = False, default: Spec = ...
 ) -> StateSpec:
@@ -140,6 +143,8 @@ class StateSpec:
         context = context_of(self, current_context(mesh))
         with mesh_scope(context.mesh):
             rules_and_specs = self.find_all(leaf_paths(tree), jtu.tree_leaves(tree))
+        from .table import make_table  # with pages and HTML, which other uses do not need
+
         return make_table(tree, rules_and_specs, [], context)
 
     def find_all(

@@ -7,12 +7,12 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax.tree_util as jtu
 
 from .._cache import cached, remember
-from .._errors import EinshardError, combine_errors, plural, quoted
+from .._errors import EinshardError, combine_errors, plural, public, quoted
 from .._notation.axis_positions import axis_positions
 from .._sharding.axis_rules import Fallback, check_option
 from .._sharding.context import current_context, mesh_scope
@@ -29,7 +29,9 @@ from .._sharding.mesh import MeshLike
 from .._text import first_of
 from .paths import leaf_paths, leaf_text, path_and_array
 from .specs import Spec, check_registered_pytree, context_of, is_function, meshes_of, shape_of
-from .table import Table, make_table
+
+if TYPE_CHECKING:
+    from .table import Table
 
 _NO_DEFAULT: Any = ...  # unlike an object(), it survives copy and pickle
 # The rule of a leaf, and its spec. The rule is an index into `Rules.rules`; 'scalar', 'small',
@@ -77,6 +79,7 @@ class Rules:
             or sizes, or rules match no path. The error lists all such leaves or rules.
     """
 
+    @public
     def __init__(
         self,
         rules: Iterable[tuple[str, Spec]],
@@ -223,6 +226,8 @@ class Rules:
         context = context_of(self, current_context(mesh))
         with mesh_scope(context.mesh):
             rules_and_specs = self.find_all(leaf_paths(tree), jtu.tree_leaves(tree))
+        from .table import make_table  # with pages and HTML, which other uses do not need
+
         return make_table(tree, rules_and_specs, self.patterns, context)
 
     def _check_rules_match(self, paths: tuple[str, ...]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, overload
 
 import jax.tree_util as jtu
 
-from .._errors import EinshardError, combine_errors
+from .._errors import EinshardError, combine_errors, public
 from .._sharding.context import current_context
 from .._sharding.leaf_spec import REPLICATED, AnySpec, LeafSpec
 from .._sharding.mesh import AnyMesh
@@ -27,6 +27,7 @@ def shard_largest(path: str, leaf: Any, /) -> str: ...
 def shard_largest(
     axes: str | Sequence[str] | None = None, /, *, spec: Spec = REPLICATED, min_bytes: int = 0
 ) -> LargestAxis: ...
+@public
 def shard_largest(
     axes: Any = None, leaf: Any = _NO_LEAF, /, *, spec: Spec = REPLICATED, min_bytes: int = 0
 ) -> str | LargestAxis:

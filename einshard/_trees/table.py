@@ -17,7 +17,7 @@ from .._page_html import page_html
 from .._sharding.context import Context
 from .._sharding.leaf_spec import AnySpec, with_memory_kind
 from .._sharding.resolve import Placement, resolve
-from .._text import deprecated_alias, first_of, format_bytes, shape_text
+from .._text import first_of, format_bytes, shape_text
 from .paths import leaf_paths, leaf_text
 from .specs import check_registered_pytree
 
@@ -39,8 +39,6 @@ class Row:
     total_bytes: int
     replicated_axes: tuple[int, ...]  # replicated because their sizes are not divisible
     missing_axes: tuple[str, ...]  # named in the spec, but not in the mesh
-
-    whole_bytes = deprecated_alias('whole_bytes', 'total_bytes')
 
     @property
     def sharded(self) -> bool:
@@ -68,8 +66,6 @@ class Table:
     unused: tuple[str, ...]
     shadowed: tuple[tuple[str, str], ...]
     unneeded: tuple[str, ...]
-
-    whole_bytes = deprecated_alias('whole_bytes', 'total_bytes')
 
     @property
     def bytes_per_device(self) -> int:

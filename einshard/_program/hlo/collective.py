@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..._text import deprecated_alias
 from .graph import Node
 from .groups import Groups
 from .text import ArrayType
@@ -121,9 +120,6 @@ class Collective:
         ),
         *('role', 'is_backward', 'axes', 'widened', 'in_branch', 'cause'),
     )
-
-    parties = deprecated_alias('parties', 'group_size')
-    times = deprecated_alias('times', 'executions')
 
     @property
     def array_types(self) -> tuple[ArrayType, ...]:
