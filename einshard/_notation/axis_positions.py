@@ -22,6 +22,7 @@ def axis_positions(
             raise expression.error(
                 f'the expression names {plural(len(names), "axis")}, but {rank_text}',
                 expression.left if not expression.short else expression.right,
+                code='ndim',
                 fix=repairs(expression, ndim=ndim),
             )
         return {name: i for i, name in enumerate(names)}
@@ -34,6 +35,7 @@ def axis_positions(
                 f"{quoted(names[before + 1 :])} {come} after '...', so the sharding depends on "
                 'ndim, which is unknown',
                 [t for t in expression.left if t.name == ELLIPSIS],
+                code='ndim',
                 expected='ndim=x.ndim, for an array x',
             )
         ndim = len(names) - 1
@@ -41,6 +43,7 @@ def axis_positions(
         raise expression.error(
             f"the expression names {plural(before + after, 'axis')} and '...', but {rank_text}",
             [t for t in expression.left if t.name != ELLIPSIS],
+            code='ndim',
         )
     first = {name: i for i, name in enumerate(names[:before])}
     last = {name: ndim - after + i for i, name in enumerate(names[before + 1 :])}

@@ -57,6 +57,7 @@ def solve_counts(
             f'the counts need {huge_text(product)} devices, but there '
             f'{"is" if n == 1 else "are"} only {n}',
             [term for term in terms if term.factor > 1],
+            code='device-count',
             **devices.hints,
             devices=devices.fact(),
         )
@@ -73,6 +74,7 @@ def solve_counts(
         raise expression.error(
             f'{quoted(map(str, stars))} cannot have {_ratio_text(stars)} on {which}',
             stars,
+            code='device-count',
             fix=repairs(expression, n),
             **devices.hints,
             devices=devices.fact(counted),
@@ -129,6 +131,7 @@ def _wrong_product(
             if product > n
             else _indivisible(n, counted, devices),
             marked,
+            code='device-count',
             fix=repairs(expression, n) if devices.total > 1 else None,
             **devices.hints,
             devices=fact,
@@ -150,7 +153,12 @@ def _wrong_product(
             else "add '*' to replicate over the rest"
         )
     return expression.error(
-        sentence, marked, fix=repairs(expression, n), **devices.hints, devices=fact
+        sentence,
+        marked,
+        code='device-count',
+        fix=repairs(expression, n),
+        **devices.hints,
+        devices=fact,
     )
 
 
@@ -165,6 +173,7 @@ def _not_a_multiple(
     return expression.error(
         _indivisible(n, counted, devices) + ratio,
         counted,
+        code='device-count',
         fix=repairs(expression, n) if devices.total > 1 else None,
         **devices.hints,
         devices=devices.fact(),

@@ -25,6 +25,7 @@ def check_divisible(
                 raise expression.error(
                     f"axis '{name}' (size {size}) may not be divisible by {n_shards}",
                     marked,
+                    code='not-divisible',
                     expected=f"a multiple of {n_shards}, such as symbolic_shape('{n_shards}*n')",
                 )
             facts = _shard_counts(size, n_devices)
@@ -34,6 +35,7 @@ def check_divisible(
             raise expression.error(
                 _indivisible_text(expression, layout, shape, axis),
                 marked,
+                code='not-divisible',
                 fix=repairs(expression, left),
                 devices=n_devices,
                 **facts,

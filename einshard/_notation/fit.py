@@ -45,6 +45,7 @@ def misfit_error(expression: Expression, layout: Layout, mesh: str) -> EinshardE
     return expression.error(
         'the counts do not match the mesh axes',
         [term for term in expression.right if term.is_counted],
+        code='device-count',
         fix=repairs(expression, math.prod(counts)),
         device_grid=grid,
         mesh=mesh,

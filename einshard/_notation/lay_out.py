@@ -105,6 +105,7 @@ def _splits_by_mesh_axes(
         raise expression.error(
             no_mesh_text(mesh_axis_terms),
             mesh_axis_terms,
+            code='mesh',
             fix=Suggestion(with_terms(expression, counts[:1])) if counts else None,
             expected="mesh=mesh or 'with jax.set_mesh(mesh):'",
         )
@@ -130,6 +131,7 @@ def _axis_size(expression: Expression, term: Term, axis: str, sizes: Mapping[str
     raise expression.error(
         f"the mesh has no axis '{axis}'{instead}",
         [term],
+        code='mesh',
         fix=Suggestion(with_terms(expression, [(term, meant)])) if meant else None,
         mesh=mesh_text(sizes),
     )

@@ -134,7 +134,11 @@ class _Specs:
         mesh = replace(self, specs=specs).try_shapes()
         if self.axis_sizes and not mesh.fits(self.axis_sizes):
             fixed = changed.expression
-            raise fixed.error('the counts do not fit the mesh', fix=repairs(fixed, self.n_devices))
+            raise fixed.error(
+                'the counts do not fit the mesh',
+                code='device-count',
+                fix=repairs(fixed, self.n_devices),
+            )
 
     def try_shapes(self) -> JointMesh:
         """Returns the mesh. Raises if the arrays of the call do not fit the expressions on it."""
@@ -156,6 +160,7 @@ class _Specs:
                     f"axis '{name}' has {first_count} shards in one expression "
                     f'and {count} in another',
                     [first_spec.defines[name]],
+                    code='axis-names',
                     **_expression_facts([first_spec, spec]),
                     devices=self.n_devices,
                 )
@@ -189,6 +194,7 @@ class _Specs:
                         f"'{term}' needs a multiple of {term.factor} shards, "
                         f"but '{name}' has {count} in another expression",
                         [term],
+                        code='device-count',
                         **_expression_facts([spec, source]),
                     )
 
@@ -205,6 +211,7 @@ class _Specs:
                         f"ambiguous: axis '{name}' is '{first.defines[name]}' in one expression "
                         f"and '{term}' in another",
                         [first.defines[name]],
+                        code='axis-names',
                         **_expression_facts([first, spec]),
                     )
         if not starred:
@@ -219,7 +226,11 @@ class _Specs:
         except EinshardError as error:
             facts = {**_expression_facts(self.specs), **error.facts}
             raise EinshardError(
-                error.sentence, expression=' '.join(terms), spans=error.spans, facts=facts
+                error.sentence,
+                code=error.code,
+                expression=' '.join(terms),
+                spans=error.spans,
+                facts=facts,
             ) from None
         return {name: solved.get(name, 1) for name in starred}
 
@@ -244,7 +255,7 @@ class _Specs:
             sentence = (
                 f'the number of devices ({n_devices}) is not divisible by {factors} ({terms})'
             )
-        return EinshardError(sentence, facts=facts)
+        return EinshardError(sentence, code='axis-names', facts=facts)
 
     def sharing_devices(self, first: str, second: str) -> _Specs:
         """Returns a copy in which `second@first` replaces the count of `second`."""
@@ -273,6 +284,7 @@ class _Specs:
         return expression.error(
             sentence,
             longest.defines.values() or expression.right,
+            code='axis-names',
             **_expression_facts(self.specs),
             **({'mesh': ' x '.join(map(str, self.axis_sizes))} if self.axis_sizes else {}),
             devices=n_devices,
@@ -294,6 +306,7 @@ class _Specs:
                 facts['try'] = f'{" or ".join(fixes)}, for {longest.owner}'
         return EinshardError(
             f'ambiguous device order: {option} could come before {alternative} or after it',
+            code='axis-names',
             facts=facts,
         )
 
@@ -328,6 +341,7 @@ class _Specs:
         return conflicting[0].expression.error(
             f'{subject} disagree on the device order',
             [term for term in conflicting[0].expression.right if term.spans_devices],
+            code='axis-names',
             **_expression_facts(
                 conflicting, lambda spec: _order_text(spec.grid(counts, self.n_devices))
             ),
