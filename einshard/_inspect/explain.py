@@ -30,6 +30,7 @@ from .collectives import Collectives
 from .findings.causes import with_causes
 from .findings.facts import Facts, common_mesh
 from .findings.find import find_findings
+from .fixes.fixes import with_fixes
 from .intermediates import find_intermediates
 from .lowered import Stages, compiled_shardings, suggest_partial, trace_to_compile
 from .oversized import Oversized, compile_stages
@@ -45,6 +46,8 @@ def explain(
     replicated_above: int = 2**20,
     intermediates: bool = False,
     chip: Chip | str | None = None,
+    tries: int = 8,
+    seconds: float | None = None,
     **kwargs: Any,
 ) -> Report:
     """Compiles a function and lists its placements, collectives, memory and likely mistakes.
@@ -82,6 +85,12 @@ def explain(
             compilation.
         chip: a `Chip` or its name, such as 'H100', whose speeds set the lower bounds on time.
             Default: the chip of the devices. Without a chip, as on CPUs, there are no bounds.
+        tries: how many changes of the program to compile in search of suggestions, at most. They
+            are compiled for as many simulated CPU devices, in a process of their own, and compared
+            by the sum of their lower bounds: those of the chip, or of TPU v5e on CPUs. What helps
+            is compiled once more for the devices of the program. With 0, suggestions are not tried.
+        seconds: the time after which no further change is tried. Default: no limit, so that
+            reports do not depend on the speed of the machine.
 
     Returns:
         A `Report`, which renders in the REPL, notebooks, rich and print. A program that does not
@@ -95,7 +104,7 @@ def explain(
     with suggest_partial(fn, 'chip'):
         chip = None if chip is None else as_chip(chip)
     stages = trace_to_compile(fn, args, kwargs, mesh)
-    return explain_stages(stages, chip, replicated_above, intermediates)
+    return explain_stages(stages, chip, replicated_above, intermediates, tries, seconds)
 
 
 def explain_stages(
@@ -103,9 +112,12 @@ def explain_stages(
     chip: Chip | None = None,
     replicated_above: int = 2**20,
     intermediates: bool = False,
+    tries: int = 0,
+    seconds: float | None = None,
 ) -> Report:
     facts = _read_program(stages, compile_stages(stages), chip, replicated_above)
-    return _make_report(facts, intermediates)
+    report = _make_report(facts, intermediates)
+    return with_fixes(report, facts, tries, seconds) if tries else report
 
 
 def _read_program(

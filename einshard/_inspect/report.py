@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .._display import Display, as_json
-from .._errors import plural
+from .._errors import EinshardError, plural
 from .._page import Column, Page, Section
 from .._program.cost.bounds import NO_BOUNDS, Bounds, bounds_section
 from .._program.hlo.flops import ProductRow
@@ -59,6 +59,8 @@ class Report(Display):
             argument and has its shape, dtype and sharding.
         notes: facts that are worth knowing but often intended, such as large replicated arrays.
         meshes: (axis, size) pairs of the user's meshes. Omits the mesh of expressions with counts.
+        total: what the suggestions of all findings together do, in words.
+        fixes: what `fixed_function` and `try_more` need; not data.
     """
 
     name: str
@@ -79,6 +81,8 @@ class Report(Display):
     in_place: tuple[tuple[str, str], ...] = ()
     notes: tuple[Finding, ...] = ()
     meshes: tuple[tuple[tuple[str, int], ...], ...] = ()
+    total: tuple[str, ...] = ()
+    fixes: Any = field(default=None, repr=False, compare=False)
 
     @property
     def network_bytes(self) -> int:
@@ -87,6 +91,24 @@ class Report(Display):
         A loop with an unknown trip count counts as one iteration. Custom calls are not included.
         """
         return sum(self.collectives.network_bytes.values())
+
+    def fixed_function(self) -> Any:
+        """Returns the jitted function with the suggestions of all findings applied.
+
+        It is called as the function of the report, with the same static arguments. Compiler options
+        of the original function are lost.
+
+        Raises:
+            EinshardError: there are no tried suggestions, or the function was jitted by Flax or
+                Equinox, which keep its arguments in a form of their own.
+        """
+        if self.fixes is None:
+            raise EinshardError('this report has no suggestions that were tried')
+        return self.fixes.function()
+
+    def try_more(self, tries: int = 8, seconds: float | None = None) -> Report:
+        """Tries further changes, on top of those that help, and returns a new report."""
+        return self if self.fixes is None else self.fixes.more(tries, seconds)
 
     def diff(self, after: Report) -> Diff:
         """Compares this report with a later one: `before.diff(after)`."""
@@ -104,7 +126,8 @@ class Report(Display):
 
     def to_dict(self) -> dict[str, Any]:
         """Converts the report to dictionaries, lists, strings and numbers, for JSON."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        names = [each.name for each in dataclasses.fields(self) if each.name != 'fixes']
+        fields = {name: getattr(self, name) for name in names}
         return {
             'schema': 1,
             **{name: as_json(value) for name, value in fields.items()},
@@ -130,7 +153,8 @@ class Report(Display):
         devices, meshes = plural(self.n_devices, 'device'), meshes_text(self)
         title = f'{self.name} on {devices} ({self.device_kind}{"; " * bool(meshes)}{meshes})'
         filled = tuple(section for section in sections if section.rows or section.lines)
-        return Page(title, filled, _finding_texts(self.findings), _finding_texts(self.notes))
+        findings = (*_finding_texts(self.findings), *self.total)
+        return Page(title, filled, findings, _finding_texts(self.notes))
 
 
 # --- sections -----------------------------------------------------------------------------------
@@ -158,6 +182,8 @@ def _finding_text(finding: Finding) -> str:
     suggestion = ''
     if text := finding.suggestion:
         suggestion = f'. {text[0].upper()}{text[1:]}.'
+        if finding.tried is not None:
+            suggestion += f' Tried: {finding.tried}.'
     return f'{line}{finding.text}{suggestion}'
 
 

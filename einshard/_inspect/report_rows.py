@@ -1,10 +1,69 @@
-"""The rows of a report: arrays and findings."""
+"""The rows of a report: arrays, findings, and the costs of suggestions that were tried."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._text import shape_text
+from .._text import format_bytes, format_flops, shape_text
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a program costs a device in one run.
+
+    Attributes:
+        network_bytes: the bytes that it sends.
+        memory: the bytes of memory that it needs, or None if unknown.
+        flops: as in `Report.flops`.
+        bound: the sum of the lower bounds for compute, HBM and network, in seconds.
+    """
+
+    network_bytes: int
+    memory: int | None
+    flops: int
+    bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """The costs of a program with a suggested change, and before it.
+
+    Both are compiled in the same way. For devices that are not CPUs, suggestions are tried on as
+    many simulated devices.
+
+    Attributes:
+        network_bytes, memory, flops, bound: the costs with the change; see `Figures`.
+        before: the costs without it, but with the changes of the findings before this one.
+    """
+
+    network_bytes: int
+    memory: int | None
+    flops: int
+    bound: float
+    before: Figures
+
+    def __str__(self) -> str:
+        """For example 'sends 2.0 MiB instead of 15.0 MiB'."""
+        return '; '.join(changes(self.before, self)) or 'the same costs'
+
+
+def changes(before: Figures | Tried, after: Figures | Tried) -> list[str]:
+    """Describes the costs that differ by more than 1 %."""
+
+    def differ(old: float, new: float) -> bool:
+        return abs(new - old) > 0.01 * max(old, new)
+
+    found: list[str] = []
+    if differ(before.network_bytes, after.network_bytes):
+        sent = map(format_bytes, (after.network_bytes, before.network_bytes))
+        found.append('sends {} instead of {}'.format(*sent))
+    if differ(before.flops, after.flops):
+        flops = map(format_flops, (after.flops, before.flops))
+        found.append('{} instead of {}'.format(*flops))
+    if before.memory and after.memory and differ(before.memory, after.memory):
+        memory = map(format_bytes, (after.memory, before.memory))
+        found.append('memory {} instead of {}'.format(*memory))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +108,8 @@ class Finding:
             the arrays, or the memory that the program needs. 0 if it is not about bytes.
         suggestion: the change to make, as a sentence with the expression to write. Empty if none is
             known.
+        tried: the costs of the program with the suggestion, compiled. None if there is none, or if
+            it was not tried because of `tries=0`.
         explains: what the finding accounts for: the names of collectives (`Collective.name`),
             source lines of matmuls, and paths of arrays. Later findings and notes leave these out.
     """
@@ -59,3 +120,4 @@ class Finding:
     bytes: int = 0
     suggestion: str = ''
     explains: tuple[str, ...] = ()
+    tried: Tried | None = None

@@ -1,0 +1,1 @@
+"""Finds changes that make a program cheaper, by compiling it with them."""

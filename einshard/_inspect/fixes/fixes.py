@@ -1,0 +1,157 @@
+"""The suggestions of a report: changes that were tried, and how to apply them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jax.sharding import NamedSharding
+
+from ..._errors import EinshardError
+from ..._text import format_bytes, short_source
+from ..findings.expressions import expression_of, shard_text
+from ..findings.facts import Facts
+from ..findings.trace import mesh_entries
+from ..findings.values import Axis
+from ..report import Report
+from ..report_rows import Finding, changes
+from .search import Accepted, Search, start_search
+
+# They do not depend on what a change costs: the program does not run, or code has no effect.
+_FACTS = ('does not fit', 'promise broken', 'no effect', 'names without a rule')
+
+
+class Fixes:
+    """Changes of a program that were tried, and the report without them."""
+
+    def __init__(self, report: Report, facts: Facts, search: Search | None):
+        self._report, self._facts, self._search = report, facts, search
+
+    def report(self) -> Report:
+        """Returns the report, with the changes that help as findings."""
+        search, report = self._search, self._report
+        if search is None:
+            return replace(report, **self._without_suggestions([], []), fixes=self)
+        found = [self._finding(accepted) for accepted in search.accepted]
+        lines = list[str]()
+        if search.target is not None:
+            all_changes = '; '.join(changes(*search.target))
+            lines.append(f'all together, compiled for {report.device_kind}: {all_changes}')
+        if search.cut:
+            lines.append(f'{search.n_tried} changes tried ({search.cut}: the search was stopped)')
+        return replace(
+            report,
+            **self._without_suggestions(found, search.accepted),
+            total=tuple(lines),
+            fixes=self,
+        )
+
+    def _without_suggestions(
+        self, found: Sequence[Finding], accepted: Sequence[Accepted]
+    ) -> dict[str, Any]:
+        """Returns the findings and notes of the report, without suggestions that were not tried.
+
+        Costs that no change lowers are notes.
+        """
+        explained = {name for finding in found for name in finding.explains}
+        explained |= {one.change.cost.line for one in accepted}
+        if self._search is not None and accepted:  # what the changes have made disappear
+            after = {c.source for c in self._search.current.collectives}
+            after |= {row.source for row in self._search.current.products}
+            before = {c.source or '' for c in self._search.base.collectives}
+            explained |= before - after
+        findings, notes = [*found], list[Finding]()
+        for finding in self._report.findings:
+            if finding.kind in _FACTS:
+                findings.append(finding)
+            elif explained.isdisjoint((*finding.explains, finding.source or '')):
+                notes.append(replace(finding, suggestion=''))
+        notes += [replace(note, suggestion='') for note in self._report.notes]
+        findings.sort(key=lambda one: one.kind not in _FACTS[:2])
+        return {'findings': tuple(findings), 'notes': tuple(notes)}
+
+    def _finding(self, accepted: Accepted) -> Finding:
+        cost = accepted.change.cost
+        if cost.n_repeats:
+            text = f'{cost.n_repeats} devices repeat the matmuls in this line'
+        else:
+            axes = ', '.join(cost.mesh_axes)
+            what = f' of {cost.role}' if cost.role else ''
+            text = f'{cost.kind}{what} along {axes} sends {format_bytes(cost.bytes)}'
+        kind, names = accepted.change.kind, cost.names
+        for rule in self._report.findings:
+            if rule.source == cost.line or {*rule.explains} & {*names}:
+                text, kind, names = rule.text, rule.kind, (*rule.explains, *names)
+                break
+        return Finding(
+            kind,
+            text,
+            cost.line or None,
+            cost.bytes,
+            self._suggestion(accepted),
+            tuple(names),
+            accepted.tried,
+        )
+
+    def _suggestion(self, accepted: Accepted) -> str:
+        facts, change = self._facts, accepted.change
+        assert facts.mesh is not None
+        texts: list[str] = []
+        for point in change.points:
+            placement = expression_of(point.axes, facts.mesh)
+            verb = 'change the constraint' if point.is_constraint else 'constrain the value'
+            mapped = ', with the axes that jax.vmap adds' if point.is_mapped else ''
+            texts.append(f"{verb} in {short_source(point.span.source)} to '{placement}'{mapped}")
+        arguments = {
+            facts.arguments[i].path: self._placement(facts.values[i].axes, sharding)
+            for i, sharding in change.edits.arguments.items()
+        }
+        if arguments:
+            texts.append(shard_text(arguments))
+        elif change.edits.results:
+            results = {
+                facts.results[i].path: self._placement([Axis()] * len(sharding.spec), sharding)
+                for i, sharding in change.edits.results.items()
+            }
+            texts.append(shard_text(results))
+        return ', and '.join(texts)
+
+    def _placement(self, axes: Sequence[Axis], sharding: NamedSharding) -> str:
+        assert self._facts.mesh is not None
+        entries = mesh_entries(sharding, len(axes))
+        pairs = zip(axes, entries, strict=True)
+        moved = [replace(axis, mesh_axes=entry or ()) for axis, entry in pairs]
+        return expression_of(moved, self._facts.mesh)
+
+    def function(self) -> Any:
+        """See `Report.fixed_function`."""
+        search = self._search
+        if search is None or not search.accepted:
+            raise EinshardError('no change of the program was found that helps')
+        if self._facts.stages.framework is not None:
+            raise EinshardError(
+                'the changes of a function that Flax or Equinox jits cannot be applied',
+                facts={'instead': 'change the lines that report.findings name'},
+            )
+        edited = search.current.edited
+        assert edited is not None
+        return edited.function
+
+    def more(self, tries: int, seconds: float | None = None) -> Report:
+        """See `Report.try_more`."""
+        if self._search is not None:
+            self._search.run(tries, seconds)
+            self._search.confirm()
+        return self.report()
+
+
+def with_fixes(report: Report, facts: Facts, tries: int, seconds: float | None) -> Report:
+    """Tries changes of a program, and returns the report with those that help."""
+    search = start_search(facts)
+    fixes = Fixes(report, facts, search)
+    if search is not None:
+        search.run(tries, seconds)
+        if search.accepted:
+            search.confirm()
+    return fixes.report()

@@ -1,0 +1,158 @@
+"""Tries changes of a program, and keeps those that lower its costs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.sharding import AxisType, Mesh
+
+from ..._progress import progress
+from ..findings.facts import Facts
+from ..report_rows import Figures, Tried
+from .candidates import Candidates, Change, find_costs
+from .trials import Edits, Trial, Trials
+
+MIN_GAIN = 0.03  # of the sum of the bounds
+_TRIES_PER_COST = 4
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A change that was kept."""
+
+    change: Change
+    tried: Tried
+    trial: Trial
+
+
+@dataclass
+class Search:
+    """The changes of a program that were tried.
+
+    Attributes:
+        accepted: the changes that were kept, in order. Each was tried on top of those before.
+        n_tried: how many changes were compiled.
+        cut: why the search stopped early, or ''.
+        target: the costs on the target without and with all accepted changes, or None.
+    """
+
+    trials: Trials
+    base: Trial
+    accepted: list[Accepted] = field(default_factory=list)
+    n_tried: int = 0
+    cut: str = ''
+    target: tuple[Figures, Figures] | None = None
+    _rejected: dict[Any, None] = field(default_factory=dict)
+
+    @property
+    def edits(self) -> Edits:
+        edits = Edits()
+        for accepted in self.accepted:
+            edits |= accepted.change.edits
+        return edits
+
+    @property
+    def current(self) -> Trial:
+        return self.accepted[-1].trial if self.accepted else self.base
+
+    def run(self, tries: int, seconds: float | None) -> None:
+        """Tries up to `tries` more changes."""
+        end = None if seconds is None else time.monotonic() + seconds
+        left = tries
+        try:
+            while left > 0:
+                used = self._improve(left, end)
+                left -= abs(used)
+                if used <= 0 or self.cut:
+                    break
+        except KeyboardInterrupt:
+            self.cut = 'interrupted'
+
+    def _improve(self, tries: int, end: float | None) -> int:
+        """Accepts the best change for the largest cost that one lowers.
+
+        Returns how many changes it tried; minus that if none is accepted.
+        """
+        used, current = 0, self.current
+        proposals = Candidates(self.trials.facts, current)
+        for cost in find_costs(self.trials.facts, current):
+            best: Accepted | None = None
+            n_of_cost = 0
+            for change in proposals.of(cost):
+                key = self._key(change)
+                if key in self._rejected:
+                    continue
+                if used >= tries or n_of_cost >= _TRIES_PER_COST:
+                    break
+                if end is not None and time.monotonic() > end:
+                    self.cut = 'seconds'
+                    break
+                self._rejected[key] = None
+                used, n_of_cost = used + 1, n_of_cost + 1
+                self.n_tried += 1
+                with progress(f'trying {change.kind} at {cost.line}'):
+                    trial = self.trials.run(self.edits | change.edits)
+                if trial is None or not self._fits(trial.figures):
+                    continue
+                before, after = current.figures, trial.figures
+                if after.bound > (1 - MIN_GAIN) * before.bound:
+                    continue
+                if best is None or after.bound < best.tried.bound:
+                    tried = Tried(
+                        after.network_bytes, after.memory, after.flops, after.bound, before
+                    )
+                    best = Accepted(change, tried, trial)
+                # it has removed most of the cost
+                if before.bound - after.bound > 0.6 * cost.seconds:
+                    break
+            if best is not None:
+                self.accepted.append(best)
+                self._rejected.clear()
+                return used
+            if used >= tries or self.cut:
+                break
+        return -used
+
+    def _key(self, change: Change) -> Any:
+        edits = change.edits
+        return (
+            edits.values,
+            tuple(sorted((i, str(s.spec)) for i, s in edits.arguments.items())),
+            tuple(sorted((i, str(s.spec)) for i, s in edits.results.items())),
+        )
+
+    def _fits(self, figures: Figures) -> bool:
+        chip, before = self.trials.chip, self.base.figures.memory
+        limit = chip.memory * chip.share(self.trials.facts.devices[0])
+        return figures.memory is None or figures.memory <= max(limit, before or 0)
+
+    def confirm(self) -> None:
+        """Compiles the accepted changes for the target. Drops them if they do not help there."""
+        before = self.trials.as_compiled().figures
+        after = self.trials.on_target(self.edits)
+        if after is None or after.bound > (1 - MIN_GAIN) * before.bound:
+            self.accepted.clear()
+            return
+        self.target = before, after
+
+
+def start_search(facts: Facts) -> Search | None:
+    """Compiles a program for simulated devices, if it has costs that a change may lower.
+
+    Returns None if it has none, or if it cannot be edited.
+    """
+    mesh, call = facts.mesh, None
+    if facts.trace is not None and isinstance(mesh, Mesh) and {*mesh.axis_types} == {AxisType.Auto}:
+        call = facts.stages.call
+    if call is None or len(call.dynamic) != len(facts.arguments):
+        return None
+    trials = Trials(facts, call)
+    compiled = trials.as_compiled()
+    candidates = Candidates(facts, compiled)
+    costs = find_costs(facts, compiled)
+    if not any(True for cost in costs for _ in candidates.of(cost)):
+        return None
+    base = trials.run(Edits())
+    return None if base is None else Search(trials, base)
