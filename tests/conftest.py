@@ -20,6 +20,11 @@ os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
 import jax
 import pytest
 
+import einshard
+
+# Trying suggestions compiles a program up to nine times. Tests of it, test_fixes.py, ask for it.
+einshard.explain.__kwdefaults__['tries'] = 0
+
 # JAX reads the flags here, once, before pages and examples set their own. libtpu and the processes
 # that tests start read them later; libtpu does not know all of WITHOUT_TPU.
 assert len(jax.devices()) == 16

@@ -441,7 +441,7 @@ def check_arguments(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str
 # options of explain, plan, to_jax and assert_collectives: parameters of a function with these names
 # cannot be passed to them by keyword
 _OPTIONS = (
-    *('mesh', 'replicated_above', 'intermediates', 'chip', 'memory', 'objective', 'pin'),
+    *('mesh', 'replicated_above', 'intermediates', 'chip', 'memory', 'objective', 'pin', 'tries'),
     *('candidates', 'compilations', 'seconds', 'shape', 'allowed'),
 )
 

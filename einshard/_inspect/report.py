@@ -106,6 +106,14 @@ class Report(Display):
             raise EinshardError('this report has no suggestions that were tried')
         return self.fixes.function()
 
+    def patch(self) -> str:
+        """Returns the suggestions of all findings as a unified diff of the source files.
+
+        Changes of arguments and results, whose specs may be anywhere, are comments at its top.
+        Empty if there are no tried suggestions.
+        """
+        return '' if self.fixes is None else self.fixes.patch()
+
     def try_more(self, tries: int = 8, seconds: float | None = None) -> Report:
         """Tries further changes, on top of those that help, and returns a new report."""
         return self if self.fixes is None else self.fixes.more(tries, seconds)

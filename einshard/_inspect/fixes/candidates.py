@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -59,13 +60,22 @@ class Point:
     Attributes:
         axes: its axes, with the new sharding.
         is_constraint: whether the change replaces a constraint.
-        is_mapped: whether `jax.vmap` adds axes to it, which the code does not see.
+        n_mapped: how many axes `jax.vmap` adds to it, which the code does not see.
     """
 
     span: Span
     axes: tuple[Axis, ...]
     is_constraint: bool
-    is_mapped: bool
+    n_mapped: int
+
+    @property
+    def seen_axes(self) -> tuple[Axis, ...] | None:
+        """The axes that the code sees. None if `jax.vmap` adds one that is sharded.
+
+        The added axes are the first ones.
+        """
+        added = self.axes[: self.n_mapped]
+        return None if any(axis.mesh_axes for axis in added) else self.axes[self.n_mapped :]
 
 
 @dataclass(frozen=True)
@@ -187,6 +197,7 @@ class Candidates:
         self.facts, self.trial, self.mesh = facts, trial, facts.mesh
         self.sizes = {str(name): size for name, size in self.mesh.shape.items()}
         self.producers: dict[int, list[Op]] = defaultdict(list)
+        self.users: dict[int, list[Op]] = defaultdict(list)
         self.back: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         self.by_line: dict[str, list[Op]] = defaultdict(list)
         self.parents: dict[tuple[int, int], tuple[int, int]] = {}
@@ -197,6 +208,8 @@ class Candidates:
                 self.constraints.append(op)
             for out in op.arrays_out:
                 self.producers[out].append(op)
+            for v in op.arrays_in:
+                self.users[v].append(op)
             if op.rule.einsum is not None:
                 firsts: dict[int, tuple[int, int]] = {}
                 for i, indices in zip(op.rule.einsum.operands, op.rule.einsum.indices, strict=True):
@@ -222,13 +235,48 @@ class Candidates:
         is_repeat = cost.n_repeats > 0
         forward.sort(key=lambda op: -self._weight_of(op, is_repeat))
         found = False
-        for op in forward[:2]:
+        for change in self._dropped(cost):
+            found = True
+            yield change
+        # a send may be for the product that uses its line
+        consumers = [] if is_repeat else self._consumers(forward[:1])
+        ops = [*forward[:1], *consumers, *forward[1:2]]
+        axes = dict.fromkeys([cost.mesh_axes, *((axis,) for axis in cost.mesh_axes)])
+        for names in () if is_repeat else axes:
+            # the batch of a lookup, then a weight that its product cannot use as it is sharded
+            lookups = [
+                point
+                for op in forward[:1]
+                for point in self._points(op)[1]
+                if point.primitive == 'gather'
+            ]
+            yield from self._values(cost, names, lookups[:1], 'missing constraint')
+            for op in ops:
+                if self._disagrees(op, names):
+                    yield from itertools.islice(self._weights(cost, names, op), 1)
+        for op in ops:
             for change in self._of_op(cost, op):
                 found = True
                 yield change
         yield from self._results(cost)
         if not found:
             yield from self._arguments_by_path(cost)
+
+    def _consumers(self, ops: Sequence[Op]) -> list[Op]:
+        """Returns the first products that compute with what operations return."""
+        found: list[Op] = []
+        waiting = [v for op in ops for v in op.arrays_out]
+        seen = {*waiting}
+        while waiting and len(found) < 2:
+            for user in self.users.get(waiting.pop(0), ()):
+                if user.site.is_backward or user in ops:
+                    continue
+                if user.primitive in PRODUCTS:
+                    found.append(user)
+                    continue
+                waiting += [v for v in user.arrays_out if v not in seen]
+                seen.update(user.arrays_out)
+        return found
 
     def _weight_of(self, op: Op, is_repeat: bool) -> float:
         n_bytes = sum(self.trial.traced.values[v].bytes for v in (*op.arrays_in, *op.arrays_out))
@@ -244,6 +292,23 @@ class Candidates:
             yield from self._data(cost, names, op)
             yield from self._values(cost, names, others, 'missing constraint')
             yield from self._weights(cost, names, op)
+
+    def _dropped(self, cost: Cost) -> Iterator[Change]:
+        """Returns a mesh axis to constraints that drop it from an axis of their value."""
+        spans: set[Span] = set()
+        for op in self.constraints:
+            before, after = self.trial.values[op.arrays_in[0]], self.trial.values[op.arrays_out[0]]
+            current = tuple(axis.mesh_axes for axis in after.axes)
+            shape = self.trial.traced.values[op.arrays_out[0]].shape
+            for dim, axis in enumerate(before.axes):
+                dropped = tuple(a for a in axis.mesh_axes if a in cost.mesh_axes)
+                if not dropped or {*dropped} & after.mesh_axes or op.site.frames[0] in spans:
+                    continue
+                new = self._with(current, shape, dim, dropped)
+                if new is not None:
+                    spans.add(op.site.frames[0])
+                    edits, point = self._constrained(op, new)
+                    yield Change('wrong constraint', cost, edits, (point,))
 
     # --- logical axes -------------------------------------------------------------------------
 
@@ -313,7 +378,7 @@ class Candidates:
         pairs = zip(axes, entries, strict=True)
         named = tuple(replace(axis, mesh_axes=entry) for axis, entry in pairs)
         edits = Edits((ValueEdit(span, self._sharding(entries)),))
-        return edits, Point(span, named, op.primitive == _CONSTRAINT, op.site.is_mapped)
+        return edits, Point(span, named, op.primitive == _CONSTRAINT, op.site.n_mapped)
 
     def _disagrees(self, op: Op, axes: tuple[str, ...]) -> bool:
         """Whether mesh axes shard a contracted axis of one operand, but not of the other."""

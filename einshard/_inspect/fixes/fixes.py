@@ -16,7 +16,9 @@ from ..findings.trace import mesh_entries
 from ..findings.values import Axis
 from ..report import Report
 from ..report_rows import Finding, changes
+from .patch import make_patch, source_of
 from .search import Accepted, Search, start_search
+from .trials import Edits
 
 # They do not depend on what a change costs: the program does not run, or code has no effect.
 _FACTS = ('does not fit', 'promise broken', 'no effect', 'names without a rule')
@@ -99,23 +101,37 @@ class Fixes:
         assert facts.mesh is not None
         texts: list[str] = []
         for point in change.points:
-            placement = expression_of(point.axes, facts.mesh)
-            verb = 'change the constraint' if point.is_constraint else 'constrain the value'
-            mapped = ', with the axes that jax.vmap adds' if point.is_mapped else ''
-            texts.append(f"{verb} in {short_source(point.span.source)} to '{placement}'{mapped}")
+            axes = point.seen_axes
+            placement = expression_of(point.axes if axes is None else axes, facts.mesh)
+            mapped = ', with the axes that jax.vmap adds' if axes is None else ''
+            source, line = source_of(point.span), short_source(point.span.source)
+            what = (
+                f'`{source}`' if source and len(source) < 60 and '\n' not in source else 'the value'
+            )
+            if point.is_constraint:
+                texts.append(f"change the constraint in {line} to '{placement}'{mapped}")
+            else:
+                call = f"einshard(..., '{placement}')"
+                texts.append(f'constrain {what} in {line}: {call}{mapped}')
+        texts += self._moves(change.edits)
+        return ', and '.join(texts)
+
+    def _moves(self, edits: Edits) -> list[str]:
+        """Returns what to shard otherwise: arguments, or else results."""
+        facts, texts = self._facts, list[str]()
         arguments = {
             facts.arguments[i].path: self._placement(facts.values[i].axes, sharding)
-            for i, sharding in change.edits.arguments.items()
+            for i, sharding in edits.arguments.items()
         }
         if arguments:
             texts.append(shard_text(arguments))
-        elif change.edits.results:
+        elif edits.results:
             results = {
                 facts.results[i].path: self._placement([Axis()] * len(sharding.spec), sharding)
-                for i, sharding in change.edits.results.items()
+                for i, sharding in edits.results.items()
             }
             texts.append(shard_text(results))
-        return ', and '.join(texts)
+        return texts
 
     def _placement(self, axes: Sequence[Axis], sharding: NamedSharding) -> str:
         assert self._facts.mesh is not None
@@ -123,6 +139,15 @@ class Fixes:
         pairs = zip(axes, entries, strict=True)
         moved = [replace(axis, mesh_axes=entry or ()) for axis, entry in pairs]
         return expression_of(moved, self._facts.mesh)
+
+    def patch(self) -> str:
+        """See `Report.patch`."""
+        search = self._search
+        if search is None or not search.accepted:
+            return ''
+        points = {point.span: point for one in search.accepted for point in one.change.points}
+        shardings = [(points[edit.span], edit.sharding) for edit in search.edits.values]
+        return make_patch(shardings, self._moves(search.edits))
 
     def function(self) -> Any:
         """See `Report.fixed_function`."""

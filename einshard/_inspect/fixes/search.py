@@ -15,7 +15,7 @@ from .candidates import Candidates, Change, find_costs
 from .trials import Edits, Trial, Trials
 
 MIN_GAIN = 0.03  # of the sum of the bounds
-_TRIES_PER_COST = 4
+_TRIES_PER_COST = 5
 
 
 @dataclass(frozen=True)

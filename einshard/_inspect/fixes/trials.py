@@ -182,7 +182,7 @@ class Trials:
         if not self.is_slow:
             axes = [(str(name), size) for name, size in mesh.shape.items()]
             try:
-                request, kept = export(SimpleNamespace(traced=traced), axes)
+                request, kept = export(replace(facts.stages, traced=traced), axes)
             except Exception:  # it has a kernel for the target, or a callback
                 self.is_slow = True
             else:
@@ -210,6 +210,7 @@ class Trials:
         self, graph: Graph, collectives: Sequence[Collective], kept: Sequence[int]
     ) -> Sequence[Collective]:
         facts, mesh = self.facts, self.facts.mesh
+        assert mesh is not None
         inputs = [
             (facts.arguments[i].path, str(facts.arguments[i].dtype))
             for i in kept
