@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import inspect
 import os
 import threading
 import time
@@ -23,7 +24,7 @@ import pytest
 import einshard
 
 # Trying suggestions compiles a program up to nine times. Tests of it, test_fixes.py, ask for it.
-einshard.explain.__kwdefaults__['tries'] = 0
+inspect.unwrap(einshard.explain).__kwdefaults__['tries'] = 0
 
 # JAX reads the flags here, once, before pages and examples set their own. libtpu and the processes
 # that tests start read them later; libtpu does not know all of WITHOUT_TPU.

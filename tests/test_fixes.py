@@ -262,15 +262,15 @@ def test_mapped_axes_are_left_out_of_the_patch(tmp_path):
 
 
 def test_on_a_topology():
-    on = topology('v5e:2x4', data=4, tensor=2)
-    x = struct((2048, 512), 'b d -> b@data d', on, jnp.bfloat16)
-    w_in = struct((512, 2048), 'd f -> d f@tensor', on, jnp.bfloat16)
-    w_out = struct((2048, 512), 'f d -> f@tensor d', on, jnp.bfloat16)
-
-    def step(x, w_in, w_out):
-        h = einshard(jax.nn.silu(x @ w_in), 'b f -> b f@tensor', mesh=on)
-        return einshard(h @ w_out, 'b d -> b@data d', mesh=on)
-
-    report = explain(jax.jit(step), x, w_in, w_out, tries=2)
-    assert 'b@data f@tensor' in report.findings[0].suggestion
+    on = topology('v5e:2x4', fsdp=8)
+    weights = [
+        {
+            'up': struct((512, 2048), 'd f -> d f@fsdp', on, jnp.bfloat16),
+            'down': struct((2048, 512), 'f d -> f d@fsdp', on, jnp.bfloat16),
+        }
+    ]
+    table = struct((1024, 512), 'v d -> v d@fsdp', on, jnp.bfloat16)
+    tokens = struct((64, 128), 'b t -> b@fsdp t', on, jnp.int32)
+    report = explain(jax.jit(train(layers)), weights, table, tokens, tries=2)
+    assert 'a@fsdp b c' in report.findings[0].suggestion
     assert report.total[0].startswith('all together, compiled for TPU v5')

@@ -23,8 +23,9 @@ from ..._program.hlo.graph import Graph
 from ..._program.hlo.memory import Memory, read_memory
 from ..._program.hlo.target_collectives import target_collectives
 from ..._program.hlo.text import Program
-from ..._program.jaxpr import graph as traced_graph
 from ..._program.jaxpr.edits import Edited, JittedCall, ValueEdit, apply
+from ..._program.jaxpr.graph import Program as TracedProgram
+from ..._program.jaxpr.graph import flatten
 from ..._sharding.collective_axes import along_text, mesh_axes_of
 from ..._sharding.context import mesh_scope
 from ..findings.facts import Facts
@@ -78,7 +79,7 @@ class Trial:
     """
 
     edited: Edited | None
-    traced: traced_graph.Program
+    traced: TracedProgram
     values: Sequence[Value]
     arguments: Sequence[Any]
     collectives: Sequence[Collective]
@@ -127,7 +128,7 @@ class Trials:
         products = product_rows(graph)
         devices = list(facts.devices)
         bounds = find_bounds(self.chip, devices, graph, products, collectives, is_cpu=is_cpu)
-        program = traced_graph.flatten(traced.jaxpr, keep_unused=True)
+        program = flatten(traced.jaxpr, keep_unused=True)
         arguments = [
             SimpleNamespace(
                 shape=array.shape,
