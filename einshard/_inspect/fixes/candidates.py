@@ -479,9 +479,13 @@ class Candidates:
         """Whether a constraint on the result of an operation makes sense."""
         if len(op.arrays_out) != 1 or not op.site.frames or op.site.n_shards:
             return False
+        # callers would get the result of the program in another sharding
+        is_result = op.arrays_out[0] in self.trial.traced.results
         value = self.trial.traced.values[op.arrays_out[0]]
         is_float = getattr(value.dtype, 'kind', '') in 'fVc'
         kinds = (_CONSTRAINT, 'gather', *PRODUCTS, 'scatter-add', 'scatter', 'reduce_sum', 'add')
+        if is_result and op.primitive != _CONSTRAINT:
+            return False
         return is_float and len(value.shape) >= 2 and op.primitive in kinds
 
     def _values(

@@ -35,7 +35,8 @@ class Fixes:
         search, report = self._search, self._report
         if search is None:
             return replace(report, **self._without_suggestions([], []), fixes=self)
-        found = [self._finding(accepted) for accepted in search.accepted]
+        rules = [*report.findings]
+        found = [self._finding(accepted, rules) for accepted in search.accepted]
         lines = list[str]()
         if search.target is not None:
             all_changes = '; '.join(changes(*search.target))
@@ -73,7 +74,8 @@ class Fixes:
         findings.sort(key=lambda one: one.kind not in _FACTS[:2])
         return {'findings': tuple(findings), 'notes': tuple(notes)}
 
-    def _finding(self, accepted: Accepted) -> Finding:
+    def _finding(self, accepted: Accepted, rules: list[Finding]) -> Finding:
+        """Returns the finding of a change, in the words of one of `rules`, which it removes."""
         cost = accepted.change.cost
         if cost.n_repeats:
             text = f'{cost.n_repeats} devices repeat the matmuls in this line'
@@ -82,9 +84,10 @@ class Fixes:
             what = f' of {cost.role}' if cost.role else ''
             text = f'{cost.kind}{what} along {axes} sends {format_bytes(cost.bytes)}'
         kind, names = accepted.change.kind, cost.names
-        for rule in self._report.findings:
+        for rule in rules:
             if rule.source == cost.line or {*rule.explains} & {*names}:
                 text, kind, names = rule.text, rule.kind, (*rule.explains, *names)
+                rules.remove(rule)
                 break
         return Finding(
             kind,
