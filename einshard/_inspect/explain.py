@@ -178,6 +178,7 @@ def _read_program(
         result_rows=[array_row(array, meshes) for array in results],
         collectives=collectives,
         roles=payloads.roles,
+        replaced={i: p for i, p in payloads.updated.items() if i < len(results)},
         products=product_rows(graph),
         replicated_above=replicated_above,
     )

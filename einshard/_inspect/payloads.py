@@ -45,8 +45,8 @@ class Payloads:
         self._output_paths = outputs
         self._uses = output_uses(graph)
         # {output number: the parameters that the output replaces}
-        self._updated = _updated_inputs(graph, inputs, outputs)
-        self.roles = _find_roles(graph, inputs, self._updated)
+        self.updated = _updated_inputs(graph, inputs, outputs)
+        self.roles = _find_roles(graph, inputs, self.updated)
 
     def of(self, collective: Collective) -> Collective:
         """Returns the collective with `role`, `of`, `is_backward` and `axes`."""
@@ -73,7 +73,7 @@ class Payloads:
         updates_weights = any(
             self.roles.get(i) == 'weights'
             for output in used_by
-            for i in self._updated.get(output, ())
+            for i in self.updated.get(output, ())
         )
         role = 'activations'
         if used_by and (is_backward or updates_weights):
@@ -127,7 +127,7 @@ class Payloads:
         while values[-1].opcode == 'dynamic-update-slice':  # XLA may update a copy of a cache
             values.append(strip(values[-1].inputs[0], MOVES))
         used_by = {output for value in values for output in self._uses.get(value, ())}
-        return sorted({i for output in used_by for i in self._updated.get(output, ())})
+        return sorted({i for output in used_by for i in self.updated.get(output, ())})
 
 
 def _find_roles(

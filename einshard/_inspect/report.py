@@ -103,7 +103,7 @@ class Report(Display):
                 Equinox, which keep its arguments in a form of their own.
         """
         if self.fixes is None:
-            raise EinshardError('this report has no suggestions that were tried')
+            raise EinshardError('this report has no suggestions that were tried', code='argument')
         return self.fixes.function()
 
     def patch(self) -> str:

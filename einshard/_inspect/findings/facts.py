@@ -50,6 +50,7 @@ class Facts:
         arguments, results: the arrays, including unused ones.
         argument_rows, result_rows: the same arrays, as rows of the report.
         roles: {parameter number: 'weights' (also optimizer states), 'cache' or 'activations'}.
+        replaced: {result number: the parameters that the result replaces in the next call}.
         replicated_above: the number of bytes above which a replicated array is noted.
         found: the findings so far.
     """
@@ -68,6 +69,7 @@ class Facts:
     result_rows: Sequence[ArrayRow]
     collectives: Sequence[Collective]
     roles: Mapping[int, str]
+    replaced: Mapping[int, Sequence[int]]
     products: Sequence[ProductRow]
     replicated_above: int
     found: list[Finding] = field(default_factory=list)

@@ -7,9 +7,17 @@ from .activations import contracted_axes, missing_constraint
 from .arguments import replicated_results, unsharded_states
 from .constraints import names_without_rule, repeated_constraints, unused_constraints
 from .facts import Facts
+from .gathered_axes import gathered_for_operation
 from .gathers import fully_rematerialized, gathered_again, weights_gathered_again
 from .large_arrays import large_constants, replicated
 from .limits import does_not_fit, not_checked, promise_broken
+from .next_call import (
+    compiles_again,
+    dense_groups,
+    not_donated,
+    other_types,
+    unused_donations,
+)
 from .reductions import recomputed_collectives, sliced_sums, summed_in_loop
 from .replicated_compute import replicated_compute
 from .sharded_loops import sharded_loop_axis
@@ -31,6 +39,7 @@ _DIAGNOSES = (
     summed_in_loop,
     unsharded_states,
     replicated_results,
+    compiles_again,
     fully_rematerialized,
     gathered_again,
     names_without_rule,
@@ -44,6 +53,11 @@ _NOTES = (
     recomputed_collectives,
     weights_gathered_again,
     repeated_constraints,
+    gathered_for_operation,
+    other_types,
+    unused_donations,
+    not_donated,
+    dense_groups,
 )
 
 

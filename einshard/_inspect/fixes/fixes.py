@@ -12,16 +12,17 @@ from ..._errors import EinshardError
 from ..._text import format_bytes, short_source
 from ..findings.expressions import expression_of, shard_text
 from ..findings.facts import Facts
+from ..findings.next_call import results_to_pin
 from ..findings.trace import mesh_entries
 from ..findings.values import Axis
 from ..report import Report
-from ..report_rows import Finding, changes
+from ..report_rows import Finding, Tried, changes
 from .patch import make_patch, source_of
 from .search import Accepted, Search, start_search
-from .trials import Edits
+from .trials import Edits, Trials
 
 # They do not depend on what a change costs: the program does not run, or code has no effect.
-_FACTS = ('does not fit', 'promise broken', 'no effect', 'names without a rule')
+_FACTS = ('does not fit', 'promise broken', 'no effect', 'names without a rule', 'second compile')
 
 
 class Fixes:
@@ -29,6 +30,20 @@ class Fixes:
 
     def __init__(self, report: Report, facts: Facts, search: Search | None):
         self._report, self._facts, self._search = report, facts, search
+        self._pins, self._pinned = self._try_pins()
+
+    def _try_pins(self) -> tuple[Edits, Tried | None]:
+        """Compiles the program with the results that are sharded unlike the next arguments."""
+        facts = self._facts
+        pins = Edits(results=results_to_pin(facts))
+        call = facts.stages.call if pins != Edits() and not facts.is_explicit else None
+        if call is None or len(call.dynamic) != len(facts.arguments):
+            return Edits(), None
+        trials = Trials(facts, call)
+        after, before = trials.on_target(pins), trials.as_compiled().figures
+        if after is None:
+            return Edits(), None
+        return pins, Tried(after.network_bytes, after.memory, after.flops, after.bound, before)
 
     def report(self) -> Report:
         """Returns the report, with the changes that help as findings."""
@@ -66,7 +81,10 @@ class Fixes:
             explained |= before - after
         findings, notes = [*found], list[Finding]()
         for finding in self._report.findings:
-            if finding.kind in _FACTS:
+            if finding.kind == 'second compile':
+                suggestion = finding.suggestion if self._pinned else ''
+                findings.append(replace(finding, suggestion=suggestion, tried=self._pinned))
+            elif finding.kind in _FACTS:
                 findings.append(finding)
             elif explained.isdisjoint((*finding.explains, finding.source or '')):
                 notes.append(replace(finding, suggestion=''))
@@ -147,24 +165,24 @@ class Fixes:
         """See `Report.patch`."""
         search = self._search
         if search is None or not search.accepted:
-            return ''
+            return make_patch((), self._moves(self._pins))
         points = {point.span: point for one in search.accepted for point in one.change.points}
         shardings = [(points[edit.span], edit.sharding) for edit in search.edits.values]
-        return make_patch(shardings, self._moves(search.edits))
+        return make_patch(shardings, self._moves(search.edits | self._pins))
 
     def function(self) -> Any:
         """See `Report.fixed_function`."""
-        search = self._search
-        if search is None or not search.accepted:
-            raise EinshardError('no change of the program was found that helps')
+        search, call = self._search, self._facts.stages.call
+        edits = self._pins if search is None else search.edits | self._pins
+        if call is None or edits == Edits():
+            raise EinshardError('no change of the program was found that helps', code='argument')
         if self._facts.stages.framework is not None:
             raise EinshardError(
                 'the changes of a function that Flax or Equinox jits cannot be applied',
+                code='argument',
                 facts={'instead': 'change the lines that report.findings name'},
             )
-        edited = search.current.edited
-        assert edited is not None
-        return edited.function
+        return Trials(self._facts, call).edited(edits).function
 
     def more(self, tries: int, seconds: float | None = None) -> Report:
         """See `Report.try_more`."""

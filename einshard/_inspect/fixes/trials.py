@@ -169,6 +169,10 @@ class Trials:
         scope = self.facts.stages.scope
         return nullcontext() if scope is None else mesh_scope(scope)
 
+    def edited(self, edits: Edits) -> Edited:
+        with self._scope():
+            return self._apply(edits)
+
     def _apply(self, edits: Edits) -> Edited:
         leaves = self.call.dynamic
         arguments = {leaves[i]: sharding for i, sharding in edits.arguments.items()}

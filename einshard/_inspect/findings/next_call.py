@@ -1,0 +1,175 @@
+"""Finds what makes the next call of a step compile again, and donations that free nothing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import jax.tree_util as jtu
+from jax.sharding import NamedSharding
+
+from ..._text import first_of, format_bytes
+from ..fold_layers import fold_paths
+from ..report_rows import Finding
+from .facts import Facts
+
+_LARGE = 2**23  # bytes on a device, of all arrays of a note
+
+
+def next_arguments(facts: Facts) -> dict[int, int]:
+    """Returns {result: the argument that it replaces in the next call}, by index.
+
+    Results that may replace the same arguments, as weights and their momentum, are in their order.
+    """
+    candidates: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for result, parameters in sorted(facts.replaced.items()):
+        arguments = sorted({facts.used_arguments[n] for n in parameters})
+        shape = facts.results[result].shape
+        candidates[tuple(i for i in arguments if facts.arguments[i].shape == shape)].append(result)
+    return {
+        result: argument
+        for arguments, results in candidates.items()
+        if len(arguments) == len(results)
+        for result, argument in zip(results, arguments, strict=True)
+    }
+
+
+def results_to_pin(facts: Facts) -> dict[int, NamedSharding]:
+    """Returns the results that are sharded differently from the arguments that they replace.
+
+    Maps the index of each result to the sharding of the argument.
+    """
+    found: dict[int, NamedSharding] = {}
+    for result, argument in next_arguments(facts).items():
+        old, new = facts.arguments[argument].sharding, facts.results[result].sharding
+        if isinstance(old, NamedSharding) and isinstance(new, NamedSharding):
+            ndim = len(facts.results[result].shape)
+            if old.mesh == new.mesh and not new.is_equivalent_to(old, ndim):
+                found[result] = old
+    return found
+
+
+def compiles_again(facts: Facts) -> Iterator[Finding]:
+    """Reports results whose sharding makes the next call compile another program."""
+    explained = facts.explained
+    arguments = next_arguments(facts)
+    for result in results_to_pin(facts):
+        row, argument = facts.result_rows[result], facts.argument_rows[arguments[result]]
+        if row.path in explained:
+            continue
+        yield Finding(
+            'second compile',
+            f"{row.path} is sharded as '{row.placement}', but {argument.path}, which it replaces "
+            f"in the next call, as '{argument.placement}': the next call compiles again",
+            None,
+            row.bytes,
+            f"pin it with out= or out_shardings=: '{argument.placement}'",
+            (row.path,),
+        )
+
+
+def other_types(facts: Facts) -> Iterator[Finding]:
+    """Notes results whose dtype differs from that of the argument that they replace."""
+    jaxpr = facts.stages.jaxpr
+    for result, argument in next_arguments(facts).items():
+        old, new = facts.arguments[argument], facts.results[result]
+        types = [str(old.dtype), str(new.dtype)]
+        if jaxpr is not None and len(jaxpr.invars) == len(facts.arguments):
+            avals = jaxpr.invars[argument].aval, jaxpr.outvars[result].aval
+            for i, aval in enumerate(avals):
+                types[i] += ' (weakly typed)' * bool(getattr(aval, 'weak_type', False))
+        if types[0] != types[1]:
+            yield Finding(
+                'second compile',
+                f'{new.path} is {types[1]}, but {old.path}, which it replaces in the next call, is '
+                f'{types[0]}: the next call traces and compiles again',
+            )
+
+
+def unused_donations(facts: Facts) -> Iterator[Finding]:
+    """Notes large donated arguments whose memory no result reuses, and why."""
+    reasons: dict[str, list[int]] = defaultdict(list)
+    for i in _donated(facts):
+        argument = facts.arguments[i]
+        if i in _reused(facts) or argument.sharding is None:
+            continue
+        same_shape = [r for r in facts.results if r.shape == argument.shape]
+        same_type = [r for r in same_shape if r.dtype == argument.dtype]
+        if not same_shape:
+            reason = 'no result has its shape'
+        elif not same_type:
+            reason = f'the result of its shape is {same_shape[0].dtype}'
+        else:
+            reason = 'the results of its shape are sharded differently, or reuse other arguments'
+        reasons[reason].append(i)
+    for reason, arguments in reasons.items():
+        n_bytes = sum(facts.argument_rows[i].bytes for i in arguments)
+        if n_bytes >= _LARGE:
+            paths = first_of(fold_paths(facts.arguments[i].path for i in arguments), 3)
+            yield Finding(
+                'donation',
+                f'{paths} {"is" if len(arguments) == 1 else "are"} donated, which frees nothing: '
+                f'{reason}; {format_bytes(n_bytes)} on each device',
+                bytes=n_bytes,
+            )
+
+
+def not_donated(facts: Facts) -> Iterator[Finding]:
+    """Notes large arguments that results replace, and that are not donated."""
+    if facts.stages.traced is None:
+        return
+    donated = {*_donated(facts)}
+    arguments = sorted(
+        argument
+        for result, argument in next_arguments(facts).items()
+        if argument not in donated
+        and facts.arguments[argument].dtype == facts.results[result].dtype
+        and result not in results_to_pin(facts)
+    )
+    n_bytes = sum(facts.argument_rows[i].bytes for i in arguments)
+    if n_bytes >= _LARGE:
+        paths = first_of(fold_paths(facts.arguments[i].path for i in arguments), 3)
+        yield Finding(
+            'donation',
+            f'{paths} {"is" if len(arguments) == 1 else "are"} replaced by results, and not '
+            f'donated: {format_bytes(n_bytes)} on each device are in memory twice; '
+            'donate_argnums= frees them',
+            bytes=n_bytes,
+        )
+
+
+def _donated(facts: Facts) -> list[int]:
+    traced = facts.stages.traced
+    leaves = [] if traced is None else jtu.tree_leaves(traced.args_info)
+    return [i for i, leaf in enumerate(leaves) if leaf.donated and i < len(facts.arguments)]
+
+
+def _reused(facts: Facts) -> set[int]:
+    """Returns the arguments whose memory a result reuses."""
+    parameters = facts.graph.program.aliases.values()
+    return {facts.used_arguments[n] for n in parameters if n < len(facts.used_arguments)}
+
+
+def dense_groups(facts: Facts) -> Iterator[Finding]:
+    """Notes ragged products that the compiler runs as dense ones over all groups."""
+    compiled: dict[str, int] = defaultdict(int)
+    for row in facts.products:
+        compiled[row.source or ''] += row.flops
+    needed: dict[str, int] = defaultdict(int)
+    groups: dict[str, int] = {}
+    for op in facts.traced.ops if facts.traced else ():
+        if op.primitive.startswith('ragged_dot') and op.rule.einsum and op.site.frames:
+            line = op.site.frames[0].source
+            flops = op.rule.einsum.flops * (op.site.runs or 1) * max(op.site.n_shards, 1)
+            needed[line] += flops // facts.n_devices
+            groups[line] = op.eqn.invars[2].aval.shape[-1]
+    for line, flops in needed.items():
+        if compiled[line] > 1.5 * flops:
+            ratio = (
+                f'{compiled[line] / 1e9:.3g} Gflop per device where {flops / 1e9:.3g} are needed'
+            )
+            yield Finding(
+                'dense groups',
+                f'ragged_dot runs as a dense product over {groups[line]} groups: {ratio} needed',
+                line,
+            )

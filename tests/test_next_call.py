@@ -1,0 +1,115 @@
+"""What makes the next call compile again, donations that free nothing, and dense groups."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from einshard import device_mesh, einshard, explain
+
+MESH = device_mesh(jax.devices()[:8], data=4, model=2)
+
+
+def put(x, *spec):
+    return jax.device_put(jnp.asarray(x, jnp.float32), NamedSharding(MESH, P(*spec)))
+
+
+def kinds(rows):
+    return [row.kind for row in rows]
+
+
+def loss(p, batch):
+    return jnp.mean((jax.nn.relu(batch @ p['up'] + p['b']) @ p['down']) ** 2)
+
+
+def test_result_that_is_sharded_unlike_the_next_argument():
+    @jax.jit
+    def step(params, batch):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, batch))
+
+    params = {
+        'up': put(np.ones((256, 1024)), None, 'model'),
+        'b': put(np.zeros(1024)),
+        'down': put(np.ones((1024, 256)), 'model', None),
+    }
+    batch = put(np.ones((512, 256)), 'data')
+    report = explain(step, params, batch, tries=4)
+    (finding,) = report.findings
+    assert finding.kind == 'second compile'
+    assert "result/b is sharded as 'a -> a@model'" in finding.text
+    assert finding.tried is not None
+    # the function with the suggestion returns its state as it was given
+    fixed = report.fixed_function()
+    after = fixed(params, batch)
+    for name, x in params.items():
+        assert after[name].sharding.is_equivalent_to(x.sharding, x.ndim)
+    assert not step(params, batch)['b'].sharding.is_equivalent_to(params['b'].sharding, 1)
+    assert kinds(explain(fixed, params, batch, tries=0).findings) == []
+
+
+def struct(shape, spec, dtype=jnp.float32):
+    return einshard(jax.ShapeDtypeStruct(shape, dtype), spec, mesh=MESH)
+
+
+def adam(p, m, x):
+    g = jax.grad(lambda p: jnp.mean((x @ p['w']) ** 2))(p)
+    m = jax.tree.map(lambda m, g: 0.9 * m + g, m, g)
+    return jax.tree.map(lambda p, m: p - 0.1 * m, p, m), m
+
+
+def test_large_state_that_is_not_donated():
+    w = {'w': struct((4096, 4096), 'd f -> d f@model')}
+    x = struct((64, 4096), 'b d -> b@data d')
+    (note,) = [n for n in explain(jax.jit(adam), w, w, x).notes if n.kind == 'donation']
+    assert note.bytes == 2 * 4096 * 2048 * 4
+    assert 'not donated' in note.text
+    report = explain(jax.jit(adam, donate_argnums=(0, 1)), w, w, x)
+    assert 'donation' not in kinds(report.notes)
+
+
+def test_donation_that_frees_nothing():
+    def cast(state, x):
+        return {'w': (state['w'] + x.sum()).astype(jnp.bfloat16)}
+
+    w = {'w': struct((4096, 4096), 'd f -> d f@model')}
+    x = struct((64,), 'b -> b@data')
+    report = explain(jax.jit(cast, donate_argnums=0), w, x)
+    (note,) = [n for n in report.notes if n.kind == 'donation']
+    assert 'the result of its shape is bfloat16' in note.text
+    (note,) = [n for n in report.notes if n.kind == 'second compile']
+    assert 'result/w is bfloat16, but state/w' in note.text
+
+
+def test_ragged_dot_that_runs_as_a_dense_product():
+    n, d, f, groups = 512, 64, 32, 16
+
+    def local(x, w, sizes):
+        return jax.lax.ragged_dot(x, w, sizes)
+
+    mesh = device_mesh(jax.devices()[:8], z=8)
+    specs = P('z'), P(), P()
+    step = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P('z'), check_vma=False)
+    shapes = (8 * n, d), (groups, d, f), (groups,)
+    arguments = [
+        jax.ShapeDtypeStruct(
+            shape, jnp.int32 if len(shape) == 1 else jnp.float32, sharding=NamedSharding(mesh, spec)
+        )
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
+    report = explain(jax.jit(step), *arguments)
+    (note,) = [n for n in report.notes if n.kind == 'dense groups']
+    assert report.flops == 2 * n * d * f * groups
+    assert f'over {groups} groups' in note.text
+
+
+def test_sort_along_a_sharded_axis():
+    def smallest(x):
+        return jnp.sort(x, axis=0)[:8]
+
+    report = explain(jax.jit(smallest), struct((4096, 256), 'n d -> n@data d'))
+    (note,) = [n for n in report.notes if n.kind == 'gathered for an operation']
+    assert note.text.startswith('sort of float32[4096,256], whose axis 0 is sharded along data')
+    assert note.bytes > 0
+    report = explain(jax.jit(smallest), struct((4096, 256), 'n d -> n d@data'))
+    assert 'gathered for an operation' not in kinds(report.notes)
