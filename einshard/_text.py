@@ -86,7 +86,8 @@ def deprecated_alias(old: str, new: str) -> Any:
 def name_of(function: Any) -> str:
     while not hasattr(function, '__name__') and hasattr(function, 'func'):
         function = function.func
-    return getattr(function, '__name__', type(function).__name__)
+    name = getattr(function, '__name__', None)
+    return name if isinstance(name, str) else type(function).__name__
 
 
 def deferred_kind(function: Any) -> str | None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from placed import mesh_of
 
@@ -20,6 +21,7 @@ from einshard import (
     check_same,
     einshard,
     explain,
+    plan,
     to_jax,
 )
 
@@ -268,6 +270,202 @@ def test_checks_of_equinox(eqx_model, x):
     with pytest.raises(UnexpectedCollectives):
         assert_collectives(loss, eqx_model, x, allowed=())
     check_same(loss, eqx_model, x, gradients=False)
+
+
+# --- methods, and devices you don't have --------------------------------------------------------
+
+
+class NnxCall(NnxModel):
+    @nnx.jit
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+class EqxCall(EqxModel):
+    @eqx.filter_jit
+    def __call__(self, x):
+        return jax.vmap(super().__call__)(x)
+
+
+class Scale(eqx.Module):
+    weight: jax.Array
+
+    @jax.jit
+    def run(self, x):
+        return self.weight * x
+
+
+@pytest.mark.parametrize('cls', [NnxCall, EqxCall])
+def test_modules_with_a_jitted_call(x, cls):
+    model = cls()
+    assert paths(explain(model, x).arguments) == paths(explain(cls.__call__, model, x).arguments)
+    assert_collectives(model, x, allowed=())
+    check_same(model, x, gradients=False)
+    assert model(x).shape == (32, 16)  # as before
+
+
+def test_a_jitted_method_of_equinox(x):
+    report = explain(Scale(jnp.ones(16)).run, x)
+    assert paths(report.arguments) == ['self/weight', 'x']
+
+
+def shapes_of(tree):
+    """The arrays as ShapeDtypeStructs, with their shardings."""
+
+    def struct(leaf):
+        is_array = isinstance(leaf, jax.Array)
+        return (
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            if is_array
+            else leaf
+        )
+
+    return jax.tree.map(struct, tree)
+
+
+def test_equinox_with_shapes_is_as_with_arrays(eqx_model, x):
+    """Equinox itself takes shapes for static values, and fails in the function."""
+    loss = eqx.filter_jit(eqx.filter_value_and_grad(eqx_loss))
+    with pytest.raises(Exception, match=r'.'):
+        loss.lower(shapes_of(eqx_model), shapes_of(x))
+    expected, report = (
+        explain(loss, eqx_model, x),
+        explain(loss, shapes_of(eqx_model), shapes_of(x)),
+    )
+    assert report.collectives.counts == expected.collectives.counts
+    assert report.collectives.counts['all-reduce'] > 0
+    assert report.flops == expected.flops
+    assert rows(report) == rows(expected)
+    assert report.results == expected.results[1:]  # without the marker of filter_jit
+    assert_collectives(loss, shapes_of(eqx_model), shapes_of(x), allowed='all-reduce')
+
+
+def two_results(x, model):
+    return eqx.filter(model, eqx.is_array), x + 1
+
+
+@pytest.mark.parametrize('donate', ['all', 'all-except-first', 'none'])
+def test_equinox_with_shapes_donates(eqx_model, x, donate):
+    step = eqx.filter_jit(two_results, donate=donate)
+    expected = explain(step, x, eqx_model).in_place
+    assert {*explain(step, shapes_of(x), shapes_of(eqx_model)).in_place} == {*expected}
+    assert bool(expected) == (donate != 'none')
+
+
+def test_shapes_in_an_equinox_function(eqx_model, x):
+    """The function itself may be a module with shapes."""
+    vmapped = eqx.filter_jit(eqx.filter_vmap(shapes_of(eqx_model)))
+    report = explain(vmapped, shapes_of(x))
+    model = [f'_VmapWrapper/_fun/{path}' for path in EQX_PATHS]
+    assert sorted(paths(report.arguments)) == sorted([*model, 'x'])
+    assert report.collectives.counts == {'all-reduce': 1}
+
+
+@pytest.mark.parametrize('kind', ['nnx_model', 'eqx_model'])
+def test_frameworks_with_mesh(request, x, kind):
+    """mesh= replaces the devices of all arrays, including those of `self`."""
+    model = request.getfixturevalue(kind)
+    mesh = mesh_of(jax.devices()[:4], batch=4)
+    x = einshard(jax.ShapeDtypeStruct(x.shape, x.dtype), 'b d -> b@batch d', mesh=mesh)
+    for call in (model.run, functools.partial(type(model).run, model)):
+        report = explain(call, x, mesh=mesh)
+        placements = {path: placement for path, (_, placement) in rows(report).items()}
+        assert placements.pop('x') == 'a b -> a@batch b'
+        assert {*placements.values()} <= {'a -> 4 a', 'a b -> 4 a b'}
+        assert report.collectives.counts == {}
+    assert 'plan for' in str(plan_of(type(model).run, model))
+
+
+def plan_of(run, model):
+    def step(model, x):
+        return einshard(run(model, einshard(x, 'batch d')), 'batch d')
+
+    jit = nnx.jit if isinstance(model, nnx.Module) else eqx.filter_jit
+    x = jax.ShapeDtypeStruct((32, 16), jnp.float32)
+    return plan(jit(step), model, x, mesh=jax.devices()[:4], objective='bytes', compilations=1)
+
+
+def test_a_failed_call_leaves_a_module_as_it_was(nnx_model, x):
+    before = nnx.to_pure_dict(nnx.state(nnx_model))
+
+    def fails(model, x):
+        model.up.kernel[...] += 1
+        del model.down.bias
+        return model(x[0])
+
+    for call in (explain, check_same, functools.partial(assert_collectives, allowed=())):
+        with pytest.raises((EinshardError, TypeError)):
+            call(nnx.jit(fails), nnx_model, jnp.ones((4, 3)))
+        after = nnx.to_pure_dict(nnx.state(nnx_model))
+        assert jax.tree.structure(after) == jax.tree.structure(before)
+        jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+def test_a_method_that_updates_its_module(x):
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.count = nnx.Variable(jnp.zeros(()))
+
+        def __call__(self, x):
+            self.count[...] += 1
+            return x
+
+    model = Counting()
+    for call in (model, model.__call__):
+        with pytest.raises(
+            EinshardError, match='updates a module that is not an argument'
+        ) as error:
+            explain(call, x)
+        assert error.value.facts['instead'].endswith(f'nnx.jit({Counting.__call__.__qualname__})')
+    assert model.count[...] == 0
+    report = explain(nnx.jit(Counting.__call__), model, x)  # the way out
+    assert paths(report.results) == ['result/self/count', 'result']
+
+
+def test_rules_and_reports_have_the_same_paths(nnx_model, x):
+    """Also if JAX flattens the module: without the 'value' of the variables."""
+    seen = []
+    einshard(nnx.state(nnx_model, nnx.Param), lambda path, leaf: seen.append(path), mesh=MESH)
+    assert seen == NNX_PATHS
+    report = explain(lambda model, x: model(x), nnx_model, x)
+    assert paths(report.arguments) == [*(f'model/{path}' for path in NNX_PATHS), 'x']
+    comparison = check_same(lambda model, x: model(x), nnx_model, x)
+    assert [row.path for row in comparison.rows][1:] == [
+        f'gradient of {path}' for path in paths(report.arguments)
+    ]
+
+
+def test_two_arguments_share_a_module(nnx_model, x):
+    """NNX passes the arrays once: they have the path in the first argument."""
+    report = explain(nnx.jit(lambda a, b, x: a(x) + b(x)), nnx_model, nnx_model, x)
+    assert paths(report.arguments) == [*(f'a/{path}' for path in NNX_PATHS), 'x']
+
+
+class LinenModel(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8, name='up')(x)
+
+
+class LinenMethod(nn.Module):
+    @nn.jit
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8, name='up')(x)
+
+
+@pytest.mark.parametrize('jitted', [nn.jit(LinenModel), LinenMethod])
+def test_linen_jit(x, jitted):
+    variables = jitted().init(jax.random.key(0), x)
+    variables = einshard(variables, Rules([('kernel', 'i o -> i@tp o')], default='...'), mesh=MESH)
+    report = explain(jitted().apply, variables, x)
+    expected = explain(jax.jit(LinenModel().apply), variables, x)
+    assert report.collectives.counts == expected.collectives.counts == {'all-reduce': 1}
+    assert report.flops == expected.flops
+    assert [row.path.split('/')[-1] for row in report.arguments[:2]] == ['bias', 'kernel']
+    assert explain(jitted().apply, shapes_of(variables), shapes_of(x)).flops == expected.flops
+    check_same(jitted().apply, variables, x, gradients=False)
+    assert explain(jitted().apply, variables, x, mesh=MESH).n_devices == 16
 
 
 # --- both ---------------------------------------------------------------------------------------

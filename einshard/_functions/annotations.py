@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
-import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType
@@ -25,7 +24,7 @@ from .._sharding.describe import describe_in
 from .._sharding.mesh import are_equivalent
 from .._sharding.resolve import resolve
 from .._text import array_text, name_of
-from .._trees.paths import path_text
+from .._trees.paths import leaves_with_paths, path_text
 from .._trees.specs import Spec, check_specs
 from .type_hints import (
     Unresolved,
@@ -205,7 +204,7 @@ class _ContainerSpec:
 
     def for_tree(self, tree: Any) -> list[Spec]:
         # key paths instead of text, because dict keys may contain '/'
-        leaves = jtu.tree_leaves_with_path(tree)
+        leaves = leaves_with_paths(tree)
         return [self._spec_at([path_text([key]) for key in path], leaf) for path, leaf in leaves]
 
     def _spec_at(self, keys: Iterable[str], leaf: Any) -> Spec:

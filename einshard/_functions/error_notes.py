@@ -28,7 +28,7 @@ from .._sharding.leaf_spec import as_leaf_spec
 from .._sharding.mesh import AnyMesh, is_canonical_mesh, spec_axes
 from .._sharding.resolve import resolve
 from .._text import short_source
-from .._trees.paths import path_text
+from .._trees.paths import leaves_with_paths, path_text
 from .._trees.specs import leaf_specs
 from .value_spec import ValueSpec
 
@@ -139,7 +139,7 @@ def _leaves(
     arguments: Sequence[ValueSpec], values: Sequence[Any], context: Context
 ) -> Iterator[SpecLeaf]:
     for argument, value in zip(arguments, values, strict=True):
-        leaves = jtu.tree_leaves_with_path(value)
+        leaves = leaves_with_paths(value)
         specs = leaf_specs(value, [leaf for _, leaf in leaves], argument.spec, context.mesh)
         for (path, leaf), spec in zip(leaves, specs, strict=True):
             expression = None

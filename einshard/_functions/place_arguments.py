@@ -27,6 +27,7 @@ from .._sharding.leaf_spec import REPLICATED, with_memory_kind
 from .._sharding.mesh import is_partial, memory_kind_of, partial_axes, process_count
 from .._sharding.resolve import Placement
 from .._text import first_of
+from .._trees.paths import leaves_with_paths
 from .traced_function import TracedFunction
 from .value_spec import ValueSpec, as_struct
 
@@ -54,7 +55,7 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
             continue
         if argument.spec is None:
             if jit_has_shardings:
-                for path, leaf in jtu.tree_leaves_with_path(value):
+                for path, leaf in leaves_with_paths(value):
                     _check_devices(traced, argument, path, leaf)
             continue
         leaves: list[Any] = []

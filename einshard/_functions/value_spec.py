@@ -21,7 +21,7 @@ from .._sharding.context import Context
 from .._sharding.leaf_spec import LeafSpec
 from .._sharding.resolve import Placement, resolve
 from .._text import array_text
-from .._trees.paths import path_text
+from .._trees.paths import leaves_with_paths, path_text
 from .._trees.specs import (
     Spec,
     check_registered_pytree,
@@ -74,7 +74,7 @@ class ValueSpec:
             raise (error if 'function' in error.facts else self._with_owner(error, value)) from None
         placements: list[LeafPlacement] = []
         errors: list[EinshardError] = []
-        for (path, leaf), spec in zip(jtu.tree_leaves_with_path(value), specs, strict=True):
+        for (path, leaf), spec in zip(leaves_with_paths(value), specs, strict=True):
             placement = None
             if spec is not None:
                 error = self._not_an_array(path, leaf)

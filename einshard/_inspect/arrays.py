@@ -23,7 +23,7 @@ from .._sharding.describe import Description, describe, describe_named
 from .._sharding.leaf_spec import AnySpec, as_leaf_spec
 from .._sharding.mesh import AnyMesh
 from .._trees.paths import argument_path, result_path
-from .frameworks import equinox_path, framework_result_path, leaves_with_paths
+from .frameworks import equinox_path, framework_result_path, program_leaves
 from .lowered import Stages
 from .oversized import Oversized
 from .report_rows import ArrayRow
@@ -49,7 +49,7 @@ def find_arguments(
     names: Mapping[int, str],
 ) -> list[ProgramArray]:
     """Returns all argument leaves. Those that the program does not use have None in `shardings`."""
-    leaves = leaves_with_paths(compiled.args_info)
+    leaves = program_leaves(compiled.args_info)
     specs = stages.argument_specs() or [None] * len(leaves)
     paths = stages.paths
     if paths is None:
@@ -63,7 +63,7 @@ def find_arguments(
 
 
 def find_results(stages: Stages, out_info: Any, names: Mapping[int, str]) -> list[ProgramArray]:
-    leaves = leaves_with_paths(out_info)
+    leaves = program_leaves(out_info)
     specs = stages.result_specs(out_info) or [None] * len(leaves)
     paths = [result_path(path) for path, _ in leaves]
     if stages.framework is not None:

@@ -19,9 +19,14 @@ from .._functions.error_notes import is_sharding_type_error
 from .._sharding.context import is_tracing
 from .._sharding.mesh import partition_spec, spec_axes
 from .._text import array_text, name_of
-from .._trees.paths import argument_path, common_suffix_length, result_path
+from .._trees.paths import (
+    argument_path,
+    common_suffix_length,
+    leaves_with_paths,
+    result_path,
+)
 from .comparison import ComparedRow, Comparison, Reference, compare, key_data
-from .frameworks import positional_parameters
+from .frameworks import positional_parameters, restored_if_failed
 from .lowered import check_arguments
 from .one_device import (
     Arrays,
@@ -97,9 +102,10 @@ def check_same(
     """
     name = name_of(fn)
     _check_supported(fn, name, args, kwargs)
-    call = make_call(fn, name, args, kwargs)
-    result = call.run()
-    comparison = _compare(call, result, reference, gradients)
+    with restored_if_failed(fn, args, kwargs):
+        call = make_call(fn, name, args, kwargs)
+        result = call.run()
+        comparison = _compare(call, result, reference, gradients)
     if not comparison.same:
         raise _make_error(comparison, has_reference=reference is not None)
     return comparison
@@ -123,7 +129,7 @@ def _check_supported(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[st
             },
         )
     names = dict(enumerate(positional_parameters(fn)))
-    for path, leaf in jtu.tree_leaves_with_path((args, dict(kwargs))):
+    for path, leaf in leaves_with_paths((args, dict(kwargs))):
         if isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref):
             raise EinshardError(
                 f'check_same needs arrays, not {type(leaf).__name__}',
@@ -135,7 +141,7 @@ def _check_supported(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[st
 def _compare(
     call: Call, result: Any, reference: Callable[..., Any] | None, gradients: bool
 ) -> Comparison:
-    with_paths = jtu.tree_leaves_with_path(result)
+    with_paths = leaves_with_paths(result)
     results = [x for _, x in with_paths]
     arrays = [x for x in results if isinstance(x, jax.Array)]
     if not arrays:

@@ -6,11 +6,12 @@ the arguments and results of the user's function.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
-import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -19,10 +20,12 @@ import numpy as np
 from jax.stages import Compiled, Lowered, Traced
 
 from .._text import name_of
-from .._trees.paths import argument_path, path_text, result_path
+from .._trees.partition import Partitioned, has_modules, join, partition
+from .._trees.paths import argument_path, leaves_with_paths, path_text, result_path
 
 Framework: TypeAlias = Literal['nnx', 'equinox']
 
+JITTED: Any = type(jax.jit(lambda: None))
 _STAGES = Compiled | Lowered | Traced
 _ARRAYS = jax.Array | np.ndarray | np.generic  # the arrays of Equinox; others are static
 
@@ -50,28 +53,121 @@ def unbound(
     """Returns a jitted method or partial as the jitted function, with all arguments of the call.
 
     A bound method of JAX's `jit` has the attributes of the function, which expect `self`. A bound
-    method of `nnx.jit` is a `functools.partial`, and of `eqx.filter_jit`, an `eqx.Partial`.
+    method of `nnx.jit` is a `functools.partial`, and of `eqx.filter_jit`, an `eqx.Partial`. An
+    object may have such a method as `__call__`.
     """
-    if isinstance(fn, types.MethodType):
+    if hasattr(fn, '__func__') and hasattr(fn, '__self__'):  # Equinox has its own bound methods
         inner, first, by_name = fn.__func__, (fn.__self__,), {}
     elif isinstance(fn, functools.partial) or type(fn).__name__ == 'Partial':
         inner, first, by_name = fn.func, fn.args, fn.keywords
+    elif _has_own_call(fn):
+        inner, first, by_name = fn.__call__, (), {}
     else:
         return fn, args, kwargs
     inner, more, by_name = unbound(inner, (*first, *args), {**by_name, **kwargs})
     return (inner, more, by_name) if is_jitted(inner) else (fn, args, kwargs)
 
 
-def can_filter_jit(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call has modules of Equinox, and `eqx.filter_jit` lowers it."""
-    equinox: Any = sys.modules.get('equinox')
-    if equinox is None or not _has_leaf((args, kwargs), equinox.Module):
-        return False
+def _has_own_call(fn: Any) -> bool:
+    """Whether `fn` is an object, such as a module, whose class decorates `__call__`."""
+    in_class = getattr(type(fn), '__call__', None)  # noqa: B004
+    return is_jitted(in_class) and not is_jitted(fn)
+
+
+@contextmanager
+def restored_if_failed(*trees: Any) -> Generator[None]:
+    """Restores the objects of NNX in pytrees if the block fails.
+
+    `nnx.jit` may clear a module before it sets the new arrays. If setting one fails, the module
+    has neither the old nor the new ones.
+    """
+    nnx: Any = sys.modules.get('flax.nnx')
+    saved: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
+    if nnx is not None and _has_leaf(trees, nnx.Pytree):
+        for _, node in nnx.iter_graph(trees):
+            if isinstance(node, nnx.Pytree | nnx.Variable):
+                # copies of dicts, because NNX updates metadata in place
+                slots = {name: copy.copy(getattr(node, name)) for name in _slots(node)}
+                saved.append((node, slots, dict(getattr(node, '__dict__', {}))))
     try:
-        equinox.filter_jit(fn).lower(*args, **kwargs)
+        yield
+    except BaseException:
+        for node, slots, attributes in saved:
+            for name, value in slots.items():
+                object.__setattr__(node, name, value)
+            if attributes:
+                vars(node).clear()
+                vars(node).update(attributes)
+        raise
+
+
+def _slots(node: Any) -> list[str]:
+    """Returns the slots of a variable of NNX that have a value."""
+    slots = [name for cls in type(node).__mro__ for name in getattr(cls, '__slots__', ())]
+    return [name for name in slots if not name.startswith('__') and hasattr(node, name)]
+
+
+def can_filter_jit(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call has modules of Equinox, and `eqx.filter_jit` traces it."""
+    if not has_modules((fn, args, kwargs)):
+        return False
+    equinox: Any = sys.modules['equinox']
+    try:
+        trace_filtered(equinox.filter_jit(fn), args, kwargs)
     except (TypeError, ValueError):
         return False
     return True
+
+
+def is_update_of_module(error: Exception) -> bool:
+    """Whether NNX raised `error` because a trace updates a module from outside of it."""
+    errors: Any = sys.modules.get('flax.errors')
+    return errors is not None and isinstance(error, errors.TraceContextError)
+
+
+def nnx_jit_of_method(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """Returns the text of `nnx.jit` of a method, or of `__call__` of a module, if it is traced."""
+    nnx: Any = sys.modules['flax.nnx']
+    module = getattr(fn, '__self__', fn)
+    function = getattr(fn, '__func__', None) or type(fn).__call__
+    if not isinstance(module, nnx.Pytree):
+        return None
+    try:
+        nnx.jit(function).lower(module, *args, **kwargs)
+    except (TypeError, ValueError):
+        return None
+    return f'nnx.jit({function.__qualname__})'
+
+
+def has_shapes(*trees: Any) -> bool:
+    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jtu.tree_leaves(trees))
+
+
+def trace_filtered(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+    """Traces a function of `eqx.filter_jit` for ShapeDtypeStructs.
+
+    `fn.lower` takes them for static values, and fails in the function. The trace has the arguments
+    and the result as the user passes and returns them, and the arrays of the function itself, if
+    it is a module, as a keyword argument with its name.
+    """
+    function, bound = fn.__wrapped__, inspect.signature(fn).bind(*args, **kwargs)
+    name = name_of(function)
+    by_name = {**bound.kwargs, name: function}
+
+    def call(*args: Any, **kwargs: Any) -> Partitioned:
+        by_name = join(kwargs)
+        return partition(by_name.pop(name)(*join(args), **by_name))
+
+    call.__name__ = call.__qualname__ = name
+    first, rest = fn.donate_first, fn.donate_rest
+    donated = [i for i in range(len(bound.args)) if (rest if i else first)]
+    jitted = jax.jit(call, donate_argnums=donated, donate_argnames=[*by_name] if rest else ())
+    names = positional_parameters(fn)
+    labels = [*names, *(f'args[{i}]' for i in range(len(names), len(bound.args)))]
+    return jitted.trace(
+        *[partition(x, label) for x, label in zip(bound.args, labels, strict=False)],
+        **{label: partition(x, label) for label, x in by_name.items()},
+    )
 
 
 def _has_leaf(tree: Any, kind: type) -> bool:
@@ -91,22 +187,23 @@ def positional_parameters(fn: Any) -> list[str]:
 # --- paths --------------------------------------------------------------------------------------
 
 
-def leaves_with_paths(tree: Any) -> Sequence[tuple[Sequence[Any], Any]]:
-    """Returns the leaves of a pytree, with the paths that NNX gives the arrays of its modules.
+def program_leaves(tree: Any) -> Sequence[tuple[Sequence[Any], Any]]:
+    """Returns the leaves of a stage's arguments or results, with the user's paths.
 
-    `nnx.jit` passes a module as a list of arrays and a `graphdef`, which has their paths.
+    `nnx.jit` passes a module as a list of arrays and a `graphdef`, which has their paths, or with
+    `graph_updates=False`, as its state.
     """
 
     def is_module(node: Any) -> bool:
-        return hasattr(node, 'graphdef') and hasattr(node, 'states')
+        return hasattr(node, 'graphdef') and (hasattr(node, 'states') or hasattr(node, 'state'))
 
     nnx: Any = sys.modules.get('flax.nnx')
     if nnx is None:
-        return jtu.tree_leaves_with_path(tree)
+        return leaves_with_paths(tree)
     found: list[tuple[Sequence[Any], Any]] = []
-    for path, node in jtu.tree_leaves_with_path(tree, is_leaf=is_module):
-        leaves = jtu.tree_leaves_with_path(node)
-        if is_module(node):
+    for path, node in leaves_with_paths(tree, is_module):
+        leaves = leaves_with_paths(node)
+        if is_module(node) and hasattr(node, 'states'):
             numbered = jtu.tree_structure(node).unflatten(range(len(leaves)))
             try:
                 module = nnx.merge(numbered.graphdef, *numbered.states)
@@ -116,6 +213,8 @@ def leaves_with_paths(tree: Any) -> Sequence[tuple[Sequence[Any], Any]]:
                 state = nnx.to_pure_dict(nnx.state(module))
                 names = {number: name for name, number in jtu.tree_leaves_with_path(state)}
             leaves = [(names.get(i, inner), leaf) for i, (inner, leaf) in enumerate(leaves)]
+        elif is_module(node):
+            leaves = [(inner[1:], leaf) for inner, leaf in leaves]
         found += [((*path, *inner), leaf) for inner, leaf in leaves]
     return found
 

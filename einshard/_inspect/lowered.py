@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jax.stages import Compiled, Lowered, Traced
 
 from .._errors import EinshardError, hide_frames
-from .._functions.bound_method import BoundMethod, unwrap_partial
+from .._functions.bound_method import unwrap_partial
 from .._functions.error_notes import note_unbound_axis
 from .._functions.program import Program
 from .._functions.promise import Limits
@@ -36,13 +36,20 @@ from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact
 from .._text import array_text, name_of
 from .._trees.specs import leaf_specs
 from .frameworks import (
+    JITTED,
     Framework,
     can_filter_jit,
     equinox_jaxpr,
     equinox_paths,
     framework_of,
+    has_shapes,
     is_jitted,
+    is_update_of_module,
     jax_stage,
+    nnx_jit_of_method,
+    positional_parameters,
+    restored_if_failed,
+    trace_filtered,
     unbound,
 )
 
@@ -184,6 +191,7 @@ def trace_call(
     name = name_of(fn)
     fn, args, kwargs = unwrap_partial(fn, args, kwargs)
     check_arguments(fn, name, args, kwargs)
+    fn, args, kwargs = unbound(fn, args, kwargs)
     with suggest_partial(fn, 'mesh'):
         context = None if mesh is None else current_context(mesh)
         target = context and concrete(context.lowering_mesh, 'compile for')
@@ -192,7 +200,10 @@ def trace_call(
         _check_no_refs(name, target, args, kwargs)
         _check_devices(name, target, args, kwargs)
         args, kwargs = jtu.tree_map(_without_devices, (tuple(args), dict(kwargs)))
-    with nullcontext() if target is None else mesh_scope(target):
+    with (
+        nullcontext() if target is None else mesh_scope(target),
+        restored_if_failed(fn, args, kwargs),
+    ):
         stages = _trace(fn, name, args, kwargs, target)
     if stages.program is not None and target is not None and stages.program.setup.mesh is not None:
         raise EinshardError(
@@ -216,6 +227,7 @@ def trace_to_compile(
     if target is None or _devices_of(stages) == {*target.devices.flat}:
         return stages
     replicated = NamedSharding(target, PartitionSpec())
+    fn, args, kwargs = unbound(*unwrap_partial(fn, args, kwargs))
 
     def placed(x: Any) -> Any:
         x = _without_devices(x)
@@ -279,8 +291,6 @@ def _wrap_stage(
 def _trace(
     fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], target: AnyMesh | None
 ) -> Stages:
-    if target is None or isinstance(fn, BoundMethod):
-        fn, args, kwargs = unbound(fn, args, kwargs)
     jitted = fn
     try:
         if isinstance(fn, ShardedFunction):
@@ -299,7 +309,7 @@ def _trace(
             )
         if not is_jitted(fn):
             jitted = jax.jit(fn)
-        elif target is not None:
+        elif target is not None and isinstance(fn, JITTED):
             raise EinshardError(
                 f'{name} is already jitted, so mesh= cannot be given',
                 code='mesh',
@@ -308,6 +318,12 @@ def _trace(
                     'einshard(jax.ShapeDtypeStruct(...), spec, mesh=mesh)'
                 },
             )
+        is_filtered = not hasattr(jitted, 'trace')
+        if is_filtered and (target is not None or has_shapes(args, kwargs)):
+            function = jtu.tree_map(_without_devices, fn) if target is not None else fn
+            traced = trace_filtered(function, args, kwargs)
+            names = dict(enumerate(positional_parameters(fn)))
+            return Stages(name, traced=traced, argument_names=names)
         made = (jitted.trace if hasattr(jitted, 'trace') else jitted.lower)(*args, **kwargs)
         stage, framework = jax_stage(made), framework_of(made)
         if isinstance(stage, Traced):
@@ -337,10 +353,10 @@ def _trace(
             'JAX says': str(error).partition('\n')[0],
             'arguments': _format_call(args, kwargs),
         }
-        if not _is_hashable(fn):  # a module with arrays, for example
-            facts['instead'] = f'pass {name} as an argument: lambda f, *args: f(*args)'
-        elif can_filter_jit(fn, args, kwargs):
+        if can_filter_jit(fn, args, kwargs):
             facts['instead'] = f'equinox.filter_jit({name})'
+        elif not _is_hashable(fn):  # a pytree with arrays, for example
+            facts['instead'] = f'pass {name} as an argument: lambda f, *args: f(*args)'
         hide_frames(error)
         entries = traceback.extract_tb(error.__traceback__)
         lines = [x for x in entries if not x.filename.startswith(LIBRARY_FOLDERS)]
@@ -349,6 +365,15 @@ def _trace(
             facts['line'] = f'{lines[-1].filename}:{lines[-1].lineno}: {lines[-1].line}'
         raise EinshardError(
             f'tracing {name} with these arguments failed', code='tracing', facts=facts
+        ) from error
+    except Exception as error:
+        if not is_update_of_module(error):
+            raise
+        facts = {'Flax says': str(error).partition(' (https')[0]}
+        if jitted_method := nnx_jit_of_method(fn, args, kwargs):
+            facts['instead'] = f'pass the module as an argument: {jitted_method}'
+        raise EinshardError(
+            f'{name} updates a module that is not an argument', code='tracing', facts=facts
         ) from error
 
 

@@ -26,12 +26,10 @@ from .._progress import progress
 from .._sharding.context import ambient_mesh, one_device_scope
 from .._sharding.mesh import Device, device_mesh, is_partial, partition_spec, shrink_mesh, spec_axes
 from .._text import format_bytes
-from .._trees.paths import argument_path
-from .frameworks import positional_parameters
+from .._trees.paths import argument_path, leaves_with_paths
+from .frameworks import JITTED, positional_parameters, unbound
 
 Arrays = Mapping[int, Any]  # arrays by leaf index, in the arguments or in the result
-
-_JITTED: Any = type(jax.jit(lambda: None))
 
 
 @dataclass(frozen=True)
@@ -89,12 +87,12 @@ class Call:
 def make_call(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Places the arguments of a `sharded` function, as an ordinary call does."""
     fn = sharded_call(fn)
-    if isinstance(fn, BoundMethod):
-        fn, args = fn.func, (*fn.args, *args)
+    fn, args, kwargs = unbound(fn, args, kwargs)
     if isinstance(fn, ShardedFunction):
         args, kwargs = fn._call(args, kwargs, _make_placer)  # type: ignore[reportPrivateUsage]
     names = dict(enumerate(positional_parameters(fn)))
-    with_paths, treedef = jtu.tree_flatten_with_path((tuple(args), dict(kwargs)))
+    treedef = jtu.tree_structure((tuple(args), dict(kwargs)))
+    with_paths = leaves_with_paths((tuple(args), dict(kwargs)))
     paths = {
         i: argument_path(path, names)
         for i, (path, leaf) in enumerate(with_paths)
@@ -127,7 +125,7 @@ def on_one_device(call: Call, function: Callable[..., Any], mesh: Mesh) -> Call:
     if isinstance(function, ShardedFunction):
         # copy the function, because a call with a second mesh would disable its fast path
         function = ShardedFunction(function._setup)  # type: ignore[reportPrivateUsage]
-    elif isinstance(function, _JITTED):
+    elif isinstance(function, JITTED):
         function = function.__wrapped__  # type: ignore[reportFunctionMemberAccess]
     leaves = [
         _put_on_one_device(x, mesh) if i in call.paths else x for i, x in enumerate(call.leaves)

@@ -24,7 +24,7 @@ from .._sharding.leaf_spec import split_memory_kind
 from .._sharding.mesh import MeshLike, is_canonical_mesh, spec_axes
 from .._sharding.resolve import resolve
 from .._text import array_text
-from .._trees.paths import path_text
+from .._trees.paths import leaves_with_paths, path_text
 from .report import Report
 from .report_rows import ArrayRow
 
@@ -108,7 +108,7 @@ def show(
 
 def _draw_pytree(tree: Any, shape: tuple[int, ...] | None) -> Gallery:
     distinct: dict[Any, tuple[Any, list[str]]] = {}
-    for path, leaf in jtu.tree_leaves_with_path(tree):
+    for path, leaf in leaves_with_paths(tree):
         sharding = leaf if isinstance(leaf, Sharding) else getattr(leaf, 'sharding', None)
         if isinstance(sharding, Sharding):
             key = (getattr(leaf, 'shape', None), getattr(leaf, 'dtype', None), sharding)

@@ -34,7 +34,7 @@ from .._sharding.leaf_spec import as_leaf_spec, reject_unconstrained
 from .._sharding.legacy_mesh import with_legacy_mesh_note
 from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact, sizes_of, spec_axes
 from .._text import array_text, name_of
-from .._trees.paths import leaf_text, path_text
+from .._trees.paths import leaf_text, leaves_with_paths, path_text
 from .._trees.specs import Spec, check_specs, is_array, is_none, leaf_specs, mesh_of
 from .body_errors import explain_different_sizes, explain_unknown_axis
 from .replication import read_varying, suggest_fixes
@@ -444,7 +444,7 @@ class _PerDeviceFunction:
     ) -> Iterator[SpecLeaf]:
         """Yields the leaves of the arguments, with the shapes that the body sees."""
         for label, argument, partition_specs in zip(labels, arguments, in_specs, strict=True):
-            leaves = jtu.tree_leaves_with_path(argument)
+            leaves = leaves_with_paths(argument)
             texts = leaf_specs(argument, [leaf for _, leaf in leaves], self._spec_for(label))
             rows = zip(leaves, texts, jtu.tree_leaves(partition_specs), strict=True)
             for (path, leaf), text, partition_spec in rows:
@@ -478,7 +478,7 @@ class _PerDeviceFunction:
         except EinshardError as error:
             raise error.about(spec_of=f'the result of {self.name}') from None
         texts_and_ranks: list[tuple[str, int]] = []
-        for text, (path, leaf) in zip(texts, jtu.tree_leaves_with_path(result), strict=True):
+        for text, (path, leaf) in zip(texts, leaves_with_paths(result), strict=True):
             suffix = f" '{path_text(path)}'" if path else ''
             owner = f'result{suffix} of {self.name}'
             if not isinstance(text, str):

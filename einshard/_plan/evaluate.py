@@ -29,7 +29,7 @@ from .._program.hlo.target_collectives import target_collectives
 from .._program.hlo.text import Program
 from .._sharding.collective_axes import along_text
 from .._sharding.mesh import partition_spec
-from .._trees.paths import path_text
+from .._trees.paths import leaves_with_paths, path_text
 from .candidate import Candidate
 from .evaluation import CostSource, Evaluation
 from .flax_names import FlaxNames
@@ -209,8 +209,8 @@ class _SentProgram:
 
 def _sent_program(candidate: Candidate, stages: Stages, kept: Sequence[int]) -> _SentProgram:
     traced: Any = stages.traced
-    arguments = jtu.tree_leaves_with_path(traced.args_info)
-    results = jtu.tree_leaves_with_path(traced.out_info)
+    arguments = leaves_with_paths(traced.args_info)
+    results = leaves_with_paths(traced.out_info)
     used = [arguments[i] for i in kept]
     return _SentProgram(
         candidate,

@@ -30,7 +30,7 @@ from .._sharding.context import current_context, mesh_scope
 from .._sharding.leaf_spec import REPLICATED, AnySpec, as_leaf_spec
 from .._sharding.resolve import find_placement
 from .._text import name_of
-from .._trees.paths import path_text
+from .._trees.paths import leaves_with_paths, path_text
 from .._trees.rules import Rules
 from .flax_names import FlaxNames, flax_axis_names
 from .names import ArrayNames
@@ -182,7 +182,7 @@ def _example_spec(arg: Any, number: int) -> Any:
     The example is None if all arrays are scalars. For a pytree, it is `Rules` that replicate the
     other arrays.
     """
-    leaves = [(path_text(path), leaf) for path, leaf in jtu.tree_leaves_with_path(arg)]
+    leaves = [(path_text(path), leaf) for path, leaf in leaves_with_paths(arg)]
     path, leaf = max(leaves, key=lambda one: math.prod(np.shape(one[1])), default=('', 0))
     is_weight = number > 0 or len(leaves) > 1
     names = ' '.join((_WEIGHT_NAMES if is_weight else _DATA_NAMES)[: np.ndim(leaf)])

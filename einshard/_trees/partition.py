@@ -1,0 +1,156 @@
+"""Splits pytrees into their arrays and static data, as `equinox.filter_jit` splits its arguments.
+
+A module of Equinox has leaves that are not arrays, such as activation functions, which `jax.jit`
+does not accept. A `Partitioned` is a pytree node whose children are the arrays of such a module,
+and whose static data is everything else.
+"""
+
+from __future__ import annotations
+
+import reprlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+from .._errors import EinshardError
+from .paths import PathKeys, path_text
+
+# the arrays of Equinox, and what can replace them; other leaves are static
+_ARRAYS = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | jax.Ref
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partitioned:
+    """A pytree as its arrays and static data.
+
+    JAX flattens its arguments and results twice or more in each call. Flattening this object costs
+    nothing, but a module is flattened in Python: with 2,000 leaves, a call takes 0.6 times as long
+    as that of `filter_jit`, against 1.05 times for a module whose other leaves are static nodes.
+
+    Attributes:
+        static: the structure of the tree, and its leaves, with `_ARRAY` in place of each array.
+    """
+
+    arrays: Sequence[Any]
+    static: tuple[Any, tuple[Any, ...]]
+
+    def tree(self, wrap: Any = lambda leaf: leaf) -> Any:
+        """Returns the tree, with `wrap(leaf)` in place of each static leaf."""
+        treedef, leaves = self.static
+        arrays = iter(self.arrays)
+        return treedef.unflatten([next(arrays) if x is _ARRAY else wrap(x) for x in leaves])
+
+
+class _Array:
+    def __repr__(self) -> str:
+        return 'array'
+
+
+_ARRAY = _Array()
+
+
+class _Static:
+    """A static leaf, as a pytree node without children."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+def _flatten_with_keys(node: Partitioned) -> Any:
+    treedef, leaves = node.static
+    paths = [p for p, x in jtu.tree_leaves_with_path(treedef.unflatten(leaves)) if x is _ARRAY]
+    return list(zip(map(PathKeys, paths), node.arrays, strict=True)), node.static
+
+
+jtu.register_pytree_with_keys(
+    Partitioned,
+    _flatten_with_keys,
+    lambda static, arrays: Partitioned(tuple(arrays), static),
+    lambda node: (node.arrays, node.static),
+)
+jtu.register_pytree_node(_Static, lambda node: ((), node.value), lambda value, _: _Static(value))
+
+
+def partition(tree: Any, path: str = '') -> Partitioned:
+    """Splits a pytree. Raises if a static leaf is not hashable; `path` is the tree's own path."""
+    leaves, treedef = jtu.tree_flatten(tree)
+    arrays = tuple([x for x in leaves if isinstance(x, _ARRAYS)])
+    static = tuple([_ARRAY if isinstance(x, _ARRAYS) else x for x in leaves])
+    try:
+        hash(static)
+    except TypeError:
+        raise _unhashable(tree, path) from None
+    return Partitioned(arrays, (treedef, static))
+
+
+def _unhashable(tree: Any, path: str) -> EinshardError:
+    def is_hashable(leaf: Any) -> bool:
+        try:
+            hash(leaf)
+        except TypeError:
+            return isinstance(leaf, _ARRAYS)
+        return True
+
+    pairs = [(keys, x) for keys, x in jtu.tree_leaves_with_path(tree) if not is_hashable(x)]
+    keys, leaf = pairs[0] if pairs else ((), tree)  # or a node has unhashable data of its own
+    return EinshardError(
+        f'{reprlib.repr(leaf)} ({type(leaf).__name__}) is not hashable, so it cannot be static',
+        facts={
+            'leaf': repr('/'.join(filter(None, (path, path_text(keys))))),
+            'note': 'what is not an array is static in a module of Equinox',
+        },
+    )
+
+
+def partition_modules(tree: Any, path: str = '') -> Any:
+    """Splits each outermost module of Equinox in a pytree."""
+    if not has_modules(tree):
+        return tree
+    return jtu.tree_map_with_path(
+        lambda keys, node: (
+            partition(node, '/'.join(filter(None, (path, path_text(keys)))))
+            if is_module(node)
+            else node
+        ),
+        tree,
+        is_leaf=is_module,
+    )
+
+
+def join(tree: Any) -> Any:
+    """Replaces each `Partitioned` in a pytree with its tree."""
+    return _map_partitioned(tree, Partitioned.tree)
+
+
+def with_static_nodes(tree: Any) -> Any:
+    """Replaces each `Partitioned` with its tree, whose leaves are only arrays.
+
+    It has the same leaves as `tree`, and a pytree prefix of the user's fits it.
+    """
+    return _map_partitioned(tree, lambda node: node.tree(_Static))
+
+
+def _map_partitioned(tree: Any, change: Any) -> Any:
+    def is_partitioned(node: Any) -> bool:
+        return type(node) is Partitioned
+
+    return jtu.tree_map(
+        lambda x: change(x) if is_partitioned(x) else x, tree, is_leaf=is_partitioned
+    )
+
+
+def is_module(node: Any) -> bool:
+    equinox: Any = sys.modules.get('equinox')
+    return equinox is not None and isinstance(node, equinox.Module)
+
+
+def has_modules(tree: Any) -> bool:
+    """Whether a pytree has a module of Equinox, which is not imported for this."""
+    if 'equinox' not in sys.modules:
+        return False
+    return any(map(is_module, jtu.tree_leaves(tree, is_leaf=is_module)))
