@@ -9,10 +9,22 @@ import numpy as np
 import optax
 import pytest
 from counting import counted
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from placed import check_equal, check_placed
+from placed import MESH, check_equal, check_placed
 
-from einshard import Rules, describe, einshard, shard_largest, sharded
+from einshard import (
+    EinshardError,
+    Rules,
+    UnexpectedCollectives,
+    check_same,
+    describe,
+    einshard,
+    explain,
+    shard_largest,
+    sharded,
+    to_jax,
+)
 
 X = np.float32(np.random.default_rng(0).normal(size=(16, 8)))
 CLOSE = {'rtol': 1e-4, 'atol': 1e-5}
@@ -145,6 +157,8 @@ def test_modules_are_born_sharded_by_sharded():
     model = eqx.combine(params, static)
     check(model)
     assert jax.tree.structure(model) == jax.tree.structure(UNSHARDED(jax.random.key(0))[0])
+    # and the module itself
+    check(sharded(out=RULES)(MLP)(jax.random.key(0)))
 
 
 def trained_by_filter_jit():
@@ -180,7 +194,23 @@ def trained_by_sharded():
     assert step.runs == 1
 
 
-@pytest.mark.parametrize('trained', [trained_by_filter_jit, trained_by_sharded])
+def trained_as_modules():
+    """The modules themselves are arguments and results."""
+    model, state = sharded(out=RULES)(init)(jax.random.key(0))
+    body = counted(learn)
+    options = {'out': (RULES, RULES, None), 'donate_argnames': ('model', 'state')}
+    f = sharded(RULES, RULES, ROWS, **options)(body)
+    for _ in range(4):
+        before = model
+        model, state, loss = f(model, state, X)
+        assert before.up.weight.is_deleted()  # donated
+        assert model.activation is jax.nn.relu
+        assert model.extra['name'] == 'mlp'
+        yield (model, state), float(loss)
+    assert body.runs == 1
+
+
+@pytest.mark.parametrize('trained', [trained_by_filter_jit, trained_by_sharded, trained_as_modules])
 def test_training_keeps_shardings(trained, reference):
     losses = []
     for tree, loss in trained():
@@ -188,6 +218,179 @@ def test_training_keeps_shardings(trained, reference):
         losses.append(loss)
     np.testing.assert_allclose(losses, reference[0], rtol=1e-5)
     check_equal(arrays(tree), arrays(reference[1]), **CLOSE)
+
+
+# ---------------------------------------------------------------------------- modules in sharded
+
+
+class Layer(eqx.Module):
+    """A leaf that Python code branches on, and one that it calls."""
+
+    linear: eqx.nn.Linear
+    scale: float
+    activation: object = jax.nn.relu
+
+    def __call__(self, x):
+        y = jax.vmap(self.linear)(x)
+        return self.activation(y) * self.scale if self.scale > 0.5 else y
+
+
+LAYER_RULES = Rules([('linear/weight', 'o i -> 8 o2 i')], default='... -> * ...')
+
+
+@pytest.fixture(scope='module')
+def layer():
+    return einshard(Layer(eqx.nn.Linear(8, 16, key=jax.random.key(0)), 2.0), LAYER_RULES)
+
+
+def apply(layer, x):
+    return layer(x)
+
+
+def expected_of(layer, x=X):
+    return eqx.filter_jit(apply)(layer, x)
+
+
+def test_modules_as_by_hand(layer):
+    """The same placements, HLO and numbers as `jax.jit` of the arrays with in_shardings."""
+    f = sharded(LAYER_RULES, ROWS, out='b o -> b8 o2')(apply)
+    dynamic, static = eqx.partition(layer, eqx.is_array)
+    shardings = (jax.tree.map(lambda x: x.sharding, dynamic), f.in_shardings(layer, X)['x'])
+
+    def by_hand(dynamic, x):
+        return apply(eqx.combine(dynamic, static), x)
+
+    by_hand.__name__ = by_hand.__qualname__ = 'apply'
+    jitted = jax.jit(by_hand, in_shardings=shardings, out_shardings=f.out_shardings(layer, X))
+
+    def instructions(lowered):
+        text = lowered.compile().as_text()
+        return [line.partition(', metadata=')[0] for line in text.splitlines() if ' = ' in line]
+
+    assert instructions(f.lower(layer, X)) == instructions(jitted.lower(dynamic, X))
+    np.testing.assert_array_equal(f(layer, X), jitted(dynamic, X))
+    in_shardings = f.in_shardings(layer, X)['layer']
+    assert in_shardings.linear.weight.is_equivalent_to(NamedSharding(MESH, P('tp')), 2)
+    assert in_shardings.scale == 2.0
+    struct = f.eval_shape(layer, X)
+    assert struct.shape == (16, 16)
+    report = explain(f, layer, X)
+    assert [row.path for row in report.arguments] == [
+        'layer/linear/weight',
+        'layer/linear/bias',
+        'x',
+    ]
+    assert report.arguments[0].placement == 'o i -> 8 o2 i'
+    check_same(f, layer, X)
+    assert "'linear/weight'" in to_jax(f, layer, X)
+
+
+def test_a_changed_static_part_retraces(layer):
+    body = counted(apply)
+    f = sharded(LAYER_RULES, ROWS)(body)
+    for n, (where, new) in enumerate(
+        [('scale', 2.0), ('scale', 0.25), ('activation', jnp.tanh), ('scale', 2.0)]
+    ):
+        changed = eqx.tree_at(lambda layer, where=where: getattr(layer, where), layer, new)
+        for _ in range(2):
+            np.testing.assert_allclose(f(changed, X), expected_of(changed), rtol=1e-5)
+        assert body.runs == min(n + 1, 3)
+    # a function made in each call is another function
+    for _ in range(2):
+        f(eqx.tree_at(lambda layer: layer.activation, layer, lambda x: x), X)
+    assert body.runs == 5
+
+
+def test_numbers_outside_modules_are_traced(layer):
+    body = counted(lambda layer, x, number: layer(x) * number)
+    f = sharded(LAYER_RULES, ROWS, None)(body)
+    for number in (1.0, 2.0, 3):
+        np.testing.assert_allclose(f(layer, X, number), expected_of(layer) * number, rtol=1e-5)
+    assert body.runs == 2  # once for floats, and once for integers
+
+
+def test_modules_by_keyword_and_in_containers(layer):
+    f = sharded(layers=LAYER_RULES, x=ROWS)(lambda x, *, layers: [layer(x) for layer in layers])
+    for _ in range(2):
+        for y in f(layers=(layer, layer), x=X):
+            np.testing.assert_allclose(y, expected_of(layer), rtol=1e-5)
+    assert f.lower(layers=(layer, layer), x=X).compile()
+
+
+def test_a_module_of_specs(layer):
+    """A pytree prefix with the structure of the module."""
+    specs = jax.tree.map(lambda _: '... -> * ...', eqx.filter(layer, eqx.is_array))
+    specs = eqx.tree_at(lambda specs: specs.linear.weight, specs, 'o i -> 8 o2 i')
+    f = sharded(specs, ROWS, out=specs)(lambda layer, x: layer)
+    weight = f.in_shardings(layer, X)['layer'].linear.weight
+    assert weight.is_equivalent_to(NamedSharding(MESH, P('tp')), 2)
+    check_placed(arrays(f(layer, X)), {'weight': P('tp')})
+
+
+def test_methods_of_modules():
+    class Method(Layer):
+        @sharded(ROWS, out='b o -> b8 o2')
+        def __call__(self, x):
+            return super().__call__(x)
+
+    layer = Method(eqx.nn.Linear(8, 16, key=jax.random.key(0)), 2.0)
+    expected = Layer.__call__(layer, X)
+    for _ in range(2):
+        np.testing.assert_allclose(layer(X), expected, rtol=1e-5)
+    np.testing.assert_allclose(eqx.filter_jit(apply)(layer, X), expected, rtol=1e-5)
+
+
+def test_transformations_of_functions_of_modules(layer):
+    f = sharded(LAYER_RULES, ROWS)(lambda layer, x: jnp.mean(layer(x) ** 2))
+    plain = lambda layer, x: jnp.mean(layer(x) ** 2)  # noqa: E731
+    for transform in (eqx.filter_grad, eqx.filter_jit):
+        result, expected = transform(f)(layer, X), transform(plain)(layer, X)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), result, expected)
+
+
+def test_a_function_meets_modules_later(layer):
+    """After calls without modules, in arguments or in results."""
+    f = sharded(None, ROWS)(lambda layer, x: layer if callable(layer) else x + layer)
+    np.testing.assert_array_equal(f(1.0, X), X + 1)
+    np.testing.assert_array_equal(f(1.0, X), X + 1)
+    for _ in range(2):
+        assert f(layer, X).activation is jax.nn.relu
+        np.testing.assert_array_equal(f(1.0, X), X + 1)
+    born = sharded(None)(lambda x: Layer(eqx.nn.Linear(8, 8, key=x[0]), 1.0) if x.ndim else x)
+    key = jax.random.key(0)
+    for _ in range(2):
+        assert born(key) == key
+        assert born(key[None]).scale == 1.0
+
+
+def test_limits_of_functions_of_modules(layer):
+    f = sharded(LAYER_RULES, ROWS, out='b o -> b8 o2', collectives=())(apply)
+    np.testing.assert_allclose(f(layer, X), expected_of(layer), rtol=1e-5)
+    f = sharded(LAYER_RULES, ROWS, out='b o -> * b o', collectives=())(apply)
+    with pytest.raises(UnexpectedCollectives):
+        f(layer, X)
+
+
+def test_a_module_of_arrays_runs_compiled():
+    """As before: such a module is an ordinary pytree."""
+    linear = einshard(eqx.nn.Linear(8, 16, key=jax.random.key(0)), '... -> * ...')
+    f = sharded('... -> * ...', ROWS)(lambda linear, x: jax.vmap(linear)(x))
+    x = einshard(X, ROWS)
+    np.testing.assert_allclose(f.lower(linear, x).compile()(linear, x), f(linear, x))
+
+
+def test_an_unhashable_static_leaf(layer):
+    f = sharded(LAYER_RULES, ROWS)(apply)
+    bad = eqx.tree_at(lambda layer: layer.activation, layer, {'a': {1, 2}})
+    for good in (None, layer):  # before and after the fast path
+        if good is not None:
+            f(good, X)
+        with pytest.raises(EinshardError, match='is not hashable') as error:
+            f(bad, X)
+        assert error.value.facts['leaf'] == "'layer/activation/a'"
+
+
+# ------------------------------------------------------------------------------------------------
 
 
 def test_statistics_of_batch_norm():

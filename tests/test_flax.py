@@ -16,7 +16,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 from placed import MESH, check_equal, check_placed
 
-from einshard import Rules, axis_rules, describe, einshard, explain, sharded
+from einshard import EinshardError, Rules, axis_rules, describe, einshard, explain, sharded
 
 X = np.float32(np.random.default_rng(0).normal(size=(16, 8)))
 CLOSE = {'rtol': 1e-4, 'atol': 1e-5}
@@ -249,6 +249,37 @@ def test_methods_of_a_module():
     for y in (model(X), nnx.jit(lambda model: model(X))(model)):
         check_placed(y, {'': P('data')})
         np.testing.assert_allclose(y, model.linear(X), rtol=1e-5, atol=1e-6)
+
+
+def test_an_update_that_sharded_would_lose():
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.calls = nnx.Variable(jnp.zeros(()))
+
+        def __call__(self, x):
+            self.calls[...] += 1
+            return 2 * x
+
+    def apply(model, x):
+        return model(x)
+
+    model = Counting()
+    f = sharded(None, ROWS)(apply)
+    for call in (f, f.lower):
+        with pytest.raises(EinshardError, match="apply updates 'model/calls' in place") as error:
+            call(model, X)
+        assert 'nnx.jit(apply)' in error.value.facts['instead']
+    assert float(model.calls[...]) == 0
+    # the other way out: return the new state
+    y, state = sharded(None, ROWS)(lambda model, x: (model(x), nnx.state(model)))(model, X)
+    nnx.update(model, state)
+    np.testing.assert_array_equal(y, 2 * X)
+    assert float(model.calls[...]) == 1
+    # a module made in the function, and a function that only reads
+    graphdef, state = nnx.split(model)
+    for read in (lambda state, x: nnx.merge(graphdef, state)(x), lambda model, x: x * model.calls):
+        sharded(None, ROWS)(read)(state if 'merge' in read.__code__.co_names else model, X)
+    assert float(model.calls[...]) == 1
 
 
 # ----------------------------------------------------------------------- names of axes, in boxes

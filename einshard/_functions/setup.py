@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from jax.sharding import AbstractMesh
@@ -31,6 +32,9 @@ class Setup:
     options: Mapping[str, Any]  # `jax.jit` options, except those that select parameters
     budget: Budget | None  # None: no limits on collectives and memory
     check_processes: bool
+    # Set once a call has a module of Equinox, in its arguments or its result. From then on, calls
+    # convert them to `Partitioned`. Functions without modules do not look for them in each call.
+    has_modules: threading.Event = field(default_factory=threading.Event)
     keeps_mapped_axes: bool = False  # whether nested calls leave an axis of jax.vmap as it is
     try_fixes: TryFixes | None = None
 

@@ -16,8 +16,10 @@ from .._sharding.context import Context, mesh_scope
 from .._sharding.legacy_mesh import warn_if_legacy_mesh
 from .._sharding.mesh import AnyMesh
 from .._sharding.program_mesh import device_mismatch_error
+from .._trees.partition import find_modules, join, partition_modules
 from .._trees.specs import is_none
 from .error_notes import ErrorNotes
+from .lost_updates import check_updates, module_leaves
 from .parameters import CallSignature, positional_signature
 from .setup import Setup
 from .sharding_trees import abstract_mesh, has_partial_axes, same_shardings
@@ -29,6 +31,10 @@ class WrongShardings(ValueError):
 
     Callers handle it like jit's ValueErrors about shardings: they look up the right program.
     """
+
+
+class HasModules(Exception):
+    """Stops a trace with modules of Equinox that the caller has not converted to `Partitioned`."""
 
 
 UNKNOWN: Any = object()  # out_shardings before the shapes of the result are known
@@ -181,6 +187,10 @@ class TracedFunction:
             same_mesh = abstract_mesh(mesh) == abstract_mesh(self.mesh)
             if not (same_mesh and self.matches_arguments(values)):
                 raise WrongShardings
+            has_modules = self.setup.has_modules
+            if not has_modules.is_set() and find_modules(values):
+                has_modules.set()
+                raise HasModules
             self.check_devices(())  # against `jax.set_mesh` or an enclosing program
             warn_if_legacy_mesh(self.setup.name, context.mesh)
             self.check(values)
@@ -190,8 +200,16 @@ class TracedFunction:
                 with self.scope(mesh):
                     values = tuple(self.constrain_arguments(values))
             with ErrorNotes(self.setup.name, self.arguments, values, context), self.scope(mesh):
-                args, kwargs = self.call.split(values)
+                args, kwargs = self.call.split(join(values) if has_modules.is_set() else values)
+                before = module_leaves((args, kwargs))
                 result = self.setup.function(*args, **kwargs)
+            names = dict(enumerate(self.names))
+            check_updates(self.setup.name, names, before, (args, kwargs), result)
+            if find_modules(result):
+                if not has_modules.is_set():
+                    has_modules.set()
+                    raise HasModules
+                result = partition_modules(result, 'result')
             self._check_result(result, context)
             if is_explicit and has_partial_axes(self.result.shardings(result, context)):
                 # without this, JAX 0.8.1 returns a sum that is too large

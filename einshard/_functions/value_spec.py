@@ -21,6 +21,7 @@ from .._sharding.context import Context
 from .._sharding.leaf_spec import LeafSpec
 from .._sharding.resolve import Placement, resolve
 from .._text import array_text
+from .._trees.partition import find_modules, with_static_nodes
 from .._trees.paths import leaves_with_paths, path_text
 from .._trees.specs import (
     Spec,
@@ -51,7 +52,8 @@ class ValueSpec:
         self.name = name
         self.spec = spec
         self.indivisible: Fallback = indivisible
-        self._needs_leaves = needs_leaves(spec)
+        # a prefix with modules does not fit the `Partitioned` of a call
+        self._needs_leaves = needs_leaves(spec) or find_modules(spec)
 
     def needs_leaves(self, context: Context) -> bool:
         """Whether the shardings depend on ranks, paths or shapes of leaves."""
@@ -67,7 +69,8 @@ class ValueSpec:
         if self.spec is None:
             return []
         try:
-            specs = leaf_specs(value, jtu.tree_leaves(value), self.spec, context.mesh)
+            tree = with_static_nodes(value)
+            specs = leaf_specs(tree, jtu.tree_leaves(tree), self.spec, context.mesh)
         except EinshardError as error:
             # An error with the fact 'function' comes from a callable spec of `per_device`, and is
             # about the mesh, not about this value.

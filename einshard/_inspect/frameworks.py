@@ -20,7 +20,7 @@ import numpy as np
 from jax.stages import Compiled, Lowered, Traced
 
 from .._text import name_of
-from .._trees.partition import Partitioned, has_modules, join, partition
+from .._trees.partition import Partitioned, find_modules, join, partition
 from .._trees.paths import argument_path, leaves_with_paths, path_text, result_path
 
 Framework: TypeAlias = Literal['nnx', 'equinox']
@@ -109,7 +109,7 @@ def _slots(node: Any) -> list[str]:
 
 def can_filter_jit(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call has modules of Equinox, and `eqx.filter_jit` traces it."""
-    if not has_modules((fn, args, kwargs)):
+    if not find_modules((fn, args, kwargs)):
         return False
     equinox: Any = sys.modules['equinox']
     try:

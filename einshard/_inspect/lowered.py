@@ -34,6 +34,7 @@ from .._sharding.leaf_spec import AnySpec
 from .._sharding.libtpu import load_libtpu
 from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact
 from .._text import array_text, name_of
+from .._trees.partition import with_static_nodes
 from .._trees.specs import leaf_specs
 from .frameworks import (
     JITTED,
@@ -144,15 +145,16 @@ class Stages:
         pairs = zip(self.program.arguments, self.values, strict=True)
         for i, (argument, value) in enumerate(pairs):
             if i not in self.program.static:
-                leaves = jtu.tree_leaves(value)
-                specs += leaf_specs(value, leaves, argument.spec, self.program.mesh)
+                tree = with_static_nodes(value)
+                specs += leaf_specs(tree, jtu.tree_leaves(tree), argument.spec, self.program.mesh)
         return specs
 
     def result_specs(self, result: Any) -> list[AnySpec | None] | None:
         if self.program is None:
             return None
         spec, mesh = self.program.result.spec, self.program.mesh
-        return list(leaf_specs(result, jtu.tree_leaves(result), spec, mesh))
+        tree = with_static_nodes(result)
+        return list(leaf_specs(tree, jtu.tree_leaves(tree), spec, mesh))
 
 
 def compiled_shardings(compiled: Compiled) -> tuple[list[Sharding | None], Any]:

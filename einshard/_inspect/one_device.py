@@ -26,6 +26,7 @@ from .._progress import progress
 from .._sharding.context import ambient_mesh, one_device_scope
 from .._sharding.mesh import Device, device_mesh, is_partial, partition_spec, shrink_mesh, spec_axes
 from .._text import format_bytes
+from .._trees.partition import join
 from .._trees.paths import argument_path, leaves_with_paths
 from .frameworks import JITTED, positional_parameters, unbound
 
@@ -89,7 +90,7 @@ def make_call(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     fn = sharded_call(fn)
     fn, args, kwargs = unbound(fn, args, kwargs)
     if isinstance(fn, ShardedFunction):
-        args, kwargs = fn._call(args, kwargs, _make_placer)  # type: ignore[reportPrivateUsage]
+        args, kwargs = join(fn._call(args, kwargs, _make_placer))  # type: ignore[reportPrivateUsage]
     names = dict(enumerate(positional_parameters(fn)))
     treedef = jtu.tree_structure((tuple(args), dict(kwargs)))
     with_paths = leaves_with_paths((tuple(args), dict(kwargs)))

@@ -108,17 +108,20 @@ def _unhashable(tree: Any, path: str) -> EinshardError:
 
 
 def partition_modules(tree: Any, path: str = '') -> Any:
-    """Splits each outermost module of Equinox in a pytree."""
-    if not has_modules(tree):
+    """Splits each outermost module of Equinox in a pytree, unless all its leaves are arrays."""
+
+    def split(keys: Sequence[Any], node: Any) -> Any:
+        if not is_module(node):
+            return node
+        split_node = partition(node, '/'.join(filter(None, (path, path_text(keys)))))
+        return split_node if len(split_node.arrays) < len(split_node.static[1]) else node
+
+    if 'equinox' not in sys.modules or isinstance(tree, _ARRAYS):
         return tree
-    return jtu.tree_map_with_path(
-        lambda keys, node: (
-            partition(node, '/'.join(filter(None, (path, path_text(keys)))))
-            if is_module(node)
-            else node
-        ),
-        tree,
-        is_leaf=is_module,
+    return (
+        split((), tree)
+        if is_module(tree)
+        else jtu.tree_map_with_path(split, tree, is_leaf=is_module)
     )
 
 
@@ -136,6 +139,9 @@ def with_static_nodes(tree: Any) -> Any:
 
 
 def _map_partitioned(tree: Any, change: Any) -> Any:
+    if 'equinox' not in sys.modules:
+        return tree
+
     def is_partitioned(node: Any) -> bool:
         return type(node) is Partitioned
 
@@ -149,8 +155,11 @@ def is_module(node: Any) -> bool:
     return equinox is not None and isinstance(node, equinox.Module)
 
 
-def has_modules(tree: Any) -> bool:
-    """Whether a pytree has a module of Equinox, which is not imported for this."""
+def find_modules(tree: Any) -> bool:
+    """Whether a pytree has a module of Equinox with a leaf that is not an array."""
     if 'equinox' not in sys.modules:
         return False
-    return any(map(is_module, jtu.tree_leaves(tree, is_leaf=is_module)))
+    return any(
+        is_module(node) and not all(isinstance(x, _ARRAYS) for x in jtu.tree_leaves(node))
+        for node in jtu.tree_leaves(tree, is_leaf=is_module)
+    )

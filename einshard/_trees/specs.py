@@ -21,6 +21,7 @@ from .._sharding.context import Context, context_on, mesh_scope
 from .._sharding.leaf_spec import LEAF_SPECS, AnySpec, LeafSpec, as_leaf_spec, convert_jax_spec
 from .._sharding.mesh import AnyMesh, mesh_fact
 from .._text import array_text, name_of
+from .partition import is_module
 from .paths import leaf_paths, leaf_text, path_text
 
 # An expression, a PartitionSpec, a NamedSharding, None, a function (path, leaf) -> spec, or a
@@ -93,8 +94,13 @@ def is_none(node: Any) -> bool:
 
 
 def is_function(spec: Spec) -> bool:
-    """Whether a spec is a function of the path. A Mesh is callable, but is not a spec."""
-    return callable(spec) and not isinstance(spec, Mesh)
+    """Whether a spec is a function of the path. A Mesh is callable, but is not a spec.
+
+    A module of Equinox with a spec in place of each array is a prefix, although it is callable.
+    """
+    if not callable(spec) or isinstance(spec, Mesh):
+        return False
+    return not (is_module(spec) and all(isinstance(x, LEAF_SPECS) for x in jtu.tree_leaves(spec)))
 
 
 class ArgumentOrder(NamedTuple):
