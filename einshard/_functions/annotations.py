@@ -8,8 +8,8 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 from .._arrays.constrain import type_matches
 from .._errors import EinshardError, plural
 from .._notation.expression import ELLIPSIS, Expression, parse
-from .._sharding.context import current_context
+from .._sharding.context import AxisRule, current_context
 from .._sharding.describe import describe_in
 from .._sharding.mesh import are_equivalent
 from .._sharding.resolve import resolve
@@ -99,10 +99,17 @@ class SpecMetadata:
     spec: Spec
 
 
+# The axis rules of `sharded`, with which jaxtyping annotations are specs, or None.
+Rules: TypeAlias = Sequence[AxisRule] | None
+
+
 def read_annotations(
-    function: Callable[..., Any], parameters: Collection[str], static: Collection[str]
+    function: Callable[..., Any],
+    parameters: Collection[str],
+    static: Collection[str],
+    rules: Rules = None,
 ) -> tuple[dict[str, Spec], Spec]:
-    """Reads the `Sharded` annotations of a function.
+    """Reads the `Sharded` annotations of a function, and with `rules` also those of jaxtyping.
 
     Args:
         parameters: the names of the parameters, without `self`.
@@ -123,11 +130,14 @@ def read_annotations(
         if packed is not None:
             del hints[name]
             hints |= _unpacked_hints(name, packed)
-    specs = {
-        name: _spec_of(hint)
-        for name, hint in hints.items()
-        if name not in static or _contains_sharded(hint)
-    }
+    specs: dict[str, Spec] = {}
+    for name, hint in hints.items():
+        if name not in static or _contains_sharded(hint):
+            try:
+                specs[name] = _spec_of(hint, rules)
+            except EinshardError as error:
+                owner = 'the result' if name == 'return' else f"parameter '{name}'"
+                raise error.about(annotation_of=owner) from None
     out = specs.pop('return', None)
     return {name: spec for name, spec in specs.items() if spec is not None}, out
 
@@ -164,40 +174,44 @@ def _find_annotated(function: Any) -> Any:
             function = function.__call__ if inner is function else inner
 
 
-def _spec_of(hint: Any) -> Spec:
-    """Returns the spec of a type, or None if the type does not contain `Sharded`.
+def _spec_of(hint: Any, rules: Rules) -> Spec:
+    """Returns the spec of a type, or None if the type does not contain one.
 
     For `tuple[A, B]`, returns a tuple of specs. For other containers and unions, and for a tuple
     that contains one of these, returns a `_ContainerSpec`.
     """
     written, hint = hint, unwrapped(hint)
-    metadata = _find_metadata(hint)
+    metadata = _find_metadata(hint, rules)
     if metadata is not None:
         return metadata.spec
     if typing.get_origin(hint) is tuple and Ellipsis not in tuple_items(hint):
-        specs = tuple(map(_spec_of, tuple_items(hint)))
+        specs = tuple(_spec_of(item, rules) for item in tuple_items(hint))
         if not any(isinstance(spec, _ContainerSpec) for spec in specs):
             return specs if any(spec is not None for spec in specs) else None
     may_have_spec = any(
-        isinstance(inner, Unresolved) or _find_metadata(inner) is not None
+        isinstance(inner, Unresolved) or _find_metadata(inner, rules) is not None
         for inner in _nested_types(written)
     )
-    return _ContainerSpec(written) if may_have_spec else None
+    return _ContainerSpec(written, rules) if may_have_spec else None
 
 
-def _find_metadata(hint: Any) -> SpecMetadata | None:
+def _find_metadata(hint: Any, rules: Rules = None) -> SpecMetadata | None:
     for item in getattr(hint, '__metadata__', ()):
         metadata = _specs_of_validators.get(id(item), item)
         if isinstance(metadata, SpecMetadata):
             return metadata
-    return None
+    text = getattr(getattr(hint, 'leaftype', hint), 'dim_str', None)  # of `PyTree[...]`, or itself
+    if rules is None or not isinstance(text, str) or not text.split():
+        return None
+    return SpecMetadata(_translate(text, rules))
 
 
 class _ContainerSpec:
     """A spec function for a container type, such as `dict[str, Sharded[Array, 'x*']]`."""
 
-    def __init__(self, hint: Any):
+    def __init__(self, hint: Any, rules: Rules):
         self.hint = hint
+        self.rules = rules
 
     def __call__(self, path: str, leaf: Any) -> Spec:
         return self._spec_at(path.split('/') if path else (), leaf)
@@ -211,20 +225,23 @@ class _ContainerSpec:
         hints = [self.hint]
         for key in keys:
             outer = hints
-            hints = [inner for hint in hints for inner in _element_types(hint, key)]
+            hints = [inner for hint in hints for inner in _element_types(hint, key, self.rules)]
             if not hints:
                 _check_fields(outer, key)
         members = [member for hint in hints for member in union_members(hint)]
         for member in members:
             if isinstance(member, Unresolved) and np.ndim(leaf) > 0:
                 raise member.error()  # it may stand for a `Sharded` type
-        return _only_spec(members)
+        if self.rules is not None:  # types of jaxtyping may differ in the number of dimensions
+            members = [x for x in members if _fits(x, np.ndim(leaf))]
+        return _only_spec(members, self.rules)
 
 
-def _only_spec(members: list[Any]) -> Spec:
+def _only_spec(members: list[Any], rules: Rules = None) -> Spec:
     """Returns the spec of the types in a union, or None. Raises if they have different specs."""
     specs: list[Spec] = []
-    for metadata in map(_find_metadata, members):
+    for member in members:
+        metadata = _find_metadata(member, rules)
         if metadata is not None and metadata.spec not in specs:
             specs.append(metadata.spec)
     if len(specs) > 1:
@@ -236,16 +253,16 @@ def _only_spec(members: list[Any]) -> Spec:
     return specs[0] if specs else None
 
 
-def _element_types(hint: Any, key: str) -> list[Any]:
+def _element_types(hint: Any, key: str, rules: Rules) -> list[Any]:
     """Returns the possible types of a container's element at a key such as '0' or 'w'."""
     hint = unwrapped(hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if _find_metadata(hint) is not None or isinstance(hint, Unresolved):
+    if _find_metadata(hint, rules) is not None or isinstance(hint, Unresolved):
         return [hint]  # `Sharded[pytree type, spec]`: the spec is for all leaves
     if origin is Annotated:
-        return _element_types(args[0], key)
+        return _element_types(args[0], key, rules)
     if origin in (typing.Union, types.UnionType):
-        return [inner for member in args for inner in _element_types(member, key)]
+        return [inner for member in args for inner in _element_types(member, key, rules)]
     if origin is tuple:
         return _tuple_element(tuple_items(hint), key)
     fields = fields_of(hint)
@@ -325,16 +342,46 @@ def _check_names(array_type: Any, expression: Expression) -> None:
         )
 
 
+def _translate(text: str, rules: Sequence[AxisRule]) -> str:
+    """Translates the dimensions of a jaxtyping type to a short-form expression.
+
+    'batch d' stays as it is. What has no name of letters is unsharded, and named '_', '__', ..:
+    '4', 'n+1', 'd4', 'b=4' and '_x'. So is a name that is repeated.
+    """
+    tokens = text.split()
+    dims = [_dimension(token) for token in tokens]
+    ruled = {rule.name for rule in rules if rule.placement}
+    terms: list[str] = []
+    for dim in dims:
+        is_repeated = dim != ELLIPSIS and dims.count(dim) > 1
+        if dim is not None and is_repeated and dim in ruled:
+            raise EinshardError(
+                f"axis '{dim}' has a rule, but '{text}' names several axes '{dim}'",
+                facts={'instead': 'a spec for this array, which wins over its annotation'},
+            )
+        terms.append('_' * (len(terms) + 1) if dim is None or is_repeated else dim)
+    return ' '.join(terms)
+
+
+def _fits(hint: Any, ndim: int) -> bool:
+    """Whether an array with `ndim` dimensions may have this type."""
+    text = getattr(hint, 'dim_str', None)
+    if not isinstance(text, str):
+        return True
+    dims = [_dimension(token) for token in text.split()]
+    return ndim >= len(dims) - 1 if ELLIPSIS in dims else ndim == len(dims)
+
+
 def _dimension(token: str) -> str | None:
     """Returns the axis name that a dimension of a jaxtyping type requires.
 
     Returns '...' for '*batch' and '...'. Returns None for '3', '_' and 'n+1', which match any name.
     """
-    token = token.lstrip('#?')
-    if token == ELLIPSIS or token.startswith('*'):
+    name = token.lstrip('#?*')
+    if name == ELLIPSIS or '*' in token[: len(token) - len(name)]:
         return ELLIPSIS
-    is_name = not token.startswith('_') and re.fullmatch(r'[^\W\d]+', token)
-    return token if is_name else None
+    is_name = not name.startswith('_') and re.fullmatch(r'[^\W\d]+', name)
+    return name if is_name else None
 
 
 def _match(names: list[str], dims: list[str | None]) -> bool:

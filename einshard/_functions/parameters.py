@@ -21,6 +21,7 @@ import numpy as np
 
 from .._errors import EinshardError, plural, quoted
 from .._sharding.axis_rules import Fallback
+from .._sharding.context import AxisRule
 from .._text import first_of, name_of
 from .._trees.specs import Spec, read_specs
 from .annotations import read_annotations
@@ -361,11 +362,13 @@ def declare(
     out: Spec,
     named: Mapping[str, Any],
     indivisible: Fallback = 'error',
+    rules: Sequence[AxisRule] | None = None,
 ) -> tuple[dict[str, Any], Declaration]:
     """Splits the arguments of `sharded` into options of `jax.jit` and a `Declaration`.
 
     Options that select parameters, such as `static_argnums`, go into the declaration. If there are
-    no specs, reads the annotations of the function.
+    no specs, reads the annotations of the function. With `rules`, those of jaxtyping count for all
+    parameters without a spec.
     """
     options = _jit_options(named)
     parameters = Parameters(function)
@@ -373,12 +376,14 @@ def declare(
     static, donated = (parameters.pop_labels(options, prefix) for prefix in ('static', 'donate'))
     if parameters.n_self and 'cls' in parameters.names:
         static |= {'cls'}  # a class is not a pytree
-    is_annotated = not (in_specs or specs) and out is None
+    is_annotated = rules is not None or (not (in_specs or specs) and out is None)
+    specs = parameters.assign(in_specs, specs)
     if is_annotated:
         own = parameters.names[: parameters.n_self]
         names = [name for name in parameters.signature.parameters if name not in own]
-        specs, out = read_annotations(function, names, static)
-    specs = parameters.assign(in_specs, specs)
+        annotated, annotated_out = read_annotations(function, names, static, rules)
+        specs = parameters.assign((), annotated) | specs
+        out = annotated_out if out is None else out
     declaration = Declaration(parameters, specs, out, static, donated, indivisible, is_annotated)
     if not is_annotated:
         parameters.check_required(specs, static)

@@ -10,7 +10,14 @@ from typing import Any, TypeAlias
 from jax.sharding import AbstractMesh
 
 from .._errors import EinshardError
-from .._sharding.context import Context, current_context, is_mesh_in_context, is_tracing
+from .._sharding.context import (
+    AxisRule,
+    Context,
+    current_context,
+    is_mesh_in_context,
+    is_tracing,
+    with_rules,
+)
 from .._sharding.mesh import AnyMesh, MeshLike
 from .parameters import CallSignature, Declaration
 from .promise import Budget
@@ -35,13 +42,14 @@ class Setup:
     # Set once a call has a module of Equinox, in its arguments or its result. From then on, calls
     # convert them to `Partitioned`. Functions without modules do not look for them in each call.
     has_modules: threading.Event = field(default_factory=threading.Event)
+    axis_rules: Sequence[AxisRule] = ()  # for the specs and the body of the function
     keeps_mapped_axes: bool = False  # whether nested calls leave an axis of jax.vmap as it is
     try_fixes: TryFixes | None = None
 
     def context(self) -> Context:
         """Returns the mesh and axis rules. In a trace, a mesh from `jax.set_mesh` is abstract."""
         try:
-            return current_context(self.mesh)
+            return with_rules(current_context(self.mesh), self.axis_rules)
         except EinshardError as error:
             raise error.about(function=self.name) from None
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 
 from jax.sharding import AbstractMesh, Mesh
 
 from .._errors import EinshardError, public
-from .._sharding.axis_rules import Fallback, check_option
+from .._sharding import axis_rules as rules_module
+from .._sharding.axis_rules import AxisPlacement, Fallback, LogicalRule, check_option
+from .._sharding.context import AxisRule
 from .._sharding.mesh import MeshLike, check_mesh
 from .._text import deferred_kind, name_of
 from .._trees.specs import Spec, check_spec_functions, is_function, mesh_of
@@ -19,6 +21,7 @@ from .promise import Budget, Promise, read_limits
 from .setup import Setup, TryFixes
 from .sharded_function import ShardedFunction
 
+Rules: TypeAlias = rules_module.axis_rules | Mapping[str, AxisPlacement] | Sequence[LogicalRule]
 P = ParamSpec('P')
 R = TypeVar('R')
 
@@ -35,6 +38,7 @@ def sharded(
     collectives: Promise | None = None,
     memory: str | int | None = None,
     check_processes: bool = True,
+    axis_rules: Rules | None = None,
     **named_specs_and_jit_options: Any,
 ) -> Callable[[Callable[P, R]], ShardedFunction[P, R]]: ...
 @public
@@ -47,6 +51,7 @@ def sharded(
     collectives: Promise | None = None,
     memory: str | int | None = None,
     check_processes: bool = True,
+    axis_rules: Rules | None = None,
     **named_specs_and_jit_options: Any,
 ) -> Any:
     """`jax.jit` with the shardings of arguments and results in einshard's notation.
@@ -95,6 +100,11 @@ def sharded(
             a number of bytes. Checked like `collectives`.
         check_processes: whether the processes of a multi-process mesh compare digests of host data
             in each call, as in `einshard`.
+        axis_rules: a mapping from axis names to placements, or an `axis_rules` object. The rules
+            hold for the specs and the body of this function, as in a `with axis_rules(...)` block.
+            Parameters without a spec, and the result without `out=`, then get their axis names from
+            their jaxtyping annotations: `x: Float[Array, 'batch d']` has the spec 'batch d'.
+            Without `axis_rules`, such annotations do not shard anything.
         named_specs_and_jit_options: specs by parameter name, and options of `jax.jit`:
             `static_argnames`, `donate_argnums`, `compiler_options`, ...
 
@@ -113,8 +123,9 @@ def sharded(
     # read once, because the decorator may decorate several functions
     mesh, named = copied(mesh), with_copied_options(named_specs_and_jit_options)
     limits = collectives, memory
-    options = out, mesh, reshard, indivisible, limits, check_processes, named
-    no_options = all(x is None for x in (out, mesh, *limits)) and not (named or reshard)
+    rules = _read_rules(axis_rules)
+    options = out, mesh, reshard, indivisible, limits, check_processes, named, rules
+    no_options = all(x is None for x in (out, mesh, *limits, rules)) and not (named or reshard)
     no_options &= check_processes
     one_function = len(in_specs) == 1 and _can_decorate(in_specs[0])
     if one_function and no_options and indivisible == 'error':
@@ -128,6 +139,14 @@ def sharded(
         return decorate(functions[0], in_specs, *options)
 
     return decorator
+
+
+def _read_rules(rules: Rules | None) -> Sequence[AxisRule] | None:
+    if rules is None:
+        return None
+    return (
+        rules if isinstance(rules, rules_module.axis_rules) else rules_module.axis_rules(rules)
+    ).rules
 
 
 def _can_decorate(x: Any) -> bool:
@@ -171,6 +190,7 @@ def decorate(
     limits: tuple[Promise | None, str | int | None],
     check_processes: bool,
     named: Mapping[str, Any],
+    axis_rules: Sequence[AxisRule] | None = None,
     keeps_mapped_axes: bool = False,
     try_fixes: TryFixes | None = None,
 ) -> Any:
@@ -179,18 +199,19 @@ def decorate(
     Args:
         limits: `collectives` and `memory`.
         named: specs by parameter name, and options of `jax.jit`.
+        axis_rules: rules for the specs and the body. If given, jaxtyping annotations are specs.
         keeps_mapped_axes: whether calls in traces leave a mapped axis of `jax.vmap` as it is,
             where `jax.jit` with `in_shardings` replicates it.
         try_fixes: tests the fixes in an error of spec functions on the arguments of a call.
     """
     if isinstance(function, staticmethod | classmethod):
-        options = out, mesh, reshard, indivisible, limits, check_processes, named
+        options = out, mesh, reshard, indivisible, limits, check_processes, named, axis_rules
         more = keeps_mapped_axes, try_fixes
         return type(function)(decorate(function.__func__, in_specs, *options, *more))
     check_traceable(function)
     name = name_of(function)
     try:
-        options, declaration = declare(function, in_specs, out, named, indivisible)
+        options, declaration = declare(function, in_specs, out, named, indivisible, axis_rules)
         check_mesh(mesh)
         if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
             mesh = tuple(mesh)  # a copy: the list may change
@@ -201,4 +222,5 @@ def decorate(
     except EinshardError as error:
         raise error.about(function=name) from None
     setup = Setup(function, name, declaration, mesh, reshard, options, budget, check_processes)
-    return ShardedFunction(replace(setup, keeps_mapped_axes=keeps_mapped_axes, try_fixes=try_fixes))
+    more = {'keeps_mapped_axes': keeps_mapped_axes, 'try_fixes': try_fixes}
+    return ShardedFunction(replace(setup, axis_rules=axis_rules or (), **more))

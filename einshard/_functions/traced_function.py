@@ -89,7 +89,7 @@ class TracedFunction:
 
     def scope(self, mesh: AnyMesh) -> AbstractContextManager[Any]:
         """Makes `mesh` the default mesh in a `with` block that traces the function."""
-        return mesh_scope(mesh, is_program=self.has_shardings)
+        return mesh_scope(mesh, self.has_shardings, self.setup.axis_rules)
 
     def check_devices(self, values: Sequence[Any]) -> None:
         """Raises if the function is called in a program that runs on other devices."""

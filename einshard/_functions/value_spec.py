@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from .._arrays.constrain import constrain, place_constant
 from .._errors import EinshardError, combine_errors
 from .._notation.axis_positions import axis_positions
+from .._notation.expression import ELLIPSIS, Expression
 from .._sharding.axis_rules import Fallback
 from .._sharding.context import Context
 from .._sharding.leaf_spec import LeafSpec
@@ -55,10 +56,18 @@ class ValueSpec:
         # a prefix with modules does not fit the `Partitioned` of a call
         self._needs_leaves = needs_leaves(spec) or find_modules(spec)
 
+        # which rules may shard
+        self._has_names_after_ellipsis = any(
+            isinstance(leaf, LeafSpec) and _has_names_after_ellipsis(leaf.expression)
+            for leaf in jtu.tree_leaves(spec, is_leaf=is_none)
+        )
+
     def needs_leaves(self, context: Context) -> bool:
         """Whether the shardings depend on ranks, paths or shapes of leaves."""
         if self._needs_leaves or self.spec is None:
             return self._needs_leaves
+        if context.axis_rules and self._has_names_after_ellipsis:
+            return True
         return self.indivisible != 'error' or context.replicates_indivisible
 
     def find_placements(self, value: Any, context: Context) -> list[LeafPlacement]:
@@ -180,6 +189,10 @@ class ValueSpec:
             hint = 'pass the specs one by one, not as a list: one for each parameter'
             error = EinshardError(**error.parts(facts={**error.facts, 'instead': hint}))
         return error
+
+
+def _has_names_after_ellipsis(expression: Expression) -> bool:
+    return expression.short and ELLIPSIS in expression.names[:-1]
 
 
 def _constrain_leaf(leaf: Any, placement: Placement) -> Any:

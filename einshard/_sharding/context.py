@@ -267,8 +267,10 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def mesh_scope(mesh: AnyMesh | None, is_program: bool = False) -> AbstractContextManager[Any]:
-    """Makes `mesh`, unless it is None, the default mesh in a `with` block.
+def mesh_scope(
+    mesh: AnyMesh | None, is_program: bool = False, rules: Sequence[AxisRule] = ()
+) -> AbstractContextManager[Any]:
+    """Makes `mesh`, unless it is None, the default mesh in a `with` block, and adds axis rules.
 
     With `is_program`, the block traces a program that runs on the devices of `mesh`.
     """
@@ -276,7 +278,7 @@ def mesh_scope(mesh: AnyMesh | None, is_program: bool = False) -> AbstractContex
         return nullcontext()
     outer = _enclosing_context()
     context = make_context(mesh, False, outer.axis_rules, outer.on_one_device)
-    return Scope(context, is_program=is_program)
+    return Scope(with_rules(context, rules), is_program=is_program)
 
 
 def one_device_scope(mesh: Mesh) -> AbstractContextManager[Any]:
@@ -320,12 +322,22 @@ def enter_rules(owner: object, rules: Sequence[AxisRule]) -> None:
         raise _mismatch_error()
     scope = innermost_scope.get()
     outer = _NO_CONTEXT if scope is None else scope.context
+    inner = with_rules(
+        make_context(outer.mesh, False, outer.axis_rules, outer.on_one_device), rules
+    )
+    Scope(inner, owner).__enter__()
+
+
+def with_rules(context: Context, rules: Sequence[AxisRule]) -> Context:
+    """Adds axis rules to a context. The new rule of an axis wins."""
+    if not rules:
+        return context
     names = {rule.name for rule in rules}
-    merged = [*rules, *(rule for rule in outer.axis_rules if rule.name not in names)]
+    merged = [*rules, *(rule for rule in context.axis_rules if rule.name not in names)]
     # sorted, so that equal rules have equal cache keys; the order of taken='next' rules matters
     merged.sort(key=lambda rule: (True,) if rule.skips_taken else (False, rule))
-    context = make_context(outer.mesh, False, tuple(merged), outer.on_one_device)
-    Scope(context, owner).__enter__()
+    on_one_device = context.on_one_device
+    return make_context(context.mesh, context.mesh_is_ambient, tuple(merged), on_one_device)
 
 
 def leave_rules(owner: object) -> bool:
