@@ -100,7 +100,10 @@ def is_function(spec: Spec) -> bool:
     """
     if not callable(spec) or isinstance(spec, Mesh):
         return False
-    return not (is_module(spec) and all(isinstance(x, LEAF_SPECS) for x in jtu.tree_leaves(spec)))
+    if not is_module(spec) or hasattr(spec, '__wrapped__'):  # a wrapper, as of `eqx.filter_jit`
+        return True
+    leaves = jtu.tree_leaves(spec)
+    return not leaves or not all(isinstance(leaf, LEAF_SPECS) for leaf in leaves)
 
 
 class ArgumentOrder(NamedTuple):
