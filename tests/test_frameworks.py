@@ -239,6 +239,17 @@ def test_stages_of_equinox_have_no_paths(eqx_model, x):
         assert_collectives(stage, allowed='all-reduce')
 
 
+def test_checks_of_results_with_static_leaves(eqx_model, x):
+    """The result is a module, whose activation function is not compared."""
+
+    def step(model, x):
+        return {'model': model, 'x': 2 * x, 'name': 'step'}
+
+    comparison = check_same(eqx.filter_jit(step), eqx_model, x)
+    results = [f'result/model/{path}' for path in EQX_PATHS]
+    assert [row.path for row in comparison.rows[:5]] == [*results, 'result/x']
+
+
 def test_constraints_in_equinox_functions(eqx_model, x):
     @eqx.filter_jit
     def forward(model, x):

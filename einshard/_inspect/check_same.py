@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.tree_util as jtu
 import numpy as np
 from jax import stages
 from jax.sharding import Mesh, NamedSharding
@@ -51,6 +50,7 @@ class DifferentResults(EinshardError):
 
 DifferentResults.__module__ = 'einshard'
 
+_ARRAYS = jax.Array | np.ndarray | np.generic
 _MAX_ROWS = 8
 _N_PERTURBED = 2  # runs on one device with perturbed arguments
 
@@ -142,6 +142,9 @@ def _compare(
     call: Call, result: Any, reference: Callable[..., Any] | None, gradients: bool
 ) -> Comparison:
     with_paths = leaves_with_paths(result)
+    # only functions with modules of Equinox return them: `jax.jit` makes arrays of numbers
+    call = replace(call, static=[not isinstance(x, _ARRAYS) for _, x in with_paths])
+    with_paths = [(path, x) for path, x in with_paths if isinstance(x, _ARRAYS)]
     results = [x for _, x in with_paths]
     arrays = [x for x in results if isinstance(x, jax.Array)]
     if not arrays:
@@ -189,7 +192,7 @@ class _Check:
 
     def results(self, results: Sequence[jax.Array], paths: Sequence[str]) -> list[ComparedRow]:
         def leaves(arrays: Arrays) -> list[Any]:
-            return jtu.tree_leaves(self.single.result(arrays))
+            return self.single.result_arrays(arrays)
 
         program = OneDeviceProgram(self.call.name, self.mesh, leaves, self.single.arrays)
         rounding = largest_rounding(program.jaxpr, self.n_devices, self.device.platform)

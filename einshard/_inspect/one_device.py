@@ -41,6 +41,7 @@ class Call:
         name: the name of the user's function, for errors.
         leaves, treedef: the flattened (args, kwargs).
         paths: the path of each leaf that is an array, by leaf index.
+        static: whether each leaf of the result is static, as a function in a module of Equinox.
     """
 
     function: Callable[..., Any]
@@ -48,6 +49,7 @@ class Call:
     leaves: Sequence[Any]
     treedef: Any
     paths: Mapping[int, str]
+    static: Sequence[bool] = ()
 
     @property
     def arrays(self) -> dict[int, Any]:
@@ -60,6 +62,13 @@ class Call:
     def result(self, arrays: Arrays) -> Any:
         args, kwargs = self.arguments(arrays)
         return self.function(*args, **kwargs)
+
+    def result_arrays(self, arrays: Arrays) -> list[Any]:
+        """Returns the leaves of the result, without those that are static."""
+        leaves = jtu.tree_leaves(self.result(arrays))
+        if len(leaves) != len(self.static):  # of a reference, which may return only arrays
+            return leaves
+        return [x for x, is_static in zip(leaves, self.static, strict=True) if not is_static]
 
     def run(self) -> Any:
         """Runs the function on copies of the arrays, because it may donate them."""
@@ -78,7 +87,7 @@ class Call:
         """
 
         def results_with_weights(inputs: Arrays) -> Arrays:
-            results = jtu.tree_leaves(self.result({**arrays, **inputs}))
+            results = self.result_arrays({**arrays, **inputs})
             return {i: results[i] for i in weights}
 
         _, pull_back = jax.vjp(results_with_weights, {i: arrays[i] for i in self.float_indices})
