@@ -196,10 +196,16 @@ def test_flax_variables():
         lambda variable: ((variable.value,), tuple(variable.metadata.items())),
         lambda metadata, children: Variable(children[0], **dict(metadata)),
     )
-    w = Variable(f32(16, 32), sharding_names=('embed', None))
-    model = find_model(lambda x, w: x @ w.value, (f32(8, 16), w), {})
-    assert model.sizes == {'embed': 16}
-    assert model.arrays[1].names == (('embed',), ())
+    mesh = jax.sharding.AbstractMesh((1,), ('embed',))
+    for names in (
+        ('embed', None),
+        jax.sharding.PartitionSpec('embed', None),
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('embed', None)),
+    ):
+        w = Variable(f32(16, 32), out_sharding=names)
+        model = find_model(lambda x, w: x @ w.value, (f32(8, 16), w), {})
+        assert model.sizes == {'embed': 16}
+        assert model.arrays[1].names == (('embed',), ())
 
 
 def test_mesh_axes_in_expressions():

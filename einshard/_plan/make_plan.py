@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 
 from .._errors import EinshardError, plural, quoted
 from .._text import format_bytes
+from .._trees.paths import leaf_text
 from .evaluate import Function
 from .evaluation import Evaluation
 from .find_candidates import Candidates
+from .flax_names import names_without_axes
 from .model import Model
 from .result import Plan
 from .search import Search
@@ -42,7 +44,7 @@ def make_plan(search: Search, found: Candidates, model: Model, function: Functio
         n_candidates=len(search.estimates),
         pruned=found.pruned,
         stopped=search.stopped,
-        notes=tuple(_notes(choices, search, model)),
+        notes=tuple(_notes(choices, search, model, function)),
         warnings=tuple(_warnings(choices[0], search, model)),
         _function=function,
     )
@@ -62,7 +64,19 @@ def _no_plan_compiles(choices: Sequence[Evaluation], model: Model) -> EinshardEr
     )
 
 
-def _notes(choices: Sequence[Evaluation], search: Search, model: Model) -> Iterator[str]:
+def _notes(
+    choices: Sequence[Evaluation], search: Search, model: Model, function: Function
+) -> Iterator[str]:
+    misfits = names_without_axes((function.args, function.kwargs))
+    if misfits:
+        path, leaf, names = misfits[0]
+        more = f', and {len(misfits) - 1} more' if len(misfits) > 1 else ''
+        path = path.partition('/')[2]  # without the container of all arguments
+        yield (
+            f'Flax names {plural(len(names), "axis")} of {leaf_text(path, leaf)}{more}: these '
+            'names are not used. To name the axis of stacked layers, pass its name to nnx.vmap or '
+            "nn.scan: {nnx.PARTITION_NAME: 'layers'}"
+        )
     in_flax = [name for names in model.flax_names for axis in names or () for name in axis]
     if names := [name for name in model.sizes if name in in_flax]:
         yield (
