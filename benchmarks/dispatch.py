@@ -32,6 +32,7 @@ def run(bench: Bench) -> None:
         calls(bench, Setting(n_devices), n_leaves)
     keywords(bench, Setting(1))
     method(bench, Setting(1))
+    modules(bench, Setting(1), 10 if bench.tiny else 2000)
     count(bench, Setting(jax.device_count()))
 
 
@@ -136,6 +137,40 @@ def method(bench: Bench, setting: Setting) -> None:
     ours = model(sharded(SPLIT, out=SPLIT, mesh=setting.devices))(x)
     by_hand = model(lambda f: jax.jit(f, in_shardings=(None, split), out_shardings=split))(x)
     setting.compare(bench, 'a method', lambda: ours.scaled(x), BY_HAND, lambda: by_hand.scaled(x))
+
+
+def modules(bench: Bench, setting: Setting, n_leaves: int) -> None:
+    """A module of Equinox, against filter_jit, and the state of an NNX module, against jax.jit."""
+    import equinox
+    from flax import nnx
+
+    class Layer(equinox.Module):
+        w: jax.Array
+        b: jax.Array
+        activation: Any = jax.nn.relu
+        size: int = 8
+
+    class Model(nnx.Module):
+        def __init__(self, tree: dict[str, dict[str, jax.Array]]):
+            variables = {k: nnx.List([nnx.Param(x) for x in v.values()]) for k, v in tree.items()}
+            self.layers = nnx.Dict(variables)
+
+    def update(module: Any) -> Any:
+        return jax.tree.map(lambda x: x + 1 if equinox.is_array(x) else x, module)
+
+    tree = setting.tree(n_leaves)
+    layers = [Layer(**layer) for layer in tree.values()]
+    by_filter_jit = equinox.filter_jit(update)
+    ours = sharded('...', out='...', mesh=setting.devices)(update)
+    name = f'{n_leaves} leaves of an Equinox module'
+    setting.compare(
+        bench, name, lambda: ours(layers), 'eqx.filter_jit', lambda: by_filter_jit(layers)
+    )
+    state = nnx.state(Model(tree))
+    by_hand = jit_by_hand(plus_one, setting.split)
+    of_state = sharded('...', out='...', mesh=setting.devices)(plus_one)
+    name = f'{n_leaves} leaves of an NNX state'
+    setting.compare(bench, name, lambda: of_state(state), BY_HAND, lambda: by_hand(state))
 
 
 def model(decorate: Callable[[Any], Any]) -> type:

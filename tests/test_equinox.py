@@ -317,6 +317,24 @@ def test_modules_by_keyword_and_in_containers(layer):
     assert f.lower(layers=(layer, layer), x=X).compile()
 
 
+def test_a_container_of_a_module_and_numbers(layer):
+    """A prefix of expressions; numbers in the container, but outside the module, are traced."""
+    body = counted(lambda tree, x: {'layer': tree['layer'], 'y': tree['layer'](x) * tree['n']})
+    specs = {'layer': '... -> * ...', 'n': None}
+    f = sharded(specs, ROWS, out={'layer': '... -> * ...', 'y': 'b o -> b8 o 2'})(body)
+    replicated = einshard(layer, Rules([], default='... -> * ...'))
+    for n in (2.0, 3.0):
+        result = f({'layer': replicated, 'n': n}, X)
+        np.testing.assert_allclose(result['y'], expected_of(layer) * n, rtol=1e-5)
+        assert result['layer'].scale == 2.0
+        check_placed(arrays(result['layer']), {})
+        check_placed(result['y'], {'': P('data')})
+    assert body.runs == 1
+    found = f.in_shardings({'layer': layer, 'n': 2.0}, X)['tree']
+    assert found['n'] is None
+    assert found['layer'].linear.weight.is_fully_replicated
+
+
 def test_a_module_of_specs(layer):
     """A pytree prefix with the structure of the module."""
     specs = jax.tree.map(lambda _: '... -> * ...', eqx.filter(layer, eqx.is_array))

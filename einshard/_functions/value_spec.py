@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -22,7 +23,7 @@ from .._sharding.context import Context
 from .._sharding.leaf_spec import LeafSpec
 from .._sharding.resolve import Placement, resolve
 from .._text import array_text
-from .._trees.partition import find_modules, with_static_nodes
+from .._trees.partition import with_static_nodes
 from .._trees.paths import leaves_with_paths, path_text
 from .._trees.specs import (
     Spec,
@@ -53,8 +54,8 @@ class ValueSpec:
         self.name = name
         self.spec = spec
         self.indivisible: Fallback = indivisible
-        # a prefix with modules does not fit the `Partitioned` of a call
-        self._needs_leaves = needs_leaves(spec) or find_modules(spec)
+        self._needs_leaves = needs_leaves(spec)
+        self._is_tree = not (spec is None or isinstance(spec, LeafSpec))
 
         # which rules may shard
         self._has_names_after_ellipsis = any(
@@ -66,6 +67,8 @@ class ValueSpec:
         """Whether the shardings depend on ranks, paths or shapes of leaves."""
         if self._needs_leaves or self.spec is None:
             return self._needs_leaves
+        if self._is_tree and 'equinox' in sys.modules:  # it does not fit a `Partitioned`
+            return True
         if context.axis_rules and self._has_names_after_ellipsis:
             return True
         return self.indivisible != 'error' or context.replicates_indivisible

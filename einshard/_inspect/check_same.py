@@ -141,7 +141,7 @@ def _check_supported(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[st
 def _compare(
     call: Call, result: Any, reference: Callable[..., Any] | None, gradients: bool
 ) -> Comparison:
-    with_paths = leaves_with_paths(result)
+    with_paths: list[tuple[Any, Any]] = list(leaves_with_paths(result))
     # only functions with modules of Equinox return them: `jax.jit` makes arrays of numbers
     call = replace(call, static=[not isinstance(x, _ARRAYS) for _, x in with_paths])
     with_paths = [(path, x) for path, x in with_paths if isinstance(x, _ARRAYS)]

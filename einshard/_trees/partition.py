@@ -1,8 +1,8 @@
 """Splits pytrees into their arrays and static data, as `equinox.filter_jit` splits its arguments.
 
 A module of Equinox has leaves that are not arrays, such as activation functions, which `jax.jit`
-does not accept. A `Partitioned` is a pytree node whose children are the arrays of such a module,
-and whose static data is everything else.
+does not accept. A `Partitioned` is a pytree node whose children are the arrays of a tree with such
+modules, and whose static data is everything else.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
+from .._cache import register_cache, remember
 from .._errors import EinshardError
 from .paths import PathKeys, path_text
 
@@ -77,10 +78,53 @@ jtu.register_pytree_node(_Static, lambda node: ((), node.value), lambda value, _
 
 
 def partition(tree: Any, path: str = '') -> Partitioned:
-    """Splits a pytree. Raises if a static leaf is not hashable; `path` is the tree's own path."""
+    """Splits a pytree, all of whose leaves that are not arrays are static.
+
+    Raises if one of these is not hashable; `path` is the path of the tree itself.
+    """
     leaves, treedef = jtu.tree_flatten(tree)
-    arrays = tuple([x for x in leaves if isinstance(x, _ARRAYS)])
-    static = tuple([_ARRAY if isinstance(x, _ARRAYS) else x for x in leaves])
+    return _partition(tree, leaves, treedef, [not isinstance(x, _ARRAYS) for x in leaves], path)
+
+
+def partition_modules(tree: Any, path: str = '') -> Any:
+    """Splits a pytree in which modules of Equinox have leaves that are not arrays.
+
+    Outside of modules, such leaves are not static. Returns any other tree as it is.
+    """
+    if 'equinox' not in sys.modules or isinstance(tree, _ARRAYS):
+        return tree
+    leaves, treedef = jtu.tree_flatten(tree)
+    is_static = [not isinstance(x, _ARRAYS) for x in leaves]
+    if True not in is_static:
+        return tree
+    if not is_module(tree):
+        in_modules = _leaves_in_modules(tree, treedef)
+        is_static = [a and b for a, b in zip(is_static, in_modules, strict=True)]
+        if True not in is_static:
+            return tree
+    return _partition(tree, leaves, treedef, is_static, path)
+
+
+def _leaves_in_modules(tree: Any, treedef: Any) -> Sequence[bool]:
+    """Returns whether each leaf is in a module, cached by tree structure."""
+    found = _in_modules.get(treedef)
+    if found is None:
+        # takes 1 us per node, because `is_module` is called for each
+        nodes = jtu.tree_leaves(tree, is_leaf=is_module)
+        found = [is_module(node) for node in nodes for _ in jtu.tree_leaves(node)]
+        return remember(_in_modules, treedef, found, limit=256)
+    return found
+
+
+_in_modules: dict[Any, Sequence[bool]] = register_cache({})
+
+
+def _partition(
+    tree: Any, leaves: Sequence[Any], treedef: Any, is_static: Sequence[bool], path: str
+) -> Partitioned:
+    pairs = list(zip(leaves, is_static, strict=True))
+    arrays = tuple([x for x, static in pairs if not static])
+    static = tuple([x if static else _ARRAY for x, static in pairs])
     try:
         hash(static)
     except TypeError:
@@ -107,31 +151,13 @@ def _unhashable(tree: Any, path: str) -> EinshardError:
     )
 
 
-def partition_modules(tree: Any, path: str = '') -> Any:
-    """Splits each outermost module of Equinox in a pytree, unless all its leaves are arrays."""
-
-    def split(keys: Sequence[Any], node: Any) -> Any:
-        if not is_module(node):
-            return node
-        split_node = partition(node, '/'.join(filter(None, (path, path_text(keys)))))
-        return split_node if len(split_node.arrays) < len(split_node.static[1]) else node
-
-    if 'equinox' not in sys.modules or isinstance(tree, _ARRAYS):
-        return tree
-    return (
-        split((), tree)
-        if is_module(tree)
-        else jtu.tree_map_with_path(split, tree, is_leaf=is_module)
-    )
-
-
 def join(tree: Any) -> Any:
     """Replaces each `Partitioned` in a pytree with its tree."""
     return _map_partitioned(tree, Partitioned.tree)
 
 
 def with_static_nodes(tree: Any) -> Any:
-    """Replaces each `Partitioned` with its tree, whose leaves are only arrays.
+    """Replaces each `Partitioned` with its tree, in which static leaves are nodes without children.
 
     It has the same leaves as `tree`, and a pytree prefix of the user's fits it.
     """
