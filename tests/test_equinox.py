@@ -21,6 +21,7 @@ from einshard import (
     describe,
     einshard,
     explain,
+    per_device,
     shard_largest,
     sharded,
     to_jax,
@@ -333,6 +334,16 @@ def test_a_container_of_a_module_and_numbers(layer):
     found = f.in_shardings({'layer': layer, 'n': 2.0}, X)['tree']
     assert found['n'] is None
     assert found['layer'].linear.weight.is_fully_replicated
+
+
+def test_modules_in_per_device(layer):
+    """Each device has all weights, and some rows."""
+    f = per_device('...', ROWS, out=ROWS, mesh=MESH)(lambda layer, x: layer(x))
+    np.testing.assert_allclose(f(layer_of(layer), X), expected_of(layer), rtol=1e-5)
+
+
+def layer_of(layer):
+    return jax.tree.map(lambda x: np.asarray(x) if eqx.is_array(x) else x, layer)
 
 
 def test_a_module_of_specs(layer):

@@ -34,6 +34,7 @@ from .._sharding.leaf_spec import as_leaf_spec, reject_unconstrained
 from .._sharding.legacy_mesh import with_legacy_mesh_note
 from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact, sizes_of, spec_axes
 from .._text import array_text, name_of
+from .._trees.partition import join, partition_modules, with_static_nodes
 from .._trees.paths import leaf_text, leaves_with_paths, path_text
 from .._trees.specs import Spec, check_specs, is_array, is_none, leaf_specs, mesh_of
 from .body_errors import explain_different_sizes, explain_unknown_axis
@@ -343,7 +344,10 @@ class _PerDeviceFunction:
             return self.function(*args, **kwargs)  # raises Python's TypeError
         resolver = self._resolver()
         labels = self.parameters.value_labels(CallSignature(len(args), tuple(kwargs)))
-        values = [*args, *kwargs.values()]
+        values = [
+            value if label in self.static else partition_modules(value, label)
+            for label, value in zip(labels, (*args, *kwargs.values()), strict=True)
+        ]
         # does not look for tracers, because under `jax.disable_jit` there are none
         dynamic = [
             i
@@ -356,8 +360,9 @@ class _PerDeviceFunction:
             shards = list(values)
             for i, shard in zip(dynamic, dynamic_shards, strict=True):
                 shards[i] = shard
-            n = len(args)
+            n, shards = len(args), join(shards)
             result = self.function(*shards[:n], **dict(zip(kwargs, shards[n:], strict=True)))
+            result = partition_modules(result, 'result')
             self._result_leaves(resolver, result)  # raises clearer errors than JAX
             return result
 
@@ -373,10 +378,10 @@ class _PerDeviceFunction:
         try:
             out_specs, shapes = self._out_specs(resolver, mapped, arguments)
             if not resolver.size_one_axes(self.manual):
-                return mapped(out_specs=out_specs, check_vma=self.check_vma)(*arguments)
+                return join(mapped(out_specs=out_specs, check_vma=self.check_vma)(*arguments))
             mapped = functools.partial(shard_map, body_without_scalars, in_specs=in_specs)
             results = mapped(out_specs=out_specs, check_vma=self.check_vma)(*arguments)
-            return jtu.tree_map(lambda y, x: y if x.ndim else y[0], results, shapes)
+            return join(jtu.tree_map(lambda y, x: y if x.ndim else y[0], results, shapes))
         except EinshardError:
             raise
         except (NameError, AssertionError, KeyError, ValueError, TypeError) as error:
@@ -407,7 +412,7 @@ class _PerDeviceFunction:
     def _argument_specs(self, resolver: Resolver, label: str, value: Any) -> Any:
         leaves, treedef = jtu.tree_flatten(value)
         specs: list[PartitionSpec] = []
-        texts = leaf_specs(value, leaves, self._spec_for(label))
+        texts = leaf_specs(with_static_nodes(value), leaves, self._spec_for(label))
         for text, leaf in zip(texts, leaves, strict=True):
             if isinstance(text, str):
                 specs.append(resolver.partition_spec(text, np.ndim(leaf), self.manual))
@@ -445,7 +450,8 @@ class _PerDeviceFunction:
         """Yields the leaves of the arguments, with the shapes that the body sees."""
         for label, argument, partition_specs in zip(labels, arguments, in_specs, strict=True):
             leaves = leaves_with_paths(argument)
-            texts = leaf_specs(argument, [leaf for _, leaf in leaves], self._spec_for(label))
+            tree = with_static_nodes(argument)
+            texts = leaf_specs(tree, [leaf for _, leaf in leaves], self._spec_for(label))
             rows = zip(leaves, texts, jtu.tree_leaves(partition_specs), strict=True)
             for (path, leaf), text, partition_spec in rows:
                 shape = resolver.shard_shape(leaf.shape, partition_spec)
@@ -474,7 +480,7 @@ class _PerDeviceFunction:
         """Returns the expression and rank of each array. Raises if an array does not fit."""
         leaves = jtu.tree_leaves(result)
         try:
-            texts = leaf_specs(result, leaves, self.out)
+            texts = leaf_specs(with_static_nodes(result), leaves, self.out)
         except EinshardError as error:
             raise error.about(spec_of=f'the result of {self.name}') from None
         texts_and_ranks: list[tuple[str, int]] = []

@@ -38,7 +38,7 @@ class PathKeys:
     keys: tuple[Any, ...]
 
     def __str__(self) -> str:
-        return path_text(self.keys)
+        return jtu.keystr(self.keys)  # as JAX names the arguments of a program
 
 
 def leaves_with_paths(
