@@ -321,6 +321,17 @@ def test_names_of_axes_of_nnx():
     check_equal(again, state, rtol=1e-6)
 
 
+def test_a_plan_of_a_module_with_keys():
+    """JAX 0.12 exports a key without a sharding with one on an empty mesh."""
+
+    def loss(model, x):
+        return jnp.mean(model(einshard(x, 'batch d')) ** 2)
+
+    model = nnx.jit(lambda: MLP(nnx.Rngs(0), hidden='batch f'))()
+    found = plan(nnx.jit(loss), model, X, mesh=jax.devices()[:4], objective='bytes', compilations=1)
+    assert not found.best.error
+
+
 def test_names_of_stacked_layers_of_nnx():
     """plan says which names it does not use: nnx.vmap adds an axis, but no name."""
     plans = []

@@ -71,6 +71,9 @@ def sharded(
     an error if another has one; None as a spec leaves the sharding to the compiler, which keeps
     that of a JAX array. Static arguments, and defaults that a call leaves out, need no spec.
 
+    Arguments and results may contain modules of Equinox; their leaves that are not arrays are
+    static. A function that updates an NNX module in its arguments is an error: use `nnx.jit`.
+
     Without specs, as in `sharded(out=...)`, the compiler shards all arguments. It also shards the
     result if there is no `out=`. `@sharded` without any specs reads the `Sharded[...]` annotations
     of the function; a parameter without one is left to the compiler.

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._errors import EinshardError
 from .._functions.bound_method import BoundMethod
@@ -94,6 +95,9 @@ class Function:
             if array_names is not None:
                 entries = [[axis for name in names for axis in axes[name]] for names in array_names]
                 sharding = NamedSharding(mesh, partition_spec(map(tuple, entries)))
+            elif jnp.issubdtype(getattr(x, 'dtype', None), jax.dtypes.prng_key):
+                # JAX 0.12 exports a key without a sharding with one on an empty mesh
+                sharding = NamedSharding(mesh, PartitionSpec())
             is_array = hasattr(x, 'shape')
             structs.append(
                 jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if is_array else x
