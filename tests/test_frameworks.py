@@ -14,6 +14,7 @@ from flax import nnx
 from placed import mesh_of
 
 from einshard import (
+    DifferentResults,
     EinshardError,
     Rules,
     UnexpectedCollectives,
@@ -21,6 +22,7 @@ from einshard import (
     check_same,
     einshard,
     explain,
+    per_device,
     plan,
     to_jax,
 )
@@ -180,6 +182,32 @@ def test_checks_of_nnx(nnx_model, x):
     with pytest.raises(UnexpectedCollectives):
         assert_collectives(forward, nnx_model, x, allowed=())
     check_same(forward, nnx_model, x, gradients=False)
+
+
+def test_checks_of_nnx_compare_updates(nnx_model, x):
+    """A train step returns only its loss; the new parameters and moments are compared too."""
+    optimizer = nnx.Optimizer(nnx_model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+    comparison = check_same(nnx.jit(nnx_step), nnx_model, optimizer, x, x)
+    updated = [f'model/{path}' for path in NNX_PATHS]
+    updated += [f'optimizer/opt_state/0/trace/{path}' for path in NNX_PATHS]
+    rows = [row.path for row in comparison.rows if not row.path.startswith('gradient')]
+    assert sorted(rows) == sorted(
+        ['result', *(f'result/{path}' for path in updated), 'result/optimizer/step']
+    )
+    forward = check_same(nnx.jit(lambda model, x: model(x)), nnx_model, x, gradients=False)
+    assert [row.path for row in forward.rows] == ['result']  # it updates nothing
+
+
+def test_a_wrong_update_of_nnx(nnx_model, x):
+    def step(model, x):
+        @per_device('b d -> b@batch d', out='d', mesh=MESH, check_vma=False)
+        def wrong(x):
+            return x.sum(0)  # of this device's rows, without a psum
+
+        model.down.bias[...] += wrong(x)
+
+    with pytest.raises(DifferentResults, match='result/model/down/bias'):
+        check_same(nnx.jit(step), nnx_model, x)
 
 
 # --- Equinox ------------------------------------------------------------------------------------
@@ -510,13 +538,16 @@ def test_an_unjitted_function_of_an_equinox_module(eqx_model, x):
     assert error.value.facts['instead'] == 'equinox.filter_jit(eqx_loss)'
 
 
-def test_a_function_that_something_else_jits():
+@pytest.mark.parametrize('fails', [False, True])
+def test_a_function_that_something_else_jits(fails):
     class Jitted:
         def __call__(self, x):
-            return x
+            return float(x) if fails else x
 
         def trace(self, x):
             return 'a trace'
 
-    with pytest.raises(EinshardError, match='not by JAX, Flax or Equinox'):
+    with pytest.raises(EinshardError, match='not by JAX, Flax or Equinox') as error:
         explain(Jitted(), jnp.ones(3))
+    instead = None if fails else 'jax.jit(lambda *args: Jitted(*args))'
+    assert error.value.facts.get('instead') == instead

@@ -76,6 +76,8 @@ def check_same(
         >>> [row.path for row in comparison.rows]
         ['result', 'gradient of x', 'gradient of w']
 
+    If `nnx.jit` updates a module in the arguments, its new arrays are compared as results.
+
     For the run on one device, all mesh axes have size 1, and all counts and stars in expressions
     are 1. The function must therefore not depend on the number of devices, and must not contain a
     `NamedSharding` over several devices.
@@ -88,7 +90,7 @@ def check_same(
 
     Args:
         fn: a `sharded` or jitted function. Any other function is jitted first.
-        args, kwargs: arguments of the call. They are not donated.
+        args, kwargs: arguments of the call. They are not donated, and NNX modules are not updated.
         gradients: whether to also compare the gradients of all floating-point arguments.
         reference: the function to run on one device. Default: `fn`.
 
@@ -141,11 +143,20 @@ def _check_supported(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[st
 def _compare(
     call: Call, result: Any, reference: Callable[..., Any] | None, gradients: bool
 ) -> Comparison:
-    with_paths: list[tuple[Any, Any]] = list(leaves_with_paths(result))
-    # only functions with modules of Equinox return them: `jax.jit` makes arrays of numbers
-    call = replace(call, static=[not isinstance(x, _ARRAYS) for _, x in with_paths])
-    with_paths = [(path, x) for path, x in with_paths if isinstance(x, _ARRAYS)]
-    results = [x for _, x in with_paths]
+    result, new = result if call.updated else (result, [])
+    leaves = [(result_path(path), x) for path, x in leaves_with_paths(result)]
+    names = dict(enumerate(positional_parameters(call.function)))
+    updates = [(argument_path(path, names), x) for path, x in zip(call.updated, new, strict=True)]
+    before = {path: call.leaves[i] for i, path in call.paths.items()}
+    # only functions with modules of Equinox return other leaves: `jax.jit` makes arrays of numbers
+    static = [not isinstance(x, _ARRAYS) for _, x in leaves]
+    static += [not isinstance(x, _ARRAYS) or _is_same(x, before.get(path)) for path, x in updates]
+    call = replace(call, static=static)
+    leaves += [(f'result/{path}', x) for path, x in updates]
+    compared: list[tuple[str, Any]] = [
+        pair for pair, is_static in zip(leaves, static, strict=True) if not is_static
+    ]
+    results = [x for _, x in compared]
     arrays = [x for x in results if isinstance(x, jax.Array)]
     if not arrays:
         raise EinshardError(f'{call.name} returns no arrays to compare')
@@ -155,9 +166,11 @@ def _compare(
     mesh: Any = sharding_on(sharding, device).mesh
     single = on_one_device(call, call.function if reference is None else reference, mesh)
     check = _Check(call, single, mesh, n_devices, has_reference=reference is not None)
-    rows = check.results(results, [result_path(path) for path, _ in with_paths])
+    rows = check.results(results, [path for path, _ in compared])
     notes: list[str] = []
-    differentiable = {i: x for i, x in enumerate(results) if is_inexact(x)}
+    # not of updates: those of an optimizer may be infinite, as that of the square root of 0 in Adam
+    n_results = static[: len(static) - len(updates)].count(False)
+    differentiable = {i: x for i, x in enumerate(results[:n_results]) if is_inexact(x)}
     if not gradients:
         notes.append('gradients were not compared: gradients=False')
     elif not (differentiable and call.float_indices):
@@ -166,6 +179,12 @@ def _compare(
     else:
         rows += check.gradients(differentiable)
     return Comparison(call.name, n_devices, tuple(rows), tuple(notes))
+
+
+def _is_same(new: Any, old: Any) -> bool:
+    if old is None or new.shape != old.shape or new.dtype != old.dtype:
+        return False
+    return bool(np.array_equal(gather(key_data(new)), gather(key_data(old))))
 
 
 @dataclass(frozen=True)

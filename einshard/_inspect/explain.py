@@ -99,7 +99,7 @@ def explain(
     Raises:
         EinshardError: the arguments do not match the function; the function does not compile; the
             backend does not return the HLO of the compiled program; or `mesh` is given for a
-            function that is already jitted or has its own mesh.
+            function of `jax.jit`, or one that has its own mesh.
     """
     with suggest_partial(fn, 'chip'):
         chip = None if chip is None else as_chip(chip)

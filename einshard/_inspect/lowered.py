@@ -334,7 +334,7 @@ def _trace(
         if not isinstance(stage, Lowered):
             raise EinshardError(
                 f'{name} is jitted, but not by JAX, Flax or Equinox',
-                facts={'got': type(made).__name__, 'instead': f'jax.jit({name})'},
+                facts={'got': type(made).__name__, **_jit_of_call(fn, name, args, kwargs)},
             )
         return Stages(
             name,
@@ -377,6 +377,17 @@ def _trace(
         raise EinshardError(
             f'{name} updates a module that is not an argument', code='tracing', facts=facts
         ) from error
+
+
+def _jit_of_call(
+    fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, str]:
+    """Returns a fact that says to jit a function that calls `fn`, if JAX can trace that."""
+    try:
+        jax.jit(lambda *args, **kwargs: fn(*args, **kwargs)).trace(*args, **kwargs)
+    except Exception:  # the function may raise anything
+        return {}
+    return {'instead': f'jax.jit(lambda *args: {name}(*args))'}
 
 
 def _is_hashable(fn: Any) -> bool:

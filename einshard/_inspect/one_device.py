@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .._arrays.gather import gather
 from .._errors import EinshardError
 from .._functions.bound_method import BoundMethod, sharded_call
+from .._functions.lost_updates import module_leaves
 from .._functions.place_arguments import place_arguments
 from .._functions.program import Program
 from .._functions.sharded_function import ShardedFunction
@@ -28,7 +29,7 @@ from .._sharding.mesh import Device, device_mesh, is_partial, partition_spec, sh
 from .._text import format_bytes
 from .._trees.partition import join
 from .._trees.paths import argument_path, leaves_with_paths
-from .frameworks import JITTED, positional_parameters, unbound
+from .frameworks import JITTED, is_jitted, positional_parameters, unbound
 
 Arrays = Mapping[int, Any]  # arrays by leaf index, in the arguments or in the result
 
@@ -41,7 +42,10 @@ class Call:
         name: the name of the user's function, for errors.
         leaves, treedef: the flattened (args, kwargs).
         paths: the path of each leaf that is an array, by leaf index.
-        static: whether each leaf of the result is static, as a function in a module of Equinox.
+        updated: the key paths of the arrays in NNX modules that the function may update in place.
+            Their new values come after the results.
+        static: whether each of these is not compared: a static leaf of the result, such as a
+            function in a module of Equinox, or an array that the call has not changed.
     """
 
     function: Callable[..., Any]
@@ -49,6 +53,7 @@ class Call:
     leaves: Sequence[Any]
     treedef: Any
     paths: Mapping[int, str]
+    updated: Sequence[tuple[Any, ...]] = ()
     static: Sequence[bool] = ()
 
     @property
@@ -61,7 +66,11 @@ class Call:
 
     def result(self, arrays: Arrays) -> Any:
         args, kwargs = self.arguments(arrays)
-        return self.function(*args, **kwargs)
+        result = self.function(*args, **kwargs)
+        if not self.updated:
+            return result
+        after = module_leaves((args, kwargs))
+        return result, [after.get(path, 0) for path in self.updated]
 
     def result_arrays(self, arrays: Arrays) -> list[Any]:
         """Returns the leaves of the result, without those that are static."""
@@ -108,7 +117,10 @@ def make_call(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
         for i, (path, leaf) in enumerate(with_paths)
         if isinstance(leaf, jax.Array | np.ndarray | np.generic)
     }
-    return Call(fn, name, [leaf for _, leaf in with_paths], treedef, paths)
+    # `nnx.jit` updates modules; `jax.jit` and `sharded` do not
+    may_update = is_jitted(fn) and not isinstance(fn, JITTED | ShardedFunction)
+    updated = [*module_leaves((tuple(args), dict(kwargs)))] if may_update else []
+    return Call(fn, name, [leaf for _, leaf in with_paths], treedef, paths, updated)
 
 
 def _make_placer(program: Program) -> Callable[..., Any]:

@@ -95,7 +95,7 @@ class Function:
             if array_names is not None:
                 entries = [[axis for name in names for axis in axes[name]] for names in array_names]
                 sharding = NamedSharding(mesh, partition_spec(map(tuple, entries)))
-            elif jnp.issubdtype(getattr(x, 'dtype', None), jax.dtypes.prng_key):
+            elif hasattr(x, 'dtype') and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 # JAX 0.12 exports a key without a sharding with one on an empty mesh
                 sharding = NamedSharding(mesh, PartitionSpec())
             is_array = hasattr(x, 'shape')
