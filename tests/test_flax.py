@@ -322,7 +322,9 @@ def test_names_of_axes_of_nnx():
 
 
 def test_a_plan_of_a_module_with_keys():
-    """JAX 0.12 exports a key without a sharding with one on an empty mesh."""
+    """JAX 0.10 and 0.12 export a key without a sharding with one on an empty mesh."""
+    if jax.__version_info__ < (0, 9):
+        pytest.skip('JAX 0.8.1 does not lower keys in programs with shardings for another platform')
 
     def loss(model, x):
         return jnp.mean(model(einshard(x, 'batch d')) ** 2)

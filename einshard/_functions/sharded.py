@@ -10,8 +10,8 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 from jax.sharding import AbstractMesh, Mesh
 
 from .._errors import EinshardError, public
-from .._sharding import axis_rules as rules_module
 from .._sharding.axis_rules import AxisPlacement, Fallback, LogicalRule, check_option
+from .._sharding.axis_rules import axis_rules as rules_block
 from .._sharding.context import AxisRule
 from .._sharding.mesh import MeshLike, check_mesh
 from .._text import deferred_kind, name_of
@@ -21,7 +21,7 @@ from .promise import Budget, Promise, read_limits
 from .setup import Setup, TryFixes
 from .sharded_function import ShardedFunction
 
-Rules: TypeAlias = rules_module.axis_rules | Mapping[str, AxisPlacement] | Sequence[LogicalRule]
+Rules: TypeAlias = rules_block | Mapping[str, AxisPlacement] | Sequence[LogicalRule]
 P = ParamSpec('P')
 R = TypeVar('R')
 
@@ -147,9 +147,7 @@ def sharded(
 def _read_rules(rules: Rules | None) -> Sequence[AxisRule] | None:
     if rules is None:
         return None
-    return (
-        rules if isinstance(rules, rules_module.axis_rules) else rules_module.axis_rules(rules)
-    ).rules
+    return (rules if isinstance(rules, rules_block) else rules_block(rules)).rules
 
 
 def _can_decorate(x: Any) -> bool:

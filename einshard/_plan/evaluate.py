@@ -96,7 +96,7 @@ class Function:
                 entries = [[axis for name in names for axis in axes[name]] for names in array_names]
                 sharding = NamedSharding(mesh, partition_spec(map(tuple, entries)))
             elif hasattr(x, 'dtype') and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-                # JAX 0.12 exports a key without a sharding with one on an empty mesh
+                # JAX 0.10 and 0.12 export a key without a sharding with one on an empty mesh
                 sharding = NamedSharding(mesh, PartitionSpec())
             is_array = hasattr(x, 'shape')
             structs.append(
