@@ -357,6 +357,7 @@ def _translate(text: str, rules: Sequence[AxisRule]) -> str:
         if dim is not None and is_repeated and dim in ruled:
             raise EinshardError(
                 f"axis '{dim}' has a rule, but '{text}' names several axes '{dim}'",
+                code='axis-rules',
                 facts={'instead': 'a spec for this array, which wins over its annotation'},
             )
         terms.append('_' * (len(terms) + 1) if dim is None or is_repeated else dim)

@@ -51,6 +51,7 @@ def check_updates(
     if lost:
         raise EinshardError(
             f'{name} updates {quoted(lost[:1])} in place, and sharded drops the update',
+            code='tracing',
             facts={
                 'updated': first_of(lost, 8),
                 'instead': f'nnx.jit({name}), with einshard on arguments and results; '
