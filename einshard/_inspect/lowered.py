@@ -363,7 +363,7 @@ def _trace(
         entries = traceback.extract_tb(error.__traceback__)
         lines = [x for x in entries if not x.filename.startswith(LIBRARY_FOLDERS)]
         lines = [x for x in lines if 'site-packages' not in x.filename] or lines
-        if lines:
+        if lines and 'instead' not in facts:
             facts['line'] = f'{lines[-1].filename}:{lines[-1].lineno}: {lines[-1].line}'
         raise EinshardError(
             f'tracing {name} with these arguments failed', code='tracing', facts=facts
