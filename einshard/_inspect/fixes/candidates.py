@@ -106,11 +106,16 @@ def _sends(facts: Facts, trial: Trial) -> Iterator[Cost]:
     sent: dict[str, int] = defaultdict(int)
     for c in trial.collectives:
         sent[c.along] += c.total_bytes
+    lookups = [op for op in trial.traced.ops if op.primitive == 'gather' and op.site.frames]
+    lines = {op.site.frames[0].source for op in lookups}
+    numbers = {trial.values[v].argument for op in lookups for v in op.arrays_in[:1]} - {None}
+    tables = {facts.arguments[i].path for i in numbers if i is not None}
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for i, c in enumerate(trial.collectives):
         # gathering weights that are sharded like the batch, and adding up their gradients, is what
-        # data parallelism costs
-        if facts.is_training and c.role in ('weights', 'gradients'):
+        # data parallelism costs, except for the rows of a table
+        is_of_weights = facts.is_training and c.role in ('weights', 'gradients')
+        if is_of_weights and c.source not in lines and tables.isdisjoint(c.of):
             continue
         axes = tuple(a for a in map(str, facts.mesh.axis_names) if a in c.mesh_axes)  # type: ignore[reportOptionalMemberAccess]
         if axes and c.total_bytes:
@@ -234,12 +239,9 @@ class Candidates:
         forward = [op for op in ops if not op.site.is_backward] or ops
         is_repeat = cost.n_repeats > 0
         forward.sort(key=lambda op: -self._weight_of(op, is_repeat))
-        found = False
-        for change in self._dropped(cost):
-            found = True
-            yield change
+        yield from self._dropped(cost)
         # a send may be for the product that uses its line
-        consumers = [] if is_repeat else self._consumers(forward[:1])
+        consumers = [] if is_repeat else self._consumers(self._values_of(cost, forward))
         ops = [*forward[:1], *consumers, *forward[1:2]]
         axes = dict.fromkeys([cost.mesh_axes, *((axis,) for axis in cost.mesh_axes)])
         for names in () if is_repeat else axes:
@@ -255,24 +257,28 @@ class Candidates:
                 if self._disagrees(op, names):
                     yield from itertools.islice(self._weights(cost, names, op), 1)
         for op in ops:
-            for change in self._of_op(cost, op):
-                found = True
-                yield change
+            yield from self._of_op(cost, op)
         yield from self._results(cost)
-        if not found:
-            yield from self._arguments_by_path(cost)
+        yield from self._arguments_by_path(cost)
 
-    def _consumers(self, ops: Sequence[Op]) -> list[Op]:
-        """Returns the first products that compute with what operations return."""
+    def _values_of(self, cost: Cost, ops: Sequence[Op]) -> list[int]:
+        """Returns what a cost sends: arguments, or the first result of an operation in its line."""
+        by_path = {array.path: i for i, array in enumerate(self.facts.arguments)}
+        arguments = [by_path[path] for path in cost.of if path in by_path]
+        values = [self.trial.traced.arguments[i] for i in arguments]
+        found = [v for v in values if v is not None]
+        return found or [v for op in ops[:1] for v in op.arrays_out]
+
+    def _consumers(self, values: Sequence[int]) -> list[Op]:
+        """Returns the first products that compute with values."""
         found: list[Op] = []
-        waiting = [v for op in ops for v in op.arrays_out]
-        seen = {*waiting}
+        waiting, seen = [*values], {*values}
         while waiting and len(found) < 2:
             for user in self.users.get(waiting.pop(0), ()):
-                if user.site.is_backward or user in ops:
+                if user.site.is_backward:
                     continue
                 if user.primitive in PRODUCTS:
-                    found.append(user)
+                    found += [user] * (user not in found)
                     continue
                 waiting += [v for v in user.arrays_out if v not in seen]
                 seen.update(user.arrays_out)
@@ -383,7 +389,7 @@ class Candidates:
     def _disagrees(self, op: Op, axes: tuple[str, ...]) -> bool:
         """Whether mesh axes shard a contracted axis of one operand, but not of the other."""
         einsum = op.rule.einsum
-        if einsum is None or len(einsum.operands) != 2:
+        if op.primitive not in PRODUCTS or einsum is None:
             return False
         sharded: list[dict[int, set[str]]] = []
         for i, indices in zip(einsum.operands, einsum.indices, strict=True):

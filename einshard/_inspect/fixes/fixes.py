@@ -88,7 +88,9 @@ class Fixes:
                 findings.append(finding)
             elif explained.isdisjoint((*finding.explains, finding.source or '')):
                 notes.append(replace(finding, suggestion=''))
-        notes += [replace(note, suggestion='') for note in self._report.notes]
+        for note in self._report.notes:
+            if note.source is None or explained.isdisjoint((*note.explains, note.source)):
+                notes.append(replace(note, suggestion=''))
         findings.sort(key=lambda one: one.kind not in _FACTS[:2])
         return {'findings': tuple(findings), 'notes': tuple(notes)}
 
