@@ -188,3 +188,52 @@ def test_constraint_is_what_the_source_would_do(loss, monkeypatch):
         results, jax.tree.leaves(step(*arguments(on), 0.1)), strict=True
     ):
         np.testing.assert_allclose(result, plain_result, rtol=1e-4, atol=1e-6)
+
+
+def test_constraint_in_a_partially_manual_shard_map(monkeypatch):
+    on = mesh()
+    w, x = arguments(on)
+    spec = P(None, None, 'tensor')
+
+    def body(w, x):
+        h = held(jnp.tanh(x) @ w)
+        return jax.lax.psum(jnp.sum(jnp.sin(h)), 'data')
+
+    def make():
+        body_now = body
+        return jax.jit(
+            jax.shard_map(
+                lambda w, x: body_now(w, x),
+                mesh=on,
+                in_specs=(P(), P('data')),
+                out_specs=P(),
+                axis_names={'data'},
+            )
+        )
+
+    up = jax.device_put(np.asarray(w['up']), NamedSharding(on, P()))
+    call = read_call(make(), (up, x), {}, jax.tree.structure(0))
+    edited = apply(call, [ValueEdit(marked(body), NamedSharding(on, spec))])
+    assert edited.applied == ((1, 0),)
+    compiled = edited.function.lower(*edited.args).compile()
+    monkeypatch.setitem(globals(), 'held', lambda x: jax.lax.with_sharding_constraint(x, spec))
+    by_hand = make().lower(up, x).compile()
+    assert explain(compiled).network_bytes == explain(by_hand).network_bytes
+    assert hlo(compiled) == hlo(by_hand)
+    np.testing.assert_allclose(edited.function(up, x), make()(up, x), rtol=1e-5)
+
+
+def test_bodies_that_are_all_manual_are_left_alone():
+    on = mesh()
+    w, x = arguments(on)
+
+    def body(w, x):
+        return jnp.sum(held(x @ w))[None, None]
+
+    step = jax.jit(
+        jax.shard_map(body, mesh=on, in_specs=(P(), P('data')), out_specs=P('data', 'tensor'))
+    )
+    up = jax.device_put(np.asarray(w['up']), NamedSharding(on, P()))
+    call = read_call(step, (up, x), {}, jax.tree.structure(0))
+    edited = apply(call, [ValueEdit(marked(body), NamedSharding(on, P('data')))])
+    assert edited.applied == ((0, 0),)

@@ -353,7 +353,7 @@ class _Splicer:
             )
             return
         for eqn, at in zip(jaxpr.eqns, sites, strict=True):
-            if _manual_axes(eqn) is not None:
+            if self._is_all_manual(i, eqn):
                 continue
             for inner in _inner(eqn):
                 self._find_signature(i, inner, at.inside(eqn), is_transposed)
@@ -485,16 +485,16 @@ class _Splicer:
             return closed
         return _closed_like(closed, jaxpr.replace(eqns=eqns, outvars=outvars))
 
+    def _is_all_manual(self, i: int, eqn: Any) -> bool:
+        """Whether each device runs the body of a `shard_map` on its own."""
+        return _manual_axes(eqn) >= {*map(str, self.edits[i].sharding.mesh.axis_names)}
+
     def _edit_inner(
         self, i: int, eqn: Any, site: Site, cotangents: Sequence[bool], manual: frozenset[str]
     ) -> dict[str, Any]:
         inside = site.inside(eqn)
-        axes = _manual_axes(eqn)
-        if axes is not None:
-            manual |= axes
-            if manual >= {*map(str, self.edits[i].sharding.mesh.axis_names)}:
-                return eqn.params
-        if eqn.primitive.name == 'pallas_call':
+        manual |= _manual_axes(eqn)
+        if eqn.primitive.name == 'pallas_call' or self._is_all_manual(i, eqn):
             return eqn.params
 
         def edited(value: Any) -> Any:
@@ -512,10 +512,10 @@ class _Splicer:
         return eqn.params if is_same else params
 
 
-def _manual_axes(eqn: Any) -> frozenset[str] | None:
-    """The mesh axes over which a `shard_map` is manual; None for other equations."""
+def _manual_axes(eqn: Any) -> frozenset[str]:
+    """The mesh axes over which a `shard_map` is manual. Empty for other equations."""
     if eqn.primitive.name != 'shard_map':
-        return None
+        return frozenset()
     manual = eqn.params.get('newly_manual_axes', eqn.params.get('manual_axes'))
     names = eqn.params['mesh'].axis_names if manual is None else manual
     return frozenset(map(str, names))
