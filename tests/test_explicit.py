@@ -217,7 +217,7 @@ def test_the_note_for_nnx_without_out_sharding():
         sharded(RULES, 'b s -> b@data s')(loss)(state, TOKENS)
     note = caught.value.__notes__[0]
     assert 'x = self.embed(tokens, **to_layers)' in note
-    assert "parameter 'state/embed/embedding/value': axis 'v' is sharded over 'tensor'" in note
+    assert "parameter 'state/embed/embedding': axis 'v' is sharded over 'tensor'" in note
 
 
 # per-device functions without specs

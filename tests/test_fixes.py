@@ -261,6 +261,9 @@ def test_mapped_axes_are_left_out_of_the_patch(tmp_path):
             assert 'with the axes that jax.vmap adds' in finding.suggestion
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason='programs of a newer libtpu have no lines'
+)
 def test_on_a_topology():
     on = topology('v5e:2x4', fsdp=8)
     weights = [

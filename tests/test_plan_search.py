@@ -199,7 +199,8 @@ def ranged(least, most):
 def test_notes_plans_whose_ranges_overlap(objective, ranges, last):
     search, _ = run(objective=objective)
     model = types.SimpleNamespace(flax_names=(), sizes={})
-    notes = list(_notes(list(itertools.starmap(ranged, ranges)), search, model))
+    function = types.SimpleNamespace(args=(), kwargs={})
+    notes = list(_notes(list(itertools.starmap(ranged, ranges)), search, model, function))
     assert notes == [
         f"plans 0 to {last} are about equal: their ranges in column 'bound' overlap that of plan 0"
     ] * (last > 0)

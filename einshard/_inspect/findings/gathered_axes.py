@@ -10,7 +10,7 @@ from ..._program.hlo.collective import Collective
 from ..._text import format_bytes, shape_text
 from ..report_rows import Finding
 from .facts import Facts
-from .trace import propagate
+from .trace import is_lookup, propagate
 
 # JAX operations along an axis that the partitioner gathers if it is sharded, in whole or in part
 _ALONG_AN_AXIS = re.compile(
@@ -33,7 +33,9 @@ def gathered_for_operation(facts: Facts) -> Iterator[Finding]:
         axes = {axis for c in several for axis in c.mesh_axes}
         for op in facts.traced.ops:
             frames = op.site.frames
-            if not frames or frames[0].source != line or not _ALONG_AN_AXIS.fullmatch(op.primitive):
+            if not frames or frames[0].source != line or op.site.is_backward:
+                continue
+            if not _ALONG_AN_AXIS.fullmatch(op.primitive) or is_lookup(op):
                 continue
             if column and frames[0].column != column - 1 and frames[0].line == frames[0].end_line:
                 continue

@@ -82,7 +82,7 @@ def read_trace(
         return line_of(eqn, innermost_lines)
 
     for op in program.ops:
-        if op.primitive in PRODUCTS or _is_lookup(op):
+        if op.primitive in PRODUCTS or is_lookup(op):
             trace.products.append(_product(op, values, line))
         elif op.primitive in _CONSTRAINTS and op.outs[0] is not None:
             before, after = values[op.arrays_in[0]], values[op.outs[0]]
@@ -263,7 +263,7 @@ def argument_values(
 # --- operations ---------------------------------------------------------------------------------
 
 
-def _is_lookup(op: Op) -> bool:
+def is_lookup(op: Op) -> bool:
     """Whether an operation gathers full rows of a table."""
     if op.primitive != 'gather' or op.outs[0] is None:
         return False

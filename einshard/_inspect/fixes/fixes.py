@@ -72,6 +72,8 @@ class Fixes:
 
         Costs that no change lowers are notes.
         """
+        if self._facts.is_explicit:  # they cannot be tried, and the types show what is right
+            return {'findings': self._report.findings, 'notes': self._report.notes}
         explained = {name for finding in found for name in finding.explains}
         explained |= {one.change.cost.line for one in accepted}
         if self._search is not None and accepted:  # what the changes have made disappear
