@@ -340,7 +340,7 @@ class _Splicer:
                 if not isinstance(v, jex.Literal) and v in producers and v.aval.shape == shape
                 for inner in [sites[producers[v]].frames]
                 # but its derivative may keep it
-                if sum(sites[n].frames != inner for n in users[v]) == 1
+                if len(users[v]) == 1 or sum(sites[n].frames != inner for n in users[v]) == 1
             ]
             self.signatures[i] = _Signature(
                 path,
