@@ -189,13 +189,26 @@ def _explain(arguments: Sequence[str]) -> tuple[str, int]:
         choices=['findings'],
         help='exit with status 3 if the report has findings',
     )
+    parser.add_argument(
+        '--tries',
+        type=int,
+        metavar='N',
+        help='compile up to N changes in search of suggestions (default: 8); 0 for none',
+    )
+    parser.add_argument(
+        '--patch',
+        type=_output_file,
+        metavar='FILE',
+        help='also write the suggestions as a unified diff',
+    )
     options = parser.parse_args(arguments)
     mesh = mesh_of(options.devices, options.mesh, options.topology)
     function = load(options.function)
     args, kwargs = read_arguments(options.args, mesh, enter=_names_mesh(options))
     function, kwargs = _bind_options(explain, function, kwargs)
     with _mesh_for(function, mesh, options) as mesh_option:
-        report = explain(function, *args, mesh=mesh_option, chip=options.chip, **kwargs)
+        tries = {} if options.tries is None else {'tries': options.tries}
+        report = explain(function, *args, mesh=mesh_option, chip=options.chip, **tries, **kwargs)
     if mesh is not None and mesh_option is None and report.n_devices == 1 < mesh.size:
         raise EinshardError(
             f'{options.function} is already jitted, and neither it nor its arguments are sharded, '
@@ -208,6 +221,8 @@ def _explain(arguments: Sequence[str]) -> tuple[str, int]:
         )
     if options.save is not None:
         report.save(options.save)
+    if options.patch is not None:
+        Path(options.patch).write_text(report.patch(), encoding='utf-8')
     text = json.dumps(report.to_dict(), indent=2) if options.json else str(report)
     return text, 3 if options.fail_on and report.findings else 0
 

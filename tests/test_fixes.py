@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import subprocess
 import textwrap
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from einshard import EinshardError, device_mesh, einshard, explain, sharded, topology
+from einshard.__main__ import main
 from einshard._inspect.fixes import trials
 
 
@@ -277,3 +279,31 @@ def test_on_a_topology():
     report = explain(jax.jit(train(layers)), weights, table, tokens, tries=2)
     assert 'a@fsdp b c' in report.findings[0].suggestion
     assert report.total[0].startswith('all together, compiled for TPU v5')
+
+
+def test_command_writes_a_patch(tmp_path, monkeypatch, capsys):
+    (tmp_path / 'model.py').write_text(
+        textwrap.dedent(
+            """
+            import jax
+            from einshard import einshard
+
+            def step(x, w):
+                x = einshard(jax.numpy.tanh(x), 'b d -> b d')
+                return einshard(x @ w, 'b f -> b@data f@tensor')
+
+            def shapes(mesh):
+                shape = jax.ShapeDtypeStruct((1024, 512), 'float32')
+                return einshard(shape, 'b d -> b@data d', mesh=mesh)
+            """
+        )
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    command = ['explain', 'model:step', '--args', 'model:shapes', 'f32[512,1024]']
+    mesh = ['--mesh', 'data=4', 'tensor=2']
+    assert main([*command, *mesh, '--tries', '3', '--patch', 'fix.patch']) == 0
+    assert 'Tried: sends' in ' '.join(capsys.readouterr().out.split())
+    assert (
+        "+    x = einshard(jax.numpy.tanh(x), 'b d -> b@data d')" in Path('fix.patch').read_text()
+    )

@@ -8,6 +8,7 @@ import linecache
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from jax.sharding import NamedSharding
@@ -51,7 +52,10 @@ def make_patch(points: Sequence[tuple[Point, NamedSharding]], others: Sequence[s
             end = starts[span.end_line - 1] + span.end_column
             new = new[:start] + written.encode() + new[end:]
         changed = new.decode().splitlines(keepends=True)
-        texts += difflib.unified_diff(lines, changed, f'a/{file}', f'b/{file}')
+        # as git writes it, from the current folder
+        path = Path(file)
+        name = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        texts += difflib.unified_diff(lines, changed, f'a/{name}', f'b/{name}')
     return ''.join(texts)
 
 
