@@ -304,6 +304,6 @@ def test_command_writes_a_patch(tmp_path, monkeypatch, capsys):
     mesh = ['--mesh', 'data=4', 'tensor=2']
     assert main([*command, *mesh, '--tries', '3', '--patch', 'fix.patch']) == 0
     assert 'Tried: sends' in ' '.join(capsys.readouterr().out.split())
-    assert (
-        "+    x = einshard(jax.numpy.tanh(x), 'b d -> b@data d')" in Path('fix.patch').read_text()
-    )
+    patch = Path('fix.patch').read_text()
+    assert "+    x = einshard(jax.numpy.tanh(x), 'b d -> b@data d')" in patch
+    assert '--- a/model.py' in patch
