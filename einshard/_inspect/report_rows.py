@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._text import format_bytes, format_flops, shape_text
+from .._text import format_bytes, format_flops, format_seconds, shape_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,9 @@ def changes(before: Figures | Tried, after: Figures | Tried) -> list[str]:
     if before.memory and after.memory and differ(before.memory, after.memory):
         memory = map(format_bytes, (after.memory, before.memory))
         found.append('memory {} instead of {}'.format(*memory))
+    if not found or found[0].startswith('memory'):
+        bounds = map(format_seconds, (after.bound, before.bound))
+        found.insert(0, 'sum of the lower bounds {} instead of {}'.format(*bounds))
     return found
 
 
