@@ -12,13 +12,13 @@ from ..._errors import EinshardError
 from ..._text import format_bytes, short_source
 from ..findings.expressions import expression_of, shard_text
 from ..findings.facts import Facts
-from ..findings.next_call import results_to_pin
+from ..findings.next_call import next_arguments, results_to_pin
 from ..findings.trace import mesh_entries
 from ..findings.values import Axis
 from ..report import Report
 from ..report_rows import Finding, Tried, changes
 from .patch import make_patch, source_of
-from .search import Accepted, Search, start_search
+from .search import MIN_GAIN, Accepted, Search, start_search
 from .trials import Edits, Trials
 
 # They do not depend on what a change costs: the program does not run, or code has no effect.
@@ -33,17 +33,30 @@ class Fixes:
         self._pins, self._pinned = self._try_pins()
 
     def _try_pins(self) -> tuple[Edits, Tried | None]:
-        """Compiles the program with the results that are sharded unlike the next arguments."""
-        facts = self._facts
-        pins = Edits(results=results_to_pin(facts))
-        call = facts.stages.call if pins != Edits() and not facts.is_explicit else None
+        """Tries to shard results like the arguments that they replace, and the reverse.
+
+        Returns the change with the smaller bound. If it is smaller by less than 3 %, the results are
+        pinned, because that leaves the arguments as they are.
+        """
+        facts, results = self._facts, results_to_pin(self._facts)
+        call = facts.stages.call if results and not facts.is_explicit else None
         if call is None or len(call.dynamic) != len(facts.arguments):
             return Edits(), None
-        trials = Trials(facts, call)
-        after, before = trials.on_target(pins), trials.as_compiled().figures
-        if after is None:
+        trials, replaced = Trials(facts, call), next_arguments(facts)
+        as_returned = {i: facts.results[i].sharding for i in results}
+        shardings = {i: s for i, s in as_returned.items() if isinstance(s, NamedSharding)}
+        options = (
+            Edits(results=results),
+            Edits(arguments={replaced[i]: s for i, s in shardings.items()}, results=shardings),
+        )
+        tried = [(trials.on_target(edits), edits) for edits in options]
+        found = [(after, edits) for after, edits in tried if after is not None]
+        if not found:
             return Edits(), None
-        return pins, Tried(after.network_bytes, after.memory, after.flops, after.bound, before)
+        least = min(after.bound for after, _ in found)
+        after, edits = next(pair for pair in found if (1 - MIN_GAIN) * pair[0].bound <= least)
+        before = trials.as_compiled().figures
+        return edits, Tried(after.network_bytes, after.memory, after.flops, after.bound, before)
 
     def report(self) -> Report:
         """Returns the report, with the changes that help as findings."""
@@ -85,6 +98,8 @@ class Fixes:
         for finding in self._report.findings:
             if finding.kind == 'second compile':
                 suggestion = finding.suggestion if self._pinned else ''
+                if self._pins.arguments:
+                    suggestion = ', and '.join(self._moves(self._pins))
                 findings.append(replace(finding, suggestion=suggestion, tried=self._pinned))
             elif finding.kind in _FACTS:
                 findings.append(finding)
