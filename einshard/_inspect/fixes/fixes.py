@@ -35,8 +35,8 @@ class Fixes:
     def _try_pins(self) -> tuple[Edits, Tried | None]:
         """Tries to shard results like the arguments that they replace, and the reverse.
 
-        Returns the change with the smaller bound. If it is smaller by less than 3 %, the results are
-        pinned, because that leaves the arguments as they are.
+        Returns the change with the smaller bound. If the difference is less than 3 %, the results
+        are pinned, because that leaves the arguments as they are.
         """
         facts, results = self._facts, results_to_pin(self._facts)
         call = facts.stages.call if results and not facts.is_explicit else None
