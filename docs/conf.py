@@ -108,7 +108,25 @@ def write_llms(app, exception):
     (Path(app.outdir) / 'llms.txt').write_text('\n'.join(lines) + '\n', encoding='utf-8')
 
 
+# It offers the notebooks of the examples, which a second process may not have written yet.
+LAST = 'notebooks'
+
+
+def leave_for_last(app, env, names):
+    app.has_last = LAST in names
+    if app.has_last:
+        names.remove(LAST)
+
+
+def read_last(app, env):
+    if app.has_last:
+        app.builder.read_doc(LAST)
+    return [LAST] * app.has_last
+
+
 def setup(app):
+    app.connect('env-before-read-docs', leave_for_last)
+    app.connect('env-updated', read_last)
     app.connect('build-finished', write_llms)
     app.connect('html-page-context', offer_notebook, priority=400)  # before the theme's buttons
     app.connect('autodoc-process-signature', plain_defaults)
