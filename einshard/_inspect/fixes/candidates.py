@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from jax.sharding import Mesh, NamedSharding
 
+from ..._program.hlo.collective import Collective
 from ..._program.jaxpr.edits import ValueEdit
 from ..._program.jaxpr.graph import Op
 from ..._program.jaxpr.spans import Span
@@ -110,28 +111,28 @@ def _sends(facts: Facts, trial: Trial) -> Iterator[Cost]:
     lines = {op.site.frames[0].source for op in lookups}
     numbers = {trial.values[v].argument for op in lookups for v in op.arrays_in[:1]} - {None}
     tables = {facts.arguments[i].path for i in numbers if i is not None}
-    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for i, c in enumerate(trial.collectives):
+    assert facts.mesh is not None
+    names = [str(name) for name in facts.mesh.axis_names]
+    groups: dict[tuple[object, ...], list[Collective]] = defaultdict(list)
+    for c in trial.collectives:
         # gathering weights that are sharded like the batch, and adding up their gradients, is what
         # data parallelism costs, except for the rows of a table
         is_of_weights = facts.is_training and c.role in ('weights', 'gradients')
         if is_of_weights and c.source not in lines and tables.isdisjoint(c.of):
             continue
-        axes = tuple(a for a in map(str, facts.mesh.axis_names) if a in c.mesh_axes)  # type: ignore[reportOptionalMemberAccess]
-        if axes and c.total_bytes:
-            groups[c.source, c.column, axes, c.kind, c.role, c.of].append(i)
-    for (source, column, axes, kind, role, of), members in groups.items():
-        several = [trial.collectives[i] for i in members]
-        n_bytes = sum(c.total_bytes for c in several)
+        if c.mesh_axes and c.total_bytes:
+            groups[c.source, c.column, c.mesh_axes, c.kind, c.role, c.of].append(c)
+    for several in groups.values():
+        first = several[0]
         yield Cost(
-            sum(seconds.get(c.along, 0) * c.total_bytes / max(sent[c.along], 1) for c in several),
-            str(source or ''),
-            int(column),  # type: ignore[reportArgumentType]
-            axes,  # type: ignore[reportArgumentType]
-            str(kind),
-            str(role),
-            of,  # type: ignore[reportArgumentType]
-            n_bytes,
+            sum(seconds.get(c.along, 0) * c.total_bytes / sent[c.along] for c in several),
+            first.source or '',
+            first.column,
+            tuple(name for name in names if name in first.mesh_axes),
+            first.kind,
+            first.role,
+            first.of,
+            sum(c.total_bytes for c in several),
             0,
             tuple(c.name for c in several),
         )
@@ -146,13 +147,12 @@ def _repeats(facts: Facts, trial: Trial) -> Iterator[Cost]:
         if row.source and not row.at_least:
             compiled[row.source] += row.flops
     total = sum(compiled.values())
-    products: dict[str, list[object]] = defaultdict(list)
-    trace = read_trace(trial.traced, trial.values[:0], mesh, facts.has_only_innermost_lines)
+    # their shardings do not matter here
+    trace = read_trace(trial.traced, (), mesh, facts.has_only_innermost_lines)
     ideal: dict[str, int] = defaultdict(int)
     for product in trace.products:
         if product.line and product.flops and not product.is_lookup:
             ideal[product.line] += product.flops
-    del products
     for line, flops in compiled.items():
         share = ideal.get(line, 0) / facts.n_devices
         ratio = flops / share if share else 0
@@ -206,6 +206,7 @@ class Candidates:
         self.back: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         self.by_line: dict[str, list[Op]] = defaultdict(list)
         self.parents: dict[tuple[int, int], tuple[int, int]] = {}
+        self.origins: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self.constraints: list[Op] = []
         for op in trial.traced.ops:
             is_forward = not op.site.is_backward and not op.site.n_shards
@@ -238,7 +239,7 @@ class Candidates:
         ops = [op for op in ops if op.site.frames[0].column == cost.column - 1] or ops
         forward = [op for op in ops if not op.site.is_backward] or ops
         is_repeat = cost.n_repeats > 0
-        forward.sort(key=lambda op: -self._weight_of(op, is_repeat))
+        forward.sort(key=lambda op: -self._weight_of(op))
         yield from self._dropped(cost)
         # a send may be for the product that uses its line
         consumers = [] if is_repeat else self._consumers(self._values_of(cost, forward))
@@ -284,7 +285,7 @@ class Candidates:
                 seen.update(user.arrays_out)
         return found
 
-    def _weight_of(self, op: Op, is_repeat: bool) -> float:
+    def _weight_of(self, op: Op) -> float:
         n_bytes = sum(self.trial.traced.values[v].bytes for v in (*op.arrays_in, *op.arrays_out))
         is_product = op.primitive in PRODUCTS or op.primitive.startswith('ragged')
         return n_bytes * (1000 if is_product else 1)
@@ -404,9 +405,11 @@ class Candidates:
 
     def logical(self, v: int, dim: int) -> tuple[int, int]:
         """Returns the first of the axes that are the same logical axis."""
-        at = v, dim
+        at, path = (v, dim), list[tuple[int, int]]()
         while (parent := self.parents.get(at, at)) != at:
+            path.append(at)
             at = parent
+        self.parents.update(dict.fromkeys(path, at))
         return at
 
     def _join(self, one: tuple[int, int], other: tuple[int, int]) -> None:
@@ -631,6 +634,8 @@ class Candidates:
 
     def _origins(self, v: int, dim: int) -> list[tuple[int, int]]:
         """Returns the (argument, axis) pairs that an axis of a value comes from."""
+        if (v, dim) in self.origins:
+            return self.origins[v, dim]
         found: dict[tuple[int, int], None] = {}
         waiting, seen = [(v, dim)], {(v, dim)}
         while waiting:
@@ -641,7 +646,8 @@ class Candidates:
                 if before not in seen:
                     seen.add(before)
                     waiting.append(before)
-        return [*found]
+        self.origins[v, dim] = [*found]
+        return self.origins[v, dim]
 
     def _entries_of_argument(self, argument: int) -> Entries | None:
         sharding = self.trial.arguments[argument].sharding

@@ -49,14 +49,15 @@ class Fixes:
             Edits(results=results),
             Edits(arguments={replaced[i]: s for i, s in shardings.items()}, results=shardings),
         )
-        tried = [(trials.on_target(edits), edits) for edits in options]
-        found = [(after, edits) for after, edits in tried if after is not None]
-        if not found:
+        base = self._search.base if self._search else trials.run(Edits())
+        tried = [(trials.run(edits), edits) for edits in options]
+        found = [(trial.figures, edits) for trial, edits in tried if trial is not None]
+        if not found or base is None:
             return Edits(), None
         least = min(after.bound for after, _ in found)
         after, edits = next(pair for pair in found if (1 - MIN_GAIN) * pair[0].bound <= least)
-        before = trials.as_compiled().figures
-        return edits, Tried(after.network_bytes, after.memory, after.flops, after.bound, before)
+        costs = after.network_bytes, after.memory, after.flops, after.bound
+        return edits, Tried(*costs, base.figures)
 
     def report(self) -> Report:
         """Returns the report, with the changes that help as findings."""
