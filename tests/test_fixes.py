@@ -129,7 +129,7 @@ def test_batch_of_a_lookup():
     assert finding.tried.network_bytes < 0.5 * report.network_bytes
     assert f'Tried: {finding.tried}.' in ' '.join(str(report).split())
     assert '+    x = einshard(table[tokens], ' in report.patch()
-    assert 'all together' in report.total[0]
+    assert report.total == ()  # that of the only finding
 
 
 def test_batch_that_is_not_sharded():
@@ -137,6 +137,7 @@ def test_batch_that_is_not_sharded():
     suggestions = ' '.join(finding.suggestion for finding in report.findings)
     assert '@fsdp' in suggestions
     fixed = explain(report.fixed_function(), WEIGHTS, TABLE, REPLICATED, tries=0)
+    assert len(report.findings) == 1 or report.total[0].startswith('all together, compiled for cpu')
     assert report.findings[-1].tried.network_bytes < 0.2 * report.network_bytes
     assert fixed.network_bytes == report.findings[-1].tried.network_bytes
 
@@ -278,7 +279,7 @@ def test_on_a_topology():
     tokens = struct((64, 128), 'b t -> b@fsdp t', on, jnp.int32)
     report = explain(jax.jit(train(layers)), weights, table, tokens, tries=2)
     assert 'a@fsdp b c' in report.findings[0].suggestion
-    assert report.total[0].startswith('all together, compiled for TPU v5')
+    assert report.total[0].startswith('compiled for TPU v5')
 
 
 def test_command_writes_a_patch(tmp_path, monkeypatch, capsys):

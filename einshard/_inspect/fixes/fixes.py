@@ -67,9 +67,10 @@ class Fixes:
         rules = [*report.findings]
         found = [self._finding(accepted, rules) for accepted in search.accepted]
         lines = list[str]()
-        if search.target is not None:
-            all_changes = '; '.join(changes(*search.target))
-            lines.append(f'all together, compiled for {report.device_kind}: {all_changes}')
+        if search.target is not None and (len(found) > 1 or self._facts.platform != 'cpu'):
+            together = 'all together, ' * (len(found) > 1)
+            costs = '; '.join(changes(*search.target))
+            lines.append(f'{together}compiled for {report.device_kind}: {costs}')
         if search.cut:
             lines.append(f'{search.n_tried} changes tried ({search.cut}: the search was stopped)')
         return replace(
