@@ -10,9 +10,10 @@ from jax.sharding import NamedSharding
 
 from ..._text import first_of, format_bytes
 from ..fold_layers import fold_paths
-from ..report_rows import Finding
+from ..report_rows import ArrayRow, Finding
 from .facts import Facts
 
+_PLURAL = 'are', 'they replace', 'them'
 _LARGE = 2**23  # bytes on a device, of all arrays of a note
 
 
@@ -53,18 +54,24 @@ def compiles_again(facts: Facts) -> Iterator[Finding]:
     """Reports results whose sharding makes the next call compile another program."""
     explained = facts.explained
     arguments = next_arguments(facts)
+    by_placement: dict[tuple[str, str], list[tuple[ArrayRow, ArrayRow]]] = defaultdict(list)
     for result in results_to_pin(facts):
         row, argument = facts.result_rows[result], facts.argument_rows[arguments[result]]
-        if row.path in explained:
-            continue
+        if row.path not in explained:
+            by_placement[row.placement, argument.placement].append((row, argument))
+    for (new, old), pairs in by_placement.items():
+        results, replaced = (
+            first_of(fold_paths(pair[i].path for pair in pairs), 3) for i in (0, 1)
+        )
+        are, they, them = ('is', 'it replaces', 'it') if len(pairs) == 1 else _PLURAL
         yield Finding(
             'second compile',
-            f"{row.path} is sharded as '{row.placement}', but {argument.path}, which it replaces "
-            f"in the next call, as '{argument.placement}': the next call compiles again",
+            f"{results} {are} sharded as '{new}', but {replaced}, which {they} in the next call, "
+            f"as '{old}': the next call compiles again",
             None,
-            row.bytes,
-            f"pin it with out= or out_shardings=: '{argument.placement}'",
-            (row.path,),
+            sum(row.bytes for row, _ in pairs),
+            f"pin {them} with out= or out_shardings=: '{old}'",
+            tuple(row.path for row, _ in pairs),
         )
 
 

@@ -30,34 +30,41 @@ class Fixes:
 
     def __init__(self, report: Report, facts: Facts, search: Search | None):
         self._report, self._facts, self._search = report, facts, search
-        self._pins, self._pinned = self._try_pins()
+        self._pins, self._pinned = Edits(), None
 
-    def _try_pins(self) -> tuple[Edits, Tried | None]:
+    def try_pins(self) -> None:
         """Tries to shard results like the arguments that they replace, and the reverse.
 
-        Returns the change with the smaller bound. If the difference is less than 3 %, the results
-        are pinned, because that leaves the arguments as they are.
+        Keeps the change with the smaller bound. If the difference is less than 3 %, the results are
+        pinned, because that leaves the arguments as they are. Leaves out what other changes move.
         """
-        facts, results = self._facts, results_to_pin(self._facts)
+        facts, replaced = self._facts, next_arguments(self._facts)
+        others = Edits() if self._search is None else self._search.edits
+        results = {
+            i: sharding
+            for i, sharding in results_to_pin(facts).items()
+            if i not in others.results and replaced[i] not in others.arguments
+        }
+        self._pins, self._pinned = Edits(), None
         call = facts.stages.call if results and not facts.is_explicit else None
         if call is None or len(call.dynamic) != len(facts.arguments):
-            return Edits(), None
-        trials, replaced = Trials(facts, call), next_arguments(facts)
+            return
+        trials = Trials(facts, call)
         as_returned = {i: facts.results[i].sharding for i in results}
         shardings = {i: s for i, s in as_returned.items() if isinstance(s, NamedSharding)}
         options = (
             Edits(results=results),
             Edits(arguments={replaced[i]: s for i, s in shardings.items()}, results=shardings),
         )
-        base = self._search.base if self._search else trials.run(Edits())
-        tried = [(trials.run(edits), edits) for edits in options]
+        base = self._search.current if self._search else trials.run(Edits())
+        tried = [(trials.run(others | edits), edits) for edits in options]
         found = [(trial.figures, edits) for trial, edits in tried if trial is not None]
         if not found or base is None:
-            return Edits(), None
+            return
         least = min(after.bound for after, _ in found)
         after, edits = next(pair for pair in found if (1 - MIN_GAIN) * pair[0].bound <= least)
         costs = after.network_bytes, after.memory, after.flops, after.bound
-        return edits, Tried(*costs, base.figures)
+        self._pins, self._pinned = edits, Tried(*costs, base.figures)
 
     def report(self) -> Report:
         """Returns the report, with the changes that help as findings."""
@@ -99,6 +106,8 @@ class Fixes:
         findings, notes = [*found], list[Finding]()
         for finding in self._report.findings:
             if finding.kind == 'second compile':
+                if self._pinned is None and found:
+                    continue  # other changes move these arrays
                 suggestion = finding.suggestion if self._pinned else ''
                 if self._pins.arguments:
                     suggestion = ', and '.join(self._moves(self._pins))
@@ -210,6 +219,7 @@ class Fixes:
         if self._search is not None:
             self._search.run(tries, seconds)
             self._search.confirm()
+        self.try_pins()
         return self.report()
 
 
@@ -221,4 +231,5 @@ def with_fixes(report: Report, facts: Facts, tries: int, seconds: float | None) 
         search.run(tries, seconds)
         if search.accepted:
             search.confirm()
+    fixes.try_pins()
     return fixes.report()
