@@ -315,12 +315,14 @@ def _text(draw, left: Sequence[str], terms: Sequence[Term]) -> str:
 
 # What a second Python runs: expressions and shapes in, index maps or errors out, as JSON.
 _ANSWER = """
-import json, sys
+import inspect, json, sys
 from einshard import make_sharding
 answers = []
+# called n_dims in the published version 0.2.0
+ndim = 'ndim' if 'ndim' in inspect.signature(make_sharding).parameters else 'n_dims'
 for text, shape in json.load(sys.stdin):
     try:
-        found = make_sharding(text, ndim=len(shape)).devices_indices_map(tuple(shape))
+        found = make_sharding(text, **{ndim: len(shape)}).devices_indices_map(tuple(shape))
     except Exception as error:
         answers.append(f'{type(error).__name__}: {error}')
         continue
