@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding
@@ -96,9 +96,10 @@ def other_types(facts: Facts) -> Iterator[Finding]:
 def unused_donations(facts: Facts) -> Iterator[Finding]:
     """Notes large donated arguments whose memory no result reuses, and why."""
     reasons: dict[str, list[int]] = defaultdict(list)
+    reused = _reused(facts)
     for i in _donated(facts):
         argument = facts.arguments[i]
-        if i in _reused(facts) or argument.sharding is None:
+        if i in reused or argument.sharding is None:
             continue
         same_shape = [r for r in facts.results if r.shape == argument.shape]
         same_type = [r for r in same_shape if r.dtype == argument.dtype]
@@ -110,38 +111,37 @@ def unused_donations(facts: Facts) -> Iterator[Finding]:
             reason = 'the results of its shape are sharded differently, or reuse other arguments'
         reasons[reason].append(i)
     for reason, arguments in reasons.items():
-        n_bytes = sum(facts.argument_rows[i].bytes for i in arguments)
-        if n_bytes >= _LARGE:
-            paths = first_of(fold_paths(facts.arguments[i].path for i in arguments), 3)
-            yield Finding(
-                'donation',
-                f'{paths} {"is" if len(arguments) == 1 else "are"} donated, which frees nothing: '
-                f'{reason}; {format_bytes(n_bytes)} on each device',
-                bytes=n_bytes,
-            )
+        text = f'donated, which frees nothing: {reason}; {{}} on each device'
+        yield from _if_large(facts, arguments, text)
 
 
 def not_donated(facts: Facts) -> Iterator[Finding]:
     """Notes large arguments that results replace, and that are not donated."""
     if facts.stages.traced is None:
         return
-    donated = {*_donated(facts)}
+    donated, pinned = {*_donated(facts)}, results_to_pin(facts)
     arguments = sorted(
         argument
         for result, argument in next_arguments(facts).items()
         if argument not in donated
         and facts.arguments[argument].dtype == facts.results[result].dtype
-        and result not in results_to_pin(facts)
+        and result not in pinned
     )
+    text = (
+        'replaced by results, and not donated: {} on each device are in memory twice; '
+        'donate_argnums= frees them'
+    )
+    yield from _if_large(facts, arguments, text)
+
+
+def _if_large(facts: Facts, arguments: Sequence[int], text: str) -> Iterator[Finding]:
+    """Yields a note about arguments, unless they are small. `text` has a place for their size."""
     n_bytes = sum(facts.argument_rows[i].bytes for i in arguments)
     if n_bytes >= _LARGE:
         paths = first_of(fold_paths(facts.arguments[i].path for i in arguments), 3)
+        are = 'is' if len(arguments) == 1 else 'are'
         yield Finding(
-            'donation',
-            f'{paths} {"is" if len(arguments) == 1 else "are"} replaced by results, and not '
-            f'donated: {format_bytes(n_bytes)} on each device are in memory twice; '
-            'donate_argnums= frees them',
-            bytes=n_bytes,
+            'donation', f'{paths} {are} {text.format(format_bytes(n_bytes))}', bytes=n_bytes
         )
 
 
