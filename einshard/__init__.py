@@ -76,27 +76,27 @@ __all__ = [
 ]
 
 if typing.TYPE_CHECKING:
+    from ._check.check_same import DifferentResults, check_same
+    from ._draw.show import show
     from ._eject.to_jax import to_jax
-    from ._inspect.assert_collectives import assert_collectives
-    from ._inspect.check_same import DifferentResults, check_same
-    from ._inspect.explain import explain
-    from ._inspect.show import show
+    from ._explain.assert_collectives import assert_collectives
+    from ._explain.explain import explain
     from ._plan.plan import plan
+    from ._predict.einsum import einsum
+    from ._predict.parallelism import parallelism
     from ._program.cost.chips import Chip
-    from ._theory.einsum import einsum
-    from ._theory.parallelism import parallelism
 else:
     # imported on first use, because they load two thirds of the package
     _LAZY = {
         'Chip': '._program.cost.chips',
-        'DifferentResults': '._inspect.check_same',
-        'assert_collectives': '._inspect.assert_collectives',
-        'check_same': '._inspect.check_same',
-        'einsum': '._theory.einsum',
-        'explain': '._inspect.explain',
-        'parallelism': '._theory.parallelism',
+        'DifferentResults': '._check.check_same',
+        'assert_collectives': '._explain.assert_collectives',
+        'check_same': '._check.check_same',
+        'einsum': '._predict.einsum',
+        'explain': '._explain.explain',
+        'parallelism': '._predict.parallelism',
         'plan': '._plan.plan',
-        'show': '._inspect.show',
+        'show': '._draw.show',
         'to_jax': '._eject.to_jax',
     }
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from einshard._inspect.report import Report
+    from einshard._explain.report import Report
 
 _WRITTEN = 'einshard_golden'  # the key of user properties that list written files
 
@@ -42,7 +42,7 @@ def einshard_golden(request: pytest.FixtureRequest) -> Iterator[Callable[..., No
     is in <test>+2.txt, and a report with `name='forward'` in <test>+forward.txt. If the file
     is missing, the test fails; `pytest --einshard-update` writes it.
     """
-    from einshard._inspect.golden_files import Goldens
+    from einshard._explain.golden_files import Goldens
 
     node, config = request.node, request.config
     classes = [parent.name for parent in node.listchain() if isinstance(parent, pytest.Class)]

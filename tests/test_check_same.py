@@ -26,7 +26,7 @@ from einshard import (
     per_device,
     sharded,
 )
-from einshard._inspect.tolerance import largest_rounding
+from einshard._check.tolerance import largest_rounding
 
 EIGHT = jax.devices()[:8]
 NAMED = mesh_of(data=2, tp=4)

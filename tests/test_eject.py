@@ -38,7 +38,7 @@ from einshard import (
     to_jax,
     topology,
 )
-from einshard.__main__ import main
+from einshard._cli.main import main
 from einshard._eject.source import Brackets, statement
 from einshard._sharding.mesh import position
 

@@ -33,10 +33,10 @@ from einshard import (
     show,
     to_jax,
 )
-from einshard._inspect.fold_layers import fold
-from einshard._inspect.golden_files import golden_text
-from einshard._inspect.intermediates import _placement, newest_dump
-from einshard._inspect.report_rows import Finding
+from einshard._explain.fold_layers import fold
+from einshard._explain.golden_files import golden_text
+from einshard._explain.intermediates import _placement, newest_dump
+from einshard._explain.report_rows import Finding
 from einshard._program.hlo.graph import Graph
 from einshard._program.hlo.queries import output_uses
 from einshard._program.hlo.text import Program

@@ -11,8 +11,8 @@ import pytest
 from counting import counting
 
 import einshard
-from einshard.__main__ import main
-from einshard._command_arguments import read_arguments
+from einshard._cli.arguments import read_arguments
+from einshard._cli.main import main
 
 TOO_MANY = 'JAX supports at most 2147483647 devices in a mesh'
 

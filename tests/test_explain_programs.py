@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 from placed import mesh_of
 
 from einshard import explain
-from einshard._inspect.collectives import Collectives
-from einshard._inspect.totals import network_lines
+from einshard._explain.collectives import Collectives
+from einshard._explain.totals import network_lines
 from einshard._program.hlo.find_collectives import read_collectives
 from einshard._program.hlo.flops import find_products
 from einshard._program.hlo.graph import Graph

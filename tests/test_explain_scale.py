@@ -23,8 +23,8 @@ from placed import mesh_of, struct
 from test_collectives import kept
 
 from einshard import einshard, explain, sharded
-from einshard._inspect.collectives import Collectives
-from einshard._inspect.payloads import Payloads
+from einshard._explain.collectives import Collectives
+from einshard._explain.payloads import Payloads
 from einshard._page import page_text
 from einshard._program.hlo.find_collectives import find_collectives, read_collectives
 from einshard._program.hlo.flops import find_products, product_rows

@@ -31,10 +31,10 @@ from einshard import (
     sharded,
     topology,
 )
-from einshard._inspect.findings.trace import read_trace
-from einshard._inspect.findings.values import Axis, Value, reshaped
-from einshard._inspect.lowered import Stages
-from einshard._inspect.oversized import Oversized
+from einshard._explain.findings.trace import read_trace
+from einshard._explain.findings.values import Axis, Value, reshaped
+from einshard._explain.lowered import Stages
+from einshard._explain.oversized import Oversized
 from einshard._program.jaxpr.graph import flatten
 from einshard._text import format_bytes, format_flops
 
@@ -1347,7 +1347,7 @@ def test_a_train_step_of_64_layers_for_256_devices(monkeypatch):
 
         return measured
 
-    module = importlib.import_module('einshard._inspect.explain')
+    module = importlib.import_module('einshard._explain.explain')
     for name in ('with_causes', 'find_findings'):
         monkeypatch.setattr(module, name, timed(getattr(module, name)))
     report = module.explain_stages(Stages('step', compiled=compiled, traced=traced))

@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from einshard import EinshardError, device_mesh, einshard, explain, sharded, topology
-from einshard.__main__ import main
-from einshard._inspect.fixes import trials
+from einshard._cli.main import main
+from einshard._explain.fixes import trials
 
 
 def mesh_of(**axes):

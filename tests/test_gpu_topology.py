@@ -27,7 +27,7 @@ from einshard import (
     to_jax,
     topology,
 )
-from einshard._inspect.golden_files import golden_text
+from einshard._explain.golden_files import golden_text
 from einshard._program.cost.chips import find_chip
 from einshard._program.cost.network import Network
 from einshard._sharding import cuda_plugin

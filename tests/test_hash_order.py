@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 from placed import struct
 
 from einshard import EinshardError, axis_rules, einshard, sharded
-from einshard._inspect.explain import _devices
-from einshard._inspect.findings.slow_network import slow_network
+from einshard._explain.explain import _devices
+from einshard._explain.findings.slow_network import slow_network
 from einshard._sharding.mesh import partition_text
 
 # a set of these has their order once in 3 million processes

@@ -16,7 +16,8 @@ import sys
 
 import jax
 import einshard
-TOOLS = '_eject', '_inspect', '_plan', '_program.hlo', '_program.cost', '_theory', '_page'
+TOOLS = '_check', '_cli', '_draw', '_eject', '_explain', '_page', '_plan', '_predict'
+TOOLS += '_program.hlo', '_program.cost'
 assert not {f'einshard.{name}' for name in TOOLS} & {*sys.modules}
 from einshard._notation.expression import parse
 from einshard._notation.lay_out import lay_out

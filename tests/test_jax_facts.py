@@ -241,7 +241,7 @@ def test_a_user_context_is_in_the_keys_of_jit_and_of_traces_by_equality():
 
 
 def test_lowered_programs_keep_their_devices_and_shardings_in_private():
-    # _inspect.oversized and _inspect.lowered read them there; if Lowered gets a property for them,
+    # _explain.oversized and _explain.lowered read them there; if Lowered gets a property for them,
     # use it instead
     rows, columns = NamedSharding(ONE_AXIS, P('x')), NamedSharding(ONE_AXIS, P(None, 'x'))
 
@@ -261,7 +261,7 @@ def test_lowered_programs_keep_their_devices_and_shardings_in_private():
 
 
 def test_programs_with_refs_keep_their_shardings_in_private():
-    # _inspect.lowered.compiled_shardings reads them there; if the first two properties work, use
+    # _explain.lowered.compiled_shardings reads them there; if the first two properties work, use
     # them alone
     rows, replicated = NamedSharding(ONE_AXIS, P('x')), NamedSharding(ONE_AXIS, P())
     ref = jax.new_ref(jax.device_put(jnp.ones(8), replicated))

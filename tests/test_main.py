@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from einshard import show
-from einshard.__main__ import main, script
+from einshard._cli.main import main, script
 
 ROOT = Path(__file__).parents[1]
 
@@ -61,7 +61,7 @@ def test_doctor_finds_the_cuda_plugin(capsys):
 
 
 def test_doctor_exits_1_if_something_is_missing(capsys, monkeypatch):
-    monkeypatch.setattr('einshard._doctor.has_libtpu', lambda: False)
+    monkeypatch.setattr('einshard._cli.doctor.has_libtpu', lambda: False)
     assert main(['doctor', 'tpu', 'rich']) == 1
     printed = capsys.readouterr().out
     assert 'tpu: no, pip install libtpu' in printed
@@ -117,7 +117,7 @@ def test_the_command_finds_modules_in_the_current_folder(tmp_path):
     """Python puts the folder of a script into sys.path, not the current one."""
     (tmp_path / 'model.py').write_text('def double(x): return x * 2')
     start = (
-        "import sys; sys.path.remove(''); from einshard.__main__ import script; sys.exit(script())"
+        "import sys; sys.path.remove(''); from einshard._cli.main import script; sys.exit(script())"
     )
     done = subprocess.run(
         [sys.executable, '-c', start, 'explain', 'model:double', '--args', 'f32[8]'],

@@ -11,7 +11,7 @@ import pytest
 from placed import struct
 
 from einshard import EinshardError, Rules, device_mesh, einshard, sharded
-from einshard._inspect.partition import Worker
+from einshard._explain.partition import Worker
 from einshard._plan.candidate import Candidate
 from einshard._plan.evaluate import Function, Partitioner
 from einshard._program.cost.chips import as_chip

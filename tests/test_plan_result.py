@@ -24,8 +24,8 @@ from einshard import (
     to_jax,
     topology,
 )
-from einshard.__main__ import main
-from einshard._inspect.partition import Worker
+from einshard._cli.main import main
+from einshard._explain.partition import Worker
 from einshard._plan import evaluate
 from einshard._plan.candidate import Candidate
 from einshard._plan.source import mesh_call, spec_lines
@@ -199,7 +199,7 @@ def test_command(capsys, monkeypatch, tmp_path):
         "@sharded('batch embed', 'embed mlp')\ndef up(x, w):\n    return x @ w\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr('einshard.__main__.mesh_of', lambda *_: EIGHT)
+    monkeypatch.setattr('einshard._cli.main.mesh_of', lambda *_: EIGHT)
     arguments = ['plan', 'planned_model:up', '--args', 'f32[64,64]', 'f32[64,64]', '--devices', '8']
     options = '--objective bytes --pin batch=@x embed= --compilations 1'
     assert main([*arguments, *options.split()]) == 0

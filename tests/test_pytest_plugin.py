@@ -22,8 +22,8 @@ from spawn import python_path
 
 import einshard
 from einshard import explain, sharded
-from einshard._inspect.collectives import Collectives
-from einshard._inspect.golden_files import Goldens, file_name, golden_text
+from einshard._explain.collectives import Collectives
+from einshard._explain.golden_files import Goldens, file_name, golden_text
 from einshard._program.hlo.text import ArrayType
 
 try:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 import einshard
 from einshard import device_mesh, make_sharding
-from einshard.__main__ import main
+from einshard._cli.main import main
 from einshard._sharding.gpu_names import is_gpu_name, read_gpu_name
 from einshard._sharding.tpu_names import topology_name
 

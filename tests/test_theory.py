@@ -12,9 +12,9 @@ from placed import mesh_of, struct
 from refusal import refusal
 
 from einshard import einshard, make_sharding, parallelism, sharded
+from einshard._predict.communication import ShardedArray, Space, resharding
+from einshard._predict.contraction import read_contraction
 from einshard._program.hlo.find_collectives import read_collectives
-from einshard._theory.communication import ShardedArray, Space, resharding
-from einshard._theory.contraction import read_contraction
 
 EINSUMS = [
     'b x, x y -> b y',  # a layer

@@ -27,7 +27,7 @@ RUNTIME = (
 )
 FIRST = {'expression': 'batch d -> batch* d2', 'shape': '32 64', 'devices': '8'}
 # the modules without numpy and JAX
-MODULES = ('_cache.py', '_errors.py', '_suggestions.py', '_text.py', '_notation/*', '_pictures/*')
+MODULES = ('_cache.py', '_errors.py', '_suggestions.py', '_text.py', '_notation/*', '_draw/*')
 
 
 class Missing(Exception):
@@ -40,7 +40,8 @@ def write_bundle(path):
         bundle.writestr('einshard/__init__.py', '')
         for pattern in MODULES:
             for module in sorted(PACKAGE.glob(pattern)):
-                if module.suffix == '.py':
+                # `show` reads JAX's shardings
+                if module.suffix == '.py' and module.name != 'show.py':
                     bundle.write(module, f'einshard/{module.relative_to(PACKAGE).as_posix()}')
         bundle.write(HERE / 'playground.py', 'playground.py')
 

@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from einshard._draw.draw import axis_names, draw, drawn_ndim
+from einshard._draw.picture import Picture
 from einshard._errors import EinshardError, Suggestion
 from einshard._notation.counts import prime_factors
 from einshard._notation.expression import Expression, parse
@@ -15,8 +17,6 @@ from einshard._notation.fit import fit, fitting_sizes, misfit_error, signed_axes
 from einshard._notation.hints import mesh_axes_hint, spacing_hint
 from einshard._notation.lay_out import lay_out
 from einshard._notation.mesh_text import mesh_text
-from einshard._pictures.draw import axis_names, draw, drawn_ndim
-from einshard._pictures.picture import Picture
 from einshard._suggestions import keep_working_suggestions
 
 _MAX_DEVICES = 4096  # a picture of more takes seconds on a phone

@@ -13,11 +13,11 @@ import jax.tree_util as jtu
 from jax.sharding import AxisType, NamedSharding
 
 from .._errors import EinshardError
+from .._explain.findings.lines import line_of
+from .._explain.lowered import Stages
 from .._functions.parameters import CallSignature
 from .._functions.traced_function import TracedFunction
 from .._functions.value_spec import ValueSpec
-from .._inspect.findings.lines import line_of
-from .._inspect.lowered import Stages
 from .._per_device.per_device import per_device
 from .._program.jaxpr.graph import Op, flatten
 from .._program.jaxpr.names import dims_of_vmap

@@ -10,9 +10,9 @@ import numpy as np
 from jax.stages import Compiled, Lowered, Traced
 
 from .._arrays.place import einshard
+from .._draw.show import checked_shape
 from .._errors import EinshardError, plural, printable, public
-from .._inspect.lowered import Stages, trace_call
-from .._inspect.show import checked_shape
+from .._explain.lowered import Stages, trace_call
 from .._notation.axis_positions import needs_rank
 from .._plan.result import Plan
 from .._sharding.context import Context, current_context, mesh_scope

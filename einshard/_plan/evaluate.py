@@ -14,13 +14,13 @@ import jax.tree_util as jtu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._errors import EinshardError
+from .._explain.explain import explain_stages
+from .._explain.lowered import Stages, trace_call
+from .._explain.partition import Compiled, Worker, check_flatbuffers, export
+from .._explain.payloads import Payloads
+from .._explain.report import Report
 from .._functions.bound_method import BoundMethod
 from .._functions.sharded_function import ShardedFunction
-from .._inspect.explain import explain_stages
-from .._inspect.lowered import Stages, trace_call
-from .._inspect.partition import Compiled, Worker, check_flatbuffers, export
-from .._inspect.payloads import Payloads
-from .._inspect.report import Report
 from .._program.cost.bounds import NO_BOUNDS, find_bounds
 from .._program.cost.chips import Chip
 from .._program.hlo.find_collectives import find_collectives

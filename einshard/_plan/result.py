@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 
 from .._display import Display
 from .._errors import EinshardError, plural, quoted
-from .._inspect.diff import Diff
-from .._inspect.lowered import Stages
-from .._inspect.report import Report
+from .._explain.diff import Diff
+from .._explain.lowered import Stages
+from .._explain.report import Report
 from .._page import Column, Page, Section
 from .._text import format_bytes, format_seconds
 from .evaluate import Function

@@ -20,9 +20,9 @@ from jax.sharding import AxisType, Mesh
 
 from .._arrays.constrain import constraints_of_trace
 from .._errors import EinshardError
+from .._explain.lowered import Stages, concrete, trace_call
 from .._functions.sharded import sharded
 from .._functions.sharded_function import ShardedFunction
-from .._inspect.lowered import Stages, concrete, trace_call
 from .._notation.expression import ELLIPSIS, Expression, Term
 from .._program.jaxpr.graph import mesh_axes_of
 from .._sharding.axis_rules import axis_rules

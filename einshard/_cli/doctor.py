@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 
-from ._errors import EinshardError
-from ._inspect.partition import check_flatbuffers
-from ._sharding.cuda_plugin import find_plugin
-from ._sharding.libtpu import has_libtpu
-from ._version import __version__
+from .._errors import EinshardError
+from .._explain.partition import check_flatbuffers
+from .._sharding.cuda_plugin import find_plugin
+from .._sharding.libtpu import has_libtpu
+from .._version import __version__
 
 
 @dataclass(frozen=True)

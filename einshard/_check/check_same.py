@@ -14,6 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from .._arrays.device_put import put_array
 from .._arrays.gather import gather
 from .._errors import EinshardError, plural, public
+from .._explain.frameworks import positional_parameters, restored_if_failed
+from .._explain.lowered import check_arguments
 from .._functions.error_notes import is_sharding_type_error
 from .._sharding.context import is_tracing
 from .._sharding.mesh import partition_spec, spec_axes
@@ -25,8 +27,6 @@ from .._trees.paths import (
     result_path,
 )
 from .comparison import ComparedRow, Comparison, Reference, compare, key_data
-from .frameworks import positional_parameters, restored_if_failed
-from .lowered import check_arguments
 from .one_device import (
     Arrays,
     Call,

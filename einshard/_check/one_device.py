@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._arrays.gather import gather
 from .._errors import EinshardError
+from .._explain.frameworks import JITTED, is_jitted, positional_parameters, unbound
 from .._functions.bound_method import BoundMethod, sharded_call
 from .._functions.lost_updates import module_leaves
 from .._functions.place_arguments import place_arguments
@@ -29,7 +30,6 @@ from .._sharding.mesh import Device, device_mesh, is_partial, partition_spec, sh
 from .._text import format_bytes
 from .._trees.partition import join
 from .._trees.paths import argument_path, leaves_with_paths
-from .frameworks import JITTED, is_jitted, positional_parameters, unbound
 
 Arrays = Mapping[int, Any]  # arrays by leaf index, in the arguments or in the result
 

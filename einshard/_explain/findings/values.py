@@ -157,7 +157,7 @@ def reshaped(
     an axis is split, the largest part gets its name, and the first parts get its sharding. A mesh
     axis that would shard two parts shards only the first.
 
-        >>> from einshard._inspect.findings.values import Axis, reshaped
+        >>> from einshard._explain.findings.values import Axis, reshaped
         >>> a, b = Axis('a', ('x',)), Axis('b')
         >>> split = reshaped([a, b], (8, 6), (2, 4, 6), {'x': 2})
         >>> [(axis.name, axis.mesh_axes) for axis in split]

@@ -15,7 +15,7 @@ def fold(
 
     Returns pairs: a pattern, and the indices of the paths that it replaces.
 
-    >>> from einshard._inspect.fold_layers import fold
+    >>> from einshard._explain.fold_layers import fold
     >>> fold(['0/w', '0/b', '1/w', '1/b'], ['big', 'small', 'big', 'small'], few=2)
     [('0-1/w', [0, 2]), ('0-1/b', [1, 3])]
     """

@@ -153,7 +153,7 @@ def file_name(name: str) -> str:
     Adds a hash if the name is too long, or contains special characters other than the brackets
     that pytest adds.
 
-    >>> from einshard._inspect.golden_files import file_name
+    >>> from einshard._explain.golden_files import file_name
     >>> file_name('test_step[8-float32]')
     'test_step-8-float32'
     >>> file_name('test_step[a b -> a* b]')

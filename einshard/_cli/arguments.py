@@ -19,11 +19,11 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 
-from ._errors import EinshardError, plural
-from ._inspect.lowered import check_arguments
-from ._sharding.mesh import AnyMesh, device_mesh
-from ._sharding.topology import topology
-from ._text import name_of
+from .._errors import EinshardError, plural
+from .._explain.lowered import check_arguments
+from .._sharding.mesh import AnyMesh, device_mesh
+from .._sharding.topology import topology
+from .._text import name_of
 
 # this many simulated devices take 2 GB and 12 s to start; 4 times as many take more than 100 s
 _MAX_SIMULATED = 16_384

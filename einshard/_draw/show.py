@@ -13,11 +13,9 @@ import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._errors import EinshardError, plural, printable, public
+from .._explain.report import Report
+from .._explain.report_rows import ArrayRow
 from .._notation.expression import Expression, axis_letters, parse
-from .._pictures.blocks import Blocks
-from .._pictures.caption import describe_shards
-from .._pictures.draw import axis_names, check_drawable, draw, draw_expression, drawn_ndim
-from .._pictures.picture import Gallery, Picture
 from .._sharding.context import ambient_mesh, current_context
 from .._sharding.describe import Description, describe, describe_named, sharding_of, signs_of
 from .._sharding.leaf_spec import split_memory_kind
@@ -25,8 +23,10 @@ from .._sharding.mesh import MeshLike, is_canonical_mesh, spec_axes
 from .._sharding.resolve import resolve
 from .._text import array_text
 from .._trees.paths import leaves_with_paths, path_text
-from .report import Report
-from .report_rows import ArrayRow
+from .blocks import Blocks
+from .caption import describe_shards
+from .draw import axis_names, check_drawable, draw, draw_expression, drawn_ndim
+from .picture import Gallery, Picture
 
 _T = TypeVar('_T')
 _MAX_PICTURES = 12

@@ -1,0 +1,1 @@
+"""Checks a sharded function against one device: `check_same`."""

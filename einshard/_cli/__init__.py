@@ -1,0 +1,1 @@
+"""The command `einshard`, also as `python -m einshard`."""

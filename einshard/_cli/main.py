@@ -1,0 +1,509 @@
+"""The command `einshard`: show, explain, plan, table, eject, doctor and skill."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import inspect
+import json
+import os
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+from jax.stages import Compiled, Lowered, Traced
+
+from .._draw.show import show
+from .._errors import EinshardError
+from .._explain.explain import explain
+from .._explain.frameworks import is_jitted
+from .._sharding.mesh import AnyMesh, device_mesh
+from .._trees.rules import Rules
+from .arguments import (
+    abstract_mesh,
+    is_plain_function,
+    load,
+    mesh_of,
+    read_arguments,
+    result_shapes,
+    with_options,
+)
+
+_SHOW_EXAMPLES = """\
+examples:
+  {prog} 'a b -> 2 a2* b*' --shape 4 8 --devices 16
+  {prog} 'a b -> a4 b2'
+  {prog} 'b d -> b@data d@tp' --shape 32 512 --mesh data=4 tp=2
+  {prog} '... -> * ...' --shape --devices 8
+  {prog} explain model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
+other commands ('show' may be omitted):
+  {prog} explain --help     compile a function and list its collectives
+  {prog} plan --help        find the sharding of a function
+  {prog} table --help       show how rules shard the arrays of a model
+  {prog} eject --help       write a sharding as plain JAX
+  {prog} doctor --help      say what is installed, and what that allows
+  {prog} skill --help       print the path of the skill for coding agents
+"""
+_EXPLAIN_EXAMPLES = """\
+examples:
+  {prog} explain model:layer --args 'f32[8,128]' 'f32[128,512]' --devices 8
+  {prog} explain model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
+  {prog} explain model:step --args model:init_state lr=0.1 --mesh data=4 tp=2 --json
+  {prog} explain model:step --args model:init_state --topology h100:4x8 --fail-on findings
+a step that is already jitted needs arguments with shardings:
+  {prog} explain model:jitted_step --args model:shapes --topology v5e:4x4 --mesh data=4 tp=4
+  where model.py has:
+    def shapes(mesh):  # a parameter of this name is given the mesh
+        sharding = NamedSharding(mesh, P('data', 'tp'))
+        return {'w': jax.ShapeDtypeStruct((1024, 4096), 'float32', sharding=sharding)}
+exit status: 0, 2 for an error, 3 if --fail-on finds something
+"""
+_PLAN_EXAMPLES = """\
+examples:
+  {prog} plan model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
+  {prog} plan model:step --args model:init_state 'i32[16,64]' --devices 8 --chip H100
+  {prog} plan model:step --args model:init_state --topology v5e:4x4 --pin embed=@x layers=
+"""
+_TABLE_EXAMPLES = """\
+examples:
+  {prog} table model:rules model:init_params --devices 8
+  {prog} table model:rules model:init_params --args 'u32[2]' --mesh data=4 tp=2
+"""
+_EJECT_EXAMPLES = """\
+examples:
+  {prog} eject 'a b -> a2* b*' --devices 8
+  {prog} eject 'b d -> b@data d@tp' --mesh data=4 tp=2
+  {prog} eject model:rules --args model:init_params --mesh data=4 tp=2
+  {prog} eject model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
+"""
+_DOCTOR_EXAMPLES = """\
+examples:
+  {prog} doctor
+  {prog} doctor tpu plan --json
+exit status: 0, or 1 if a feature that is asked for is missing
+"""
+_ARGUMENT_HELP = (
+    "arguments of the call: 'f32[8,128]' for an array, a Python number, or module:name for a "
+    'value, or for a function that returns one, or its shapes with shardings; name=... passes an '
+    'argument by keyword'
+)
+_ASCII = str.maketrans('─│┌┬┐├┼┤└┴┘', '-|+++++++++')
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        text, status = _run(arguments) if arguments else (_show_parser().format_help(), 0)
+    except EinshardError as error:
+        print(f'einshard.EinshardError: {with_options(error, arguments)}', file=sys.stderr)
+        return 2
+    _print(text.rstrip('\n') + '\n')
+    return status
+
+
+def _run(arguments: Sequence[str]) -> tuple[str, int]:
+    """Returns what a command prints, and its exit status."""
+    commands = {
+        'show': _show,
+        'explain': _explain,
+        'plan': _plan,
+        'table': _table,
+        'eject': _eject,
+        'doctor': _doctor,
+        'skill': _skill,
+    }
+    name = arguments[0]
+    # a misspelled command is also a valid expression, with one unsharded axis
+    near = difflib.get_close_matches(name, commands, n=1, cutoff=0.7)
+    if near and name not in commands:
+        raise EinshardError(
+            f"'{name}' is not a command", code='command', fix=f'{_program()} {near[0]}'
+        )
+    done = commands[name](arguments[1:]) if name in commands else _show(arguments)
+    return done if isinstance(done, tuple) else (done, 0)
+
+
+def _print(text: str) -> None:
+    try:
+        print(_encodable(text, sys.stdout.encoding), end='', flush=True)
+    except BrokenPipeError:
+        # a reader such as `head` has closed the pipe; Python flushes stdout again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def script() -> int:
+    """Runs the installed command, with the current folder on `sys.path`, as `python -m` does."""
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd())
+    return main()
+
+
+def _program() -> str:
+    """Returns how the user started the command: 'einshard' or 'python -m einshard'."""
+    is_script = Path(sys.argv[0]).stem == 'einshard'
+    return 'einshard' if is_script else 'python -m einshard'
+
+
+def _show_parser() -> argparse.ArgumentParser:
+    parser = _parser(
+        '',
+        'Draws which devices hold which block of an array.\nThe devices do not have to exist.',
+        _SHOW_EXAMPLES,
+    )
+    parser.add_argument('expression', help="the placement, such as 'a b -> 2 a2* b*'")
+    parser.add_argument(
+        '--shape',
+        type=int,
+        nargs='*',
+        metavar='SIZE',
+        help='the shape of the array; if omitted, the parts of each axis are numbered',
+    )
+    return parser
+
+
+def _show(arguments: Sequence[str]) -> str:
+    options = _show_parser().parse_args(arguments)
+    devices = options.devices if options.mesh is None else abstract_mesh(options.mesh)
+    return repr(show(options.expression, options.shape, devices))
+
+
+def _explain(arguments: Sequence[str]) -> tuple[str, int]:
+    parser = _function_parser(
+        'explain',
+        'Compiles a function and lists its placements, collectives and memory.',
+        _EXPLAIN_EXAMPLES,
+    )
+    parser.add_argument(
+        '--save',
+        type=_output_file,
+        metavar='FILE',
+        help="also write the report to a file: '.html' for a web page",
+    )
+    parser.add_argument(
+        '--fail-on',
+        choices=['findings'],
+        help='exit with status 3 if the report has findings',
+    )
+    parser.add_argument(
+        '--tries',
+        type=int,
+        metavar='N',
+        help='compile up to N changes in search of suggestions (default: 8); 0 for none',
+    )
+    parser.add_argument(
+        '--patch',
+        type=_output_file,
+        metavar='FILE',
+        help='also write the suggestions as a unified diff',
+    )
+    options = parser.parse_args(arguments)
+    mesh = mesh_of(options.devices, options.mesh, options.topology)
+    function = load(options.function)
+    args, kwargs = read_arguments(options.args, mesh, enter=_names_mesh(options))
+    function, kwargs = _bind_options(explain, function, kwargs)
+    with _mesh_for(function, mesh, options) as mesh_option:
+        tries = {} if options.tries is None else {'tries': options.tries}
+        report = explain(function, *args, mesh=mesh_option, chip=options.chip, **tries, **kwargs)
+    if mesh is not None and mesh_option is None and report.n_devices == 1 < mesh.size:
+        raise EinshardError(
+            f'{options.function} is already jitted, and neither it nor its arguments are sharded, '
+            f'so it runs on 1 device and not on {mesh.size}',
+            code='command',
+            facts={
+                'instead': '--args module:name, a function that returns ShapeDtypeStructs with '
+                'shardings, as in explain --help; or a function that is not jitted'
+            },
+        )
+    if options.save is not None:
+        report.save(options.save)
+    if options.patch is not None:
+        Path(options.patch).write_text(report.patch(), encoding='utf-8')
+    text = json.dumps(report.to_dict(), indent=2) if options.json else str(report)
+    return text, 3 if options.fail_on and report.findings else 0
+
+
+def _plan(arguments: Sequence[str]) -> str:
+    parser = _function_parser(
+        'plan',
+        'Finds how to shard a function that names its axes.\n'
+        '--mesh fixes the mesh shape, so that only the placement of each named axis is planned.',
+        _PLAN_EXAMPLES,
+    )
+    parser.add_argument('--memory', metavar='SIZE', help="the limit per device, such as '14 GB'")
+    parser.add_argument(
+        '--objective',
+        default='bound',
+        metavar='NAME',
+        help='what to minimize: bound (the default), bytes or memory',
+    )
+    parser.add_argument(
+        '--pin',
+        type=_pin,
+        nargs='+',
+        default=[],
+        metavar='NAME=@AXIS',
+        help='fix the placement of a named axis; NAME= keeps it unsharded',
+    )
+    parser.add_argument(
+        '--compilations',
+        type=_positive_int,
+        default=40,
+        metavar='N',
+        help='compile at most N candidates',
+    )
+    parser.add_argument('--seconds', type=float, metavar='S', help='stop after S seconds')
+    options = parser.parse_args(arguments)
+    mesh = mesh_of(options.devices, options.mesh, options.topology)
+    function = load(options.function)
+    args, kwargs = read_arguments(options.args, mesh, enter=_names_mesh(options))
+    from .._plan.plan import plan  # only this command needs it
+
+    function, kwargs = _bind_options(plan, function, kwargs)
+    found = plan(
+        function,
+        *args,
+        mesh=mesh,
+        chip=options.chip,
+        memory=options.memory,
+        objective=options.objective,
+        pin=dict(options.pin),
+        compilations=options.compilations,
+        seconds=options.seconds,
+        **kwargs,
+    )
+    return json.dumps(found.to_dict(), indent=2) if options.json else str(found)
+
+
+def _table(arguments: Sequence[str]) -> str:
+    parser = _parser(
+        'table',
+        'Shows how rules shard the arrays of a model.',
+        _TABLE_EXAMPLES,
+    )
+    parser.add_argument('rules', metavar='module:rules')
+    parser.add_argument(
+        'tree', metavar='module:init', help='a pytree of arrays, or a function that returns one'
+    )
+    parser.add_argument('--args', nargs='*', default=[], metavar='ARG', help=_ARGUMENT_HELP)
+    options = parser.parse_args(arguments)
+    rules, tree = load(options.rules), load(options.tree)
+    if not isinstance(rules, Rules):
+        raise EinshardError(
+            f'{options.rules} is of type {type(rules).__name__}, not Rules', code='command'
+        )
+    args, kwargs = read_arguments(options.args)
+    if is_plain_function(tree):
+        tree = result_shapes(tree, args, kwargs)
+    elif args or kwargs:
+        kind = type(tree).__name__
+        raise EinshardError(
+            f'{options.tree} is of type {kind}, which takes no arguments', code='command'
+        )
+    return str(rules.table(tree, mesh=_abstract_mesh_of(options)))
+
+
+def _eject(arguments: Sequence[str]) -> str:
+    parser = _parser(
+        'eject',
+        'Writes an expression, rules or a sharded function as plain JAX, without einshard.',
+        _EJECT_EXAMPLES,
+    )
+    parser.add_argument('what', help='an expression, or module:name for rules or a function')
+    parser.add_argument(
+        '--shape', type=int, nargs='*', metavar='SIZE', help='the shape of the array'
+    )
+    parser.add_argument(
+        '--args',
+        nargs='*',
+        default=[],
+        metavar='ARG',
+        help=f'the pytree that rules shard, or {_ARGUMENT_HELP}',
+    )
+    parser.add_argument('--topology', metavar='NAME', help='devices such as v5e:4x4 or h100:4x8')
+    options = parser.parse_args(arguments)
+    from .._eject.to_jax import to_jax  # only this command needs it
+
+    is_expression = ':' not in options.what
+    if is_expression and options.topology is None:
+        mesh = _abstract_mesh_of(options)
+    else:
+        mesh = mesh_of(options.devices, options.mesh, options.topology)
+    what = options.what if is_expression else load(options.what)
+    args, kwargs = read_arguments(options.args, mesh, enter=_names_mesh(options))
+    what, kwargs = _bind_options(to_jax, what, kwargs)
+    with _mesh_for(what, mesh, options) as mesh_option:
+        return to_jax(what, *args, mesh=mesh_option, shape=options.shape, **kwargs)
+
+
+def _doctor(arguments: Sequence[str]) -> tuple[str, int]:
+    from .doctor import FEATURES, as_text, check  # only this command needs it
+
+    parser = argparse.ArgumentParser(
+        prog=f'{_program()} doctor',
+        description='Says what is installed, and what that allows. Starts no backend.',
+        epilog=_DOCTOR_EXAMPLES.replace('{prog}', _program()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        'features', nargs='*', metavar='feature', help=f'one of {", ".join(FEATURES)}'
+    )
+    parser.add_argument('--json', action='store_true', help='print the result as JSON')
+    options = parser.parse_args(arguments)
+    found = check(options.features)
+    text = json.dumps(found, indent=2) if options.json else as_text(found)
+    return text, 1 if found['missing'] else 0
+
+
+def _skill(arguments: Sequence[str]) -> str:
+    argparse.ArgumentParser(
+        prog=f'{_program()} skill',
+        description='Prints the path of the skill of einshard: a folder that coding agents read.\n'
+        'library-skills finds it, too. Without it, copy or link the folder to .agents/skills/.',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args(arguments)
+    return str(Path(__file__).parent / '.agents' / 'skills' / 'einshard')
+
+
+def _bind_options(command: Any, function: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Binds keyword arguments of the function that have the names of options of the command."""
+    names = inspect.signature(command).parameters
+    bound = {name: value for name, value in kwargs.items() if name in names}
+    if not bound:
+        return function, kwargs
+    others = {name: value for name, value in kwargs.items() if name not in names}
+    return functools.partial(function, **bound), others
+
+
+@contextmanager
+def _mesh_for(
+    function: Any, mesh: AnyMesh | None, options: argparse.Namespace
+) -> Generator[AnyMesh | None]:
+    """Returns the `mesh=` with which a function is called. Enters the mesh for a jitted function.
+
+    A jitted function takes no `mesh=`: its shardings, its arguments or the mesh in context say
+    where it runs. --devices only simulates devices, so that the module can make a mesh of them.
+    """
+    if isinstance(function, functools.partial):
+        function = function.func
+    has_mesh = getattr(function, 'has_mesh', None)  # None if the function is not `sharded`
+    is_stage = isinstance(function, Traced | Lowered | Compiled)
+    option = '--topology' if options.topology is not None else '--mesh'
+    if (is_stage or has_mesh) and _names_mesh(options):
+        raise EinshardError(
+            f'{getattr(options, "function", None) or options.what} has its own mesh, so {option} '
+            'cannot be given',
+            code='command',
+            facts={'instead': 'omit it; --devices N simulates N devices'},
+        )
+    if is_stage or has_mesh:
+        yield None
+    elif has_mesh is None and is_jitted(function):
+        with (
+            jax.set_mesh(mesh) if _names_mesh(options) and isinstance(mesh, Mesh) else nullcontext()
+        ):
+            yield None
+    else:
+        yield mesh
+
+
+def _names_mesh(options: argparse.Namespace) -> bool:
+    """Whether the options name a mesh. --devices only simulates devices."""
+    return options.topology is not None or options.mesh is not None
+
+
+def _abstract_mesh_of(options: argparse.Namespace) -> AbstractMesh | None:
+    if options.devices is not None:
+        return device_mesh(abstract_mesh([('d0', options.devices)]))
+    return None if options.mesh is None else abstract_mesh(options.mesh)
+
+
+def _positive_int(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f'{text!r} is not a positive integer')
+    return int(text)
+
+
+def _mesh_axis(text: str) -> tuple[str, int]:
+    """Reads a mesh axis: ('data', 4) for 'data=4'."""
+    name, _, size = text.partition('=')
+    if not name or not size.isdecimal() or int(size) == 0:
+        raise argparse.ArgumentTypeError(
+            f'{text!r} is not a mesh axis with its size, such as data=4 '
+            '(put the expression before --mesh)'
+        )
+    return name, int(size)
+
+
+def _output_file(text: str) -> str:
+    """Checks that the directory of a file exists, before anything is compiled."""
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f'{text!r} is a directory')
+    if not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f'the directory of {text!r} does not exist')
+    return text
+
+
+def _pin(text: str) -> tuple[str, str]:
+    """Reads a pinned placement: ('embed', '@x') for 'embed=@x'."""
+    name, equals, placement = text.partition('=')
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(
+            f'{text!r} is not an axis name with its placement, such as embed=@x'
+        )
+    return name, placement
+
+
+def _function_parser(command: str, description: str, examples: str) -> argparse.ArgumentParser:
+    parser = _parser(command, description, examples, 'simulated CPU devices')
+    parser.add_argument('function', metavar='module:function')
+    parser.add_argument('--args', nargs='*', default=[], metavar='ARG', help=_ARGUMENT_HELP)
+    parser.add_argument('--json', action='store_true', help='print the result as JSON')
+    parser.add_argument(
+        '--topology',
+        metavar='NAME',
+        help='compile for devices such as v5e:4x4 or h100:4x8; --mesh then names their axes',
+    )
+    parser.add_argument(
+        '--chip', metavar='NAME', help='the chip that lower bounds on time are for, such as H100'
+    )
+    return parser
+
+
+def _parser(
+    command: str,
+    description: str,
+    examples: str,
+    noun: str = 'devices, which do not have to exist',
+) -> argparse.ArgumentParser:
+    """Makes a parser with the options --devices and --mesh."""
+    parser = argparse.ArgumentParser(
+        prog=f'{_program()} {command}'.rstrip(),
+        description=description,
+        epilog=examples.replace('{prog}', _program()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument('--devices', type=_positive_int, metavar='N', help=f'number of {noun}')
+    group.add_argument(
+        '--mesh',
+        type=_mesh_axis,
+        nargs='+',
+        metavar='AXIS=SIZE',
+        help=f'a mesh of {noun}: its axes, slowest-varying first',
+    )
+    return parser
+
+
+def _encodable(text: str, encoding: str | None) -> str:
+    """Substitutes ASCII or '?' for characters that the encoding lacks."""
+    encoding = encoding or 'utf-8'
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(_ASCII).encode(encoding, 'replace').decode(encoding)
+    return text

@@ -1,1 +1,0 @@
-"""`explain`, `check_same` and `show`: reports, comparisons and pictures."""
