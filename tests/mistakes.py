@@ -6,7 +6,6 @@ and a head. `Choices` says where its arrays are; the defaults are those of a cor
 
 from __future__ import annotations
 
-import re
 from typing import Any, NamedTuple
 
 import jax
@@ -79,11 +78,6 @@ class Choices(NamedTuple):
     parts: str | None = None  # all microbatches, on a new first axis
     remat: bool = False
     layers: int = LAYERS
-
-
-def expressions(finding):
-    """The expressions of a suggestion."""
-    return re.findall("'([^']*)'", finding.suggestion)
 
 
 def constrained(x, spec):

@@ -54,7 +54,6 @@ def test_closed_over_arrays(f):
         note.text,
     )
     assert note.bytes == RAW.nbytes
-    assert note.suggestion == 'pass it as an argument'
     assert 'constants 8.0 MiB' in str(report)
     assert report.to_dict()['memory']['constants'] == memory.constants
 

@@ -18,15 +18,14 @@ from hlo import llama
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from mistakes import BOTH, FSDP, MEGATRON, Choices, arguments, expressions, make_step
-from placed import mesh_of, shardings, struct
+from mistakes import BOTH, FSDP, MEGATRON, Choices, arguments, make_step
+from placed import mesh_of, struct
 
 from einshard import (
     axis_rules,
     device_mesh,
     einshard,
     explain,
-    for_optimizer,
     per_device,
     sharded,
     topology,
@@ -119,13 +118,6 @@ def line_of(text):
     return f'mistakes.py:{found}'
 
 
-def check_fixed(wrong, fixed, right):
-    """The fixed program has no findings, and sends as many bytes as the correct program."""
-    assert wrong.network_bytes > right.network_bytes
-    assert found_in(fixed) == []
-    assert fixed.network_bytes == right.network_bytes
-
-
 @pytest.mark.parametrize('platform', ['cpu', 'tpu'])
 def test_a_missing_constraint(platform):
     """The batch is unsharded after the embedding, and products are summed over data."""
@@ -140,16 +132,10 @@ def test_a_missing_constraint(platform):
     )
     line = line_of("weights['embed'][tokens")
     assert Path(finding.source).name == line
-    assert finding.suggestion == (
-        f"constrain the result of the lookup in {line}: einshard(..., 'b s d -> b@data s d')"
-    )
+    assert finding.suggestion == ''
     assert finding.bytes > 0.5 * wrong.network_bytes
-    (expression,) = expressions(finding)
-    check_fixed(
-        wrong,
-        report_of(c._replace(embedded=expression), mesh),
-        report_of(CORRECT['FSDP and Megatron']._replace(layers=c.layers), mesh),
-    )
+    right = report_of(CORRECT['FSDP and Megatron']._replace(layers=c.layers), mesh)
+    assert right.network_bytes < wrong.network_bytes
 
 
 @pytest.mark.parametrize('platform', ['cpu', 'tpu'])
@@ -166,10 +152,9 @@ def test_a_contracted_axis(platform):
     )
     line = line_of("@ w['down']")
     assert Path(finding.source).name == line
-    (expression,) = expressions(finding)
-    assert finding.suggestion == f"shard state/w/layers/{layers}/down with 'f d -> f@tensor d'"
-    fixed = report_of(c._replace(weights=MEGATRON | {'down': expression}), mesh)
-    check_fixed(wrong, fixed, report_of(c._replace(weights=MEGATRON), mesh))
+    right = report_of(c._replace(weights=MEGATRON), mesh)
+    assert right.network_bytes < wrong.network_bytes
+    assert 0 < finding.bytes < wrong.network_bytes - right.network_bytes
 
 
 @pytest.mark.parametrize('platform', ['cpu', 'tpu'])
@@ -196,8 +181,6 @@ def test_a_contracted_axis_is_reported_if_reducing_sends_less(platform, r, z, ou
     wrong, suggested = build('r z@tensor'), build('r@tensor z')
     assert found_in(wrong) == ['contracted axis'] * (platform in platforms)
     assert (suggested.network_bytes < wrong.network_bytes) == (platform in platforms)
-    if wrong.findings:
-        assert expressions(wrong.findings[0]) == ['r z -> r@tensor z']
 
 
 def dense(x, w):
@@ -222,7 +205,7 @@ def test_contracted_axes_of_two_matmuls_on_one_line():
     assert [(f.kind, f.bytes) for f in wrong.findings] == [
         ('contracted axis', gathered[f'bf16[512,{size}]']) for size in (4096, 2048)
     ]
-    fixed = build(*(expressions(finding)[0] for finding in wrong.findings))
+    fixed = build('f@tensor y', 'z@tensor w')
     assert found_in(fixed) == []
     assert fixed.network_bytes < wrong.network_bytes / 5
 
@@ -239,11 +222,9 @@ def test_an_inherited_sharding():
         'in '
     )
     assert finding.text.endswith(f', {format_bytes(finding.bytes)} more than necessary')
-    (expression,) = expressions(finding)
-    assert expression == 'b s d -> b@data s d'
-    fixed, right = report_of(c._replace(embedded=expression), mesh), Choices(c.weights)
-    check_fixed(wrong, fixed, report_of(right, mesh))
-    assert finding.bytes <= wrong.network_bytes - fixed.network_bytes
+    right = report_of(Choices(c.weights), mesh)
+    assert found_in(right) == []
+    assert finding.bytes <= wrong.network_bytes - right.network_bytes
 
 
 def test_an_inherited_sharding_that_costs_nothing():
@@ -275,7 +256,7 @@ def test_bytes_of_an_inherited_sharding(platform):
     wrong = feed_forward(platform, 3)
     (finding,) = wrong.findings
     assert finding.kind == 'inherited sharding'
-    fixed = feed_forward(platform, 3, *expressions(finding))
+    fixed = feed_forward(platform, 3, 'b s x -> b@data s x')
     assert found_in(fixed) == []
     assert finding.bytes == wrong.network_bytes - fixed.network_bytes
 
@@ -288,38 +269,6 @@ def test_an_inherited_sharding_that_is_gathered_once_is_not_reported(platform):
     )
     assert found_in(report) == []
     assert report.network_bytes <= constrained.network_bytes
-
-
-def test_an_inherited_sharding_in_a_loop_over_a_sharded_batch():
-    """Its suggestion names the batch, so it is reported after each microbatch is sharded."""
-    specs = ['v x@tensor', [('x f@tensor', 'f@tensor x')] * 3]
-
-    def report_for(placement):
-        @sharded(specs, 'b@data s', out=specs, mesh=mesh_of(data=2, tensor=4))
-        def gradients(weights, tokens):
-            def loss(weights, tokens):
-                table, layers = weights
-                x = table[tokens]
-                for up, down in layers:
-                    x = x + jax.nn.relu(x @ up) @ down
-                return jnp.mean(x**2)
-
-            def add(total, tokens):
-                return jax.tree.map(jnp.add, total, jax.grad(loss)(weights, tokens)), None
-
-            batches = einshard(tokens.reshape(4, 16, 32), placement)
-            return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, weights), batches)[0]
-
-        weights = [struct(512, 64), [(struct(64, 256), struct(256, 64))] * 3]
-        return explain(gradients, weights, struct(64, 32, dtype=np.int32))
-
-    wrong = report_for('a@data b s')
-    assert 'inherited sharding' not in found_in(wrong)
-    (placement,) = {expression for f in wrong.findings for expression in expressions(f)}
-    fixed = report_for(placement)
-    assert fixed.network_bytes < wrong.network_bytes
-    (finding,) = [f for f in fixed.findings if f.kind == 'inherited sharding']
-    assert expressions(finding) == ['b s x -> b@data s x']
 
 
 @pytest.mark.parametrize('platform', ['cpu', 'tpu'])
@@ -338,15 +287,9 @@ def test_replicated_compute_after_a_lookup(platform):
     wrong = report_for(None)
     (finding,) = wrong.findings
     assert finding.kind == 'replicated compute'
-    assert finding.suggestion.startswith('constrain the result of the lookup in test_findings.py:')
-    (expression,) = expressions(finding)
-    assert expression == 'b s x -> b@(data,tensor) s x'
-    fixed = report_for(expression)
+    fixed = report_for('b s x -> b@(data,tensor) s x')
+    assert found_in(fixed) == []
     assert wrong.flops == 4 * fixed.flops
-    assert wrong.network_bytes >= fixed.network_bytes
-    # a constraint of the user is not the table's sharding
-    kept = report_for('b s x -> b@data s x@tensor')
-    assert {f.kind: f.suggestion for f in kept.findings} == {'replicated compute': ''}
 
 
 @pytest.mark.parametrize(('size', 'average'), [(512, '2.5'), (1024, '2.0')])
@@ -382,93 +325,17 @@ def test_replicated_compute(part):
     assert finding.kind == 'replicated compute'
     assert finding.text.startswith('4 devices compute the same matmuls in ')
     assert line_of(text) in finding.text
-    suggested = {
-        name: expression
-        for paths, expression in re.findall(r"(\S+) with '([^']*)'", finding.suggestion)
-        for name in re.findall(r'\w+', paths.rpartition('/')[2])
-    }
-    assert set(suggested) == set(names)
-    fixed = report_of(Choices(weights | suggested))
-    assert found_in(fixed) == []
-    assert (fixed.flops, fixed.network_bytes) == (right.flops, right.network_bytes)
+    assert wrong.flops > right.flops
 
 
 def test_replicated_compute_along_an_unused_mesh_axis():
     mesh = mesh_for(MEGATRON)
     wrong = report_of(Choices(FSDP), mesh)
-    finding = next(f for f in wrong.findings if f.kind == 'replicated compute')
-    assert finding.suggestion == "shard tokens with 'b s -> b@(data,tensor) s'"
-    (tokens,) = expressions(finding)
-    c = Choices(FSDP, tokens=tokens, embedded='b s d -> b@(data,tensor) s d')
+    assert 'replicated compute' in found_in(wrong)
+    c = Choices(FSDP, tokens='b@(data,tensor) s', embedded='b s d -> b@(data,tensor) s d')
     fixed = report_of(c, mesh)
     assert found_in(fixed) == []
     assert wrong.flops > 2.5 * fixed.flops
-
-
-def scanned(x, w):
-    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
-
-
-def unrolled(x, w):
-    for i in range(w.shape[0]):
-        x = jnp.tanh(x @ w[i])
-    return x
-
-
-@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
-@pytest.mark.parametrize(
-    ('layers', 'kind', 'placement'),
-    [
-        (scanned, 'sharded loop axis', 'l x y -> l x@tensor y'),
-        (unrolled, 'replicated compute', 'l x y -> l x y@tensor'),
-    ],
-)
-def test_replicated_compute_of_weights_whose_layers_are_sharded(platform, layers, kind, placement):
-    """One finding suggests how to shard them."""
-    mesh = mesh_for('tensor', platform)
-
-    def report_for(spec):
-        build = sharded('b x -> b@data x', spec, mesh=mesh)(layers)
-        return explain(build, struct(64, 128), struct(8, 128, 128))
-
-    wrong, fixed = report_for('l x y -> l@tensor x y'), report_for(placement)
-    assert 'replicated compute' in found_in(wrong)
-    assert [(f.kind, f.suggestion) for f in wrong.findings if f.suggestion] == [
-        (kind, f"shard w with '{placement}'")
-    ]
-    assert wrong.flops == 4 * fixed.flops
-    assert fixed.network_bytes < wrong.network_bytes
-
-
-@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
-@pytest.mark.parametrize(
-    ('spec', 'placement', 'n_repeats'),
-    [
-        ('a b@data x', 'a b x -> a b@(data,tensor) x', 4),
-        ('a b x', 'a b x -> a b@(data,tensor) x', 16),
-        ('c a b@data x', 'c a b x -> c a b@(data,tensor) x', 4),  # loops over c and over a
-    ],
-)
-def test_replicated_compute_of_microbatches(platform, spec, placement, n_repeats):
-    """Their batch is the first axis that no loop runs over."""
-    mesh = mesh_for('tensor', platform)
-
-    def report_for(spec):
-        @sharded('x y', spec, out='x y', mesh=mesh, donate_argnums=0)
-        def step(w, xs):
-            def add(g, x):
-                if x.ndim > 2:
-                    return jax.lax.scan(add, g, x)
-                return g + jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), None
-
-            return w - add(jnp.zeros_like(w), xs)[0]
-
-        return explain(step, struct(256, 256), struct(*[4] * (spec.count(' ') - 1), 64, 256))
-
-    wrong = report_for(spec)
-    (finding,) = [f for f in wrong.findings if f.kind == 'replicated compute']
-    assert finding.suggestion == f"shard xs with '{placement}'"
-    assert wrong.flops == n_repeats * report_for(placement.partition('-> ')[2]).flops
 
 
 @pytest.mark.parametrize('n_channels', [8, 64])
@@ -501,11 +368,10 @@ def test_unsharded_states():
     (finding,) = wrong.findings
     assert finding.kind == 'unsharded states'
     assert 'are replicated, but their parameters state/w/{embed,head}' in finding.text
-    assert 'for_optimizer(params, spec)' in finding.suggestion
-    # the suggestion gives the states of the correct program
-    params, specs, mesh = arguments()[0]['w'], mistakes.tree(FSDP), mesh_for(FSDP)
-    suggested = einshard(params, for_optimizer(params, specs), mesh=mesh)
-    assert shardings(suggested) == shardings(einshard(params, specs, mesh=mesh))
+    right = report_of(CORRECT['FSDP'])
+    states = [sum(row.bytes for row in r.arguments if '/m/' in row.path) for r in (wrong, right)]
+    # but for the scales, which are replicated in both
+    assert finding.bytes == states[0] - 2 * mistakes.D * 4
 
 
 def test_a_replicated_result_that_feeds_the_next_step():
@@ -513,8 +379,7 @@ def test_a_replicated_result_that_feeds_the_next_step():
     (finding,) = wrong.findings
     assert finding.kind == 'replicated result'
     assert finding.text.startswith('result/w/{embed,head}, result/w/layers/0-1/')
-    assert "'v d -> v@data d'" in finding.suggestion
-    check_fixed(wrong, report_of(Choices(FSDP, out=FSDP)), right)
+    assert right.network_bytes < wrong.network_bytes
 
 
 # --- loops and sums -----------------------------------------------------------------------------
@@ -540,18 +405,11 @@ def test_a_loop_over_a_sharded_batch():
     )
     assert finding.bytes > 0.5 * wrong.network_bytes
     assert Path(finding.source).name == line
-    assert finding.suggestion == (
-        f'reshard the array before the loop of {line} runs over it: '
-        "einshard(..., 'a b s -> a b@data s')"
-    )
-    # then the program is that in which a microbatch is every fourth row, but for sent tokens
-    fixed = report_of(c._replace(parts=expressions(finding)[0]), mesh)
-    (left,) = fixed.findings
-    assert left.kind == 'missing constraint'
-    strided = report_of(c._replace(in_blocks=False), mesh)
-    assert 0 < fixed.network_bytes - strided.network_bytes <= 4 * 64 * 33
-    both = c._replace(parts=expressions(finding)[0], embedded=expressions(left)[0])
-    assert found_in(report_of(both, mesh)) == []
+    parts = c._replace(parts='a b s -> a b@data s')
+    assert found_in(report_of(parts, mesh)) == ['missing constraint']
+    fixed = report_of(parts._replace(embedded='b s d -> b@data s d'), mesh)
+    assert found_in(fixed) == []
+    assert fixed.network_bytes < 0.5 * wrong.network_bytes
 
 
 def test_a_loop_over_a_sharded_batch_repeats_products():
@@ -560,9 +418,7 @@ def test_a_loop_over_a_sharded_batch_repeats_products():
     wrong, strided = report_of(c), report_of(c._replace(in_blocks=False))
     (finding,) = wrong.findings
     assert finding.kind == 'replicated compute'
-    (expression,) = expressions(finding)
-    assert expression == 'a b s -> a b@data s'
-    fixed = report_of(c._replace(parts=expression))
+    fixed = report_of(c._replace(parts='a b s -> a b@data s'))
     assert wrong.flops == 4 * fixed.flops
     assert fixed.flops == strided.flops
     assert {row.along for row in wrong.collectives} == {'part of data'}
@@ -588,51 +444,16 @@ def test_a_loop_over_layers_that_are_sharded(platform):
         'the loop runs over the first axis of w, which is sharded along data: '
         f'{format_bytes(finding.bytes)} are sent to gather it in '
     )
-    assert finding.suggestion == "shard w with 'l d e -> l d@data e'"
-    fixed = build(expressions(finding)[0])
+    fixed = build('l d e -> l d@data e')
     assert 'sharded loop axis' not in found_in(fixed)
     if platform == 'tpu':  # the CPU compiler gathers the stack once, before the loop
         assert fixed.network_bytes < wrong.network_bytes / 3
 
 
 @pytest.mark.parametrize(
-    ('specs', 'sizes', 'placements'),
-    [
-        (['l@data d e'], (62, 256), ['l d e -> l d e@data']),
-        (['l@data d@tensor e'], (64, 256), ['l d e -> l d@tensor e@data']),
-        (['l@data d e', 'l@data d'], (64, 62), ['l d e -> l d@data e', 'l d -> l d@data']),
-        (['l@data d e', 'l@data d'], (62, 64), []),  # no other axis of the second is divisible
-    ],
+    ('spec', 'shape'), [('b@(data,tensor) d', (4, 64, 64)), ('rows@data d', (64, 4, 64))]
 )
-def test_layers_are_sharded_over_their_next_axis_that_fits(specs, sizes, placements):
-    def layer(x, arrays):
-        w, *biases = arrays
-        return einshard(x @ w @ w.T, 'b@data d') + sum(biases), None
-
-    @sharded('b@data d', specs, mesh=mesh_for('tensor'))
-    def forward(x, arrays):
-        positions = einshard(jnp.arange(16.0), 'l@data')  # not an argument, and not reported
-        return jax.lax.scan(layer, x, [*arrays, positions])[0]
-
-    arrays = [struct(16, *sizes), struct(16, sizes[0])][: len(specs)]
-    report = explain(forward, struct(64, sizes[0]), arrays)
-    (finding,) = [f for f in report.findings if f.kind == 'sharded loop axis']
-    assert f'of arrays/{"0-1" if len(specs) > 1 else "0"}, which' in finding.text
-    assert expressions(finding) == placements
-    sent = [row.total_bytes for row in report.collectives if row.along == 'data' and row.of]
-    assert finding.bytes == sum(sent)
-
-
-@pytest.mark.parametrize(
-    ('spec', 'shape', 'placements'),
-    [
-        ('b@data d', (4, 64, 64), ['a b d -> a b@data d']),
-        ('b@(data,tensor) d', (4, 64, 64), ['a b d -> a b@(data,tensor) d']),
-        ('rows@data d', (64, 4, 64), ['a rows d -> a rows@data d']),
-        ('b@data d', (4, 6, 64), []),
-    ],
-)
-def test_microbatches_are_sharded_over_the_axis_of_their_rows(spec, shape, placements):
+def test_microbatches_of_a_sharded_batch(spec, shape):
     @sharded(spec, 'd e', mesh=mesh_for('tensor'))
     def gradient(x, w):
         def loss(w):
@@ -644,7 +465,6 @@ def test_microbatches_are_sharded_over_the_axis_of_their_rows(spec, shape, place
     (finding,) = [f for f in report.findings if f.kind == 'sharded loop axis']
     text = f'float32[{",".join(map(str, shape))}]'
     assert finding.text.startswith(f'the loop runs over the first axis of {text}, which')
-    assert expressions(finding) == placements
 
 
 @pytest.mark.parametrize(
@@ -669,36 +489,10 @@ def test_microbatches_that_are_an_argument(spec, placement):
 
     wrong = report_for(spec)
     (finding,) = [f for f in wrong.findings if f.kind == 'sharded loop axis']
-    assert finding.suggestion == f"shard batches with '{placement}'"
+    assert finding.text.startswith('the loop runs over the first axis of batches, which')
     fixed = report_for(placement)
     assert 'sharded loop axis' not in found_in(fixed)
     assert wrong.flops == 4 * fixed.flops
-
-
-@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
-@pytest.mark.parametrize('is_product', [False, True])
-def test_rows_of_a_loop_keep_their_features(platform, is_product):
-    """Sharded features need a collective for each row."""
-    mesh = mesh_for('tensor', platform)
-
-    def report_for(spec):
-        @sharded(spec, 'd f', mesh=mesh)
-        def rows(x, w):
-            def row(x):
-                return jnp.tanh(x @ w) if is_product else jnp.outer(x, x).sum(0) + w[0, 0]
-
-            return jax.lax.map(row, x)
-
-        return explain(rows, struct(64, 128), struct(128, 128))
-
-    report = report_for('b@data d')
-    (finding,) = [f for f in report.findings if f.kind == 'sharded loop axis']
-    assert finding.suggestion == ''
-    if platform == 'tpu':
-        (finding,) = [f for f in report.findings if f.kind == 'gathered again']
-        assert finding.suggestion.startswith('gather it once, before the loop: x = einshard(x, ')
-    else:  # the CPU compiler gathers the rows once, before the loop
-        assert report.network_bytes < report_for('b d@data').network_bytes
 
 
 @pytest.mark.parametrize('platform', ['cpu', 'tpu'])
@@ -716,7 +510,7 @@ def test_a_split_of_a_sharded_axis(platform, split):
 
     def apart(w, x):
         h = jnp.einsum('bsd,dnf->bsnf', x, w['up'])
-        h = einshard(h, expression)
+        h = einshard(h, 'b s a f -> b@data s a f@tensor')
         return (jax.nn.silu(h[:, :, 0]) * h[:, :, 1]) @ w['down']
 
     def build(forward, spec, *shape):
@@ -735,43 +529,32 @@ def test_a_split_of_a_sharded_axis(platform, split):
         "axis 'f', which is sharded along tensor, is split or sliced: "
         f'{format_bytes(finding.bytes)} are sent to shard the parts'
     )
-    (expression,) = expressions(finding)
-    assert expression == 'b s a f -> b@data s a f@tensor'
     fixed = build(apart, 'd n f@tensor', 128, 2, 512)
     assert found_in(fixed) == []
     assert fixed.network_bytes <= wrong.network_bytes - finding.bytes
 
 
 @pytest.mark.parametrize(
-    ('size', 'down', 'product', 'placements'),
+    ('size', 'down', 'product'),
     [
         # in the same line, a sum along tensor
-        (1024, 'f@tensor d', lambda h, w: (h[:, :512] * h[:, 512:]) @ w, ['b@data a f@tensor']),
-        # parts of two sizes, in a slice and in a split, and a single element
-        (768, 'f d', lambda h, w: (h[:, :512] @ w) * h[:, 512:].sum(1, keepdims=True), []),
-        (1024, 'f d', lambda h, w: ((p := jnp.split(h, [512, 768], 1))[0] @ w)[:, :256] * p[1], []),
-        (1024, 'f d', lambda h, w: h[:, :256] @ w[:256] + h[:, 256:].sum(1, keepdims=True), []),
-        (512, 'f d', lambda h, w: jnp.concatenate([h[:, :1], h[:, :1] * h[:, 1:]], 1) @ w, []),
-        # parts of 2, which are not divisible by 4; every other element; other starts
-        (512, 'f d', lambda h, w: h[:, :2] @ w[:2], []),
-        (1024, 'f d', lambda h, w: lax.slice(h, (0, 0), (64, 1024), (1, 2)) @ w, []),
-        (1024, 'f d', lambda h, w: h[:, 256:768] @ w, []),
+        (1024, 'f@tensor d', lambda h, w: (h[:, :512] * h[:, 512:]) @ w),
+        (768, 'f d', lambda h, w: (h[:, :512] @ w) * h[:, 512:].sum(1, keepdims=True)),
+        (1024, 'f d', lambda h, w: lax.slice(h, (0, 0), (64, 1024), (1, 2)) @ w),
         (
             1024,
             'f d',
             lambda h, w: lax.dynamic_slice(jnp.cos(h), (0, jnp.int32(w[0, 0])), (64, 512)) @ w,
-            [],
         ),
     ],
 )
-def test_parts_of_a_sharded_axis(size, down, product, placements):
+def test_parts_of_a_sharded_axis(size, down, product):
     @sharded('b@data d', 'd f@tensor', down, out='b@data d', mesh=mesh_for('tensor'))
     def sliced(x, up, down):
         return product(einshard(x @ up, 'b@data f@tensor'), down)
 
     report = explain(sliced, struct(64, 512), struct(512, size), struct(512, 512))
     (finding,) = [f for f in report.findings if f.kind == 'sliced axis']
-    assert expressions(finding) == [f'b a f -> {placement}' for placement in placements]
     here = [row for row in report.collectives if row.source == finding.source]
     assert finding.bytes == sum(row.total_bytes for row in here if row.kind != 'all-reduce')
 
@@ -800,27 +583,6 @@ def test_a_gather_along_another_mesh_axis_is_not_of_a_slice():
     report = explain(sliced, struct(64, 512), struct(512, 1024), struct(512, 512))
     assert {row.along for row in report.collectives} == {'data', 'tensor'}
     assert 'sliced axis' not in found_in(report)
-
-
-def test_a_split_of_a_sharded_axis_of_an_explicit_mesh():
-    @sharded('b@data d', 'd f@tensor', mesh=mesh_of(types=AxisType.Explicit, data=4, tensor=4))
-    def gated(x, w):
-        gate, up = jnp.split(x @ w, 2, -1)
-        return gate * up
-
-    (finding,) = explain(gated, struct(64, 512), struct(512, 1024)).findings
-    assert finding.kind == 'sliced axis'
-    assert expressions(finding) == ['b a f -> b@data a f@tensor']
-
-
-def test_an_empty_slice_of_a_sharded_axis():
-    @sharded('b@data s d', 'd f@tensor', mesh=mesh_for('tensor'))
-    def gated(x, w):
-        y = x @ w
-        return y[..., :0], y[..., :512] * y[..., 512:]
-
-    (finding,) = explain(gated, struct(16, 64, 128), struct(128, 1024)).findings
-    assert expressions(finding) == ['b s a f -> b@data s a f@tensor']
 
 
 def test_small_slices_of_a_sharded_axis_are_not_reported():
@@ -901,11 +663,6 @@ def test_gradients_that_are_reduced_for_each_microbatch():
     assert 'along data in each of 4 iterations of a loop that only adds them up' in finding.text
     line = line_of('jax.lax.scan(accumulate')
     assert Path(finding.source).name == line
-    assert finding.suggestion == (
-        f'run the loop of {line} in a per_device function, make its weights varying '
-        "(jax.lax.pcast(..., to='varying')), and reduce the gradients once after it"
-    )
-
     weights = mistakes.tree(c.weights)
 
     @sharded({'w': weights, 'm': weights}, c.tokens, mesh=mesh)
@@ -942,8 +699,7 @@ def test_an_all_reduce_of_which_devices_keep_a_slice(platform):
         'f32[512,256] is all-reduced along tensor, and each device keeps only a slice: the '
         'all-reduce sends 768.0 KiB, a reduce-scatter would send half of that'
     )
-    (expression,) = expressions(finding)
-    fixed = build(expression)
+    fixed = build('b d -> b@tensor d')
     assert 'sliced all-reduce' not in found_in(fixed)
     if platform == 'tpu':  # on CPU, XLA makes no reduce-scatter
         assert fixed.network_bytes <= wrong.network_bytes // 2
@@ -995,26 +751,9 @@ def test_a_gather_in_a_loop_that_does_not_change_the_array():
         'w, bf16[2048,2048], is gathered in each of 8 iterations of a loop, always with the '
         'same values'
     )
-    assert finding.suggestion == (
-        "gather it once, before the loop: w = einshard(w, 'd f -> 16 d f')"
-    )
-    (expression,) = expressions(finding)
-    fixed = decoder(expression)
+    fixed = decoder('d f -> 16 d f')
     assert found_in(fixed) == []
     assert fixed.network_bytes <= wrong.network_bytes // 4  # f32, where the loop had bf16
-
-
-@pytest.mark.parametrize(
-    ('tree', 'call'),
-    [
-        (lambda w: {'key': w}, 'key = einshard(key, '),
-        (lambda w: (w,), 'einshard(..., '),
-        (lambda w: {'class': w}, 'einshard(..., '),
-    ],
-)
-def test_only_names_are_assigned_to_in_a_suggestion(tree, call):
-    (finding,) = decoder(None, tree).findings
-    assert finding.suggestion == f"gather it once, before the loop: {call}'d f -> 16 d f')"
 
 
 @pytest.mark.parametrize('platform', ['cpu', 'tpu'])
@@ -1046,9 +785,8 @@ def test_activations_that_checkpoint_sends_again(platform):
 
     before = report_for(jax.checkpoint_policies.nothing_saveable)
     (note,) = [note for note in before.notes if note.kind == 'sent again']
-    assert "save_only_these_names('sum')" in note.suggestion
     shard = batch // 4 * d * 4
-    assert f'which takes {format_bytes(layers * shard)}: ' in note.suggestion
+    assert note.text.endswith(f'; to save it takes {format_bytes(layers * shard)}')
     assert note.bytes == microbatches * layers * 2 * shard * 3 // 4
 
     after = report_for(jax.checkpoint_policies.save_only_these_names('sum'))
@@ -1100,7 +838,6 @@ def test_names_without_a_rule():
         "'batch' has no axis rule, so this constraint gathers this axis of a value that is sharded "
         "as 'batch sequence d -> batch@data sequence d'"
     )
-    assert finding.suggestion == "write axis_rules(..., batch='@data')"
     fixed = ruled(batch='@data')
     assert found_in(fixed) == []
     assert fixed.network_bytes == 0
@@ -1124,31 +861,12 @@ def test_names_without_a_rule_if_another_name_has_one(rules, suggested):
         return explain(product, struct(64, 32, 64), struct(64, 256))
 
     wrong = build(**rules)
-    found = [f.suggestion for f in wrong.findings if f.kind == 'names without a rule']
-    assert found == ([] if suggested is None else ["write axis_rules(..., d='@tensor')"])
+    assert ('names without a rule' in found_in(wrong)) == (suggested is not None)
     if suggested is not None:
         assert build(**rules, **suggested).network_bytes < wrong.network_bytes
 
 
 # --- meshes -------------------------------------------------------------------------------------
-
-
-def test_replicated_compute_does_not_suggest_the_placement_in_use():
-    """The weight is gathered along data, so only a sharded batch uses these devices."""
-    mesh = mesh_of(data=4, tensor=4)
-
-    def step(params, x):
-        gradient = jax.grad(lambda w: jnp.mean(jnp.square(jnp.tanh(x @ w))))(params['w'])
-        return {'w': params['w'] - gradient}
-
-    def report_for(batch):
-        on_mesh = sharded({'w': 'd@data f@tensor'}, batch, mesh=mesh)(step)
-        return explain(on_mesh, {'w': struct(64, 128)}, struct(64, 64))
-
-    (finding,) = report_for('b d').findings
-    assert finding.kind == 'replicated compute'
-    assert finding.suggestion == "shard x with 'b d -> b@data d'"
-    assert report_for('b@data d').findings == ()
 
 
 def test_explicit_axes_have_findings_that_types_do_not_prevent():
@@ -1163,16 +881,14 @@ def test_explicit_axes_have_findings_that_types_do_not_prevent():
     report = explain(step, {'w': struct(64, 128), 'm': struct(64, 128)}, struct(64, 64))
     (finding,) = report.findings
     assert finding.kind == 'replicated compute'
-    assert finding.suggestion == "shard x with 'b d -> b@(data,tensor) d'"
 
 
-def test_a_finding_is_printed_with_its_line_and_suggestion():
+def test_a_finding_is_printed_with_its_line():
     report = report_of(Choices(MEGATRON | {'down': 'f d@tensor'}))
     page = ' '.join(str(report).partition('\nfindings\n')[2].split())
     line = line_of("@ w['down']")
     assert page.startswith(f"- {line}: contracted axis 'f' is sharded")
-    assert page.endswith("Shard state/w/layers/0-1/down with 'f d -> f@tensor d'.")
-    assert report.to_dict()['findings'][0]['suggestion'] == report.findings[0].suggestion
+    assert report.to_dict()['findings'][0]['suggestion'] == ''
 
 
 # --- requested or inserted ----------------------------------------------------------------------
@@ -1310,7 +1026,6 @@ def test_a_mesh_axis_between_slices_that_sends_more_than_another():
     wrong = between_slices(tensor=2, data=2, unused=4)
     (finding,) = [f for f in wrong.findings if f.kind == 'slow network']
     assert 'are sent along tensor between slices, and ' in finding.text
-    assert finding.suggestion == 'swap the two mesh axes: data=2, tensor=2, unused=4'
     fixed = between_slices(data=2, tensor=2, unused=4)
     assert 'slow network' not in found_in(fixed)
     assert fixed.network_bytes == wrong.network_bytes
@@ -1354,31 +1069,6 @@ def test_a_train_step_of_64_layers_for_256_devices(monkeypatch):
     assert found_in(report) == []
     assert len(report.collectives) > 40
     assert sum(seconds) < 2
-
-
-@pytest.mark.parametrize('mapped', [False, True])
-def test_a_suggestion_names_only_axes_that_the_function_sees(mapped):
-    """Under vmap, the line sees a row of the result, which has no batch axis to constrain."""
-    mesh = device_mesh(data=8, model=2)
-    rows, w = struct(64, 128), struct(128, 256)
-
-    def product(row, w):
-        return row @ w
-
-    if mapped:
-        f = sharded('d -> d@model', 'd f -> d@model f', mesh=mesh)(product)
-        f = jax.vmap(f, (0, None))
-    else:
-        f = sharded('b d -> b d@model', 'd f -> d@model f', mesh=mesh, reshard=True)(product)
-    x = einshard(rows, 'b d -> b@data d@model', mesh=mesh)
-    report = explain(jax.jit(f), x, einshard(w, 'd f -> d@model f', mesh=mesh))
-    (finding,) = report.findings
-    assert finding.kind == 'replicated compute'
-    if mapped:
-        assert finding.suggestion == ''
-    else:
-        assert finding.suggestion.startswith('constrain the result of the matmul in test_findings')
-        assert finding.suggestion.endswith(": einshard(..., 'a b -> a@data b')")
 
 
 def test_the_same_constraint_twice_under_vmap():

@@ -1,18 +1,15 @@
-"""Finds collectives of activations that another sharding would avoid or make cheaper."""
+"""Finds collectives of activations that another sharding may avoid or make cheaper."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from ..._program.cost.contraction import Step, reduce, reshard
 from ..._program.hlo.collective import Collective, ring_bytes
 from ..._text import first_of, format_bytes
 from ..fold_layers import fold_paths
 from ..report_rows import Finding
-from .expressions import expression_of
 from .facts import Facts
 from .lines import lines_text
 from .sharded_loops import loops_over_batch
@@ -35,6 +32,11 @@ class _ProductCollective(NamedTuple):
     @property
     def along(self) -> frozenset[str]:
         return self.collective.mesh_axes
+
+    @property
+    def weight_index(self) -> int:
+        """0 if the weight is the left operand, 1 if it is the right one."""
+        return 1 if self.weight == self.product.right else 0
 
 
 def _find_product_collectives(facts: Facts) -> Iterator[_ProductCollective]:
@@ -76,11 +78,8 @@ def missing_constraint(facts: Facts) -> Iterator[Finding]:
     for along, items in flagged.items():
         distinct = {item.collective.name: item for item in items}.values()
         n_bytes = sum(item.collective.total_bytes for item in distinct)
-        value = _value_to_constrain(facts, along, items)
-        if value is None or facts.mesh is None:
-            continue
-        line, axes, what = value
-        if not any(along & set(axis.mesh_axes) for axis in axes):
+        line = _first_unconstrained_line(facts, along, items)
+        if line is None:
             continue
         largest = max(distinct, key=lambda item: item.collective.total_bytes)
         paths = _paths_of(facts, [item.weight for item in items])
@@ -91,8 +90,7 @@ def missing_constraint(facts: Facts) -> Iterator[Finding]:
             f'{lines_text(item.collective for item in distinct)}',
             line,
             n_bytes,
-            facts.constrain(what, line, axes),
-            _names(distinct),
+            explains=_names(distinct),
         )
 
 
@@ -103,8 +101,7 @@ def _is_cheaper_to_gather_weight(facts: Facts, item: _ProductCollective) -> bool
     is_batch = facts.is_data(batch.origin) or isinstance(batch.origin, str)
     if not is_batch or not item.along <= set(batch.mesh_axes):
         return False
-    _, weight_index = _operand_indices(item)
-    batch_dims = {pair[weight_index] for pair in item.product.batch}
+    batch_dims = {pair[item.weight_index] for pair in item.product.batch}
     is_weight_sharded = any(
         i not in batch_dims and item.along & set(axis.mesh_axes)
         for i, axis in enumerate(item.weight.axes)
@@ -112,213 +109,135 @@ def _is_cheaper_to_gather_weight(facts: Facts, item: _ProductCollective) -> bool
     return is_weight_sharded and (item.collective.network_bytes or 0) > _gathered_bytes(facts, item)
 
 
-def _operand_indices(item: _ProductCollective) -> tuple[int, int]:
-    """Returns (index of the data, index of the weight) in the matmul: 0 for left, 1 for right."""
-    return (0, 1) if item.weight == item.product.right else (1, 0)
-
-
 def _gathered_bytes(facts: Facts, item: _ProductCollective) -> int:
     assert item.weight.argument is not None
-    assert facts.mesh is not None
     array = facts.arguments[item.weight.argument]
-    n_shards = _n_shards(facts, item.weight, item.along)
     sizes = (array.shape[axis.dim] for axis in item.weight.axes if axis.dim >= 0)
-    return prod(sizes) * array.dtype.itemsize // n_shards
+    return prod(sizes) * array.dtype.itemsize // _n_shards(facts, item.weight, item.along)
 
 
-def _value_to_constrain(
+def _first_unconstrained_line(
     facts: Facts, along: frozenset[str], items: Sequence[_ProductCollective]
-) -> tuple[str, Sequence[Axis], str] | None:
-    """Returns the line, axes and description of the value to constrain, or None.
+) -> str | None:
+    """Returns the line of the first value that has no constraint, or None.
 
-    First choice: the unconstrained result of a lookup whose indices are sharded over mesh axes in
-    `along`. The compiler may shard it like the table. Second choice: the data of the first matmul
-    whose batch has the sharding of an input.
+    First choice: a lookup whose indices are sharded over mesh axes in `along`. The compiler may
+    shard its result like the table. Second choice: the first matmul whose batch has the sharding of
+    an input.
     """
     assert facts.trace is not None
     constrained = {constraint.before for constraint in facts.trace.constraints}
-    for product in facts.trace.products:
-        is_unconstrained_lookup = product.is_lookup and product.result not in constrained
-        if is_unconstrained_lookup and along & product.right.mesh_axes:
-            return product.line, product.result.axes, 'the result of the lookup'
-    for item in items:
-        if facts.is_data(item.data.axes[0].origin):
-            return item.product.line, item.data.axes, 'the activations of the matmul'
-    return None
+    lines = [
+        product.line
+        for product in facts.trace.products
+        if product.is_lookup
+        and product.result not in constrained
+        and along & product.right.mesh_axes
+    ]
+    lines += [item.product.line for item in items if facts.is_data(item.data.axes[0].origin)]
+    return next(iter(lines), None)
 
 
 # --- contracted axes ----------------------------------------------------------------------------
 
 
-class _GatheredAxis(NamedTuple):
-    """A contracted axis that is sharded in the data, but not in the weight.
-
-    Attributes:
-        axis: the axis of the data.
-        placement: the expression of the weight if it is sharded like the data.
-        items: the collectives on the line of the matmul.
-    """
-
-    axis: Axis
-    placement: str
-    items: list[_ProductCollective]
-
-
 def contracted_axes(facts: Facts) -> Iterator[Finding]:
     """Reports contracted axes that are sharded in the data, but not in the weight.
 
-    If the activations inherit the sharding of a lookup table, suggests constraining the result of
-    the lookup. Otherwise, suggests sharding the axis of the weight.
+    Leaves out those for which the partial sums would send more than the gathered data.
     """
-    if facts.trace is None:
-        return
     # keyed by (argument index of the lookup table, mesh axes)
     inherited: dict[tuple[int, frozenset[str]], list[_ProductCollective]] = {}
-    gathered: dict[int, _GatheredAxis] = {}  # by the position of the product in the trace
-    order = {id(product): i for i, product in enumerate(facts.trace.products)}
-    # the sizes of the matmuls on each line; in a helper function, a line may have several
+    # keyed by (source line, axis, sizes of the matmul): layers of an unrolled loop have one line
+    gathered: dict[tuple[str, Axis, tuple[int, ...]], list[tuple[_ProductCollective, object]]] = {}
+    # in a helper function, a line may have matmuls of several sizes
     sizes: dict[str, set[tuple[int, ...]]] = {}
-    for product in facts.trace.products:
-        if not (product.is_lookup or product.is_backward):
-            sizes.setdefault(product.line, set()).add(product.sizes)
-    for item in sorted(_find_product_collectives(facts), key=lambda item: order[id(item.product)]):
-        for axis, weight_axis in _mismatched_axes(facts, item):
+    order = {id(p): i for i, p in enumerate(facts.trace.products)} if facts.trace else {}
+    found = sorted(_find_product_collectives(facts), key=lambda item: order[id(item.product)])
+    for item in found:
+        if not item.product.is_backward:
+            sizes.setdefault(item.product.line, set()).add(item.product.sizes)
+    origins = set[object]()  # the weights of these axes; what follows may inherit their sharding
+    for item in found:
+        line = item.product.line
+        for axis in _mismatched_axes(facts, item):
             if isinstance(axis.origin, int) and axis.origin in facts.lookup_tables:
                 inherited.setdefault((axis.origin, item.along), []).append(item)
             elif item.collective.kind != 'all-reduce' and (
-                len(sizes[item.product.line]) == 1 or _sends_data(facts, item, axis)
+                len(sizes[line]) == 1 or _sends_data(facts, item, axis, item.collective)
             ):
-                placement = _weight_sharded_like_data(facts, item, axis, weight_axis)
-                if placement is not None:
-                    at = order[id(item.product)]
-                    gathered.setdefault(at, _GatheredAxis(axis, placement, [])).items.append(item)
+                key = line, Axis(axis.name, axis.mesh_axes), item.product.sizes
+                gathered.setdefault(key, []).append((item, axis.origin))
     for (table, along), items in inherited.items():
         yield from _inherited_sharding(facts, table, along, items)
-    for (line, name, placement), items in _to_reshard(facts, [*gathered.values()]).items():
+    for (line, axis, _), pairs in gathered.items():
+        items = [item for item, origin in pairs if origin not in origins]
+        if not items:
+            continue
         distinct = {item.collective.name: item for item in items}.values()
+        products = {id(item.product): item for item in items}.values()
+        first, name = items[0], axis.name
+        # on TPU, XLA gives some all-gathers the line of the operation before the matmul
+        n_gathered = sum(
+            c.total_bytes
+            for c in facts.collectives
+            if c.name in _names(distinct)
+            or (c.kind == 'all-gather' and _sends_data(facts, first, axis, c))
+        )
+        if n_gathered <= sum(_summed_bytes(facts, item) for item in products):
+            continue
+        origins.update(item.weight.argument for item in items)
         n_bytes = sum(item.collective.total_bytes for item in distinct)
         paths = _paths_of(facts, [item.weight for item in items])
         what = f"contracted axis '{name}'" if name else 'the contracted axis'
         kinds = ', '.join(dict.fromkeys(item.collective.kind for item in distinct))
         yield Finding(
             'contracted axis',
-            f'{what} is sharded along {items[0].collective.along} in the activations '
+            f'{what} is sharded along {first.collective.along} in the activations '
             f'but not in {paths}: {kinds} of {format_bytes(n_bytes)}',
             line,
             n_bytes,
-            f"shard {paths} with '{placement}'",
-            _names(distinct),
+            explains=_names(distinct),
         )
 
 
-def _to_reshard(
-    facts: Facts, gathered: Sequence[_GatheredAxis]
-) -> dict[tuple[str, str, str], list[_ProductCollective]]:
-    """Chooses the axes for which resharding the weight sends less.
-
-    Keyed by (source line, name of the contracted axis, suggested expression of the weight).
-    """
-    chosen: dict[tuple[str, str, str], list[_ProductCollective]] = {}
-    # arguments that a suggestion reshards; data whose sharding comes from one needs no suggestion
-    resharded: set[int] = set()
-    similar: dict[tuple[int, ...], list[_GatheredAxis]] = {}
-    for found in gathered:
-        similar.setdefault(found.items[0].product.sizes, []).append(found)
-    for found in gathered:
-        item = found.items[0]
-        if found.axis.origin not in resharded and _is_cheaper_to_reduce(
-            facts, found, similar[item.product.sizes]
-        ):
-            key = item.product.line, found.axis.name, found.placement
-            chosen.setdefault(key, []).extend(found.items)
-            assert item.weight.argument is not None
-            resharded.add(item.weight.argument)
-    return chosen
-
-
-def _mismatched_axes(facts: Facts, item: _ProductCollective) -> Iterator[tuple[Axis, Axis]]:
-    """Yields (axis of data, axis of weight) for each contracted axis sharded only in the data.
+def _mismatched_axes(facts: Facts, item: _ProductCollective) -> Iterator[Axis]:
+    """Yields the contracted axes of data that are sharded, where that of the weight is not.
 
     Omits a contracted batch, and matmuls of the backward pass.
     """
-    data_index, weight_index = _operand_indices(item)
     if item.product.is_backward:
         return
     for pair in item.product.contracted:
-        data_axis = item.data.axes[pair[data_index]]
-        weight_axis = item.weight.axes[pair[weight_index]]
-        is_batch = facts.is_data(data_axis.origin) and pair[data_index] == 0
-        is_data_sharded = item.along & set(data_axis.mesh_axes)
-        if not is_batch and is_data_sharded and not item.along & set(weight_axis.mesh_axes):
-            yield data_axis, weight_axis
+        axis = item.data.axes[pair[1 - item.weight_index]]
+        weight_axis = item.weight.axes[pair[item.weight_index]]
+        is_batch = facts.is_data(axis.origin) and pair[1 - item.weight_index] == 0
+        is_sharded = item.along & set(axis.mesh_axes)
+        if not is_batch and is_sharded and not item.along & set(weight_axis.mesh_axes):
+            yield axis
 
 
-def _weight_sharded_like_data(
-    facts: Facts, item: _ProductCollective, data_axis: Axis, weight_axis: Axis
-) -> str | None:
-    """Returns an expression that shards the contracted axis of a weight like that of the data.
-
-    Returns None if `weight_axis` is already sharded, is not divisible, or is not an axis of the
-    argument itself.
-    """
-    assert item.weight.argument is not None
+def _sends_data(facts: Facts, item: _ProductCollective, axis: Axis, collective: Collective) -> bool:
+    """Whether a collective has the size of the data, gathered along the mesh axes of `axis`."""
     assert facts.mesh is not None
-    array = facts.arguments[item.weight.argument]
-    size = prod(facts.mesh.shape[name] for name in data_axis.mesh_axes)
-    if weight_axis.dim < 0 or weight_axis.mesh_axes or array.shape[weight_axis.dim] % size:
-        return None
-    axes = [
-        replace(other, mesh_axes=data_axis.mesh_axes)
-        if other.dim == weight_axis.dim
-        else other.without_mesh_axes(data_axis.mesh_axes)
-        for other in facts.argument_axes(item.weight.argument)
-    ]
-    return expression_of(axes, facts.mesh)
-
-
-def _is_cheaper_to_reduce(
-    facts: Facts, found: _GatheredAxis, similar: Sequence[_GatheredAxis]
-) -> bool:
-    """Whether reducing the result sends less than gathering the data.
-
-    Compares all matmuls of the same sizes, `similar`, because on TPU XLA gives some all-gathers the
-    line of the operation before the matmul.
-    """
-    assert facts.mesh is not None
-    names, product = frozenset(found.axis.mesh_axes), found.items[0].product
-    n_gathered = _n_gathered(facts, found.items[0], names)
-    n_reduced = product.sizes[2] // _n_shards(facts, product.result, names)
-    on_line = {item.collective.name for found in similar for item in found.items}
-    # if the result is sharded over `names`, a reduce-scatter replaces the gather of the data, and a
-    # gather of the result stays. On CPU, XLA all-reduces instead, and needs no gather of the result
-    is_scattered = facts.platform != 'cpu' and names <= product.result.mesh_axes
-    gathered = 0
-    for collective in facts.collectives:
-        sizes = _n_elements(collective)
-        is_of_data = (
-            collective.kind != 'all-reduce'
-            and collective.mesh_axes == names
-            and n_gathered in sizes
-        )
-        if collective.name in on_line or (is_of_data and n_gathered != n_reduced):
-            gathered += 0 if is_scattered and n_reduced in sizes else collective.total_bytes
-    partial_sum = product.result.sharding(without=names)
-    reduced = product.result.sharding() if is_scattered else partial_sum
-    steps, _ = reduce(partial_sum, names, reduced)
-    return gathered > len(similar) * _sent_bytes(facts, product, steps)
-
-
-def _sends_data(facts: Facts, item: _ProductCollective, axis: Axis) -> bool:
-    """Whether the collective has the size of the data, gathered along the mesh axes of `axis`."""
-    assert facts.mesh is not None
-    n_gathered = _n_gathered(facts, item, axis.mesh_axes)
+    size = item.product.sizes[1 - item.weight_index]
+    n_gathered = size // _n_shards(facts, item.data, axis.mesh_axes)
     shard = n_gathered // prod(facts.mesh.shape[name] for name in axis.mesh_axes)
-    return not {n_gathered, shard}.isdisjoint(_n_elements(item.collective))
+    sizes = [prod(array.shape) for array in collective.array_types]
+    is_along = collective.mesh_axes == item.along
+    return is_along and not {n_gathered, shard}.isdisjoint((*sizes, sum(sizes)))
 
 
-def _n_gathered(facts: Facts, item: _ProductCollective, names: Collection[str]) -> int:
-    """Returns the number of elements of the data on a device, if it is gathered along `names`."""
-    return item.product.sizes[_operand_indices(item)[0]] // _n_shards(facts, item.data, names)
+def _summed_bytes(facts: Facts, item: _ProductCollective) -> int:
+    """Returns the bytes that a device sends to sum up the result of the matmul instead.
+
+    XLA for CPU has no reduce-scatter.
+    """
+    product, along = item.product, item.along
+    is_scattered = facts.platform != 'cpu' and along <= product.result.mesh_axes
+    kind = 'reduce-scatter' if is_scattered else 'all-reduce'
+    block = product.result_bytes // _n_shards(facts, product.result, along)
+    return ring_bytes(kind, block, item.collective.group_size) * (product.runs or 1)
 
 
 def _n_shards(facts: Facts, value: Value, gathered: Collection[str]) -> int:
@@ -327,78 +246,34 @@ def _n_shards(facts: Facts, value: Value, gathered: Collection[str]) -> int:
     return prod(facts.mesh.shape[name] for name in value.mesh_axes.difference(gathered))
 
 
-def _n_elements(collective: Collective) -> list[int]:
-    """Returns the number of elements of each array, and of all arrays."""
-    sizes = [prod(array.shape) for array in collective.array_types]
-    return [*sizes, sum(sizes)]
-
-
 def _inherited_sharding(
     facts: Facts, table: int, along: frozenset[str], items: Sequence[_ProductCollective]
 ) -> Iterator[Finding]:
-    """Reports activations that inherit the sharding of `table`, if a constraint sends less."""
-    lookup = lookup_in(facts, table)
-    if lookup is None or loops_over_batch(facts):  # another finding, to be fixed first
+    """Reports activations that inherit the sharding of `table`, if they are gathered repeatedly."""
+    products = facts.trace.products if facts.trace else ()
+    lookup = next(p for p in products if p.is_lookup and p.left.argument == table)
+    if loops_over_batch(facts):  # another finding, to be fixed first
         return
-    sizes = {
-        size
-        for axis, size in zip(lookup.result.axes, lookup.aval.shape, strict=True)
-        if axis.origin == table and along & set(axis.mesh_axes)
-    }
     activations = [c for c in facts.unexplained if c.role == 'activations' and c.mesh_axes == along]
-    gathers = [
-        collective
-        for collective in activations
-        if (gather := facts.gathers.get(collective.name)) is not None
-        and gather.array.shape[gather.dimension] in sizes
-    ]
-    # a constraint on the lookup needs one all-gather, and all-reduces instead of reduce-scatters,
-    # which send twice as much
-    gathered = sum(row.total_bytes for row in gathers)
+    gathers = [c for c in activations if c.kind == 'all-gather']
+    # if only the result of the lookup is gathered, sums are all-reduced, which sends as much again
+    # as reduce-scatters
+    gathered = sum(c.total_bytes for c in gathers)
     scattered = sum(c.total_bytes for c in activations if c.kind == 'reduce-scatter')
-    steps = reshard(lookup.result.sharding(), lookup.result.sharding(without=along))
-    n_bytes = gathered - scattered - _sent_bytes(facts, lookup, steps)
+    block = lookup.result_bytes // _n_shards(facts, lookup.result, along)
+    once = ring_bytes('all-gather', block, items[0].collective.group_size) * (lookup.runs or 1)
+    n_bytes = gathered - scattered - once
     if n_bytes <= facts.min_bytes:
         return
-    path, mesh_axes = facts.arguments[table].path, items[0].collective.along
     yield Finding(
         'inherited sharding',
-        f'activations inherit the sharding of {path} along {mesh_axes}, and are gathered along it '
-        f'in {lines_text(gathers)}: {format_bytes(gathered)}, '
-        f'{format_bytes(n_bytes)} more than necessary',
+        f'activations inherit the sharding of {facts.arguments[table].path} along '
+        f'{items[0].collective.along}, and are gathered along it in {lines_text(gathers)}: '
+        f'{format_bytes(gathered)}, {format_bytes(n_bytes)} more than necessary',
         lookup.line,
         n_bytes,
-        constrain_lookup(
-            facts,
-            lookup,
-            [
-                axis.without_mesh_axes(along) if axis.origin == table else axis
-                for axis in lookup.result.axes
-            ],
-        ),
-        tuple(row.name for row in gathers),
+        explains=tuple(c.name for c in gathers),
     )
-
-
-def _sent_bytes(facts: Facts, product: Product, steps: Iterable[Step[str, int]]) -> int:
-    """Returns the bytes that a device sends in one run for these collectives of the result."""
-    assert facts.mesh is not None
-    sizes, n_bytes = facts.mesh.shape, 0
-    for step in steps:
-        block = product.result_bytes // prod(sizes[name] for name in step.block)
-        n_bytes += ring_bytes(step.kind, block, prod(sizes[name] for name in step.axes))
-    return n_bytes * (product.runs or 1)
-
-
-def lookup_in(facts: Facts, table: int) -> Product | None:
-    """Returns the first lookup in an argument."""
-    products = facts.trace.products if facts.trace else ()
-    return next((p for p in products if p.is_lookup and p.left.argument == table), None)
-
-
-def constrain_lookup(facts: Facts, lookup: Product, axes: Sequence[Axis]) -> str:
-    """Suggests constraining the result of a lookup."""
-    return facts.constrain('the result of the lookup', lookup.line, axes)
 
 
 def _names(items: Iterable[_ProductCollective]) -> tuple[str, ...]:

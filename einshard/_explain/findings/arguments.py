@@ -2,117 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..._text import first_of, format_bytes
 from ..._trees.paths import common_suffix_length
 from ..fold_layers import fold_paths
 from ..report_rows import ArrayRow, Finding
 from .facts import Facts
+from .next_call import next_arguments
 
 
-def unsharded_states(facts: Facts) -> Iterator[Finding]:
-    """Reports replicated optimizer states of sharded parameters.
+def states_of_parameters(facts: Facts) -> dict[int, int]:
+    """Returns {optimizer state: its parameter}, by the indices of the arguments.
 
     Parameters are the arguments that matmuls or lookups read; states are the other arguments that a
-    train step updates.
+    train step updates. They have the same shape, dtype and last key of the path. If several
+    parameters do, the path with the longest common suffix is that of the parameter.
     """
     if not facts.is_training or facts.trace is None:
-        return
+        return {}
+    rows, found = facts.argument_rows, dict[int, int]()
     read = {
         value.argument
         for product in facts.trace.products
         for value in (product.left, product.right)
-        if not value.is_data
+        if value.argument is not None and not value.is_data
     }
-    parameters = [facts.argument_rows[i] for i in sorted(n for n in read if n is not None)]
-    states = [
-        facts.argument_rows[i]
-        for i in facts.weights_and_states
-        if i not in read and not facts.argument_rows[i].sharded
-    ]
-    pairs = [(state, row) for state, row in _paired(states, parameters) if row.sharded]
-    yield from _folded(
-        'unsharded states',
-        pairs,
-        '{replicated} are replicated, but their parameters {sharded} are sharded: {bytes} on each '
-        'device instead of {bytes_if_sharded}',
-        'shard them like the parameters, with for_optimizer(params, spec): {placements}',
-    )
+
+    def key(i: int) -> tuple[str, str]:
+        return rows[i].array, rows[i].path.split('/')[-1]
+
+    for state in facts.weights_and_states:
+        candidates = [] if state in read else [i for i in sorted(read) if key(i) == key(state)]
+        lengths = [common_suffix_length(rows[state].path, rows[i].path) for i in candidates]
+        if lengths and lengths.count(max(lengths)) == 1:
+            found[state] = candidates[lengths.index(max(lengths))]
+    return found
 
 
-def _paired(
-    rows: Sequence[ArrayRow], others: Sequence[ArrayRow]
-) -> Iterator[tuple[ArrayRow, ArrayRow]]:
-    """Pairs each row with one of `others` that has the same shape, dtype and last key of the path.
-
-    If several match, chooses the one whose path has the longest common suffix. Omits rows without
-    a match, and rows with a tie.
-    """
-    by_last_key: dict[object, list[ArrayRow]] = {}
-    for other in others:
-        by_last_key.setdefault((other.array, other.path.split('/')[-1]), []).append(other)
-    for row in rows:
-        candidates = [
-            (common_suffix_length(row.path, other.path), other)
-            for other in by_last_key.get((row.array, row.path.split('/')[-1]), ())
-        ]
-        longest = max((length for length, _ in candidates), default=0)
-        best = [other for length, other in candidates if length == longest]
-        if len(best) == 1:
-            yield row, best[0]
+def unsharded_states(facts: Facts) -> Iterator[Finding]:
+    """Reports replicated optimizer states of sharded parameters."""
+    rows = facts.argument_rows
+    pairs = [(rows[state], rows[i]) for state, i in states_of_parameters(facts).items()]
+    yield from _replicated('unsharded states', pairs, ('its parameter {}', 'their parameters {}'))
 
 
 def replicated_results(facts: Facts) -> Iterator[Finding]:
     """Reports replicated results that replace a sharded argument in the next call."""
-    candidates = [facts.argument_rows[i] for i in facts.weights_and_states]
     pairs = [
-        (result, argument)
-        for result, argument in _paired(facts.result_rows, candidates)
-        # the path of a single result is only 'result': it has no key to match
-        if argument.sharded and not result.sharded and result.path != 'result'
+        (facts.result_rows[result], facts.argument_rows[argument])
+        for result, argument in next_arguments(facts).items()
     ]
-    yield from _folded(
-        'replicated result',
-        pairs,
-        '{replicated} are replicated, but {sharded}, which they replace in the next call, are '
-        'sharded: {bytes} on each device instead of {bytes_if_sharded}',
-        'give them the specs of the arguments, with out= or out_shardings=: {placements}',
-    )
+    texts = '{}, which it replaces in the next call,', '{}, which they replace in the next call,'
+    yield from _replicated('replicated result', pairs, texts)
 
 
-_SINGULARS = {
-    ' are ': ' is ',
-    'they replace': 'it replaces',
-    'their parameters': 'its parameter',
-    'them like the parameters': 'it like the parameter',
-    'them the specs of the arguments': 'it the spec of the argument',
-}
-
-
-def _folded(
-    kind: str, pairs: Sequence[tuple[ArrayRow, ArrayRow]], text: str, suggestion: str
+def _replicated(
+    kind: str, pairs: Iterable[tuple[ArrayRow, ArrayRow]], of: tuple[str, str]
 ) -> Iterator[Finding]:
-    """Yields one finding for all (replicated, sharded) pairs."""
+    """Yields one finding for all pairs of a replicated array and the sharded one it belongs to."""
+    pairs = [(row, other) for row, other in pairs if other.sharded and not row.sharded]
     if not pairs:
         return
     replicated, sharded = ([pair[i] for pair in pairs] for i in (0, 1))
-    n_bytes = sum(row.bytes for row in replicated)
-    placements = dict.fromkeys(f"'{row.placement}'" for row in sharded)
-    words = {
-        'replicated': _paths(replicated),
-        'sharded': _paths(sharded),
-        'bytes': format_bytes(n_bytes),
-        'bytes_if_sharded': format_bytes(sum(row.bytes for row in sharded)),
-        'placements': first_of(list(placements), 3),
-    }
-    if len(pairs) == 1:
-        for plural, singular in _SINGULARS.items():
-            text = text.replace(plural, singular)
-            suggestion = suggestion.replace(plural, singular)
-    text, suggestion = text.format_map(words), suggestion.format_map(words)
-    explained = tuple(row.path for row in replicated)
-    yield Finding(kind, text, None, n_bytes, suggestion, explained)
+    n_bytes, if_sharded = (sum(row.bytes for row in rows) for rows in (replicated, sharded))
+    are, of_them = ('is', of[0]) if len(pairs) == 1 else ('are', of[1])
+    yield Finding(
+        kind,
+        f'{_paths(replicated)} {are} replicated, but {of_them.format(_paths(sharded))} {are} '
+        f'sharded: {format_bytes(n_bytes)} on each device instead of {format_bytes(if_sharded)}',
+        None,
+        n_bytes,
+        explains=tuple(row.path for row in replicated),
+    )
 
 
 def _paths(rows: Sequence[ArrayRow]) -> str:

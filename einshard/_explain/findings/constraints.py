@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any, TypeAlias
 
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from ..._program.jaxpr.graph import inner_jaxprs
 from ..._sharding.describe import describe_named
-from ..._sharding.mesh import AnyMesh, is_canonical_mesh
 from ..._text import first_of
 from ..report_rows import Finding
 from .expressions import expression_of
@@ -157,7 +155,7 @@ def names_without_rule(facts: Facts) -> Iterator[Finding]:
         mesh = facts.mesh
         pairs = list(zip(constraint.before.axes, constraint.after.axes, strict=True))
         sharded = [
-            (after.name, before.mesh_axes)
+            after.name
             for before, after in pairs
             # a rule may shard another axis over these mesh axes
             if constraint.after.mesh_axes.isdisjoint(before.mesh_axes)
@@ -168,22 +166,13 @@ def names_without_rule(facts: Facts) -> Iterator[Finding]:
             continue
         axes = [replace(before, name=after.name) for before, after in pairs]
         gathers = [c for c in facts.unexplained if (c.source or '') == constraint.line]
-        rules = ', '.join(f"{name}='{_rule_text(mesh_axes, mesh)}'" for name, mesh_axes in sharded)
         yield Finding(
             'names without a rule',
-            f'{first_of([repr(name) for name, _ in sharded], 3)} '
+            f'{first_of([repr(name) for name in sharded], 3)} '
             f'{"has" if len(sharded) == 1 else "have"} no axis rule, so this constraint gathers '
             f'{"this axis" if len(sharded) == 1 else "these axes"} of a value that is sharded as '
             f"'{expression_of(axes, mesh)}'",
             constraint.line or None,
             sum(c.total_bytes for c in gathers),
-            f'write axis_rules(..., {rules})',
-            tuple(c.name for c in gathers),
+            explains=tuple(c.name for c in gathers),
         )
-
-
-def _rule_text(mesh_axes: tuple[str, ...], mesh: AnyMesh) -> str:
-    """Returns '@data' or '@(data,fsdp)', or a count such as '4' on the canonical mesh."""
-    if is_canonical_mesh(mesh):
-        return str(prod(mesh.shape[name] for name in mesh_axes))
-    return f'@{mesh_axes[0]}' if len(mesh_axes) == 1 else f'@({",".join(mesh_axes)})'

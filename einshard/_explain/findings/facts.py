@@ -19,14 +19,12 @@ from ..._program.hlo.slices import Gather, find_gather
 from ..._program.jaxpr.graph import Program
 from ..._sharding.collective_axes import mesh_axes_between, pairs_of_groups
 from ..._sharding.mesh import AnyMesh, Device
-from ..._text import short_source
 from ..arrays import ProgramArray
 from ..lowered import Stages
 from ..oversized import Oversized
 from ..report_rows import ArrayRow, Finding
-from .expressions import expression_of
 from .trace import Trace, argument_values, read_trace
-from .values import Axis, Value
+from .values import Value
 
 _MIN_FRACTION = 0.02  # of the bytes of all collectives; gradients of norm scales send less
 
@@ -158,17 +156,6 @@ class Facts:
     def product_lines(self) -> set[str]:
         return {product.line for product in self.trace.products} if self.trace else set()
 
-    def constrain(self, what: str, line: str, axes: Sequence[Axis]) -> str:
-        """Suggests constraining a value that `line` computes.
-
-        Returns '' under `jax.vmap`: there, the line sees a value without the mapped axes.
-        """
-        products = self.trace.products if self.trace else ()
-        if self.mesh is None or any(p.is_mapped for p in products if p.line == line):
-            return ''
-        placement = expression_of(axes, self.mesh)
-        return f"constrain {what} in {short_source(line)}: einshard(..., '{placement}')"
-
     @functools.cached_property
     def lookup_tables(self) -> set[int]:
         """The indices of the arguments in which rows are looked up, such as embeddings."""
@@ -179,9 +166,6 @@ class Facts:
     def is_data(self, argument: object) -> bool:
         """Whether `argument` is the index of an argument that is data, not a weight."""
         return isinstance(argument, int) and self.values[argument].is_data
-
-    def argument_axes(self, argument: int) -> Sequence[Axis]:
-        return self.values[argument].axes
 
     @functools.cached_property
     def gathers(self) -> Mapping[str, Gather]:

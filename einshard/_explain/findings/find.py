@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..report_rows import Finding
 from .activations import contracted_axes, missing_constraint
 from .arguments import replicated_results, unsharded_states
@@ -64,7 +66,8 @@ _NOTES = (
 def find_findings(facts: Facts) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
     """Returns (findings, notes). A note says nothing about what a finding explains."""
     for diagnose in _DIAGNOSES:
-        facts.found.extend([*diagnose(facts)])
+        # a suggestion is a change that fixes/ has compiled
+        facts.found.extend(replace(found, suggestion='') for found in [*diagnose(facts)])
     notes = [note for diagnose in _NOTES for note in diagnose(facts)]
     findings = sorted(facts.found, key=lambda found: (found.kind not in _URGENT, -found.bytes))
     return tuple(findings), tuple(sorted(notes, key=lambda note: -note.bytes))

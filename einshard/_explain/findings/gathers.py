@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import keyword
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -15,7 +14,6 @@ from ..._sharding.mesh import AnyMesh
 from ..._text import first_of, format_bytes, short_source
 from ..fold_layers import fold_paths
 from ..report_rows import Finding
-from .expressions import expression_of
 from .facts import Facts
 
 
@@ -84,7 +82,6 @@ class _RepeatedGather(NamedTuple):
         bytes: the bytes that a device sends in all its all-gathers.
         names: the names of its all-gathers.
         is_weight: whether the array is a weight. Always false in inference.
-        along: the mesh axes that `gather` runs along.
     """
 
     gather: Gather
@@ -93,7 +90,6 @@ class _RepeatedGather(NamedTuple):
     bytes: int
     names: tuple[str, ...]
     is_weight: bool
-    along: frozenset[str]
 
 
 def gathered_again(facts: Facts) -> Iterator[Finding]:
@@ -114,8 +110,7 @@ def gathered_again(facts: Facts) -> Iterator[Finding]:
         other_lines = ', '.join(map(short_source, repeated.lines[1:]))
         also = f', also at {other_lines}' if other_lines else ''
         text = f'{what} is {repeated.how_often}{also}'
-        suggestion = _gather_before_loop(facts, repeated)
-        yield Finding('gathered again', text, line, repeated.bytes, suggestion, repeated.names)
+        yield Finding('gathered again', text, line, repeated.bytes, explains=repeated.names)
 
 
 def weights_gathered_again(facts: Facts) -> Iterator[Finding]:
@@ -132,20 +127,6 @@ def weights_gathered_again(facts: Facts) -> Iterator[Finding]:
         first = next((weight.lines[0] for _, weight in weights if weight.lines), None)
         n_bytes = sum(weight.bytes for _, weight in weights)
         yield Finding('gathered again', f'{paths} {verb} {how_often}', first, n_bytes)
-
-
-def _gather_before_loop(facts: Facts, repeated: _RepeatedGather) -> str:
-    """Suggests gathering an argument before the loop, or returns '' if that may not help."""
-    gather, parameter = repeated.gather, repeated.gather.parameter
-    if not gather.is_invariant or parameter is None or facts.mesh is None or not repeated.along:
-        return ''
-    array = facts.inputs[parameter]
-    axes = facts.argument_axes(facts.used_arguments[parameter])
-    gathered = [axis.without_mesh_axes(repeated.along) for axis in axes]
-    name, expression = array.path.split('/')[-1], expression_of(gathered, facts.mesh)
-    is_variable = name.isidentifier() and not keyword.iskeyword(name)
-    assigned, value = (f'{name} = ', name) if is_variable else ('', '...')
-    return f"gather it once, before the loop: {assigned}einshard({value}, '{expression}')"
 
 
 def _repeated_gathers(facts: Facts) -> Iterator[_RepeatedGather]:
@@ -178,5 +159,4 @@ def _repeated_gathers(facts: Facts) -> Iterator[_RepeatedGather]:
             continue
         sent = sum(c.total_bytes for _, c in repeats)
         names = tuple(c.name for _, c in repeats)
-        is_weight = key in weight_keys
-        yield _RepeatedGather(gather, how_often, lines, sent, names, is_weight, first.mesh_axes)
+        yield _RepeatedGather(gather, how_often, lines, sent, names, key in weight_keys)

@@ -42,4 +42,4 @@ def large_constants(facts: Facts) -> Iterator[Finding]:
             f'{array} is a constant of the program, such as an array that the function closes '
             f'over: {format_bytes(size)} on each device'
         )
-        yield Finding('constant', text, bytes=size, suggestion='pass it as an argument')
+        yield Finding('constant', text, bytes=size)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import prod
 
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
-from ..._notation.expression import Term
 from ..._program.hlo.collective import Collective
 from ..._program.hlo.integers import count_trips
-from ..._program.hlo.slices import SlicedSum, find_sliced_sum
-from ..._text import format_bytes, short_source
+from ..._program.hlo.slices import find_sliced_sum
+from ..._text import format_bytes
 from ..fold_layers import fold_paths
 from ..report_rows import Finding
 from .facts import Facts
@@ -30,8 +28,10 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
         # direct slices are what the suggestion gives; XLA decides whether to reduce-scatter them
         if found is None or found.is_direct or row.total_bytes < facts.min_bytes:
             continue
-        suggestion = _constrain_result(facts, row.source or '', row.mesh_axes, found)
-        if not suggestion:
+        products = facts.trace.products if facts.trace else ()
+        n_products = sum(p.line == row.source and not p.is_backward for p in products)
+        # each device keeps one slice, of a matmul that is alone in its line
+        if n_products != 1 or [n for _, n in found.parts] != [row.group_size]:
             continue
         yield Finding(
             'sliced all-reduce',
@@ -40,30 +40,8 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
             'reduce-scatter would send half of that',
             row.source,
             row.total_bytes,
-            suggestion,
-            (row.name,),
+            explains=(row.name,),
         )
-
-
-def _constrain_result(facts: Facts, line: str, along: frozenset[str], found: SlicedSum) -> str:
-    """Suggests a constraint that makes XLA reduce-scatter the result of the matmul in `line`.
-
-    Returns '' if none is sure to help, for example because the line has several matmuls.
-    """
-    products = facts.trace.products if facts.trace else ()
-    results = {p.result for p in products if p.line == line and not p.is_backward}
-    if len(results) != 1 or len(found.parts) != 1 or facts.mesh is None:
-        return ''
-    (result,), ((dim, n_slices),) = results, found.parts
-    mesh_axes = tuple(str(name) for name in facts.mesh.axis_names if name in along)
-    is_one_slice_each = n_slices == prod(facts.mesh.shape[name] for name in mesh_axes)
-    if dim >= len(result.axes) or not is_one_slice_each or along & result.mesh_axes:
-        return ''
-    axes = [
-        replace(axis, mesh_axes=(*axis.mesh_axes, *mesh_axes)) if i == dim else axis
-        for i, axis in enumerate(result.axes)
-    ]
-    return facts.constrain('the result of the matmul', line, axes)
 
 
 # --- loops --------------------------------------------------------------------------------------
@@ -99,25 +77,8 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
             f'{format_bytes(n_bytes // n)}',
             line,
             n_bytes,
-            _reduce_after_loop(facts, line, along),
-            tuple(row.name for row in rows),
+            explains=tuple(row.name for row in rows),
         )
-
-
-def _reduce_after_loop(facts: Facts, line: str, along: str) -> str:
-    mesh, source = facts.mesh, short_source(line)
-    axes = tuple(axis for axis in mesh.axis_names if axis in along.split(',')) if mesh else ()
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)) if mesh else {}
-    if axes and {types[axis] for axis in axes} == {AxisType.Explicit}:
-        reduced, unreduced = (Term(mesh_axes=axes, sign=sign) for sign in '=+')
-        return (
-            f"in {source}, add '{reduced}' to the sharding of the weights and '{unreduced}' to "
-            'that of the sum, and reshard the sum after the loop'
-        )
-    return (
-        f'run the loop of {source} in a per_device function, make its weights varying '
-        "(jax.lax.pcast(..., to='varying')), and reduce the gradients once after it"
-    )
 
 
 def _loop_around(facts: Facts, row: Collective, loops: dict[str, Loop]) -> Loop | None:
@@ -168,16 +129,13 @@ def recomputed_collectives(facts: Facts) -> Iterator[Finding]:
         n_saved = None if None in saved else sum(filter(None, saved))
         if n_saved is not None and n_saved > facts.free_memory:
             continue  # jax.checkpoint makes the program fit
-        memory = '' if n_saved is None else f', which takes {format_bytes(n_saved)}'
+        memory = '' if n_saved is None else f'; to save it takes {format_bytes(n_saved)}'
         yield Finding(
             'sent again',
             f'the {row.kind} of {row.arrays} runs again in the backward pass, where jax.checkpoint '
-            f'repeats the forward pass: {format_bytes(n_bytes)}',
+            f'repeats the forward pass: {format_bytes(n_bytes)}{memory}',
             row.source,
             n_bytes,
-            f"save its result{memory}: name it with checkpoint_name(..., 'sum') of "
-            'jax.ad_checkpoint, and pass '
-            "policy=jax.checkpoint_policies.save_only_these_names('sum') to jax.checkpoint",
         )
 
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
-from math import prod
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..._program.hlo.collective import Collective
 from ..._sharding.mesh import is_canonical_mesh
-from ..._text import array_text, first_of, format_bytes, short_source
+from ..._text import array_text, first_of, format_bytes
 from ..fold_layers import fold_paths
 from ..report_rows import Finding
-from .expressions import expression_of, shard_text
 from .facts import Facts
 from .lines import lines_text
 from .trace import Scanned
-from .values import Value, is_free_axis, weight_and_data
+from .values import Value, weight_and_data
 
 
 class _ShardedScan(NamedTuple):
@@ -38,46 +35,19 @@ def sharded_loop_axis(facts: Facts) -> Iterator[Finding]:
         effect = f': {sent} are sent to gather it'
         if is_data:
             effect = f', so each iteration has an unsharded batch: {sent} of activations are sent'
-        suggestion = _reshard_before_loop(facts, line, arrays) or (
-            _shard_rows if is_data else _shard_weights
-        )(facts, arrays)
-        # without a suggestion, a finding about one of the collectives may have one
-        explains = [row.name for row in rows] if suggestion else []
         yield Finding(
             'sharded loop axis',
             f'the loop runs over the first axis of {_arrays_text(facts, arrays)}, which is sharded '
             f'along {_along_text(facts, arrays[0].value)}{effect} in {lines_text(rows)}',
             line,
             n_bytes,
-            suggestion,
-            (*explains, *_paths(facts, arrays)),
+            explains=(*(row.name for row in rows), *_paths(facts, arrays)),
         )
 
 
 def loops_over_batch(facts: Facts) -> bool:
     """Whether a loop runs over a sharded axis of data, so that its iterations have no batch."""
     return any(scan.is_data for scan in _arrays_of_scans(facts))
-
-
-def looped_dims(facts: Facts) -> set[tuple[int, int]]:
-    """Returns the (argument, axis) pairs that loops run over."""
-    return {
-        (value.argument, value.axes[0].dim)
-        for loop in (facts.trace.loops if facts.trace else ())
-        for value, aval in loop.xs
-        if value.argument is not None
-        and value.axes[0].dim >= 0
-        and aval.shape[0] == facts.arguments[value.argument].shape[value.axes[0].dim]
-    }
-
-
-def suggestion_for_batch(facts: Facts, mesh_axes: Collection[str]) -> str:
-    """Suggests how to keep a scanned batch sharded over `mesh_axes` in a loop, or returns ''."""
-    for (line, axes, _), arrays in _arrays_of_scans(facts).items():
-        suggestion = _reshard_before_loop(facts, line, arrays)
-        if suggestion and set(mesh_axes) & set(axes):
-            return suggestion
-    return ''
 
 
 def _reported_scans(
@@ -146,89 +116,6 @@ def _collectives_of_weights(
         for c in facts.unexplained
         if c.role == 'weights' and facts.partly_along(c) & set(mesh_axes) and paths & set(c.of)
     ]
-
-
-def _reshard_before_loop(facts: Facts, line: str, arrays: Sequence[Scanned]) -> str:
-    """Suggests sharding the second axis of reshaped `arrays` instead of the first.
-
-    Returns '' if an array is an argument that is not reshaped, or if its second axis is missing or
-    not divisible.
-    """
-    assert facts.mesh is not None
-    constraints: dict[str, None] = {}
-    for scanned in arrays:
-        value, aval = scanned
-        first, *rest = value.axes
-        if _is_axis_of_argument(facts, scanned) or not rest:
-            return ''
-        mesh_axes = (*first.mesh_axes, *rest[0].mesh_axes)
-        if aval.shape[1] % prod(facts.mesh.shape[name] for name in mesh_axes):
-            return ''
-        second = replace(rest[0], name=rest[0].name or first.name, mesh_axes=mesh_axes)
-        axes = (replace(first, name='', mesh_axes=()), second, *rest[1:])
-        constraints[f"einshard(..., '{expression_of(axes, facts.mesh)}')"] = None
-    source, text = short_source(line), ', '.join(constraints)
-    return f'reshard the array before the loop of {source} runs over it: {text}'
-
-
-def _shard_rows(facts: Facts, arrays: Sequence[Scanned]) -> str:
-    """Suggests sharding the rows of each microbatch, or returns ''.
-
-    The rows are the second axis of an argument, if a matmul reads it and does not contract it. If
-    not, the loop may run over rows, and the axis has features.
-    """
-    assert facts.mesh is not None
-    assert facts.trace is not None
-    placements: dict[str, str] = {}
-    for scanned in arrays:
-        value, aval = scanned
-        argument = value.argument
-        if argument is None or not _is_axis_of_argument(facts, scanned):
-            return ''
-        products = [product for product in facts.trace.products if not product.is_convolution]
-        if not any(is_free_axis(product, argument, 1) for product in products):
-            return ''
-        first, second, *rest = facts.argument_axes(argument)
-        mesh_axes = (*second.mesh_axes, *first.mesh_axes)
-        if aval.shape[1] % prod(facts.mesh.shape[name] for name in mesh_axes):
-            return ''
-        axes = (replace(first, mesh_axes=()), replace(second, mesh_axes=mesh_axes), *rest)
-        placements[facts.arguments[argument].path] = expression_of(axes, facts.mesh)
-    return shard_text(placements)
-
-
-def _shard_weights(facts: Facts, arrays: Sequence[Scanned]) -> str:
-    """Suggests sharding another axis of each array, or returns '' if one has no suitable axis.
-
-    Also returns '' if no matmul has one of them as its weight: they may be data.
-    """
-    assert facts.mesh is not None
-    assert facts.trace is not None
-    # a backward pass also multiplies data by gradients
-    forward = (product for product in facts.trace.products if not product.is_backward)
-    pairs = filter(None, map(weight_and_data, forward))
-    weights = {weight.argument for weight, _ in pairs}
-    if all(value.argument not in weights for value, _ in arrays):
-        return ''
-    placements: dict[str, str] = {}
-    for scanned in arrays:
-        value = scanned.value
-        if value.argument is None or not _is_axis_of_argument(facts, scanned):
-            return ''
-        array = facts.arguments[value.argument]
-        first, *rest = facts.argument_axes(value.argument)
-        n_shards = prod(facts.mesh.shape[name] for name in first.mesh_axes)
-        sizes = array.shape[1:]
-        for i, (axis, size) in enumerate(zip(rest, sizes, strict=True)):
-            if not axis.mesh_axes and size % n_shards == 0:
-                rest[i] = replace(axis, mesh_axes=first.mesh_axes)
-                placements[array.path] = expression_of(
-                    (first.without_mesh_axes(first.mesh_axes), *rest), facts.mesh
-                )
-                break
-        else:
-            return ''
-    return shard_text(placements)
 
 
 def _paths(facts: Facts, arrays: Sequence[Scanned]) -> list[str]:

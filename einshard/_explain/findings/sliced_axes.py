@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from math import prod
+from collections.abc import Iterator
 
 from ..._program.hlo.sources import operations
 from ..._text import format_bytes
 from ..report_rows import Finding
-from .expressions import expression_of
 from .facts import Facts
 from .trace import Slice
-from .values import Axis
 
 # collectives that move slices; an all-reduce on the same line has another cause
 _KINDS = ('collective-permute', 'all-to-all', 'all-gather')
@@ -54,26 +51,5 @@ def sliced_axis(facts: Facts) -> Iterator[Finding]:
             f'{format_bytes(n_bytes)} are sent to shard the parts',
             line,
             n_bytes,
-            _suggestion(facts, several),
-            tuple(row.name for row in rows),
+            explains=tuple(row.name for row in rows),
         )
-
-
-def _suggestion(facts: Facts, slices: Sequence[Slice]) -> str:
-    """Suggests giving the parts their own axis.
-
-    Returns '' if the slices are not equal parts, or if their size is 1 or not divisible.
-    """
-    assert facts.mesh is not None
-    sliced = slices[0]
-    n_shards = prod(facts.mesh.shape[name] for name in sliced.axis.mesh_axes)
-    is_equal = all(s.is_equal_part and s.part == sliced.part for s in slices)
-    if not is_equal or sliced.part < 2 or sliced.part % n_shards:
-        return ''
-    axes = [*sliced.value.axes]
-    axes.insert(sliced.dim, Axis())
-    n_parts, placement = sliced.size // sliced.part, expression_of(axes, facts.mesh)
-    return (
-        f'store the {n_parts} parts along a separate axis, here and in the array that is split: '
-        f"'{placement}'"
-    )

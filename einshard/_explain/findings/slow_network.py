@@ -11,9 +11,9 @@ from .facts import Facts
 
 
 def slow_network(facts: Facts) -> Iterator[Finding]:
-    """Suggests swapping a mesh axis across TPU slices with one of the same size within slices.
+    """Reports a mesh axis across TPU slices that sends more than twice as much as one within them.
 
-    Reports an axis only if more than twice as many bytes are sent along it as along the other.
+    Only an axis of the same size, so that the two can be swapped.
     """
     mesh = facts.mesh
     if mesh is None or len(set(facts.slices)) < 2:
@@ -38,13 +38,10 @@ def slow_network(facts: Facts) -> Iterator[Finding]:
         ]
         if candidates:
             other = min(candidates, key=lambda name: sent[name])
-            swapped = [{axis: other, other: axis}.get(name, name) for name in axes]
-            sizes = ', '.join(f'{name}={mesh.shape[name]}' for name in swapped)
             yield Finding(
                 'slow network',
                 f'{format_bytes(sent[axis])} are sent along {axis} between slices, and '
                 f'{format_bytes(sent[other])} along {other} within them',
                 None,
                 sent[axis],
-                f'swap the two mesh axes: {sizes}',
             )

@@ -48,9 +48,6 @@ class Slice(NamedTuple):
     line: str
     value: Value
     dim: int
-    size: int  # the size of the axis
-    part: int  # the size of the slice
-    is_equal_part: bool  # whether it is one of size // part equal parts
 
     @property
     def axis(self) -> Axis:
@@ -301,7 +298,6 @@ def _product(op: Op, values: Sequence[Value], line: Callable[[Any], str]) -> Pro
         flops=None if site.runs is None else flops * site.runs,
         is_backward=site.is_backward,
         in_shard_map=site.n_shards > 0,
-        is_mapped=site.is_mapped,
         is_lookup=op.primitive == 'gather',
         is_convolution=is_convolution,
         is_grouped=is_convolution
@@ -314,16 +310,4 @@ def _slices(op: Op, value: Value, line: str) -> Iterator[Slice]:
     sizes, parts = op.eqn.invars[0].aval.shape, op.eqn.outvars[0].aval.shape
     for dim, (axis, size, part) in enumerate(zip(value.axes, sizes, parts, strict=True)):
         if 0 < part != size and axis.mesh_axes:
-            is_equal_part = size % part == 0 and _starts_at_multiple(op.eqn, dim, part)
-            yield Slice(line, value, dim, size, part, is_equal_part)
-
-
-def _starts_at_multiple(eqn: Any, dim: int, part: int) -> bool:
-    """Whether all slices along `dim` are contiguous and start at multiples of `part`."""
-    if eqn.primitive.name == 'split':
-        return set(eqn.params['sizes']) == {part}
-    if eqn.primitive.name == 'dynamic_slice':
-        start = getattr(eqn.invars[1 + dim], 'val', None)  # of a literal
-        return start is not None and int(start) % part == 0
-    strides = eqn.params['strides']
-    return eqn.params['start_indices'][dim] % part == 0 and (strides is None or strides[dim] == 1)
+            yield Slice(line, value, dim)

@@ -78,8 +78,6 @@ class Product:
         flops: the flops before partitioning, of all `runs`, or None.
         is_grouped: whether it is a convolution with groups of features, or of the batch.
         in_shard_map: whether it is in a `shard_map`, where shapes are those of a shard.
-        is_mapped: whether it is in a function that `jax.vmap` maps, whose code does not see all
-            axes.
         sizes: the numbers of elements of `left`, `right` and `result` before partitioning.
     """
 
@@ -94,7 +92,6 @@ class Product:
     flops: int | None = None
     is_backward: bool = False
     in_shard_map: bool = False
-    is_mapped: bool = False
     is_lookup: bool = False
     is_convolution: bool = False
     is_grouped: bool = False
@@ -112,16 +109,6 @@ def weight_and_data(product: Product) -> tuple[Value, Value] | None:
         if weight.argument is not None and not weight.is_data:
             return weight, data
     return None
-
-
-def is_free_axis(product: Product, argument: int, dim: int) -> bool:
-    """Whether an axis of a data argument is in the data of a matmul, and not contracted."""
-    _, data = weight_and_data(product) or (None, None)
-    if data is None or data.argument != argument:
-        return False
-    index = 0 if data is product.left else 1
-    contracted = [pair[index] for pair in product.contracted]
-    return any(axis.dim == dim and i not in contracted for i, axis in enumerate(data.axes))
 
 
 def merged_axis(axes: Sequence[Axis]) -> Axis:

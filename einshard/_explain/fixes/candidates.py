@@ -110,15 +110,16 @@ def _sends(facts: Facts, trial: Trial) -> Iterator[Cost]:
     lookups = [op for op in trial.traced.ops if op.primitive == 'gather' and op.site.frames]
     lines = {op.site.frames[0].source for op in lookups}
     numbers = {trial.values[v].argument for op in lookups for v in op.arrays_in[:1]} - {None}
-    tables = {facts.arguments[i].path for i in numbers if i is not None}
+    numbers |= {trial.values[v].argument for v in _looped(trial)}
+    paths = {facts.arguments[i].path for i in numbers if i is not None}
     assert facts.mesh is not None
     names = [str(name) for name in facts.mesh.axis_names]
     groups: dict[tuple[object, ...], list[Collective]] = defaultdict(list)
     for c in trial.collectives:
         # gathering weights that are sharded like the batch, and adding up their gradients, is what
-        # data parallelism costs, except for the rows of a table
+        # data parallelism costs, except for the rows of a table, and layers that a loop runs over
         is_of_weights = facts.is_training and c.role in ('weights', 'gradients')
-        if is_of_weights and c.source not in lines and tables.isdisjoint(c.of):
+        if is_of_weights and c.source not in lines and paths.isdisjoint(c.of):
             continue
         if c.mesh_axes and c.total_bytes:
             groups[c.source, c.column, c.mesh_axes, c.kind, c.role, c.of].append(c)
@@ -136,6 +137,12 @@ def _sends(facts: Facts, trial: Trial) -> Iterator[Cost]:
             0,
             tuple(c.name for c in several),
         )
+
+
+def _looped(trial: Trial) -> list[int]:
+    """Returns the values whose first axis is sharded and has a loop that runs over it."""
+    values = trial.values
+    return [v for scan in trial.traced.scans for v in scan.xs if values[v].axes[0].mesh_axes]
 
 
 def _repeats(facts: Facts, trial: Trial) -> Iterator[Cost]:
@@ -234,13 +241,22 @@ class Candidates:
         }
 
     def of(self, cost: Cost) -> Iterator[Change]:
-        """Yields changes for a cost, the most promising first."""
+        """Yields changes for a cost, the most promising first.
+
+        Constraints cannot be inserted where types determine the shardings.
+        """
+        for change in self._of(cost):
+            if not (self.facts.is_explicit and change.points):
+                yield change
+
+    def _of(self, cost: Cost) -> Iterator[Change]:
         ops = self.by_line.get(cost.line, [])
         ops = [op for op in ops if op.site.frames[0].column == cost.column - 1] or ops
         forward = [op for op in ops if not op.site.is_backward] or ops
         is_repeat = cost.n_repeats > 0
         forward.sort(key=lambda op: -self._weight_of(op))
         yield from self._dropped(cost)
+        yield from self._loops(cost)
         # a send may be for the product that uses its line
         consumers = [] if is_repeat else self._consumers(self._values_of(cost, forward))
         ops = [*forward[:1], *consumers, *forward[1:2]]
@@ -316,6 +332,26 @@ class Candidates:
                     spans.add(op.site.frames[0])
                     edits, point = self._constrained(op, new)
                     yield Change('wrong constraint', cost, edits, (point,))
+
+    def _loops(self, cost: Cost) -> Iterator[Change]:
+        """Shards another axis of the values that a loop runs over along a sharded axis."""
+        edits, points = Edits(), list[Point]()
+        for v in _looped(self.trial):
+            first, *rest = (axis.mesh_axes for axis in self.trial.values[v].axes)
+            shape = self.trial.traced.values[v].shape
+            current: Entries = ((), *rest)
+            added = (self._with(current, shape, dim, first) for dim in range(1, len(shape)))
+            new = next(filter(None, added), None)
+            if new is None:
+                continue
+            if v in self.argument_of:
+                edits |= self._state(self.argument_of[v], new)
+            for op in self.producers[v]:
+                if op.site.frames and not op.site.is_backward and op.primitive not in _PASSING:
+                    edit, point = self._constrained(op, new)
+                    edits, points = edits | edit, [*points, point]
+        if edits != Edits():
+            yield Change('sharded loop axis', cost, edits, tuple(points))
 
     # --- logical axes -------------------------------------------------------------------------
 

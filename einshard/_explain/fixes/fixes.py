@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from ..._errors import EinshardError
-from ..._text import format_bytes, short_source
+from ..._text import first_of, format_bytes, short_source
 from ..findings.expressions import expression_of, shard_text
 from ..findings.facts import Facts
 from ..findings.next_call import next_arguments, results_to_pin
@@ -22,7 +22,9 @@ from .search import MIN_GAIN, Accepted, Search, start_search
 from .trials import Edits, Trials
 
 # They do not depend on what a change costs: the program does not run, or code has no effect.
-_FACTS = ('does not fit', 'promise broken', 'no effect', 'names without a rule', 'second compile')
+_FACTS = ('does not fit', 'promise broken', 'no effect', 'names without a rule')
+# About results that are sharded unlike the arguments that they replace in the next call.
+_PINNED = ('second compile', 'replicated result')
 
 
 class Fixes:
@@ -46,7 +48,7 @@ class Fixes:
             if i not in others.results and replaced[i] not in others.arguments
         }
         self._pins, self._pinned = Edits(), None
-        call = facts.stages.call if results and not facts.is_explicit else None
+        call = facts.stages.call if results else None
         if call is None or len(call.dynamic) != len(facts.arguments):
             return
         trials = Trials(facts, call)
@@ -69,58 +71,67 @@ class Fixes:
     def report(self) -> Report:
         """Returns the report, with the changes that help as findings."""
         search, report = self._search, self._report
-        if search is None:
-            return replace(report, **self._without_suggestions([], []), fixes=self)
         rules = [*report.findings]
-        found = [self._finding(accepted, rules) for accepted in search.accepted]
+        accepted = [] if search is None else search.accepted
+        found = [self._finding(each, rules) for each in accepted]
         lines = list[str]()
-        if search.target is not None and (len(found) > 1 or self._facts.platform != 'cpu'):
-            together = 'all together, ' * (len(found) > 1)
-            costs = '; '.join(changes(*search.target))
-            lines.append(f'{together}compiled for {report.device_kind}: {costs}')
-        if search.cut:
-            lines.append(f'{search.n_tried} changes tried ({search.cut}: the search was stopped)')
+        if search is not None:
+            if search.target is not None and (len(found) > 1 or self._facts.platform != 'cpu'):
+                together = 'all together, ' * (len(found) > 1)
+                costs = '; '.join(changes(*search.target))
+                lines.append(f'{together}compiled for {report.device_kind}: {costs}')
+            if search.cut:
+                lines.append(
+                    f'{search.n_tried} changes tried ({search.cut}: the search was stopped)'
+                )
+        findings, notes = self._others(found, rules)
         return replace(
-            report,
-            **self._without_suggestions(found, search.accepted),
-            total=tuple(lines),
-            fixes=self,
+            report, findings=findings, notes=notes, total=tuple(lines) or report.total, fixes=self
         )
 
-    def _without_suggestions(
-        self, found: Sequence[Finding], accepted: Sequence[Accepted]
-    ) -> dict[str, Any]:
-        """Returns the findings and notes of the report, without suggestions that were not tried.
+    def _others(
+        self, found: Sequence[Finding], rules: Sequence[Finding]
+    ) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+        """Returns the findings and the notes, with the changes that were found to help.
 
-        Costs that no change lowers are notes.
+        Of the other findings of the report, `rules`, costs that no change lowers become notes. On
+        Explicit axes they stay, because few changes can be tried.
         """
-        if self._facts.is_explicit:  # they cannot be tried, and the types show what is right
-            return {'findings': self._report.findings, 'notes': self._report.notes}
         explained = {name for finding in found for name in finding.explains}
-        explained |= {one.change.cost.line for one in accepted}
-        if self._search is not None and accepted:  # what the changes have made disappear
+        if self._search is not None and found:  # what the changes have made disappear
+            explained |= {one.change.cost.line for one in self._search.accepted}
             after = {c.source for c in self._search.current.collectives}
             after |= {row.source for row in self._search.current.products}
             before = {c.source or '' for c in self._search.base.collectives}
             explained |= before - after
         findings, notes = [*found], list[Finding]()
-        for finding in self._report.findings:
-            if finding.kind == 'second compile':
-                if self._pinned is None and found:
-                    continue  # other changes move these arrays
-                suggestion = finding.suggestion if self._pinned else ''
-                if self._pins.arguments:
-                    suggestion = ', and '.join(self._moves(self._pins))
-                findings.append(replace(finding, suggestion=suggestion, tried=self._pinned))
+        for finding in rules:
+            if finding.kind in _PINNED:
+                if self._pinned is not None or not found:  # or else other changes move these arrays
+                    suggestion = self._pin(finding)
+                    findings.append(replace(finding, suggestion=suggestion, tried=self._pinned))
             elif finding.kind in _FACTS:
                 findings.append(finding)
             elif explained.isdisjoint((*finding.explains, finding.source or '')):
-                notes.append(replace(finding, suggestion=''))
+                (findings if self._facts.is_explicit else notes).append(finding)
         for note in self._report.notes:
             if note.source is None or explained.isdisjoint((*note.explains, note.source)):
-                notes.append(replace(note, suggestion=''))
+                notes.append(note)
         findings.sort(key=lambda one: one.kind not in _FACTS[:2])
-        return {'findings': tuple(findings), 'notes': tuple(notes)}
+        return tuple(findings), tuple(notes)
+
+    def _pin(self, finding: Finding) -> str:
+        """Returns the change after which the next call of a program does not compile again."""
+        facts, replaced = self._facts, next_arguments(self._facts)
+        if self._pins.arguments:
+            return ', and '.join(self._moves(self._pins))
+        pinned = [i for i in self._pins.results if facts.results[i].path in finding.explains]
+        if not pinned:
+            return ''
+        it = 'it' if len(pinned) == 1 else 'them'
+        placements = [f"'{facts.argument_rows[replaced[i]].placement}'" for i in pinned]
+        listed = first_of(list(dict.fromkeys(placements)), 3)
+        return f'pin {it} with out= or out_shardings=: {listed}'
 
     def _finding(self, accepted: Accepted, rules: list[Finding]) -> Finding:
         """Returns the finding of a change, in the words of one of `rules`, which it removes."""
@@ -133,6 +144,8 @@ class Fixes:
             text = f'{cost.kind}{what} along {axes} sends {format_bytes(cost.bytes)}'
         kind, names = accepted.change.kind, cost.names
         for rule in rules:
+            if rule.kind == 'no effect':
+                continue
             if rule.source == cost.line or {*rule.explains} & {*names}:
                 text, kind, names = rule.text, rule.kind, (*rule.explains, *names)
                 rules.remove(rule)

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from ..._progress import progress
 from ..findings.facts import Facts
@@ -144,7 +144,7 @@ def start_search(facts: Facts) -> Search | None:
     Returns None if it has none, or if it cannot be edited.
     """
     mesh, call = facts.mesh, None
-    if facts.trace is not None and isinstance(mesh, Mesh) and {*mesh.axis_types} == {AxisType.Auto}:
+    if facts.trace is not None and isinstance(mesh, Mesh):
         call = facts.stages.call
     if call is None or len(call.dynamic) != len(facts.arguments):
         return None

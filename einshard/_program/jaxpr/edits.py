@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.tree_util as jtu
 from jax.extend import core as jex
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from ..._sharding.mesh import partition_spec, spec_axes
 from .graph import Site
@@ -45,6 +45,7 @@ class JittedCall:
         leaves: the leaves of the arguments `(args, kwargs)`.
         operands: for each operand of the equation, the index of the leaf that it is, or a constant.
         args_tree, result_tree: the structures of the arguments and of the result.
+        function: what is jitted. None if a framework jits it.
     """
 
     eqn: Any
@@ -52,6 +53,7 @@ class JittedCall:
     operands: Sequence[int | _Constant]
     args_tree: Any
     result_tree: Any
+    function: Callable[..., Any] | None = None
 
     @property
     def jaxpr(self) -> Any:
@@ -107,7 +109,8 @@ def read_call(
         if not _is_jaxpr(eqn.params.get('jaxpr')):
             raise ValueError('not a call of a jitted function')
         if result_tree is not None:
-            return JittedCall(eqn, leaves, operands, args_tree, result_tree)
+            function = getattr(jitted, '__wrapped__', None)
+            return JittedCall(eqn, leaves, operands, args_tree, result_tree, function)
         order = [i for i in operands if isinstance(i, int)]
         renamed = {leaf: i for i, leaf in enumerate(order)}
         return JittedCall(
@@ -166,6 +169,10 @@ def apply(
         results: the new shardings of results, by the index of the leaf.
     """
     arguments, results = arguments or {}, results or {}
+    # the types in its jaxpr are those of its arguments
+    is_traced_again = any(map(_has_explicit_axes, arguments.values()))
+    if is_traced_again and (values or call.function is None):
+        raise ValueError('on Explicit mesh axes, only arguments and results of jax.jit can change')
     params, splicer = call.eqn.params, _Splicer(values)
     jaxpr = splicer.splice(call.jaxpr) if values else call.jaxpr
     run = jex.jaxpr_as_fun(jaxpr)
@@ -213,6 +220,8 @@ def apply(
         options['out_shardings'] = call.result_tree.unflatten(out_shardings)
 
     def edited(*args: Any, **kwargs: Any) -> Any:
+        if is_traced_again and call.function is not None:
+            return call.function(*args, **kwargs)
         leaves = jtu.tree_leaves((args, kwargs))
         operands = [leaves[each] if isinstance(each, int) else each.value for each in call.operands]
         return call.result_tree.unflatten(run(*operands))
@@ -220,6 +229,10 @@ def apply(
     edited.__name__ = edited.__qualname__ = params['name']
     applied = tuple(splicer.applied[edit] for edit in range(len(values)))
     return Edited(jax.jit(edited, **options), args, kwargs, applied)
+
+
+def _has_explicit_axes(sharding: Any) -> bool:
+    return AxisType.Explicit in getattr(getattr(sharding, 'mesh', None), 'axis_types', ())
 
 
 def _struct(leaf: Any, sharding: Sharding | None) -> Any:

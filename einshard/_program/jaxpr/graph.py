@@ -62,10 +62,6 @@ class Site:
     names: AxisNames | None = None
 
     @property
-    def is_mapped(self) -> bool:
-        return self.n_mapped > 0
-
-    @property
     def is_transposed(self) -> bool:
         """Whether it computes cotangents."""
         return self.is_backward and not self.is_recomputed
