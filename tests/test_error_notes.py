@@ -1,5 +1,6 @@
 """Notes that `sharded` adds to errors of JAX."""
 
+import contextlib
 import re
 import textwrap
 from pathlib import Path
@@ -12,7 +13,16 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from placed import mesh_of
 
-from einshard import Rules, device_mesh, einshard, explain, per_device, sharded
+from einshard import (
+    EinshardError,
+    Rules,
+    device_mesh,
+    einshard,
+    explain,
+    make_sharding,
+    per_device,
+    sharded,
+)
 from einshard._functions.error_notes import is_sharding_type_error
 
 EXPLICIT = AxisType.Explicit
@@ -132,6 +142,123 @@ def test_notes_of_other_operations(operation):
     for fact, start in zip(shown[: len(operands)], operands, strict=True):
         assert fact.startswith(start)
     assert facts['try'].startswith(advice)
+
+
+# --- what the line that calls JAX can do ---------------------------------------------------------
+
+TABLE, LOGITS = (
+    np.arange(128, dtype='f4').reshape(16, 8),
+    np.arange(512, dtype='f4').reshape(32, 16),
+)
+IDS, LABELS, KEY = np.arange(16)[::-1] * 3 % 16, np.arange(32) % 16, jax.random.key(0)
+COUNTS = np.full(16, 2)
+RESHARD = 'einshard(operand, expression), to reshard an operand first'
+OPTION = f'out_sharding=make_sharding(expression), or {RESHARD}'
+CALL = f'{RESHARD}, or jax.sharding.auto_axes(function, out_sharding=make_sharding(expression))'
+
+
+def repeat(x, counts, **options):
+    return jnp.repeat(x, counts, axis=0, total_repeat_length=32, **options)
+
+
+def cross_entropy(logits, labels):
+    optax = pytest.importorskip('optax')
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def running_sum(x):
+    return jax.lax.scan(lambda total, row: (total + row, total + row), jnp.zeros(8), x)[1]
+
+
+ROW, FEW = 'v@data d', 'b@tensor'
+AT = 'table.at[index].get(out_sharding=make_sharding(expression))'
+# {name: (function, expressions and values of its operands, the placement of its result, what the
+# note says)}
+CALLS = {
+    'take': (
+        lambda t, i: jnp.take(t, i, axis=0),
+        {ROW: TABLE, FEW: IDS},
+        'b@tensor d',
+        CALL,
+    ),
+    'indexing': (lambda t, i: t[i], {ROW: TABLE, FEW: IDS}, 'b@tensor d', AT),
+    'take_along_axis': (
+        lambda t, i: jnp.take_along_axis(t, i, axis=0),
+        {ROW: TABLE, 'b d': np.tile(IDS[:, None], 8)},
+        'b d',
+        CALL,
+    ),
+    'segment_sum': (
+        lambda x, i: jax.ops.segment_sum(x, i, 16),
+        {ROW: TABLE, 'b@data': IDS},
+        'b d@tensor',
+        OPTION,
+    ),
+    'optax': (cross_entropy, {'b@data v@tensor': LOGITS, 'b@data': LABELS}, 'b@data', CALL),
+    'permutation': (lambda x: jax.random.permutation(KEY, x), {ROW: TABLE}, 'v d', OPTION),
+    'repeat': (repeat, {ROW: TABLE, 'b': COUNTS}, 'v@data d', OPTION),
+    'reshape': (lambda x: x.reshape(128), {'v d@tensor': TABLE}, 'n@tensor', OPTION),
+    'scan': (running_sum, {ROW: TABLE}, 'v d@tensor', RESHARD),
+    'map': (lambda x: jax.lax.map(jnp.cumsum, x), {ROW: TABLE}, 'v@data d', RESHARD),
+}
+if jax.__version_info__ < (0, 9):
+    del CALLS['segment_sum']  # JAX 0.8 looks for the axes of the update in an empty mesh
+WITH_OPTION = {
+    'indexing': lambda t, i, s: t.at[i].get(out_sharding=s),
+    'segment_sum': lambda x, i, s: jax.ops.segment_sum(x, i, 16, out_sharding=s),
+    'permutation': lambda x, s: jax.random.permutation(KEY, x, out_sharding=s),
+    'reshape': lambda x, s: x.reshape(128, out_sharding=s),
+    'repeat': lambda x, counts, s: repeat(x, counts, out_sharding=s),
+}
+
+
+def on_mesh(operands):
+    with jax.set_mesh(MESH):
+        return [einshard(x, spec) for spec, x in operands.items()]
+
+
+@pytest.mark.parametrize('how', ['sharded', 'explain', 'explain in a mesh'])
+@pytest.mark.parametrize('name', CALLS)
+def test_notes_say_what_the_line_can_do(name, how):
+    function, operands, _, fix = CALLS[name]
+    if name == 'optax':
+        pytest.importorskip('optax')
+    args = on_mesh(operands)
+    if name == 'segment_sum' and how == 'explain':
+        pytest.skip('JAX needs a mesh in context here')
+    if how == 'sharded':
+        error = raised(sharded(*operands)(function), *args)
+    else:
+        context = jax.set_mesh(MESH) if how == 'explain in a mesh' else contextlib.nullcontext()
+        with context, pytest.raises(Exception, match=r'(?i)shard|replicated') as caught:
+            explain(jax.jit(function), *args)
+        error = caught.value
+    is_ours = isinstance(error, EinshardError)
+    assert is_ours == (how != 'sharded' and name in ('repeat', 'scan', 'map'))
+    text = str(error) if is_ours else '\n'.join(notes_of(error))
+    facts = facts_of(text)
+    assert facts['try'] == fix
+    assert 'test_error_notes.py:' in facts['line']
+    assert ('library line' in facts) == (name == 'optax')
+
+
+@pytest.mark.parametrize('name', CALLS)
+def test_each_way_out_gives_the_values_of_one_device(name):
+    function, operands, out, fix = CALLS[name]
+    args, expected = on_mesh(operands), function(*operands.values())
+
+    def check(way):
+        with jax.set_mesh(MESH):
+            np.testing.assert_allclose(jax.jit(way)(*args), expected, rtol=1e-6)
+
+    # to reshard the operands helps each of them
+    check(lambda *xs: function(*(einshard(x, '... -> ...') for x in xs)))
+    with jax.set_mesh(MESH):
+        sharding = make_sharding(out)
+    if fix == CALL:
+        check(jax.sharding.auto_axes(function, out_sharding=sharding))
+    if name in WITH_OPTION:
+        check(lambda *xs: WITH_OPTION[name](*xs, sharding))
 
 
 def test_operands_of_each_kind_in_notes():

@@ -13,7 +13,6 @@ from jax.stages import Compiled
 
 from .._errors import public
 from .._functions.promise import program_text
-from .._program.cost.bounds import NO_BOUNDS, find_bounds
 from .._program.cost.chips import Chip, as_chip, find_chip
 from .._program.hlo.find_collectives import find_collectives
 from .._program.hlo.flops import product_rows
@@ -194,9 +193,6 @@ def _make_report(facts: Facts, intermediates: bool) -> Report:
         for mesh in facts.meshes
         if not is_canonical_mesh(mesh)
     )
-    bounds = NO_BOUNDS
-    if chip is not None:
-        bounds = find_bounds(chip, facts.devices, graph, facts.products, facts.collectives)
     findings, notes = find_findings(facts)
     return Report(
         name=facts.stages.name or graph.program.name or 'the program',
@@ -216,7 +212,7 @@ def _make_report(facts: Facts, intermediates: bool) -> Report:
         intermediates=intermediate_rows,
         temporaries=largest_temporaries(graph.program),
         chip=chip.name if chip else None,
-        bounds=bounds,
+        bounds=facts.bounds,
         meshes=meshes,
     )
 

@@ -22,7 +22,7 @@ from jax.stages import Compiled, Lowered, Traced
 
 from .._errors import EinshardError, hide_frames
 from .._functions.bound_method import unwrap_partial
-from .._functions.error_notes import note_unbound_axis
+from .._functions.error_notes import note_error, sharding_facts
 from .._functions.program import Program
 from .._functions.promise import Limits
 from .._functions.sharded_function import ShardedFunction
@@ -347,9 +347,6 @@ def _trace(
         )
     except EinshardError:
         raise
-    except NameError as error:
-        note_unbound_axis(name, error)
-        raise
     except (TypeError, ValueError) as error:
         facts = {
             'JAX says': str(error).partition('\n')[0],
@@ -365,10 +362,12 @@ def _trace(
         lines = [x for x in lines if 'site-packages' not in x.filename] or lines
         if lines and 'instead' not in facts:
             facts['line'] = f'{lines[-1].filename}:{lines[-1].lineno}: {lines[-1].line}'
+        facts |= sharding_facts(error)
         raise EinshardError(
             f'tracing {name} with these arguments failed', code='tracing', facts=facts
         ) from error
     except Exception as error:
+        note_error(name, error)
         if not is_update_of_module(error):
             raise
         facts = {'Flax says': str(error).partition(' (https')[0]}

@@ -63,19 +63,33 @@ class ErrorNotes:
 
     def _note(self, error: BaseException, frames: Sequence[_Frame]) -> str | None:
         leaves = _leaves(self._arguments, self._values, self._context)
-        if is_sharding_type_error(error):
-            mesh = self._context.lowering_mesh
-            return _sharding_note(self._function, error, frames, leaves, mesh)
+        if _is_about_sharding(error):
+            facts = _sharding_facts(error, frames, leaves, self._context.lowering_mesh)
+            return _sharding_note(self._function, facts)
         if is_jax_error(error):
             sizes = '; '.join(sizes_that_differ(leaves, str(error)))
             return sizes and f'in the specs of {self._function}, {sizes}'
         return _unbound_axis_note(self._function, error, frames)
 
 
-def note_unbound_axis(function: str, error: NameError) -> None:
-    """Adds a note to JAX's error about a collective over an axis that no `shard_map` has."""
+def note_error(function: str, error: BaseException) -> None:
+    """Adds a note to an error of JAX in a function without specs, if there is something to say."""
     with suppress(Exception):  # a failure here must not hide the error
-        _add_note(error, _unbound_axis_note(function, error, [*walk_tb(error.__traceback__)]))
+        if facts := sharding_facts(error):
+            _add_note(error, _sharding_note(function, facts))
+        else:
+            _add_note(error, _unbound_axis_note(function, error, [*walk_tb(error.__traceback__)]))
+
+
+def sharding_facts(error: BaseException) -> dict[str, str]:
+    """Returns the facts of the note on an error about Explicit mesh axes; empty for other errors.
+
+    JAX may have removed its own frames from the traceback, and with them the operands.
+    """
+    with suppress(Exception):  # a failure here must not hide the error
+        if _is_about_sharding(error):
+            return _sharding_facts(error, [*walk_tb(error.__traceback__)], iter(()), None)
+    return {}
 
 
 def _add_note(error: BaseException, note: str | None) -> None:
@@ -157,31 +171,60 @@ def _is_library(frame: _Frame) -> bool:
     return frame[0].f_code.co_filename.startswith((*_LIBRARIES, '<@'))  # '<@': made by beartype
 
 
-def _sharding_note(
-    function: str,
+def _is_about_sharding(error: BaseException) -> bool:
+    # for scans over a sharded axis, and for jnp.repeat, JAX raises ValueErrors
+    return is_sharding_type_error(error) or (
+        type(error) is ValueError and any(text in str(error) for text in _VALUE_ERRORS)
+    )
+
+
+def _sharding_note(function: str, facts: dict[str, str]) -> str:
+    sentence = f'JAX cannot infer a sharding in {function}, because the mesh axes are Explicit'
+    return str(EinshardError(sentence, code='tracing', facts=facts))
+
+
+def _sharding_facts(
     error: BaseException,
     frames: Sequence[_Frame],
     leaves: Iterator[SpecLeaf],
-    mesh: AnyMesh,
-) -> str:
+    mesh: AnyMesh | None,
+) -> dict[str, str]:
     callers = [i for i, frame in enumerate(frames) if _package(frame) not in {*_JAX, _OURS}]
     user_frames = [i for i in callers if not _is_library(frames[i])]
     # the innermost user frame and, if it calls another library, the frame that calls JAX
     shown = dict.fromkeys([*user_frames[-1:], *callers[-1:]])
     labels = ('line', 'library line')
     facts = {label: _source_line(frames[i]) for label, i in zip(labels, shown, strict=False)}
-    operands = _operands(frames[callers[-1] + 1 :] if callers else ())
+    in_jax = frames[callers[-1] + 1 :] if callers else ()
+    operands = _operands(in_jax)
     meshes = [jax.typeof(operand).sharding.mesh for operand in operands]
     mesh = next((operand_mesh for operand_mesh in meshes if operand_mesh.axis_names), mesh)
-    mesh_axes = _axes_in_message(str(error), mesh)
     by_id = {id(leaf.value): leaf for leaf in leaves}
+    mesh_axes = _axes_in_message(str(error), mesh) if mesh is not None else set[str]()
     for i, operand in enumerate(operands[:_MAX_OPERANDS]):
         text = _operand_text(operand, by_id.get(id(operand)), mesh_axes)
         facts[f'operand {i}' if len(operands) > 1 else 'operand'] = text
-    facts['try'] = next(fix for text, fix in _FIXES.items() if text in str(error))
-    facts['with Auto axes'] = _auto_mesh_call(mesh)
-    sentence = f'JAX cannot infer a sharding in {function}, because the mesh axes are Explicit'
-    return str(EinshardError(sentence, code='tracing', facts=facts))
+    facts['try'] = _fix(str(error), in_jax, user_frames[-1:] != callers[-1:])
+    if mesh is not None:
+        facts['with Auto axes'] = _auto_mesh_call(mesh)
+    return facts
+
+
+def _fix(message: str, in_jax: Sequence[_Frame], in_library: bool) -> str:
+    """Returns what to write instead of the line that calls JAX.
+
+    What JAX's message names may be inside a function: `jnp.take` indexes, for example.
+    """
+    if in_library:
+        return _FIX_OF_CALL
+    for frame, _ in in_jax if '.at[...]' in message else ():
+        name = frame.f_code.co_name
+        if frame.f_globals.get('__name__', '').endswith('.array_methods'):
+            break  # x[i], x.at[i].add(...)
+        if any(hasattr(public, name) for public in _PUBLIC):
+            has_option = 'out_sharding' in _parameters(frame.f_code)
+            return _FIXES['out_sharding'] if has_option else _FIX_OF_CALL
+    return next(fix for text, fix in _FIXES.items() if text in message)
 
 
 def _source_line(frame: _Frame) -> str:
@@ -229,14 +272,20 @@ def _operand_text(operand: Any, leaf: SpecLeaf | None, mesh_axes: set[str]) -> s
     return f'{aval}{parameter}{": " if axes else ""}{", ".join(axes)}'
 
 
+_RESHARD = 'einshard(operand, expression), to reshard an operand first'
+_OUT_SHARDING = 'out_sharding=make_sharding(expression)'
 # {substring of JAX's message: fix}; the first match applies
 _FIXES = {
-    '.get(out_sharding': 'table.at[index].get(out_sharding=make_sharding(expression))',
-    '.set/add': 'table.at[index].set(values, out_sharding=make_sharding(expression))',
-    'Contracting': 'out_sharding=make_sharding(expression), or einshard.einsum',
-    'out_sharding': 'out_sharding=make_sharding(expression)',
-    '': 'einshard(operand, expression), to reshard an operand first',
+    '.get(out_sharding': f'table.at[index].get({_OUT_SHARDING})',
+    '.set/add': f'table.at[index].set(values, {_OUT_SHARDING})',
+    'Contracting': f'{_OUT_SHARDING}, or einshard.einsum',
+    'out_sharding': f'{_OUT_SHARDING}, or {_RESHARD}',
+    '': _RESHARD,
 }
+# for an operation inside a function of JAX or of a library
+_FIX_OF_CALL = f'{_RESHARD}, or jax.sharding.auto_axes(function, {_OUT_SHARDING})'
+_VALUE_ERRORS = ('all xs should be replicated', '`out_sharding` parameter')
+_PUBLIC = (jax.numpy, jax.lax, jax.nn, jax.ops, jax.random)
 
 
 def _auto_mesh_call(mesh: AnyMesh) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from jax.sharding import AxisType
 from jax.stages import Compiled
 
+from ..._program.cost.bounds import NO_BOUNDS, Bounds, find_bounds
 from ..._program.cost.chips import Chip
 from ..._program.hlo.collective import Collective
 from ..._program.hlo.flops import ProductRow
@@ -188,6 +189,13 @@ class Facts:
         if not groups or self.mesh is None:
             return frozenset()
         return frozenset(mesh_axes_between(pairs_of_groups(groups), self.mesh))
+
+    @functools.cached_property
+    def bounds(self) -> Bounds:
+        """The lower bounds on the time of one run; empty if `chip` is None."""
+        if self.chip is None:
+            return NO_BOUNDS
+        return find_bounds(self.chip, self.devices, self.graph, self.products, self.collectives)
 
     @property
     def free_memory(self) -> float:

@@ -12,6 +12,7 @@ from .facts import Facts
 from .gathered_axes import gathered_for_operation
 from .gathers import fully_rematerialized, gathered_again, weights_gathered_again
 from .large_arrays import large_constants, replicated
+from .latency import tested_in_loop, too_many_small
 from .limits import does_not_fit, not_checked, promise_broken
 from .next_call import (
     compiles_again,
@@ -60,6 +61,8 @@ _NOTES = (
     unused_donations,
     not_donated,
     dense_groups,
+    tested_in_loop,
+    too_many_small,
 )
 
 

@@ -51,6 +51,9 @@ class Chip:
             without NVLink, the number of devices in a host.
         network: bytes per second that a chip can send to other slices or domains.
         cores: the number of TensorCores, if each can be a JAX device.
+        latency: seconds that a collective takes however little it sends. In a torus: for each link
+            that data crosses one after another. None if unknown; then `explain` has no notes
+            about latency. Bounds leave it out.
     """
 
     name: str
@@ -63,6 +66,7 @@ class Chip:
     domain: int = 8
     network: float = float('inf')
     cores: int = 1
+    latency: float | None = None
     node = deprecated_alias('node', 'domain')
 
     def share(self, device: Any) -> float:
@@ -103,7 +107,10 @@ GIB = 2**30
 # NICs of 100 Gbit/s for 8 chips. For v4, the book says 25 GB/s for a host of 4 chips.
 # Small slices do not wrap around. On v5e and v6e, only dimensions of size 16 are rings. On others,
 # all dimensions of a slice that consists of full 4x4x4 cubes are rings (book, chapter 2).
-_chip_3d = functools.partial(Chip, torus=3, wraps_at=4, cores=2)
+# `latency`: the book says that a hop takes around 1 us on any TPU (chapter 3, "A note on ICI
+# latency"). It measured 8 us for an all-gather of 128 KiB over 3 hops of v5e.
+_HOP = 1e-6
+_chip_3d = functools.partial(Chip, torus=3, wraps_at=4, cores=2, latency=_HOP)
 _TPUS = (
     (
         r'TPU v4(?! lite)',
@@ -127,6 +134,7 @@ _TPUS = (
             torus=2,
             wraps_at=16,
             network=3.125e9,
+            latency=_HOP,
         ),
     ),
     (
@@ -153,6 +161,7 @@ _TPUS = (
             torus=2,
             wraps_at=16,
             network=12.5e9,
+            latency=_HOP,
         ),
     ),
     (
@@ -173,6 +182,8 @@ _TPUS = (
 # and servers with RTX PRO 6000; and 800 in HGX B300 and GB300 NVL72.
 # HGX B200 and B300: 2.25e15 for bf16 in NVIDIA's sheets, 2.3e15 in the book. int8 of B300 and GB300
 # is slow: 3 and 24 POPS with sparsity for 8 and 72 GPUs. Max-Q is a slower RTX PRO 6000.
+# `latency`: XLA's cost model has 5 us for the launch of an NCCL kernel on any of these GPUs
+# (kNcclKernelLaunchOverhead in xla/service/gpu/model/gpu_performance_model_base.h).
 MIB = 2**20
 _A100 = {'bf16': 312e12, 'tf32': 156e12, 'int8': 624e12}
 _H100 = {'bf16': 989.5e12, 'tf32': 494.7e12, 'fp8': 1979e12, 'int8': 1979e12}
@@ -181,19 +192,20 @@ _B300 = {'bf16': 2.3e15, 'tf32': 1.15e15, 'fp8': 4.5e15, 'int8': 188e12, 'fp4': 
 _GB200 = {'bf16': 2.5e15, 'tf32': 1.25e15, 'fp8': 5e15, 'int8': 5e15, 'fp4': 10e15}
 _GB300 = {'bf16': 2.5e15, 'tf32': 1.25e15, 'fp8': 5e15, 'int8': 167e12, 'fp4': 15e15}
 _RTX = {'bf16': 504e12, 'tf32': 252e12, 'fp8': 1008e12, 'int8': 1008e12, 'fp4': 2015e12}
-_rack = functools.partial(Chip, link=900e9, domain=72)
+_gpu = functools.partial(Chip, latency=5e-6)
+_rack = functools.partial(_gpu, link=900e9, domain=72)
 _GPUS = (
-    (r'A100-SXM.*40GB', Chip('A100 40GB', _A100, 40370 * MIB, 1.555e12, 300e9, network=25e9)),
-    (r'A100-SXM', Chip('A100 80GB', _A100, 81158 * MIB, 2.039e12, 300e9, network=25e9)),
-    (r'H100(?!.*(PCIe|NVL))', Chip('H100', _H100, 81008 * MIB, 3.4e12, 450e9, network=50e9)),
-    (r'(?<!G)H200(?!.*NVL)', Chip('H200', _H100, 144384 * MIB, 4.8e12, 450e9, network=50e9)),
-    (r'\bB200', Chip('B200', _B200, 182642 * MIB, 8e12, 900e9, network=50e9)),
-    (r'\bB300', Chip('B300', _B300, 283262 * MIB, 8e12, 900e9, network=100e9)),
+    (r'A100-SXM.*40GB', _gpu('A100 40GB', _A100, 40370 * MIB, 1.555e12, 300e9, network=25e9)),
+    (r'A100-SXM', _gpu('A100 80GB', _A100, 81158 * MIB, 2.039e12, 300e9, network=25e9)),
+    (r'H100(?!.*(PCIe|NVL))', _gpu('H100', _H100, 81008 * MIB, 3.4e12, 450e9, network=50e9)),
+    (r'(?<!G)H200(?!.*NVL)', _gpu('H200', _H100, 144384 * MIB, 4.8e12, 450e9, network=50e9)),
+    (r'\bB200', _gpu('B200', _B200, 182642 * MIB, 8e12, 900e9, network=50e9)),
+    (r'\bB300', _gpu('B300', _B300, 283262 * MIB, 8e12, 900e9, network=100e9)),
     (r'\bGB200', _rack('GB200', _GB200, 188730 * MIB, 8e12, network=50e9)),
     (r'\bGB300', _rack('GB300', _GB300, 283261 * MIB, 8e12, network=100e9)),
     (
         r'RTX PRO 6000 Blackwell(?!.*Max-Q)',
-        Chip('RTX PRO 6000', _RTX, 98304 * MIB, 1.792e12, 64e9, network=50e9),
+        _gpu('RTX PRO 6000', _RTX, 98304 * MIB, 1.792e12, 64e9, network=50e9),
     ),
 )
 

@@ -69,6 +69,7 @@ class Network:
         self.wraps = wraps if chip.torus < 3 else [all(wraps)] * len(wraps)
         self._crossings: dict[Any, Any] = {}
         self._bandwidths: dict[Any, Any] = {}
+        self._n_links: dict[Any, int] = {}
 
     def seconds(self, *collectives: Collective) -> float:
         """Returns the minimum time of collectives that may run at the same time.
@@ -101,6 +102,22 @@ class Network:
             received, sent = _seconds(n_bytes, self.bandwidths((pattern,)))[entries].reshape(2, -1)
             busy += np.maximum(received, sent)  # a chip receives and sends at the same time
         return max(float(busy.max()), self.seconds(*collectives))
+
+    def latency(self, collective: Collective) -> float:
+        """Returns the time of one execution that sends next to nothing; 0 if it is unknown.
+
+        In a torus, data of each device has to reach the farthest device of its group.
+        """
+        groups = collective.pairs or collective.device_groups
+        if groups not in self._n_links:
+            self._n_links[groups] = 1
+            for group in groups if self.has_coords else ():
+                at = self.positions[list(group)]
+                apart = np.abs(at[:, None] - at)
+                back = np.where(self.wraps, np.array(self.sizes) - apart, apart)
+                farthest = np.minimum(apart, back).sum(-1).max()
+                self._n_links[groups] = max(self._n_links[groups], int(farthest))
+        return (self.chip.latency or 0.0) * self._n_links[groups]
 
     def _bytes_per_run(self, collectives: Sequence[Collective]) -> Iterator[tuple[_Pattern, Any]]:
         """Yields the pattern of each collective, and its bytes for each entry listed below."""

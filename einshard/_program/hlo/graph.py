@@ -84,7 +84,7 @@ class Scope:
         loops: the loops among them.
         fusion: the outermost fusion among them, or None. What is inside needs no memory of its own.
         in_branch: whether one of `calls` is a conditional.
-        is_condition: whether this is the condition of the innermost loop.
+        is_condition: whether this is in the condition of the innermost loop.
     """
 
     calls: tuple[Instruction, ...] = ()
@@ -96,7 +96,7 @@ class Scope:
     def call(self, op: Instruction) -> Scope:
         fusion = self.fusion or (op if op.opcode.startswith('fusion') else None)
         in_branch = self.in_branch or op.opcode == 'conditional'
-        return Scope((*self.calls, op), self.loops, fusion, in_branch)
+        return Scope((*self.calls, op), self.loops, fusion, in_branch, self.is_condition)
 
     def loop(self, loop: Loop, is_condition: bool) -> Scope:
         calls, loops = (*self.calls, loop.op), (*self.loops, loop)

@@ -1,0 +1,157 @@
+"""Notes collectives of a few numbers that take much of the time, because each has its latency."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from ..._program.cost.network import Network
+from ..._program.hlo.collective import Collective
+from ..._program.hlo.graph import Loop
+from ..._program.hlo.queries import COPIES, ELEMENTWISE, strip
+from ..._text import format_bytes, format_seconds
+from ..report_rows import Finding
+from .facts import Facts
+from .lines import lines_text
+
+_MIN_SHARE = 0.05  # of the sum of the bounds
+_MAX_BYTES = 32  # some scalars; larger arrays, such as statistics of a batch norm, have their use
+_MIN_RUNS = 16
+# XLA for CPU sums in two steps, of which the first is a reduce-window
+_KEEPS_PRODUCTS = {'reduce', 'reduce-window', *COPIES, *ELEMENTWISE}
+
+
+def tested_in_loop(facts: Facts) -> Iterator[Finding]:
+    """Notes loops whose condition depends on sharded values.
+
+    Leaves out loops around another loop: they test once for all iterations of the inner one.
+    """
+    by_loop: dict[Loop, list[Collective]] = {}
+    for row in _small(facts):
+        node = row.nodes[0]
+        if node.scope.is_condition:
+            by_loop.setdefault(node.loops[-1], []).append(row)
+    for loop, rows in by_loop.items():
+        time, row = _time_text(facts, rows), rows[0]
+        if time and not any(loop in node.loops[:-1] for node in facts.graph.nodes):
+            yield Finding(
+                'collective in a condition',
+                f'the condition of a loop needs an {row.kind} of {row.arrays} along '
+                f'{row.along or "unknown axes"} before each iteration: {time}; instead, carry a '
+                'scalar that the body computes with its other reductions, or test after every few '
+                'iterations, which a jax.lax.fori_loop in the body runs',
+                row.source,
+                sum(row.total_bytes for row in rows),
+                explains=tuple(row.name for row in rows),
+            )
+
+
+def too_many_small(facts: Facts) -> Iterator[Finding]:
+    """Notes collectives of a few numbers over the same devices that could be one.
+
+    XLA has merged those that do not depend on each other, except in different iterations.
+    """
+    scopes: dict[object, list[Collective]] = {}
+    for row in _small(facts):
+        if not row.nodes[0].scope.is_condition:
+            key = row.kind, row.device_groups, _innermost(row)
+            scopes.setdefault(key, []).append(row)
+    for rows in scopes.values():
+        loop = _innermost(rows[0])
+        others = sum(row.executions for row in facts.collectives if _innermost(row) is loop)
+        others -= sum(row.executions for row in rows)
+        for is_one, what, instead in _CASES:
+            found = [row for row in rows if is_one(row, loop)]
+            n = sum(row.executions for row in found)
+            time = _time_text(facts, found) if n >= _MIN_RUNS else ''
+            # next to as many large ones, such as those of tensor parallelism, they matter less
+            if time and n > 2 * others:
+                largest = format_bytes(max(row.bytes for row in found))
+                yield Finding(
+                    'many small collectives',
+                    f'{n} {rows[0].kind}s of at most {largest} along '
+                    f'{rows[0].along or "unknown axes"} {what}, in {lines_text(found)}: {time}; '
+                    f'instead, {instead}',
+                    found[0].source,
+                    sum(row.total_bytes for row in found),
+                    explains=tuple(row.name for row in found),
+                )
+                break
+
+
+def _small(facts: Facts) -> Iterator[Collective]:
+    for row in facts.unexplained if facts.chip and facts.chip.latency else ():
+        if row.bytes <= _MAX_BYTES and row.network_bytes and not row.in_branch:
+            yield row
+
+
+def _time_text(facts: Facts, rows: Sequence[Collective]) -> str:
+    """Describes the latency of collectives in one run, or returns '' if it is a small share."""
+    assert facts.chip is not None
+    network = Network(facts.devices, facts.chip)
+    latency = sum(network.latency(row) * row.executions for row in rows)
+    rest = sum(bound.seconds for bound in facts.bounds)
+    if latency <= _MIN_SHARE * rest:
+        return ''
+    times = ' each time' * (len(rows) == 1 and not rows[0].is_exact)
+    return (
+        f'at least {format_seconds(latency)}{times} by the latency of {facts.chip.name}, where the '
+        f'lower bounds add up to {format_seconds(rest)}'
+    )
+
+
+def _innermost(row: Collective) -> Loop | None:
+    loops = row.nodes[0].loops
+    return loops[-1] if loops else None
+
+
+def _is_outside(row: Collective, loop: Loop | None) -> bool:
+    return loop is None
+
+
+def _is_independent(row: Collective, loop: Loop | None) -> bool:
+    """Whether no later iteration of the loop around a collective depends on it."""
+    node = row.nodes[0]
+    seen, pending = {node}, [node]
+    while pending:
+        for user in pending.pop().users:
+            if user is node:
+                return False
+            if user not in seen and loop in user.loops:
+                seen.add(user)
+                pending.append(user)
+    return True
+
+
+def _is_row_product(row: Collective, loop: Loop | None) -> bool:
+    """Whether it reduces a product with a row of an array that the loop does not change."""
+    pending = [*row.nodes[0].inputs]
+    for node in pending:
+        if node.opcode in ('dot', 'multiply'):
+            for factor in map(strip, node.inputs):
+                source = strip(factor.inputs[0]) if factor.opcode == 'dynamic-slice' else factor
+                if source is not factor and loop not in source.loops:
+                    return True
+        elif node.opcode in _KEEPS_PRODUCTS and loop in node.loops:
+            pending += [read for read in node.inputs if read not in pending]
+    return False
+
+
+# the first that applies
+_CASES: Sequence[tuple[Callable[[Collective, Loop | None], bool], str, str]] = (
+    (
+        _is_outside,
+        'run one after another',
+        'stack the values and reduce them once; where one is computed from another, use the value '
+        'of each shard, and reduce all of them at the end',
+    ),
+    (
+        _is_independent,
+        'run in a loop, whose iterations do not need them',
+        'reduce the values of all iterations at once, before or after the loop',
+    ),
+    (
+        _is_row_product,
+        'run in a loop over the rows of an array',
+        'multiply by all rows at once, and reduce the products together',
+    ),
+)
