@@ -33,7 +33,7 @@ from einshard import (
     show,
     to_jax,
 )
-from einshard._explain.fold_layers import fold
+from einshard._explain.fold_layers import fold, fold_paths
 from einshard._explain.golden_files import golden_text
 from einshard._explain.intermediates import _placement, newest_dump
 from einshard._explain.report_rows import Finding
@@ -986,6 +986,22 @@ def test_paths_of_equal_arrays_are_folded():
     for pattern, numbers in patterns:
         assert len({arrays[i] for i in numbers}) == 1, pattern
     assert [pattern for pattern, _ in fold(paths[:5], arrays[:5])] == paths[:5]
+
+
+@pytest.mark.parametrize(
+    ('paths', 'pattern'),
+    [
+        (['block_1/w', 'block_0/w', 'block_2/w'], 'block_0-2/w'),  # as Flax names layers
+        (['block_0/q', 'block_0/k', 'block_1/q', 'block_1/k'], 'block_0-1/{q,k}'),
+        (['norm/w', 'block_0/w', 'block_1/w', '2/w', '3/w'], '{norm,block_0-1,2-3}/w'),
+        (['block_0/w', 'block_2/w'], '{block_0,block_2}/w'),
+        (['block_/w', 'block_0/w', 'block_1/w'], '{block_,block_0-1}/w'),
+        (['block_00/w', 'block_01/w'], '{block_00,block_01}/w'),
+        (['linear1/w', 'linear2/w'], '{linear1,linear2}/w'),
+    ],
+)
+def test_folded_numbers(paths, pattern):
+    assert fold_paths(paths) == [pattern]
 
 
 def test_reports_are_frozen(small):

@@ -172,6 +172,45 @@ def correct(x, w_in, w_out):
     return einshard(h @ w_out, 'b d -> b@data d', mesh=MESH)
 
 
+@pytest.mark.parametrize('by_name', [False, True])
+def test_weight_of_all_layers_of_a_train_state(by_name):
+    """Layers are named as in lists or as by Flax; states are in another subtree."""
+    mesh = mesh_of(data=2, tensor=4)
+    n, up = 3, struct((512, 2048), 'd f -> d f@tensor', mesh)
+    x = struct((1024, 512), 'b d -> b@data d', mesh)
+
+    def state(down):
+        params = [{'mlp': {'up': up, 'down': struct((2048, 512), down, mesh)}}] * n
+        tree = {f'layer_{i}': p for i, p in enumerate(params)} if by_name else params
+        return {'params': tree, 'opt_state': ({'mu': tree, 'nu': tree},)}
+
+    def loss(params, x):
+        for i in range(n):
+            w = params[f'layer_{i}' if by_name else i]['mlp']
+            x = x + jax.nn.relu(x @ w['up']) @ w['down']
+        return jnp.mean(x**2)
+
+    @jax.jit
+    def step(state, x):
+        grads = jax.grad(loss)(state['params'], x)
+        (old,) = state['opt_state']
+        mu = jax.tree.map(lambda m, g: 0.9 * m + g, old['mu'], grads)
+        nu = jax.tree.map(lambda v, g: 0.9 * v + g**2, old['nu'], grads)
+        params = jax.tree.map(lambda w, m, v: w - m / (1 + v), state['params'], mu, nu)
+        return {'params': params, 'opt_state': ({'mu': mu, 'nu': nu},)}
+
+    report = explain(step, state('f d -> f d@tensor'), x, tries=2)
+    (finding,) = report.findings
+    layers = 'layer_0-2' if by_name else '0-2'
+    for path in (
+        f'state/params/{layers}/mlp/down',
+        f'state/opt_state/0/{{mu,nu}}/{layers}/mlp/down',
+    ):
+        assert path in finding.suggestion
+    by_hand = explain(step, state('f d -> f@tensor d'), x, tries=0)
+    assert finding.tried.network_bytes == by_hand.network_bytes < report.network_bytes
+
+
 def test_correct_program_has_no_suggestion():
     report = explain(jax.jit(correct), X, IN, OUT, tries=8)
     assert report.findings == ()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeAlias
 
 _Parts: TypeAlias = tuple[tuple[str, ...], ...]  # (('0', '1'), ('w',)) for '0-1/w'
+_NUMBERED = re.compile(r'(|.*_)(0|[1-9]\d*)')
 
 
 def fold(
@@ -46,11 +48,17 @@ def fold_paths(paths: Iterable[str]) -> list[str]:
 
 
 def _pattern_text(alternatives: tuple[str, ...]) -> str:
-    """Formats '0-11' or '{q,k,v}'."""
-    if len(alternatives) == 1:
-        return alternatives[0]
-    if all(part.isdecimal() for part in alternatives):
-        numbers = sorted(map(int, alternatives))
-        if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
-            return f'{numbers[0]}-{numbers[-1]}'
-    return f'{{{",".join(alternatives)}}}'
+    """Formats '0-11', 'block_0-11' as Flax names its layers, or '{q,k,v}'."""
+    numbers: dict[str, list[int]] = {}  # {'block_': [0, .., 11]}
+    texts: dict[str, list[str]] = {}  # the same, as they are written; in order of appearance
+    for part in alternatives:
+        match = _NUMBERED.fullmatch(part)
+        if match:
+            numbers.setdefault(match[1], []).append(int(match[2]))
+        texts.setdefault(match[1] if match else f'{part}/', []).append(part)
+    for name, found in numbers.items():
+        found.sort()
+        if len(found) > 1 and found == list(range(found[0], found[0] + len(found))):
+            texts[name] = [f'{name}{found[0]}-{found[-1]}']
+    parts = [part for several in texts.values() for part in several]
+    return parts[0] if len(parts) == 1 else f'{{{",".join(parts)}}}'

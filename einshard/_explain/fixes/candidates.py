@@ -17,6 +17,7 @@ from ..._program.jaxpr.edits import ValueEdit
 from ..._program.jaxpr.graph import Op
 from ..._program.jaxpr.spans import Span
 from ..._sharding.mesh import partition_spec
+from ..._trees.paths import common_suffix_length
 from ..findings.facts import Facts
 from ..findings.trace import PRODUCTS, read_trace
 from ..findings.values import Axis
@@ -239,6 +240,9 @@ class Candidates:
         self.argument_of = {
             value: i for i, value in enumerate(trial.traced.arguments) if value is not None
         }
+        products = () if facts.trace is None else facts.trace.products
+        read = {value.argument for p in products for value in (p.left, p.right)}
+        self._multiplied = {i for i in read if i is not None}
 
     def of(self, cost: Cost) -> Iterator[Change]:
         """Yields changes for a cost, the most promising first.
@@ -611,29 +615,53 @@ class Candidates:
 
     def _state(self, argument: int, entries: Entries) -> Edits:
         """Shards an argument, the same argument of other layers, its states and the results."""
-        sharding, facts = self._sharding(entries), self.facts
-        path, shape = _folded(facts.arguments[argument].path), facts.arguments[argument].shape
-        end = path.partition('/')[2] or path
-
-        def is_same(other: str, other_shape: Sequence[int]) -> bool:
-            folded = _folded(other)
-            return tuple(other_shape) == tuple(shape) and (
-                folded == path or folded.endswith(f'/{end}')
-            )
-
+        arguments, sharding = self.facts.arguments, self._sharding(entries)
+        path, current = _folded(arguments[argument].path), self._entries_of_argument(argument)
+        same_shape = [
+            i
+            for i, array in enumerate(arguments)
+            if array.sharding is not None and array.shape == arguments[argument].shape
+        ]
+        # 1. The same argument of other layers, unless it has another placement: the square kernels
+        #    of Dense_0 and Dense_1 may be sharded over different axes.
+        chosen = {
+            i
+            for i in same_shape
+            if _folded(arguments[i].path) == path and self._entries_of_argument(i) == current
+        }
+        # 2. The states of these: what has the same path in another tree, such as 'mu/0/up' for
+        #    'params/0/up'; and what a train step updates but does not multiply, whose path ends
+        #    as theirs, such as 'state/opt_state/0/mu/0/up' for 'state/params/0/up'.
+        end = f'/{path.partition("/")[2] or path}'
+        weights = [i for i in same_shape if i in self._multiplied]
+        states = set(self.facts.weights_and_states) - self._multiplied
+        chosen |= {
+            i
+            for i in same_shape
+            if _folded(arguments[i].path).endswith(end)
+            or (i in states and self._same_end(arguments[i].path, weights) & chosen)
+        }
+        # 3. The results that replace them.
         return Edits(
             (),
+            dict.fromkeys(sorted(chosen), sharding),
             {
                 i: sharding
-                for i, array in enumerate(facts.arguments)
-                if array.sharding is not None and is_same(array.path, array.shape)
-            },
-            {
-                i: sharding
-                for i, array in enumerate(facts.results)
-                if is_same(array.path, array.shape)
+                for i, array in enumerate(self.facts.results)
+                if array.shape == arguments[argument].shape
+                and (
+                    _folded(array.path).endswith((end, f'/{path}'))
+                    or self._same_end(array.path, same_shape) & chosen
+                )
             },
         )
+
+    def _same_end(self, path: str, arguments: Sequence[int]) -> set[int]:
+        """Returns the arguments whose paths have most keys in common with the end of a path."""
+        paths = [self.facts.arguments[i].path for i in arguments]
+        lengths = [common_suffix_length(path, other) for other in paths]
+        longest = max((1, *lengths))
+        return {i for i, n in zip(arguments, lengths, strict=True) if n == longest}
 
     def _arguments_by_path(self, cost: Cost) -> Iterator[Change]:
         """Shards the arguments that a send is about over another axis."""
@@ -718,5 +746,5 @@ _PASSING = ('carry', 'scan_input', 'scan_output', 'scan_axis', 'shards')
 
 
 def _folded(path: str) -> str:
-    """Replaces the numbers in a path, such as those of layers: 'w/3/up' becomes 'w/*/up'."""
-    return re.sub(r'(?<=/)\d+(?=/|$)', '*', path)
+    """Replaces the numbers in a path, such as those of layers: 'w/layer_3/up', 'w/layer_*/up'."""
+    return re.sub(r'(?<=[/_])\d+(?=/|$)', '*', path)
