@@ -16,8 +16,8 @@ from jax.typing import ArrayLike
 from .._cache import cached
 from .._errors import EinshardError, combine_errors, hide_frames
 from .._notation.expression import Expression
-from .._sharding.axis_rules import Fallback, check_option
-from .._sharding.context import Context, current_context, is_tracing
+from .._sharding.axis_rules import check_option
+from .._sharding.context import Context, Fallback, changed, current_context, is_tracing
 from .._sharding.describe import describe
 from .._sharding.leaf_spec import AnySpec, with_memory_kind
 from .._sharding.mesh import AnyMesh, MeshLike
@@ -131,6 +131,7 @@ def einshard(
         if missing != 'error' or indivisible != 'error':
             check_option('missing', missing)
             check_option('indivisible', indivisible)
+            context = changed(context, missing=missing, indivisible=indivisible)
         elif type(spec) is str:
             placed = _place_array(x, spec, context, memory_kind, donate, check_processes)
             if placed is not None:
@@ -144,8 +145,6 @@ def einshard(
             resolve,
             context=context,
             memory_kind=memory_kind,
-            missing=missing,
-            indivisible=indivisible,
             option="einshard(..., missing='replicate')",
             traced=tracing,
         )

@@ -91,7 +91,7 @@ class Program:
     def compared(self) -> Sequence[int]:
         """The positions of arguments whose host data the processes must compare in each call."""
         setup, mesh = self.traced.setup, self.traced.mesh
-        if not (setup.check_processes and isinstance(mesh, Mesh) and mesh.is_multi_process):
+        if not (setup.options.check_processes and isinstance(mesh, Mesh) and mesh.is_multi_process):
             return ()
         rows = enumerate(self.traced.arguments)
         return [i for i, x in rows if i not in self.traced.static and x.spec is not None]
@@ -148,7 +148,7 @@ def make_program(traced: TracedFunction, values: Sequence[Any]) -> Program:
     """Traces the function if its out_shardings depend on the shapes of the result."""
     setup = traced.setup
     traced.out_shardings = traced.result_shardings(values)
-    options: dict[str, Any] = {**setup.options, 'static_argnums': tuple(traced.static)}
+    options: dict[str, Any] = {**setup.jit_options, 'static_argnums': tuple(traced.static)}
     donated = traced.positions(setup.declaration.donated)
     if donated:
         options['donate_argnums'] = tuple(donated)
@@ -209,7 +209,7 @@ def _make_nested(
         return constrained
     # constraints would fail on an abstract mesh that is not in context
     can_constrain = not isinstance(traced.mesh, AbstractMesh)
-    if traced.setup.keeps_mapped_axes and can_constrain:
+    if traced.setup.options.keeps_mapped_axes and can_constrain:
         # in_shardings replicate a mapped axis; constraints leave it as it is, as shard_map does
         return constrained
     nested = jitted

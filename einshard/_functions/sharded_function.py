@@ -105,7 +105,7 @@ class ShardedFunction(Generic[P, R]):
         return self if instance is None else BoundMethod(self, instance)
 
     def __repr__(self) -> str:
-        decorator = 'sharded' if self._setup.try_fixes is None else 'per_device'
+        decorator = 'sharded' if self._setup.options.try_fixes is None else 'per_device'
         return f'<{decorator} function {self._setup.name}>'
 
     def __reduce__(self) -> str:
@@ -270,7 +270,7 @@ class ShardedFunction(Generic[P, R]):
         try:
             return self._programs.find(call, values)
         except EinshardError as error:
-            try_fixes = self._setup.try_fixes
+            try_fixes = self._setup.options.try_fixes
             tried = try_fixes(error, call, values) if try_fixes else error
             raise tried from error.__cause__
 

@@ -24,6 +24,7 @@ from .._functions.parameters import (
     with_copied_options,
 )
 from .._functions.promise import Promise
+from .._functions.setup import Options
 from .._functions.sharded import check_traceable, no_function_error
 from .._functions.sharded import decorate as decorate_sharded
 from .._functions.sharded_function import ShardedFunction
@@ -123,24 +124,33 @@ def per_device(
             raise no_function_error('per_device', arguments, in_specs)
         check_traceable(function)
         specs_by_name = {name: spec for name, spec in named.items() if name not in JIT_OPTIONS}
-        options = {name: value for name, value in named.items() if name in JIT_OPTIONS}
+        jit_options = {name: value for name, value in named.items() if name in JIT_OPTIONS}
         on_shards = _PerDeviceFunction(
-            function, in_specs, specs_by_name, out, mesh, spec_mesh, axis_names, check_vma, options
+            function,
+            in_specs,
+            specs_by_name,
+            out,
+            mesh,
+            spec_mesh,
+            axis_names,
+            check_vma,
+            jit_options,
         )
         specs_by_name |= on_shards.optional_specs()
         return decorate_sharded(
             on_shards.global_function(),
             [*map(on_shards.resolved_at_call, in_specs)],
-            out=on_shards.resolved_at_call(out),
-            mesh=spec_mesh or mesh,
-            reshard=reshard,
-            indivisible='error',
-            limits=(collectives, None),
-            check_processes=check_processes,
-            named=options
+            on_shards.resolved_at_call(out),
+            jit_options
             | {name: on_shards.resolved_at_call(spec) for name, spec in specs_by_name.items()},
-            keeps_mapped_axes=bool(on_shards.manual),
-            try_fixes=on_shards.try_fixes,
+            Options(
+                spec_mesh or mesh,
+                reshard,
+                collectives=collectives,
+                check_processes=check_processes,
+                keeps_mapped_axes=bool(on_shards.manual),
+                try_fixes=on_shards.try_fixes,
+            ),
         )
 
     return decorate

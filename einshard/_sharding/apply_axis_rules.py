@@ -12,8 +12,7 @@ from .._errors import EinshardError, RuleSuggestion, Suggestion
 from .._notation.expression import Expression, Term, check_mesh_axes, parse
 from .._notation.write import write_short
 from .._suggestions import works
-from .axis_rules import Fallback
-from .context import AxisRule, AxisRules, Context
+from .context import AxisRule, AxisRules, Context, Fallback
 from .leaf_spec import AnySpec, as_leaf_spec
 
 

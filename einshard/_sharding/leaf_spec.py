@@ -22,7 +22,7 @@ from .._notation.expression import (
 )
 from .._notation.words import SIGNS
 from .._notation.write import write
-from .axis_rules import Fallback
+from .context import Fallback
 from .mesh import UNCONSTRAINED, AnyMesh, partition_text, spec_axes, unreduced_kind
 
 REPLICATED = '... -> * ...'

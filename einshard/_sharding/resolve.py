@@ -21,15 +21,13 @@ from .._notation.layout import Layout
 from .._notation.write import write_short
 from .._suggestions import keep_working_suggestions, with_working_fix, works
 from .apply_axis_rules import AppliedRules, apply_axis_rules, fix_in_axis_rules
-from .axis_rules import Fallback
-from .context import Context, context_on, current_context, make_context, user_stacklevel
+from .context import Context, changed, context_on, current_context, user_stacklevel
 from .leaf_spec import (
     AnySpec,
     LeafSpec,
     as_leaf_spec,
     reject_unconstrained,
     with_expression,
-    with_fallbacks,
     with_ndim,
 )
 from .legacy_mesh import with_legacy_mesh_note
@@ -110,8 +108,6 @@ def resolve(
     shape: Shape | int | None,
     context: Context,
     memory_kind: str | None = None,
-    missing: Fallback = 'error',
-    indivisible: Fallback = 'error',
     *,
     option: str | None = None,
     traced: bool = False,
@@ -125,8 +121,6 @@ def resolve(
         traced: whether the array is a traced value, which allows P.UNCONSTRAINED.
     """
     try:
-        if missing == 'replicate' or indivisible == 'replicate':
-            spec = with_fallbacks(spec, on_missing=missing, on_indivisible=indivisible)
         placement = _find_or_explain(spec, shape, context, memory_kind, option, traced)
     except TypeError:  # raised by the cache for unhashable arguments
         check_types(spec, shape, memory_kind)
@@ -232,7 +226,8 @@ def _named_sharding(mesh: AnyMesh, spec: PartitionSpec, memory_kind: str | None)
 def _apply_axis_rules(spec: LeafSpec, context: Context) -> AppliedRules:
     # without a mesh, expressions cannot name the axes d0, d1, ... of the canonical mesh
     axis_sizes = sizes_of(context.mesh) if context.mesh else {}
-    applied = apply_axis_rules(spec.expression, context.axis_rules, axis_sizes, spec.on_missing)
+    on_missing = 'replicate' if context.missing == 'replicate' else spec.on_missing
+    applied = apply_axis_rules(spec.expression, context.axis_rules, axis_sizes, on_missing)
     if context.on_one_device:
         applied = applied._replace(expression=applied.expression.on_one_device())
     return applied
@@ -277,7 +272,8 @@ def _lay_out(
         math.prod(axis_sizes.values()),
         axis_sizes if context.mesh else None,
         replicates_by_default=_is_users_mesh(context),
-        replicate_indivisible=spec.on_indivisible == 'replicate' or applied.replicate_indivisible,
+        replicate_indivisible='replicate' in (spec.on_indivisible, context.indivisible)
+        or applied.replicate_indivisible,
         hints=_device_facts(mesh, context),
     )
 
@@ -417,7 +413,7 @@ def _with_working_fix(
 
     def retry_on(n: int) -> Placement:
         mesh = device_mesh(AbstractMesh((n,), ('n',)))
-        return attempt(spec, make_context(mesh, False, context.axis_rules))
+        return attempt(spec, changed(context, mesh=mesh, mesh_is_ambient=False))
 
     if isinstance(shape, tuple) and not _is_users_mesh(context):
         result = keep_working_suggestions(error, retry, retry_on)
@@ -439,11 +435,11 @@ def _with_working_fix(
     if mesh is None or error.fix is not None or not isinstance(spec, str | LeafSpec):
         return result
     lenient_rules = tuple(rule._replace(ignores_missing=True) for rule in rules)
-    lenient = make_context(mesh, context.mesh_is_ambient, lenient_rules, context.on_one_device)
+    lenient = changed(context, axis_rules=lenient_rules)
     if lenient is not context and works(lambda: attempt(spec, lenient)):
         return result.with_fix("axis_rules(..., missing='replicate')")
     try:
-        missing = attempt(with_fallbacks(spec, on_missing='replicate')).missing_axes
+        missing = attempt(spec, changed(context, missing='replicate')).missing_axes
     except EinshardError:
         return result
     if missing and is_canonical_mesh(mesh):  # ignoring all axes would not help
