@@ -31,7 +31,7 @@ from .._functions.sharded_function import ShardedFunction
 from .._notation.axis_positions import axis_positions
 from .._notation.mesh_text import mesh_text
 from .._sharding.context import USE_MESH_IN_CONTEXT, context_on, current_context
-from .._sharding.leaf_spec import as_leaf_spec, reject_unconstrained
+from .._sharding.leaf_spec import as_leaf_spec, unconstrained_error
 from .._sharding.legacy_mesh import with_legacy_mesh_note
 from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact, sizes_of, spec_axes
 from .._text import array_text, name_of
@@ -163,7 +163,8 @@ def _as_expressions(specs: Any) -> Any:
         if not isinstance(spec, NamedSharding | PartitionSpec):
             return spec
         leaf_spec = as_leaf_spec(spec)
-        reject_unconstrained(leaf_spec)
+        if leaf_spec.unconstrained:
+            raise unconstrained_error()
         if leaf_spec.memory_kind is not None:
             raise EinshardError(
                 f'per_device does not move arrays to {leaf_spec.memory_kind} memory',

@@ -65,6 +65,7 @@ class Context:
     axis_rules: AxisRules = ()
     on_one_device: bool = False  # for check_same: counts, stars and mesh axis sizes become 1
     # options of the call; no scope has them, so they are not in cache keys
+    memory_kind: str | None = None
     missing: Fallback = 'error'
     indivisible: Fallback = 'error'
 
@@ -106,6 +107,7 @@ _NO_CONTEXT = Context()
 _OPTIONS = tuple(Context.__slots__).index('on_one_device') + 1  # the position of the first option
 
 
+@cached
 def changed(context: Context, **changes: Any) -> Context:
     """Returns the context with other values of some fields."""
     values = [changes.get(name, getattr(context, name)) for name in Context.__slots__]

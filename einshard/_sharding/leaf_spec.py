@@ -177,9 +177,8 @@ def convert_jax_spec(spec: Any) -> Any:
     return as_leaf_spec(spec) if isinstance(spec, JAX_SPECS) else spec
 
 
-def reject_unconstrained(spec: LeafSpec) -> None:
-    if spec.unconstrained:
-        raise EinshardError('P.UNCONSTRAINED is only for values in a traced function', code='spec')
+def unconstrained_error() -> EinshardError:
+    return EinshardError('P.UNCONSTRAINED is only for values in a traced function', code='spec')
 
 
 def with_expression(spec: AnySpec, expression: str) -> AnySpec:
