@@ -26,7 +26,7 @@ from einshard import (
 )
 from einshard._notation.expression import Term, parse
 from einshard._notation.fit import fit
-from einshard._notation.lay_out import lay_out
+from einshard._notation.layout import lay_out
 from einshard._notation.words import SIGNS
 from einshard._notation.write import write
 

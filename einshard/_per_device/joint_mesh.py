@@ -9,11 +9,9 @@ from dataclasses import dataclass, replace
 
 from .._cache import cached
 from .._errors import EinshardError, quoted
-from .._notation.divisible import check_divisible
 from .._notation.expression import Expression, Term, parse
 from .._notation.fit import fit
-from .._notation.lay_out import lay_out
-from .._notation.layout import Layout, Split
+from .._notation.layout import Layout, Split, check_divisible, lay_out
 from .._notation.mesh_text import mesh_text
 from .._notation.repairs import repairs
 from .._notation.write import write, write_short

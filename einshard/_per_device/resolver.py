@@ -13,9 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from .._cache import cached
 from .._errors import EinshardError, quoted
 from .._notation.axis_positions import axis_positions, needs_rank
-from .._notation.divisible import check_divisible
 from .._notation.expression import Expression, Term
-from .._notation.lay_out import lay_out
+from .._notation.layout import check_divisible, lay_out
 from .._notation.write import write_short
 from .._sharding.apply_axis_rules import apply_axis_rules
 from .._sharding.context import AxisRules, current_context

@@ -18,8 +18,10 @@ from .leaf_spec import AnySpec, as_leaf_spec
 
 class AppliedRules(NamedTuple):
     expression: Expression  # with placements from the rules, and without ignored mesh axes
-    missing_axes: tuple[str, ...]  # named in the expression or an applied rule, but not in the mesh
-    replicate_indivisible: frozenset[str]  # array axes to replicate if they are not divisible
+    missing_axes: tuple[str, ...] = ()  # named in it or an applied rule, but not in the mesh
+    replicate_indivisible: frozenset[str] = (
+        frozenset()
+    )  # array axes to replicate if they are not divisible
 
 
 def apply_axis_rules(

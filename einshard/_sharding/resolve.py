@@ -14,10 +14,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from .._cache import cached
 from .._errors import EinshardError, Suggestion, public, quoted
 from .._notation.expression import ELLIPSIS, Expression, Term
-from .._notation.fit import misfit_error
+from .._notation.fit import fit, fitting_sizes, misfit_error, signed_axes, spec_entries
 from .._notation.hints import mesh_axes_hint, spacing_hint
-from .._notation.lay_out import lay_out
-from .._notation.layout import Layout
+from .._notation.layout import Layout, lay_out
+from .._notation.words import SIGNS
 from .._notation.write import write_short
 from .._suggestions import keep_working_suggestions, with_working_fix, works
 from .apply_axis_rules import AppliedRules, apply_axis_rules, fix_in_axis_rules
@@ -31,7 +31,6 @@ from .leaf_spec import (
     with_ndim,
 )
 from .legacy_mesh import with_legacy_mesh_note
-from .lower import lower
 from .mesh import (
     UNCONSTRAINED,
     AnyMesh,
@@ -42,6 +41,7 @@ from .mesh import (
     mesh_fact,
     partition_spec,
     partition_text,
+    reshape_canonical_mesh,
     sizes_of,
     spec_axes,
 )
@@ -190,7 +190,9 @@ def _place(spec: AnySpec, shape: Shape | int | None, context: Context) -> Placem
     # mesh.
     axis_sizes = sizes_of(context.mesh) if context.mesh else {}
     on_missing = 'replicate' if context.missing == 'replicate' else spec.on_missing
-    applied = apply_axis_rules(written, context.axis_rules, axis_sizes, on_missing)
+    applied = AppliedRules(written)
+    if context.axis_rules or on_missing == 'replicate':
+        applied = apply_axis_rules(written, context.axis_rules, axis_sizes, on_missing)
     if context.on_one_device:
         applied = applied._replace(expression=applied.expression.on_one_device())
     try:
@@ -238,6 +240,37 @@ def _about_spec(error: EinshardError, spec: AnySpec) -> EinshardError:
 @cached
 def _named_sharding(mesh: AnyMesh, spec: PartitionSpec, memory_kind: str | None) -> NamedSharding:
     """Cached, so arrays of many shapes share one sharding object, as in `lower`."""
+    return NamedSharding(mesh, spec, memory_kind=memory_kind)
+
+
+@cached
+def lower(
+    layout: Layout, mesh: AnyMesh, mesh_is_ambient: bool = False, memory_kind: str | None = None
+) -> NamedSharding | None:
+    """Lowers a layout to a sharding on `mesh`.
+
+    If the counts do not match the mesh axes, reshapes the mesh, or returns None. Reshapes only a
+    canonical mesh (see `device_mesh`) with Auto axes, for layouts without mesh axes, and never a
+    mesh in JAX's context, because JAX rejects arrays on any other mesh.
+
+    This function is cached, so arrays of many shapes share one sharding object. That makes
+    `device_put` faster.
+    """
+    fitted = fit(layout, sizes_of(mesh))
+    if fitted is None:
+        has_mesh_axes = any(split.mesh_axes for split in layout.splits)
+        is_auto = set(mesh.axis_types) == {AxisType.Auto}
+        if mesh_is_ambient or has_mesh_axes or not (is_auto and is_canonical_mesh(mesh)):
+            return None
+        mesh = reshape_canonical_mesh(mesh, fitting_sizes(layout))
+        fitted = fit(layout, sizes_of(mesh))
+        assert fitted is not None, 'the reshaped mesh does not fit its layout'
+    names = {str(name): name for name in mesh.axis_names}
+    entries = [tuple(names[axis] for axis in axes) for axes in spec_entries(layout, fitted)]
+    unreduced, reduced = (
+        [names[axis] for axis in signed_axes(layout, fitted, sign)] for sign in SIGNS
+    )
+    spec = partition_spec(entries, unreduced, reduced)
     return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
 
