@@ -128,13 +128,13 @@ def einshard(
     """
     try:
         context = current_context(mesh)
-        if memory_kind is not None or missing != 'error' or indivisible != 'error':
+        if missing != 'error' or indivisible != 'error':
             check_option('missing', missing)
             check_option('indivisible', indivisible)
+            context = changed(context, missing=missing, indivisible=indivisible)
+        if memory_kind is not None:
             check_memory_kind(spec, memory_kind)
-            context = changed(
-                context, memory_kind=memory_kind, missing=missing, indivisible=indivisible
-            )
+            context = changed(context, memory_kind=memory_kind)
         if type(spec) is str:
             placed = _place_array(x, spec, context, donate, check_processes)
             if placed is not None:
@@ -180,8 +180,7 @@ def _place_array(
         get_mesh()  # raises while tracing; see is_tracing
     except (ValueError, TypeError):
         return None
-    # the slow path raises an error that names the array, and warns
-    if type(placement) is not Placement or placement.warning:
+    if type(placement) is not Placement:  # the slow path raises an error that names it, or warns
         return None
     sharding = placement.sharding
     if kind == 'array':

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TypeAlias
 
 import jax
@@ -59,11 +59,21 @@ class Placement:
     layout: Layout
     sharding: NamedSharding
     missing_axes: tuple[str, ...] = ()  # mesh axes that were ignored because the mesh lacks them
-    # the mesh is the user's, and there is no arrow, placement, axis rule or `warning`
+    # the mesh is the user's, and there is no arrow, placement or axis rule, and no likely typo
     replicated_by_default: bool = False
     is_unconstrained: bool = False  # some axes are P.UNCONSTRAINED; for traced values only
-    warning: str | None = None  # about a likely typo in the expression
     names_without_rule: tuple[str, ...] = ()  # axis names, in a short form under axis rules
+
+
+@dataclass(frozen=True, slots=True)
+class LikelyTypo(Placement):
+    """The placement of a valid expression that is likely a typo.
+
+    A class of its own, because one check of the type then tells fast paths that `resolve` has
+    something to say.
+    """
+
+    warning: str = ''
 
 
 @public
@@ -130,7 +140,7 @@ def resolve(
         raise
     if isinstance(found, Placement):
         if traced or not found.is_unconstrained:
-            if found.warning:  # Python shows a warning only once per line of user code
+            if isinstance(found, LikelyTypo):  # Python shows it only once per line of user code
                 warnings.warn(found.warning, stacklevel=user_stacklevel())
             return found
         found = _about_spec(unconstrained_error(), spec)
@@ -163,7 +173,8 @@ def find_placement(
     warning = _typo_warning(as_leaf_spec(spec), shape, context, placement.replicated_by_default)
     if warning is None:
         return placement
-    return replace(placement, warning=warning, replicated_by_default=False)
+    values = (getattr(placement, field.name) for field in fields(placement))
+    return replace(LikelyTypo(*values, warning=warning), replicated_by_default=False)
 
 
 def _place(spec: AnySpec, shape: Shape | int | None, context: Context) -> Placement:
