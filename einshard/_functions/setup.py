@@ -23,7 +23,6 @@ from .._sharding.context import (
 from .._sharding.mesh import AnyMesh, MeshLike
 from .parameters import CallSignature, Declaration
 from .promise import Budget, Promise
-from .sharding_trees import abstract_mesh
 
 # Given an error, a call and its values, returns the error without fixes that do not work for them.
 TryFixes: TypeAlias = Callable[[EinshardError, CallSignature, Sequence[Any]], EinshardError]
@@ -89,3 +88,7 @@ class Setup:
         if isinstance(mesh, AbstractMesh) and not is_tracing():
             return False  # from jax.sharding.use_abstract_mesh, without devices
         return self.mesh is None and is_mesh_in_context(mesh)
+
+
+def abstract_mesh(mesh: AnyMesh) -> AbstractMesh:
+    return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh

@@ -18,8 +18,7 @@ from .._trees.partition import find_modules, join, partition_modules
 from .bound_method import BoundMethod
 from .parameters import CallSignature
 from .place_arguments import place_arguments
-from .program import Program
-from .program_cache import ProgramCache
+from .program import Program, ProgramCache
 from .promise import Limits
 from .setup import Setup
 from .traced_function import HasModules, TracedFunction, WrongShardings
