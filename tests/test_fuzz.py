@@ -17,7 +17,7 @@ from placed import mesh_of, struct
 from einshard import EinshardError, clear_caches, einshard, make_sharding
 from einshard._notation.expression import parse
 from einshard._notation.fit import fit
-from einshard._notation.lay_out import lay_out
+from einshard._notation.layout import lay_out
 
 pytestmark = oracle.ANY_SPACING
 

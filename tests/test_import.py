@@ -20,7 +20,7 @@ TOOLS = '_check', '_cli', '_draw', '_eject', '_explain', '_page', '_plan', '_pre
 TOOLS += '_program.hlo', '_program.cost'
 assert not {f'einshard.{name}' for name in TOOLS} & {*sys.modules}
 from einshard._notation.expression import parse
-from einshard._notation.lay_out import lay_out
+from einshard._notation.layout import lay_out
 from jax.sharding import AbstractMesh
 
 for name in dir(einshard):

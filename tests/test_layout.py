@@ -16,8 +16,7 @@ from placed import mesh_of
 from einshard import EinshardError, make_sharding
 from einshard._notation.counts import prime_factors
 from einshard._notation.expression import parse
-from einshard._notation.lay_out import lay_out
-from einshard._notation.layout import Layout, Split
+from einshard._notation.layout import Layout, Split, lay_out
 
 pytestmark = oracle.ANY_SPACING
 

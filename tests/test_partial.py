@@ -31,8 +31,7 @@ from einshard import (
     show,
 )
 from einshard._notation.expression import Term, parse
-from einshard._notation.lay_out import lay_out
-from einshard._notation.layout import Split
+from einshard._notation.layout import Split, lay_out
 from einshard._notation.write import write_short
 
 EXPLICIT = AxisType.Explicit

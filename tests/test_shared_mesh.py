@@ -93,9 +93,9 @@ def test_known_meshes(n, texts, expected):
 )
 def test_expression_for_all_devices(n, texts, complete, by_name):
     mesh, expression = shared(n, *texts), parse(texts[0])
-    assert mesh.complete(expression) == complete
-    assert mesh.use_mesh_axes(expression) == by_name
-    parse(complete), parse(by_name)
+    assert mesh.complete(expression).text == complete
+    assert mesh.use_mesh_axes(expression) == parse(by_name)
+    assert parse(complete) == mesh.complete(expression)
 
 
 def test_replicas_have_names_that_no_array_axis_has():

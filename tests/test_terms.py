@@ -25,10 +25,14 @@ from einshard import (
     to_jax,
 )
 from einshard._notation.expression import Term, parse
+from einshard._notation.fit import fit
+from einshard._notation.layout import lay_out
+from einshard._notation.words import SIGNS
 from einshard._notation.write import write
 
 MESH = mesh_of(p=2, q=4)
 EXPLICIT = jax.make_mesh((2, 4), ('p', 'q'), (AxisType.Explicit,) * 2, devices=jax.devices()[:8])
+SIZES = {'p': 2, 'q': 4}
 X = np.arange(128, dtype=np.float32).reshape(8, 16)
 AXIS, LAST = Term('a'), Term('b')
 
@@ -77,6 +81,30 @@ def parses_and_writes(kind):
     assert kind.term in expression.right
     assert write(expression.left, expression.right).text == kind.text
     assert parse(str(expression)) == expression
+
+
+def is_laid_out(kind):
+    """The device grid has the shards, and uses all devices."""
+    layout = lay_out(parse(kind.text), X.shape, 8, SIZES, replicates_by_default=True)
+    shards = [layout.n_shards.get(axis, 1) for axis in (0, 1)]
+    assert [size // n for size, n in zip(X.shape, shards, strict=True)] == list(kind.local)
+    assert {split.sign for split in layout.splits} - {''} == {kind.term.sign} - {''}
+
+
+def fits(kind):
+    """The splits take the mesh axes that the PartitionSpec names, those of replicas the rest."""
+    layout = lay_out(parse(kind.text), X.shape, 8, SIZES, replicates_by_default=True)
+    fitted = fit(layout, SIZES)
+    of = {}
+    for split, axes in zip(layout.splits, fitted, strict=True):
+        of.setdefault((split.axis, split.sign), []).extend(axes)
+    # JAX 0.8.1 has no `partitions`, newer versions refuse to iterate over unreduced axes
+    partitions = kind.spec.partitions if hasattr(kind.spec, 'partitions') else tuple(kind.spec)
+    entries = [e if isinstance(e, tuple) else (e,) for e in partitions if e is not None]
+    sharded = sorted((axis, tuple(axes)) for (axis, _), axes in of.items() if axis is not None)
+    assert [axes for _, axes in sharded] == entries
+    assert set(of.get((None, '+'), ())) == set(kind.spec.unreduced)
+    assert set(of.get((None, '='), ())) == set(kind.spec.reduced)
 
 
 def lowers(kind):
@@ -141,6 +169,8 @@ def is_predicted(kind):
 
 CONSUMERS = [
     parses_and_writes,
+    is_laid_out,
+    fits,
     lowers,
     is_described,
     is_drawn,
@@ -155,6 +185,11 @@ CONSUMERS = [
 @pytest.mark.parametrize('consumer', CONSUMERS)
 def test_every_consumer_handles_every_kind_of_term(consumer, kind):
     consumer(kind)
+
+
+def test_the_table_has_every_sign():
+    assert {kind.term.sign for kind in KINDS} == {'', *SIGNS}
+    assert {kind.term.name is None for kind in KINDS} == {True, False}
 
 
 def test_the_table_has_every_field_of_a_term():

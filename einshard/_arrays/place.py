@@ -16,12 +16,12 @@ from jax.typing import ArrayLike
 from .._cache import cached
 from .._errors import EinshardError, combine_errors, hide_frames
 from .._notation.expression import Expression
-from .._sharding.axis_rules import Fallback, check_option
-from .._sharding.context import Context, current_context, is_tracing
+from .._sharding.axis_rules import check_option
+from .._sharding.context import Context, Fallback, changed, current_context, is_tracing
 from .._sharding.describe import describe
 from .._sharding.leaf_spec import AnySpec, with_memory_kind
 from .._sharding.mesh import AnyMesh, MeshLike
-from .._sharding.resolve import Placement, find_placement, resolve
+from .._sharding.resolve import Placement, check_memory_kind, find_placement, resolve
 from .._trees.paths import leaf_paths, leaf_text
 from .._trees.specs import (
     Spec,
@@ -131,8 +131,12 @@ def einshard(
         if missing != 'error' or indivisible != 'error':
             check_option('missing', missing)
             check_option('indivisible', indivisible)
-        elif type(spec) is str:
-            placed = _place_array(x, spec, context, memory_kind, donate, check_processes)
+            context = changed(context, missing=missing, indivisible=indivisible)
+        if memory_kind is not None:
+            check_memory_kind(spec, memory_kind)
+            context = changed(context, memory_kind=memory_kind)
+        if type(spec) is str:
+            placed = _place_array(x, spec, context, donate, check_processes)
             if placed is not None:
                 return placed
         if type(spec) is not str:
@@ -143,10 +147,7 @@ def einshard(
         find = partial(  # not a closure, which would add 0.2 us to the fast path
             resolve,
             context=context,
-            memory_kind=memory_kind,
-            missing=missing,
-            indivisible=indivisible,
-            option="einshard(..., missing='replicate')",
+            owner='einshard',
             traced=tracing,
         )
         try:
@@ -164,7 +165,6 @@ def _place_array(
     x: Any,
     spec: str,
     context: Context,
-    memory_kind: str | None,
     donate: bool,
     check_processes: bool,
 ) -> Any:
@@ -176,11 +176,11 @@ def _place_array(
     if kind != 'array' and kind != 'numpy':
         return None
     try:
-        placement = find_placement(spec, x.shape, context, memory_kind)
+        placement = find_placement(spec, x.shape, context)
         get_mesh()  # raises while tracing; see is_tracing
-    except (ValueError, TypeError):  # the slow path raises an error that names the array
+    except (ValueError, TypeError):
         return None
-    if placement.warning:  # the slow path warns
+    if type(placement) is not Placement:  # the slow path raises an error that names it, or warns
         return None
     sharding = placement.sharding
     if kind == 'array':
@@ -276,8 +276,10 @@ def _suggest_numpy(
     facts = {**error.facts, 'note': 'a list is a pytree, and each number in it is a leaf'}
     error = EinshardError(**error.parts(facts=facts))
     try:
-        find_placement(spec, np.shape(x), context, None)
-    except ValueError:  # an EinshardError, or raised by np.shape for rows of different lengths
+        found = find_placement(spec, np.shape(x), context)
+    except ValueError:  # raised by np.shape for rows of different lengths
+        return error
+    if isinstance(found, EinshardError):
         return error
     return error.with_fix(f'einshard(np.array(x), {spec!r})')
 

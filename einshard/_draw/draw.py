@@ -15,7 +15,7 @@ from .._notation.axis_positions import axis_positions
 from .._notation.counts import prime_factors
 from .._notation.expression import ELLIPSIS, Expression, parse
 from .._notation.fit import spec_entries
-from .._notation.lay_out import lay_out
+from .._notation.layout import lay_out
 from .._notation.mesh_text import as_count, no_mesh_text
 from .._suggestions import with_working_fix
 from .blocks import blocks_on_mesh

@@ -75,13 +75,13 @@ def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
     donated = program.positions(setup.declaration.donated)
     options = _argument_options('static', static, call)
     options |= _argument_options('donate', donated, call)
-    options |= {name: value for name, value in setup.options.items() if _is_literal(value)}
+    options |= {name: value for name, value in setup.jit_options.items() if _is_literal(value)}
     arguments += [f'{name}={value!r}' for name, value in options.items()]
     signature = f'{setup.name}({", ".join(program.names)})'
     body = [f'    {docstring(f"Jits {signature}.")}']
     if trees.parameters:
         body.append(f'    # {", ".join(trees.parameters)}: arrays, or shapes from jax.eval_shape')
-    if omitted := [name for name in setup.options if name not in options]:
+    if omitted := [name for name in setup.jit_options if name not in options]:
         body.append(f'    # omitted: {", ".join(omitted)}= of sharded')
     if AxisType.Explicit in program.mesh.axis_types:
         body.append('    # before a call, enter jax.set_mesh(mesh) and place the arguments')

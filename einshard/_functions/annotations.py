@@ -30,9 +30,9 @@ from .type_hints import (
     Unresolved,
     class_hints,
     fields_of,
+    kind_not_read,
+    nested_types,
     own_hints,
-    packed_type,
-    tuple_items,
     union_members,
     unwrapped,
 )
@@ -58,8 +58,9 @@ else:
 
         Type checkers see only the array type. `@sharded` without specs reads the annotations of the
         parameters and the result, including those inside tuples, lists, dicts, NamedTuples,
-        TypedDicts, dataclasses and Equinox modules, also generic ones. A dataclass must be a pytree
-        with key paths: use `jax.tree_util.register_dataclass`.
+        dataclasses and Equinox modules, also generic ones. A dataclass must be a pytree with key
+        paths: use `jax.tree_util.register_dataclass`. Specs in TypedDicts, and in unpacked types
+        such as `*args: *tuple[...]`, are an error.
 
         Under beartype, with or without `jaxtyping.jaxtyped`, a call raises EinshardError if an
         array is not sharded as the expression in its annotation says. Pytree types, and specs that
@@ -123,39 +124,17 @@ def read_annotations(
     unused = hints.keys() - {*parameters, 'return'}
     if target is function:
         unused &= {'self', 'cls'}  # other names are errors
-    for name in unused:
-        del hints[name]
-    for name, hint in [*hints.items()]:
-        packed = packed_type(hint)
-        if packed is not None:
-            del hints[name]
-            hints |= _unpacked_hints(name, packed)
     specs: dict[str, Spec] = {}
     for name, hint in hints.items():
-        if name not in static or _contains_sharded(hint):
-            try:
-                specs[name] = _spec_of(hint, rules)
-            except EinshardError as error:
-                owner = 'the result' if name == 'return' else f"parameter '{name}'"
-                raise error.about(annotation_of=owner) from None
+        if name in unused or (name in static and not _contains_spec(hint)):
+            continue
+        try:
+            specs[name] = _spec_of(hint, rules)
+        except EinshardError as error:
+            owner = 'the result' if name == 'return' else f"parameter '{name}'"
+            raise error.about(annotation_of=owner) from None
     out = specs.pop('return', None)
     return {name: spec for name, spec in specs.items() if spec is not None}, out
-
-
-def _unpacked_hints(name: str, packed: Any) -> dict[str, Any]:
-    """Returns the hints of `**name: Unpack[TypedDict]` or `*name: Unpack[tuple[...]]`."""
-    if typing.get_origin(packed) is not tuple:
-        return fields_of(packed)
-    items = tuple_items(packed)
-    if len(items) == 2 and items[1] is Ellipsis:
-        return {name: items[0]}
-    if _contains_sharded(packed):
-        raise EinshardError(
-            f"the type of '*{name}' lists several types, but all its elements have the same spec",
-            code='spec',
-            facts={'instead': f"use '*{name}: T', or one parameter for each element"},
-        )
-    return {}
 
 
 def _find_annotated(function: Any) -> Any:
@@ -177,22 +156,36 @@ def _find_annotated(function: Any) -> Any:
 def _spec_of(hint: Any, rules: Rules) -> Spec:
     """Returns the spec of a type, or None if the type does not contain one.
 
-    For `tuple[A, B]`, returns a tuple of specs. For other containers and unions, and for a tuple
-    that contains one of these, returns a `_ContainerSpec`.
+    For `tuple[A, B]`, returns a tuple of specs, with which `out_shardings` need no trace. For other
+    containers and unions, and for a tuple that contains one of these, returns a `_SpecByType`.
     """
+    found = nested_types(hint)
+    for inner in found:
+        _only_spec(union_members(inner))  # raises for different specs
+        kind = kind_not_read(inner)
+        if kind is not None and _contains_spec(inner, rules):
+            raise EinshardError(
+                f'specs in {kind} are not read',
+                code='spec',
+                facts={
+                    'instead': 'use a NamedTuple or a dataclass, or pass specs to the decorator'
+                },
+            )
     written, hint = hint, unwrapped(hint)
     metadata = _find_metadata(hint, rules)
     if metadata is not None:
         return metadata.spec
-    if typing.get_origin(hint) is tuple and Ellipsis not in tuple_items(hint):
-        specs = tuple(_spec_of(item, rules) for item in tuple_items(hint))
-        if not any(isinstance(spec, _ContainerSpec) for spec in specs):
+    args = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple and Ellipsis not in args:
+        specs = tuple(_spec_of(arg, rules) for arg in args)
+        if not any(isinstance(spec, _SpecByType) for spec in specs):
             return specs if any(spec is not None for spec in specs) else None
-    may_have_spec = any(
-        isinstance(inner, Unresolved) or _find_metadata(inner, rules) is not None
-        for inner in _nested_types(written)
-    )
-    return _ContainerSpec(written, rules) if may_have_spec else None
+    has_spec = _contains_spec(written, rules) or any(isinstance(x, Unresolved) for x in found)
+    return _SpecByType(written, rules) if has_spec else None
+
+
+def _contains_spec(hint: Any, rules: Rules = None) -> bool:
+    return any(_find_metadata(inner, rules) is not None for inner in nested_types(hint))
 
 
 def _find_metadata(hint: Any, rules: Rules = None) -> SpecMetadata | None:
@@ -206,8 +199,8 @@ def _find_metadata(hint: Any, rules: Rules = None) -> SpecMetadata | None:
     return SpecMetadata(_translate(text, rules))
 
 
-class _ContainerSpec:
-    """A spec function for a container type, such as `dict[str, Sharded[Array, 'x*']]`."""
+class _SpecByType:
+    """A spec function for a type that contains specs, such as `dict[str, Sharded[Array, 'x*']]`."""
 
     def __init__(self, hint: Any, rules: Rules):
         self.hint = hint
@@ -263,31 +256,19 @@ def _element_types(hint: Any, key: str, rules: Rules) -> list[Any]:
         return _element_types(args[0], key, rules)
     if origin in (typing.Union, types.UnionType):
         return [inner for member in args for inner in _element_types(member, key, rules)]
-    if origin is tuple:
-        return _tuple_element(tuple_items(hint), key)
+    if origin is tuple and Ellipsis not in args:
+        return [*args[int(key) :][:1]] if key.isdigit() else []
     fields = fields_of(hint)
     if isinstance(origin, type) and not fields:
         return [args[-1] if issubclass(origin, Mapping) else args[0]] if args else []
     return [fields[key]] if key in fields else []
 
 
-def _tuple_element(items: tuple[Any, ...], key: str) -> list[Any]:
-    if Ellipsis in items[:-1]:
-        raise EinshardError(
-            'in the type of a tuple with specs, Unpack[tuple[T, ...]] must be last', code='spec'
-        )
-    if not key.isdigit() or not items:
-        return []
-    if items[-1] is Ellipsis:
-        return [items[min(int(key), len(items) - 2)]]
-    return [*items[int(key) :][:1]]
-
-
 def _check_fields(hints: list[Any], key: str) -> None:
     """Raises if the pytree nodes with `Sharded` fields have no field for a key path."""
     members = [member for hint in hints for member in union_members(hint)]
     classes = [member for member in members if member is not types.NoneType]
-    if not all(map(fields_of, classes)) or not any(map(_contains_sharded, classes)):
+    if not all(map(fields_of, classes)) or not any(map(_contains_spec, classes)):
         return
     name = name_of(typing.get_origin(classes[0]) or classes[0])
     if key.isdigit():
@@ -301,26 +282,6 @@ def _check_fields(hints: list[Any], key: str) -> None:
         code='spec',
         facts={'fields': ', '.join(fields_of(classes[0]))},
     )
-
-
-def _contains_sharded(hint: Any) -> bool:
-    return any(_find_metadata(inner) is not None for inner in _nested_types(hint))
-
-
-def _nested_types(hint: Any, found: list[Any] | None = None) -> list[Any]:
-    """Returns a type and the types in it: arguments of generic types, and types of fields."""
-    found = [] if found is None else found
-    if isinstance(hint, Unresolved):
-        found.append(hint)
-    hint = unwrapped(hint)
-    if hint not in found:  # a type may contain itself
-        found.append(hint)
-        _only_spec(union_members(hint))
-        args = typing.get_args(hint)
-        inner = args[:1] if typing.get_origin(hint) is Annotated else args
-        for inner_hint in (*inner, *fields_of(hint).values()):
-            _nested_types(inner_hint, found)
-    return found
 
 
 def _check_names(array_type: Any, expression: Expression) -> None:

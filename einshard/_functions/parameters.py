@@ -20,7 +20,6 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import EinshardError, plural, quoted
-from .._sharding.axis_rules import Fallback
 from .._sharding.context import AxisRule
 from .._text import first_of, name_of
 from .._trees.specs import Spec, read_specs
@@ -255,7 +254,6 @@ class Declaration:
         out: Spec,
         static: frozenset[str],
         donated: frozenset[str],
-        indivisible: Fallback = 'error',
         is_annotated: bool = False,
     ):
         self.parameters = parameters
@@ -269,8 +267,7 @@ class Declaration:
                 code='spec',
             )
         self.specs = {name: self._read(name, spec) for name, spec in specs.items()}
-        self.indivisible: Fallback = indivisible
-        self.result = ValueSpec(parameters.function, None, self._read('out=', out), indivisible)
+        self.result = ValueSpec(parameters.function, None, self._read('out=', out))
         self._defaults = self._array_defaults()
         self._arguments: dict[CallSignature, tuple[ValueSpec, ...]] = {}
 
@@ -318,7 +315,7 @@ class Declaration:
         spec = None if is_static else self.parameters.spec_for(label, self.specs, default)
         if spec is _MISSING:
             raise self.parameters.no_spec_error([label], self.specs)
-        return ValueSpec(self.parameters.function, label, spec, self.indivisible)
+        return ValueSpec(self.parameters.function, label, spec)
 
     def _read(self, name: str, spec: Spec) -> Spec:
         if name in self.static and spec is not None:
@@ -361,7 +358,6 @@ def declare(
     in_specs: Sequence[Spec],
     out: Spec,
     named: Mapping[str, Any],
-    indivisible: Fallback = 'error',
     rules: Sequence[AxisRule] | None = None,
 ) -> tuple[dict[str, Any], Declaration]:
     """Splits the arguments of `sharded` into options of `jax.jit` and a `Declaration`.
@@ -384,7 +380,7 @@ def declare(
         annotated, annotated_out = read_annotations(function, names, static, rules)
         specs = parameters.assign((), annotated) | specs
         out = annotated_out if out is None else out
-    declaration = Declaration(parameters, specs, out, static, donated, indivisible, is_annotated)
+    declaration = Declaration(parameters, specs, out, static, donated, is_annotated)
     if not is_annotated:
         parameters.check_required(specs, static)
     return options, declaration

@@ -66,7 +66,7 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
             elif jit_has_shardings:
                 _check_devices(traced, argument, path, leaf)
             leaves.append(new)
-            if placement is None or not traced.setup.check_processes:
+            if placement is None or not traced.setup.options.check_processes:
                 continue
             if mesh_to_compare_on(leaf, placement.sharding.mesh) is not None:
                 planned = argument.leaf_text(path, leaf), placement.expression.text
@@ -96,7 +96,7 @@ def _place(
     if not (traced.mesh_is_ambient or isinstance(traced.mesh, Mesh) or is_tracing()):
         return leaf  # an abstract mesh: the function is only traced, which needs only shapes
     current = _rejected_sharding(traced, leaf, sharding)
-    if current is not None and not (_is_unsharded(current) or traced.setup.reshard):
+    if current is not None and not (_is_unsharded(current) or traced.setup.options.reshard):
         raise _placed_differently(traced, current, placement, leaf, argument, path) from None
     if current is not None or _must_put(leaf, sharding):
         try:
@@ -114,7 +114,7 @@ def _rejected_sharding(
     """Returns the sharding of `leaf`, or None if jit accepts `leaf` where it expects `sharding`."""
     if isinstance(leaf, Tracer) or _is_on_abstract_mesh(traced, sharding):
         rejected = sharding_rejected_by_jit(leaf, traced.for_jit(sharding))
-        if rejected is not None and traced.setup.keeps_mapped_axes:
+        if rejected is not None and traced.setup.options.keeps_mapped_axes:
             return None if elements_match(leaf, sharding) else rejected
         return rejected
     if not _is_committed(leaf):
@@ -239,7 +239,7 @@ def _replication_fix(
     if is_self or declaration.is_annotated or not declaration.specs:
         value = label if argument.spec is None else f'{label}{jtu.keystr(tuple(path))}'
         return _einshard_call(traced, value, REPLICATED)
-    must_reshard = not (_is_unsharded(leaf.sharding) or traced.setup.reshard)
+    must_reshard = not (_is_unsharded(leaf.sharding) or traced.setup.options.reshard)
     reshard = ', and reshard=True,' if must_reshard else ''
     return f"'{REPLICATED}' instead of None{reshard} in the decorator, to replicate it"
 

@@ -1,21 +1,22 @@
-"""The jitted program of a `sharded` function for one call signature and mesh."""
+"""The jitted programs of a `sharded` function, each for one call signature and mesh."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, Mesh
 
-from .._sharding.context import is_staging, is_tracing
-from .._sharding.mesh import is_partial
+from .._sharding.context import AxisRules, Context, is_staging, is_tracing
+from .._sharding.mesh import AnyMesh, is_partial
 from .._trees.specs import is_none
+from .parameters import CallSignature, Declaration
 from .promise import CheckedJit
-from .sharding_trees import has_partial_axes, shardings_of
-from .traced_function import TracedFunction
+from .setup import Setup
+from .traced_function import TracedFunction, has_partial_axes
 
 
 @dataclass(eq=False)
@@ -91,7 +92,7 @@ class Program:
     def compared(self) -> Sequence[int]:
         """The positions of arguments whose host data the processes must compare in each call."""
         setup, mesh = self.traced.setup, self.traced.mesh
-        if not (setup.check_processes and isinstance(mesh, Mesh) and mesh.is_multi_process):
+        if not (setup.options.check_processes and isinstance(mesh, Mesh) and mesh.is_multi_process):
             return ()
         rows = enumerate(self.traced.arguments)
         return [i for i, x in rows if i not in self.traced.static and x.spec is not None]
@@ -148,7 +149,7 @@ def make_program(traced: TracedFunction, values: Sequence[Any]) -> Program:
     """Traces the function if its out_shardings depend on the shapes of the result."""
     setup = traced.setup
     traced.out_shardings = traced.result_shardings(values)
-    options: dict[str, Any] = {**setup.options, 'static_argnums': tuple(traced.static)}
+    options: dict[str, Any] = {**setup.jit_options, 'static_argnums': tuple(traced.static)}
     donated = traced.positions(setup.declaration.donated)
     if donated:
         options['donate_argnums'] = tuple(donated)
@@ -209,7 +210,7 @@ def _make_nested(
         return constrained
     # constraints would fail on an abstract mesh that is not in context
     can_constrain = not isinstance(traced.mesh, AbstractMesh)
-    if traced.setup.keeps_mapped_axes and can_constrain:
+    if traced.setup.options.keeps_mapped_axes and can_constrain:
         # in_shardings replicate a mapped axis; constraints leave it as it is, as shard_map does
         return constrained
     nested = jitted
@@ -264,3 +265,125 @@ def _choose_by_type(nested: Any, without_shardings: Any) -> Callable[..., Any]:
 def _lacks_spec(in_shardings: Any) -> bool:
     """Whether an argument with these in_shardings, or one of its leaves, has no spec."""
     return any(map(is_none, jtu.tree_leaves(in_shardings, is_leaf=is_none)))
+
+
+def shardings_of(values: Sequence[Any], positions: Sequence[int]) -> tuple[Any, ...]:
+    """Returns the sharding of each leaf of `values[i]` for `i` in `positions`, or () in a trace.
+
+    For host data, the sharding is None.
+    """
+    if not positions or is_tracing():
+        return ()
+    # Does not read `leaf.committed`, which would double the time. It matters only for arrays on a
+    # part of the mesh, and jit rejects those if they are committed.
+    leaves = [leaf for i in positions for leaf in jtu.tree_leaves(values[i])]
+    return tuple([getattr(leaf, 'sharding', None) for leaf in leaves])
+
+
+# call signature, `Setup.mesh_key`, axis rules, `Context.on_one_device`
+_OuterKey: TypeAlias = tuple[CallSignature, tuple[AnyMesh, bool], AxisRules, bool]
+
+
+class ProgramCache:
+    """The programs of a `sharded` function.
+
+    The keys contain the call signature, mesh, axis rules, and the shapes on which shardings depend.
+    Under limits on collectives or memory, they also contain the shardings of arguments without
+    specs.
+
+    Attributes:
+        need_full_lookup: whether callers must call `find` for every call, because calls with the
+            same signature may need different programs.
+    """
+
+    def __init__(self, setup: Setup):
+        self._setup = setup
+        self._programs: dict[_OuterKey, dict[Any, Program]] = {}
+        # what is being traced for new programs, by outer and inner key
+        self._in_progress: dict[Any, TracedFunction] = {}
+        self.need_full_lookup = False
+
+    def find(self, call: CallSignature, values: Sequence[Any], rejected: Any = None) -> Program:
+        """Finds or makes the program for a call.
+
+        Until `need_full_lookup` is set, returns any program for the call signature, mesh and axis
+        rules, without comparing `values`. If that program fails, call `find` again with its
+        `runnable` as `rejected`, which sets `need_full_lookup`.
+        """
+        context = self._setup.context()
+        mesh_key = self._setup.mesh_key(context)
+        outer_key = call, mesh_key, context.axis_rules, context.on_one_device
+        programs = self._programs.setdefault(outer_key, {})
+        candidates = list(programs.values())
+        self.need_full_lookup |= rejected is not None
+        if candidates and not self.need_full_lookup:
+            return candidates[0]
+        without_spec = sorted({i for program in candidates for i in program.without_spec})
+        leaves_key = _leaves_key(self._setup.declaration, call, values, context)
+        inner_key = leaves_key, shardings_of(values, without_spec)
+        program = programs.get(inner_key)
+        if program is None or program.runnable is rejected:
+            # No lock, because this runs user code (the function, spec functions), which may wait
+            # for a thread that calls this function. Threads that make the same program share
+            # `traced`, so that JAX (except 0.8) traces once.
+            key, traced = (outer_key, inner_key), TracedFunction(self._setup, call, values)
+            traced = self._in_progress.setdefault(key, traced)
+            try:
+                for program in list(programs.values()):
+                    if program.runnable is not rejected and program.is_for(values):
+                        break
+                else:
+                    program = make_program(traced, values)
+                    for other in list(programs.values()):
+                        program = other if other.is_same_as(program) else program
+                programs[inner_key] = program
+            finally:
+                self._in_progress.pop(key, None)
+        # the fast path of ShardedFunction does not compare meshes, axis rules or shardings
+        has_several_contexts = len({key[1:] for key in self._programs}) > 1
+        self.need_full_lookup |= has_several_contexts or bool(program.without_spec)
+        return program
+
+    def clear(self) -> None:
+        """Drops all programs, and what JAX has traced and compiled for them."""
+        old, self._programs = self._programs, {}
+        self.need_full_lookup = False
+        for programs in old.values():
+            for program in programs.values():
+                program.clear_cache()
+
+
+def _leaves_key(
+    declaration: Declaration, call: CallSignature, values: Sequence[Any], context: Context
+) -> Any:
+    """Returns the structures, shapes and dtypes of the arguments on which shardings depend.
+
+    If the result's shardings depend on its leaves, includes all arguments, static ones by value.
+    """
+    arguments = declaration.arguments(call)
+    uses_all = declaration.result.needs_leaves(context)
+    key: list[Any] = []
+    for argument, value in zip(arguments, values, strict=True):
+        if uses_all and argument.name in declaration.static:
+            key.append(_static_key(value))
+        elif uses_all or argument.needs_leaves(context):
+            leaves, treedef = jtu.tree_flatten(value)
+            key.append((treedef, tuple(map(_shape_and_dtype, leaves))))
+    return tuple(key)
+
+
+def _static_key(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:  # jit raises
+        return type(value)
+    return value
+
+
+def _shape_and_dtype(leaf: Any) -> Any:
+    """Returns a cache key for a leaf, equal for a value and its tracer."""
+    try:
+        aval: Any = jax.typeof(leaf)
+    except (TypeError, ValueError):  # not an array, or a masked array: a later check raises
+        return type(leaf)
+    return aval.shape, aval.dtype

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 
 from jax.sharding import AbstractMesh, Mesh
 
 from .._errors import EinshardError, public
-from .._sharding.axis_rules import AxisPlacement, Fallback, LogicalRule, check_option
+from .._sharding.axis_rules import AxisPlacement, LogicalRule, check_option
 from .._sharding.axis_rules import axis_rules as rules_block
-from .._sharding.context import AxisRule
+from .._sharding.context import AxisRule, Fallback
 from .._sharding.mesh import MeshLike, check_mesh
 from .._text import deferred_kind, name_of
 from .._trees.specs import Spec, check_spec_functions, is_function, mesh_of
 from .parameters import copied, declare, with_copied_options
 from .promise import Budget, Promise, read_limits
-from .setup import Setup, TryFixes
+from .setup import Options, Setup
 from .sharded_function import ShardedFunction
 
 Rules: TypeAlias = rules_block | Mapping[str, AxisPlacement] | Sequence[LogicalRule]
@@ -124,22 +123,26 @@ def sharded(
     """
     check_option('indivisible', indivisible)
     # read once, because the decorator may decorate several functions
-    mesh, named = copied(mesh), with_copied_options(named_specs_and_jit_options)
-    limits = collectives, memory
-    rules = _read_rules(axis_rules)
-    options = out, mesh, reshard, indivisible, limits, check_processes, named, rules
-    no_options = all(x is None for x in (out, mesh, *limits, rules)) and not (named or reshard)
-    no_options &= check_processes
+    named = with_copied_options(named_specs_and_jit_options)
+    options = Options(
+        copied(mesh),
+        reshard,
+        indivisible,
+        collectives,
+        memory,
+        check_processes,
+        _read_rules(axis_rules),
+    )
     one_function = len(in_specs) == 1 and _can_decorate(in_specs[0])
-    if one_function and no_options and indivisible == 'error':
-        return decorate(in_specs[0], (), *options)
+    if one_function and out is None and not named and options.are_default:
+        return decorate(in_specs[0], (), out, named, options)
     check_spec_functions(in_specs)
 
     @public
     def decorator(*functions: Any, **unexpected: Any) -> Any:
         if len(functions) != 1 or unexpected or not _can_decorate(functions[0]):
             raise no_function_error('sharded', [*functions, *unexpected.values()], in_specs)
-        return decorate(functions[0], in_specs, *options)
+        return decorate(functions[0], in_specs, out, named, options)
 
     return decorator
 
@@ -185,43 +188,24 @@ def decorate(
     function: Any,
     in_specs: Sequence[Spec],
     out: Spec,
-    mesh: MeshLike | None,
-    reshard: bool,
-    indivisible: Fallback,
-    limits: tuple[Promise | None, str | int | None],
-    check_processes: bool,
     named: Mapping[str, Any],
-    axis_rules: Sequence[AxisRule] | None = None,
-    keeps_mapped_axes: bool = False,
-    try_fixes: TryFixes | None = None,
+    options: Options,
 ) -> Any:
-    """Decorates a function as `sharded` does.
-
-    Args:
-        limits: `collectives` and `memory`.
-        named: specs by parameter name, and options of `jax.jit`.
-        axis_rules: rules for the specs and the body. If given, jaxtyping annotations are specs.
-        keeps_mapped_axes: whether calls in traces leave a mapped axis of `jax.vmap` as it is,
-            where `jax.jit` with `in_shardings` replicates it.
-        try_fixes: tests the fixes in an error of spec functions on the arguments of a call.
-    """
+    """Decorates a function as `sharded` does. `named` has specs, and options of `jax.jit`."""
     if isinstance(function, staticmethod | classmethod):
-        options = out, mesh, reshard, indivisible, limits, check_processes, named, axis_rules
-        more = keeps_mapped_axes, try_fixes
-        return type(function)(decorate(function.__func__, in_specs, *options, *more))
+        return type(function)(decorate(function.__func__, in_specs, out, named, options))
     check_traceable(function)
-    name = name_of(function)
+    name, mesh = name_of(function), options.mesh
     try:
-        options, declaration = declare(function, in_specs, out, named, indivisible, axis_rules)
+        jit_options, declaration = declare(function, in_specs, out, named, options.axis_rules)
         check_mesh(mesh)
         if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
             mesh = tuple(mesh)  # a copy: the list may change
         if mesh is None:
             mesh = mesh_of([declaration.specs, declaration.result.spec])
-        parsed_limits = read_limits(*limits)
-        budget = parsed_limits and Budget(name, parsed_limits)
+        limits = read_limits(options.collectives, options.memory)
+        budget = limits and Budget(name, limits)
     except EinshardError as error:
         raise error.about(function=name) from None
-    setup = Setup(function, name, declaration, mesh, reshard, options, budget, check_processes)
-    more = {'keeps_mapped_axes': keeps_mapped_axes, 'try_fixes': try_fixes}
-    return ShardedFunction(replace(setup, axis_rules=axis_rules or (), **more))
+    setup = Setup(function, name, declaration, options, mesh, jit_options, budget)
+    return ShardedFunction(setup)

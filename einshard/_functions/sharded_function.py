@@ -18,8 +18,7 @@ from .._trees.partition import find_modules, join, partition_modules
 from .bound_method import BoundMethod
 from .parameters import CallSignature
 from .place_arguments import place_arguments
-from .program import Program
-from .program_cache import ProgramCache
+from .program import Program, ProgramCache
 from .promise import Limits
 from .setup import Setup
 from .traced_function import HasModules, TracedFunction, WrongShardings
@@ -105,7 +104,7 @@ class ShardedFunction(Generic[P, R]):
         return self if instance is None else BoundMethod(self, instance)
 
     def __repr__(self) -> str:
-        decorator = 'sharded' if self._setup.try_fixes is None else 'per_device'
+        decorator = 'sharded' if self._setup.options.try_fixes is None else 'per_device'
         return f'<{decorator} function {self._setup.name}>'
 
     def __reduce__(self) -> str:
@@ -270,7 +269,7 @@ class ShardedFunction(Generic[P, R]):
         try:
             return self._programs.find(call, values)
         except EinshardError as error:
-            try_fixes = self._setup.try_fixes
+            try_fixes = self._setup.options.try_fixes
             tried = try_fixes(error, call, values) if try_fixes else error
             raise tried from error.__cause__
 

@@ -8,21 +8,20 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 
 from .._errors import EinshardError
 from .._sharding.collective_axes import ShardedBy, find_sharded_by
 from .._sharding.context import Context, mesh_scope
 from .._sharding.legacy_mesh import warn_if_legacy_mesh
-from .._sharding.mesh import AnyMesh
+from .._sharding.mesh import AnyMesh, is_partial
 from .._sharding.program_mesh import device_mismatch_error
 from .._trees.partition import find_modules, join, partition_modules
 from .._trees.specs import is_none
 from .error_notes import ErrorNotes
 from .lost_updates import check_updates, module_leaves
 from .parameters import CallSignature, positional_signature
-from .setup import Setup
-from .sharding_trees import abstract_mesh, has_partial_axes, same_shardings
+from .setup import Setup, abstract_mesh
 from .value_spec import ValueSpec
 
 
@@ -225,3 +224,21 @@ class TracedFunction:
             needed = self.result.shardings(result, context)
             if not same_shardings(needed, self.out_shardings):
                 raise WrongShardings
+
+
+def has_partial_axes(shardings: Any) -> bool:
+    return any(map(is_partial, jtu.tree_leaves(shardings)))
+
+
+def same_shardings(a: Any, b: Any) -> bool:
+    """Whether pytrees of shardings are equal, ignoring devices and memory kinds."""
+    a_leaves, a_treedef = jtu.tree_flatten(a, is_leaf=is_none)
+    b_leaves, b_treedef = jtu.tree_flatten(b, is_leaf=is_none)
+    return a_treedef == b_treedef and all(
+        x is y is None or (x and y and _without_devices(x) == _without_devices(y))
+        for x, y in zip(a_leaves, b_leaves, strict=True)
+    )
+
+
+def _without_devices(sharding: NamedSharding) -> Any:
+    return abstract_mesh(sharding.mesh), sharding.spec

@@ -25,43 +25,31 @@ def own_hints(owner: Any) -> dict[str, Any]:
     return {name: _evaluate(owner, hint) for name, hint in hints.items()}
 
 
+def fields_of(hint: Any) -> dict[str, Any]:
+    """Returns {field: type} of a NamedTuple, dataclass or Equinox module, or {}."""
+    cls = typing.get_origin(hint) or hint
+    has_fields = dataclasses.is_dataclass(cls) or hasattr(cls, '_fields')
+    return class_hints(hint) if isinstance(cls, type) and has_fields else {}
+
+
 def class_hints(hint: Any) -> dict[str, Any]:
+    """Returns the types of a class. Those of a generic class contain its type arguments."""
     arguments = _type_arguments(hint)
-    unsubstituted: dict[str, Any] = {}
     hints: dict[str, Any] = {}
-    # a TypedDict does not have its bases in `__mro__`
-    for cls in reversed([*dict.fromkeys([*next(iter(arguments)).__mro__, *arguments])]):
+    for cls in reversed((typing.get_origin(hint) or hint).__mro__):
         for name, own in own_hints(cls).items():
-            if typing.is_typeddict(cls) and unsubstituted.get(name) == own:
-                continue  # a TypedDict repeats the annotations of its bases
-            unsubstituted[name] = own
             hints[name] = _substitute(own, cls, arguments.get(cls, ()))
     return hints
 
 
-def fields_of(hint: Any) -> dict[str, Any]:
-    """Returns {field: type} of a NamedTuple, TypedDict, dataclass or Equinox module, or {}.
-
-    The types of a generic class contain its type arguments instead of type variables.
-    """
-    cls = typing.get_origin(hint) or hint
-    has_fields = (
-        dataclasses.is_dataclass(cls) or typing.is_typeddict(cls) or hasattr(cls, '_fields')
-    )
-    return class_hints(hint) if isinstance(cls, type) and has_fields else {}
-
-
 def _type_arguments(hint: Any) -> dict[Any, tuple[Any, ...]]:
-    """Returns {class: type arguments} of a class and its bases, with the class first."""
+    """Returns {class: type arguments} of a class and its generic bases."""
     cls, args = typing.get_origin(hint) or hint, typing.get_args(hint)
     found = {cls: args}
-    if not hasattr(cls, '__orig_bases__'):  # neither it nor a base is generic
-        return found
-    for base in vars(cls).get('__orig_bases__', cls.__bases__):
-        origin = typing.get_origin(base) or base
+    for base in getattr(cls, '__orig_bases__', ()):
+        origin = typing.get_origin(base)
         if isinstance(origin, type) and origin not in (typing.Generic, typing.Protocol):
-            # keeps the order and the first type arguments
-            found = found | _type_arguments(_substitute(base, cls, args)) | found
+            found = _type_arguments(_substitute(base, cls, args)) | found
     return found
 
 
@@ -74,6 +62,39 @@ def _substitute(hint: Any, cls: type, args: tuple[Any, ...]) -> Any:
     if not args or not variables:
         return hint
     return typing.get_args(tuple[(*variables, hint)][args])[-1]  # type: ignore[reportInvalidTypeArguments]
+
+
+def nested_types(hint: Any, found: list[Any] | None = None) -> list[Any]:
+    """Returns a type and the types in it: arguments of generic types, and types of fields."""
+    found = [] if found is None else found
+    if isinstance(hint, Unresolved):
+        found.append(hint)
+    hint = unwrapped(hint)
+    if hint not in found:  # a type may contain itself
+        found.append(hint)
+        args = typing.get_args(hint)
+        inner = args[:1] if typing.get_origin(hint) is typing.Annotated else args
+        cls, fields = typing.get_origin(hint) or hint, fields_of(hint)
+        if typing.is_typeddict(cls):  # lacks the type arguments of its bases
+            inner, fields = (*inner, *getattr(cls, '__orig_bases__', ())), own_hints(cls)
+        for inner_hint in (*inner, *fields.values()):
+            nested_types(inner_hint, found)
+    return found
+
+
+def kind_not_read(hint: Any) -> str | None:
+    """Describes a type in which specs are not read, or None for other types."""
+    items = typing.get_args(hint) if typing.get_origin(hint) is tuple else (hint,)
+    cls = typing.get_origin(hint) or hint
+    if typing.is_typeddict(cls):
+        return f'the TypedDict {name_of(cls)}'
+    if any(typing.get_origin(x) is typing.Unpack or _is_starred(x) for x in items):
+        return 'an unpacked type, such as *args: *tuple[...],'
+    return None
+
+
+def _is_starred(hint: Any) -> bool:
+    return type(hint) is types.GenericAlias and hint.__unpacked__
 
 
 def _evaluate(owner: Any, hint: Any) -> Any:
@@ -100,17 +121,16 @@ def _evaluate(owner: Any, hint: Any) -> Any:
     except Exception as error:  # text may raise anything
         if isinstance(error, SyntaxError) and 'Sharded' not in str(hint):
             return Any
-        missing = error.name if isinstance(error, NameError) else None
         text = getattr(hint, '__forward_arg__', hint)
-        fallback = None
-        if missing and 'Sharded' not in str(text):
-            if not isinstance(text, str):
-                fallback = hint
-            elif not re.search(rf'\b{missing}\b', text):
-                # the type refers to itself in its own module, as optax.OptState does
-                variables = {parameter.__name__: parameter for parameter in parameters}
-                return _evaluate(owner, eval(text, scopes[0], {**scopes[1], **variables}))
-        return Unresolved(owner, hint, str(error), missing, fallback)
+        missing = error.name if isinstance(error, NameError) else None
+        is_foreign = missing is not None and 'Sharded' not in str(text)
+        if is_foreign and isinstance(text, str) and not re.search(rf'\b{missing}\b', text):
+            # the type refers to itself in its own module, as optax.OptState does
+            variables = {parameter.__name__: parameter for parameter in parameters}
+            return _evaluate(owner, eval(text, scopes[0], {**scopes[1], **variables}))
+        return Unresolved(
+            owner, hint, str(error), missing, is_foreign and not isinstance(text, str)
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -119,28 +139,28 @@ class Unresolved:
 
     Attributes:
         missing: a name that is not defined, or None after another error.
-        fallback: a type with names in it that may belong to another module, such as
-            optax.OptState. It is used as it is if these names are not defined at the first call.
+        is_foreign: whether it is a type with names in it that may belong to another module, such as
+            optax.OptState. It is used as it is if they are not defined at the first call.
     """
 
     owner: Any
     hint: Any
     reason: str
     missing: str | None
-    fallback: Any
+    is_foreign: bool
 
     def error(self) -> EinshardError:
         text = getattr(self.hint, '__forward_arg__', self.hint)
-        fix = f"define '{self.missing}' in the module, outside `if TYPE_CHECKING`"
         return EinshardError(
             f"cannot resolve the annotation '{text}' of {name_of(self.owner)}: {self.reason}",
             code='spec',
-            fix=fix if self.missing else None,
+            fix=self.missing
+            and f"define '{self.missing}' in the module, outside `if TYPE_CHECKING`",
         )
 
 
 def unwrapped(hint: Any) -> Any:
-    """Resolves type aliases, NewTypes, bound TypeVars, and qualifiers such as NotRequired.
+    """Resolves type aliases, NewTypes, bound TypeVars and Final.
 
     Evaluates an annotation that was `Unresolved` again.
     """
@@ -148,10 +168,10 @@ def unwrapped(hint: Any) -> Any:
         if isinstance(hint, Unresolved):
             hint = _evaluate(hint.owner, hint.hint)
             if isinstance(hint, Unresolved):
-                if hint.fallback is None:
+                if not hint.is_foreign:
                     return hint
-                hint = hint.fallback
-        if typing.get_origin(hint) in _QUALIFIERS:
+                hint = hint.hint
+        if typing.get_origin(hint) is typing.Final:
             (hint,) = typing.get_args(hint)
         elif type(hint).__name__ == 'TypeAliasType':  # in typing since Python 3.12
             hint = hint.__value__
@@ -163,37 +183,8 @@ def unwrapped(hint: Any) -> Any:
             return hint
 
 
-_QUALIFIERS = {
-    typing.Required,
-    typing.NotRequired,
-    typing.Final,
-    getattr(typing, 'ReadOnly', typing.Final),  # since Python 3.13
-}
-
-
 def union_members(hint: Any) -> list[Any]:
     hint = unwrapped(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return [inner for member in typing.get_args(hint) for inner in union_members(member)]
     return [hint]
-
-
-def tuple_items(hint: Any) -> tuple[Any, ...]:
-    """Returns the types in `tuple[...]`, and Ellipsis after the type that it repeats.
-
-    Replaces `Unpack[tuple[A, B]]` with A and B.
-    """
-    items: tuple[Any, ...] = ()
-    for item in typing.get_args(hint):
-        packed = packed_type(item)
-        items += (item,) if packed is None else tuple_items(packed)
-    return items
-
-
-def packed_type(hint: Any) -> Any:
-    """Returns T for `Unpack[T]` and `*T`, or None for other types."""
-    if typing.get_origin(hint) is typing.Unpack:
-        return unwrapped(typing.get_args(hint)[0])
-    if getattr(hint, '__unpacked__', False):
-        return tuple[typing.get_args(hint)]
-    return None

@@ -18,7 +18,6 @@ from .._arrays.constrain import constrain, place_constant
 from .._errors import EinshardError, combine_errors
 from .._notation.axis_positions import axis_positions
 from .._notation.expression import ELLIPSIS, Expression
-from .._sharding.axis_rules import Fallback
 from .._sharding.context import Context
 from .._sharding.leaf_spec import LeafSpec
 from .._sharding.resolve import Placement, resolve
@@ -47,13 +46,10 @@ class ValueSpec:
         spec: the parsed spec, or None to leave the sharding to the compiler.
     """
 
-    def __init__(
-        self, function: str, name: str | None, spec: Spec, indivisible: Fallback = 'error'
-    ):
+    def __init__(self, function: str, name: str | None, spec: Spec):
         self.function = function
         self.name = name
         self.spec = spec
-        self.indivisible: Fallback = indivisible
         self._needs_leaves = needs_leaves(spec)
         self._is_tree = not (spec is None or isinstance(spec, LeafSpec))
 
@@ -71,7 +67,7 @@ class ValueSpec:
             return True
         if context.axis_rules and self._has_names_after_ellipsis:
             return True
-        return self.indivisible != 'error' or context.replicates_indivisible
+        return context.replicates_indivisible
 
     def find_placements(self, value: Any, context: Context) -> list[LeafPlacement]:
         """Finds the placement of every leaf, or returns [] if the value has no spec at all.
@@ -97,8 +93,7 @@ class ValueSpec:
                     errors.append(error)
                     continue
                 try:
-                    shape = np.shape(leaf)
-                    placement = resolve(spec, shape, context, indivisible=self.indivisible)
+                    placement = resolve(spec, np.shape(leaf), context)
                 except EinshardError as misfit:
                     errors.append(misfit.about(array=self.leaf_text(path, leaf)))
                     continue

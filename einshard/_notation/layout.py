@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import difflib
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
+from types import MappingProxyType
+
+from .._errors import Suggestion
+from .axis_positions import axis_positions, terms_of_axis
+from .counts import Devices, solve_counts
+from .expression import ELLIPSIS, Expression, Term
+from .mesh_text import as_count, count_hint, mesh_size_text, mesh_text, no_mesh_text
+from .repairs import repairs, with_terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +54,133 @@ class Layout:
         return {axis: n for axis, n in n_shards.items() if n > 1}
 
 
+def lay_out(
+    expression: Expression,
+    shape: tuple[int, ...] | int | None,
+    n_devices: int,
+    axis_sizes: Mapping[str, int] | None = None,
+    *,
+    replicates_by_default: bool = False,
+    replicate_indivisible: bool | Collection[str] = False,
+    hints: Mapping[str, str] = MappingProxyType({}),
+) -> Layout:
+    """Returns the layout of an expression on `n_devices` devices, or raises if it does not fit.
+
+    Args:
+        shape: the shape of the array, or its ndim if the user passed only that. None is allowed if
+            no sharded axis comes after '...'.
+        n_devices: the number of devices.
+        axis_sizes: the mesh axes and their sizes, if the devices form a mesh with named axes.
+        replicates_by_default: whether an unsharded expression, such as 'a b', replicates over all
+            devices instead of raising. True on a user's mesh.
+        replicate_indivisible: whether to replicate axes whose size is not divisible, instead of
+            raising: True for all axes, or the names of the axes that may be replicated.
+        hints: facts to add to errors about the number of devices.
+    """
+    ndim, rank_text = (len(shape), None) if isinstance(shape, tuple) else (shape, f'ndim={shape}')
+    positions = axis_positions(expression, ndim, rank_text)
+    layout = _lay_out(expression, positions, n_devices, axis_sizes, replicates_by_default, hints)
+    if not isinstance(shape, tuple):
+        return layout
+    if replicate_indivisible:
+        axes = tuple(axis for axis, n in layout.n_shards.items() if shape[axis] % n)
+        if not isinstance(replicate_indivisible, bool):
+            named = [positions[name] for name in replicate_indivisible]
+            axes = tuple(axis for axis in axes if axis in named)
+        if axes:
+            layout = replace(replicate_axes(layout, axes), replicated_axes=axes)
+    check_divisible(expression, layout, shape, n_devices)
+    return layout
+
+
+def _lay_out(
+    expression: Expression,
+    positions: Mapping[str, int],
+    n_devices: int,
+    axis_sizes: Mapping[str, int] | None,
+    replicates_by_default: bool,
+    hints: Mapping[str, str],
+) -> Layout:
+    """Returns the layout without checking the sizes of axes."""
+    mesh_axis_terms = [term for term in expression.right if term.mesh_axes]
+    other_terms = [term for term in expression.right if not term.mesh_axes]
+    by_mesh_axes = _splits_by_mesh_axes(expression, mesh_axis_terms, positions, axis_sizes)
+    taken = math.prod(split.count for split in by_mesh_axes)
+    if (by_mesh_axes or replicates_by_default) and not any(term.is_counted for term in other_terms):
+        return Layout(tuple(by_mesh_axes))
+    devices = Devices(n_devices, mesh_axis_terms, taken, hints, replicates_by_default)
+    counts = iter(solve_counts(expression, other_terms, n_devices // taken, devices))
+    splits = iter(by_mesh_axes)
+    written: list[Split] = []
+    for term in expression.right:
+        if term.mesh_axes:
+            written.append(next(splits))
+            continue
+        count = next(counts)
+        if term.name != ELLIPSIS and count > 1:
+            axis = None if term.name is None else positions[term.name]
+            written.append(Split(count, axis, sign=term.sign))
+    # if mesh axes and counts shard an axis, its splits stay in the order written
+    counted_axes = {split.axis for split in written if not split.mesh_axes} - {None}
+    first = [split for split in by_mesh_axes if split.axis not in counted_axes]
+    rest = [split for split in written if not split.mesh_axes or split.axis in counted_axes]
+    return Layout((*first, *merge_neighbors(rest)))
+
+
+def _splits_by_mesh_axes(
+    expression: Expression,
+    mesh_axis_terms: Sequence[Term],
+    positions: Mapping[str, int],
+    axis_sizes: Mapping[str, int] | None,
+) -> list[Split]:
+    if not mesh_axis_terms:
+        return []
+    if axis_sizes is None:
+        counts = [(term, count) for term in mesh_axis_terms if (count := as_count(term))]
+        raise expression.error(
+            no_mesh_text(mesh_axis_terms),
+            mesh_axis_terms,
+            code='mesh',
+            fix=Suggestion(with_terms(expression, counts[:1])) if counts else None,
+            expected="mesh=mesh or 'with jax.set_mesh(mesh):'",
+        )
+    splits: list[Split] = []
+    for term in mesh_axis_terms:
+        sizes = [_axis_size(expression, term, axis, axis_sizes) for axis in term.mesh_axes]
+        axis = None if term.name is None else positions[term.name]
+        splits.append(Split(math.prod(sizes), axis, term.mesh_axes, term.sign))
+    return splits
+
+
+def _axis_size(expression: Expression, term: Term, axis: str, sizes: Mapping[str, int]) -> int:
+    if axis in sizes:
+        return sizes[axis]
+    used = {name for other in expression.right for name in other.mesh_axes}
+    count = as_count(term)
+    meant = count or _similar_axes(term, axis, sizes.keys() - used)
+    instead = ''
+    if count:
+        instead = count_hint(count)
+    elif meant and len(meant.mesh_axes) > len(term.mesh_axes):
+        instead = '; several mesh axes are written in parentheses, with commas'
+    raise expression.error(
+        f"the mesh has no axis '{axis}'{instead}",
+        [term],
+        code='mesh',
+        fix=Suggestion(with_terms(expression, [(term, meant)])) if meant else None,
+        mesh=mesh_text(sizes),
+    )
+
+
+def _similar_axes(term: Term, axis: str, free: Collection[str]) -> Term | None:
+    """Corrects the mesh axis `axis` of a term, or returns None if no free axis is similar."""
+    meant = re.findall(r'\w+', axis)  # 'data+tp' means '(data,tp)'
+    if len(meant) == 1 or not {*meant} <= {*free}:
+        meant = difflib.get_close_matches(axis, free, n=1)
+    axes = [name for old in term.mesh_axes for name in (meant if old == axis else [old])]
+    return replace(term, mesh_axes=tuple(axes)) if meant else None
+
+
 def replicate_axes(layout: Layout, axes: Collection[int]) -> Layout:
     """Returns the layout with these array axes replicated."""
     splits = [replace(s, axis=None) if s.axis in axes else s for s in layout.splits]
@@ -59,3 +198,78 @@ def merge_neighbors(splits: Sequence[Split]) -> list[Split]:
         else:
             merged.append(split)
     return merged
+
+
+def check_divisible(
+    expression: Expression, layout: Layout, shape: Sequence[int], n_devices: int
+) -> None:
+    """Raises if the size of an axis is not divisible by its number of shards."""
+    for axis, n_shards in layout.n_shards.items():
+        size = shape[axis]
+        if size % n_shards:
+            name, marked = terms_of_axis(expression, axis, len(shape))
+            if not isinstance(size, Integral):  # a symbolic dimension of jax.export
+                raise expression.error(
+                    f"axis '{name}' (size {size}) may not be divisible by {n_shards}",
+                    marked,
+                    code='not-divisible',
+                    expected=f"a multiple of {n_shards}, such as symbolic_shape('{n_shards}*n')",
+                )
+            facts = _shard_counts(size, n_devices)
+            if _mesh_axes_of(layout, axis):
+                facts = _padding_facts(expression, layout, shape, axis)
+            left = n_devices // math.prod(x.count for x in layout.splits if x.mesh_axes)
+            raise expression.error(
+                _indivisible_text(expression, layout, shape, axis),
+                marked,
+                code='not-divisible',
+                fix=repairs(expression, left),
+                devices=n_devices,
+                **facts,
+            )
+
+
+def _indivisible_text(
+    expression: Expression, layout: Layout, shape: Sequence[int], axis: int
+) -> str:
+    name, _ = terms_of_axis(expression, axis, len(shape))
+    mesh_axes = _mesh_axes_of(layout, axis)
+    source = f', {mesh_size_text(mesh_axes)}' if mesh_axes else ''
+    n_shards = layout.n_shards[axis]
+    return f"axis '{name}' (size {shape[axis]}) is not divisible by {n_shards}{source}"
+
+
+def _mesh_axes_of(layout: Layout, axis: int) -> list[str]:
+    """Returns the mesh axes that shard an array axis, or [] if a count shards it."""
+    splits = [split for split in layout.splits if split.axis == axis]
+    by_name = all(split.mesh_axes for split in splits)
+    return [name for split in splits for name in split.mesh_axes] if by_name else []
+
+
+def _padding_facts(
+    expression: Expression, layout: Layout, shape: Sequence[int], axis: int
+) -> dict[str, str]:
+    """Returns facts on how to pad an array so that all axes are divisible."""
+    n_shards = layout.n_shards
+    padding = [
+        -int(size) % n_shards.get(i, 1) if isinstance(size, Integral) else 0
+        for i, size in enumerate(shape)
+    ]
+    widths = tuple((0, n) for n in padding)
+    others = [i for i, n in enumerate(padding) if n and i != axis]
+    also = '; '.join(_indivisible_text(expression, layout, shape, i) for i in others)
+    return {
+        **({'also wrong': also} if also else {}),
+        f'next multiple of {n_shards[axis]}': str(shape[axis] + padding[axis]),
+        'to pad': f'jnp.pad(x, {widths})',
+    }
+
+
+def _shard_counts(size: int, n_devices: int) -> dict[str, str]:
+    """Returns a fact: the numbers of shards that divide both the size and the device count."""
+    common = math.gcd(size, n_devices)
+    *most, last = [str(n) for n in range(1, common + 1) if common % n == 0]
+    if not most:
+        return {'works with': '1 shard (unsharded)'}
+    both = f'both {size} and {n_devices}' if n_devices != size else str(size)
+    return {'works with': f'{", ".join(most)} or {last} shards, the divisors of {both}'}

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .._cache import cached
 from .._errors import EinshardError, quoted
-from .._notation.divisible import check_divisible
 from .._notation.expression import Expression, Term, parse
 from .._notation.fit import fit
-from .._notation.lay_out import lay_out
-from .._notation.layout import Layout, Split
+from .._notation.layout import Layout, Split, check_divisible, lay_out
 from .._notation.mesh_text import mesh_text
 from .._notation.repairs import repairs
+from .._notation.write import write, write_short
 from .._suggestions import keep_working_suggestions, works
 from .spec_axes import MeshAxis, SpecAxes, grid_of, leading_replicas
 
@@ -44,21 +43,21 @@ class JointMesh:
         grid = Layout(tuple(Split(count, i) for i, (_, count) in enumerate(self.axes)))
         return fit(grid, {str(i): size for i, size in enumerate(axis_sizes)}) is not None
 
-    def complete(self, expression: Expression) -> str:
+    def complete(self, expression: Expression) -> Expression:
         """Extends an expression to all devices: 'x2 y' becomes 'x y -> 4 x2 y' on 8 devices."""
         array_axis_of = self._array_axes(expression)
-        # the array axis that each mesh axis shards, or '' for replicas
-        grid = [(array_axis_of.get(name or '', ''), count) for name, count in self.axes]
-        terms = [f'{axis}{count}' for axis, count in grid if count > 1]
-        return _write(expression, {axis for axis, count in grid if count > 1}, terms or ['1'])
+        # a mesh axis that shards no axis of this array holds replicas
+        sizes = [(array_axis_of.get(name or ''), count) for name, count in self.axes]
+        terms = [Term(axis, count) for axis, count in sizes if count > 1]
+        return _with_right(expression, terms or [Term(count=1)])
 
-    def use_mesh_axes(self, expression: Expression) -> str:
-        """Rewrites counts as mesh axes: 'x y -> x2 y' becomes 'x y -> x@(x) y'."""
+    def use_mesh_axes(self, expression: Expression) -> Expression:
+        """Rewrites counts as mesh axes: 'x y -> x2 y' becomes 'x y -> x@x y'."""
         mesh_axes: dict[str, list[str]] = {}
         for mesh_axis, array_axis in self._array_axes(expression).items():
             mesh_axes.setdefault(array_axis, []).append(mesh_axis)
-        terms = [f'{array_axis}@({",".join(axes)})' for array_axis, axes in mesh_axes.items()]
-        return _write(expression, mesh_axes.keys(), terms or ['*'])
+        terms = [Term(name, mesh_axes=tuple(axes)) for name, axes in mesh_axes.items()]
+        return _with_right(expression, terms or [Term(star=True)])
 
     def _array_axes(self, expression: Expression) -> dict[str, str]:
         """Returns {mesh axis: the array axis that it shards in `expression`}, in device order."""
@@ -68,10 +67,11 @@ class JointMesh:
         return {axis: array_axis_of[axis] for axis in self.named_sizes if axis in array_axis_of}
 
 
-def _write(expression: Expression, sharded: Collection[str], terms: Sequence[str]) -> str:
-    """Writes `terms` and then the unsharded axes to the right of '->'."""
-    unsharded = [name for name in expression.names if name not in sharded]
-    return ' '.join([*expression.names, '->', *terms, *unsharded])
+def _with_right(expression: Expression, terms: Sequence[Term]) -> Expression:
+    """Returns the expression with `terms`, and then its other axes, to the right of '->'."""
+    sharded = {term.name for term in terms}
+    names = [Term(name) for name in expression.names]
+    return write(names, [*terms, *(term for term in names if term.name not in sharded)])
 
 
 @cached
@@ -145,7 +145,7 @@ class _Specs:
         mesh = self.mesh()
         for spec in self.specs:
             for shape in spec.shapes:
-                layout = lay_out(parse(mesh.complete(spec.expression)), len(shape), self.n_devices)
+                layout = lay_out(mesh.complete(spec.expression), len(shape), self.n_devices)
                 check_divisible(spec.expression, layout, shape, self.n_devices)
         return mesh
 
@@ -219,16 +219,19 @@ class _Specs:
         if self.n_devices % math.prod(counts.values()):
             raise self.counts_do_not_fit(counts)
         factors = {name: spec.defines[name].factor for name, spec in starred.items()}
-        terms = [f'{name}{count}' for name, count in counts.items()]
-        terms += [f'{name}{"" if factor == 1 else factor}*' for name, factor in factors.items()]
+        terms = [Term(name, count) for name, count in counts.items()]
+        terms += [
+            Term(name, None if factor == 1 else factor, star=True)
+            for name, factor in factors.items()
+        ]
         try:
-            solved = dict(grid_of(parse(' '.join(terms)), self.n_devices))
+            solved = dict(grid_of(write_short(terms), self.n_devices))
         except EinshardError as error:
             facts = {**_expression_facts(self.specs), **error.facts}
             raise EinshardError(
                 error.sentence,
                 code=error.code,
-                expression=' '.join(terms),
+                expression=error.expression,
                 spans=error.spans,
                 facts=facts,
             ) from None
@@ -319,7 +322,7 @@ class _Specs:
         """Returns quoted replacements for `spec`. Each works with exactly one of `orders`."""
         fixes: list[str] = []
         for mesh in map(JointMesh, orders):
-            fix = parse(mesh.complete(spec.expression))
+            fix = mesh.complete(spec.expression)
             changed = [replace(s, expression=fix) if s is spec else s for s in self.specs]
             is_unique = list(_orders(changed, counts, self.n_devices)) == [mesh.axes]
             is_on_mesh = self.axis_sizes is None or mesh.fits(self.axis_sizes)

@@ -24,13 +24,15 @@ from .._functions.parameters import (
     with_copied_options,
 )
 from .._functions.promise import Promise
+from .._functions.setup import Options
 from .._functions.sharded import check_traceable, no_function_error
 from .._functions.sharded import decorate as decorate_sharded
 from .._functions.sharded_function import ShardedFunction
 from .._notation.axis_positions import axis_positions
+from .._notation.expression import Expression
 from .._notation.mesh_text import mesh_text
 from .._sharding.context import USE_MESH_IN_CONTEXT, context_on, current_context
-from .._sharding.leaf_spec import as_leaf_spec, reject_unconstrained
+from .._sharding.leaf_spec import LeafSpec, as_leaf_spec, unconstrained_error
 from .._sharding.legacy_mesh import with_legacy_mesh_note
 from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact, sizes_of, spec_axes
 from .._text import array_text, name_of
@@ -40,7 +42,7 @@ from .._trees.specs import Spec, check_specs, is_array, is_none, leaf_specs, mes
 from .body_errors import explain_different_sizes, explain_unknown_axis
 from .replication import read_varying, suggest_fixes
 from .resolver import Resolver, make_resolver
-from .spec_axes import SpecAxes, read_spec
+from .spec_axes import SpecAxes
 
 P = ParamSpec('P')
 R = TypeVar('R')
@@ -111,7 +113,7 @@ def per_device(
     mesh, axis_names = copied(mesh), copied(axis_names)
     spec_mesh = mesh_of([in_specs, out, named])
     mesh = spec_mesh if mesh is None else mesh
-    in_specs, out, named = map(_as_expressions, (in_specs, out, named))
+    in_specs, out, named = map(_without_jax_specs, (in_specs, out, named))
 
     @public
     def decorate(*functions: Any, **unexpected: Any) -> Any:
@@ -123,49 +125,64 @@ def per_device(
             raise no_function_error('per_device', arguments, in_specs)
         check_traceable(function)
         specs_by_name = {name: spec for name, spec in named.items() if name not in JIT_OPTIONS}
-        options = {name: value for name, value in named.items() if name in JIT_OPTIONS}
+        jit_options = {name: value for name, value in named.items() if name in JIT_OPTIONS}
         on_shards = _PerDeviceFunction(
-            function, in_specs, specs_by_name, out, mesh, spec_mesh, axis_names, check_vma, options
+            function,
+            in_specs,
+            specs_by_name,
+            out,
+            mesh,
+            spec_mesh,
+            axis_names,
+            check_vma,
+            jit_options,
         )
         specs_by_name |= on_shards.optional_specs()
         return decorate_sharded(
             on_shards.global_function(),
             [*map(on_shards.resolved_at_call, in_specs)],
-            out=on_shards.resolved_at_call(out),
-            mesh=spec_mesh or mesh,
-            reshard=reshard,
-            indivisible='error',
-            limits=(collectives, None),
-            check_processes=check_processes,
-            named=options
+            on_shards.resolved_at_call(out),
+            jit_options
             | {name: on_shards.resolved_at_call(spec) for name, spec in specs_by_name.items()},
-            keeps_mapped_axes=bool(on_shards.manual),
-            try_fixes=on_shards.try_fixes,
+            Options(
+                spec_mesh or mesh,
+                reshard,
+                collectives=collectives,
+                check_processes=check_processes,
+                keeps_mapped_axes=bool(on_shards.manual),
+                try_fixes=on_shards.try_fixes,
+            ),
         )
 
     return decorate
 
 
-def _as_expressions(specs: Any) -> Any:
+def _without_jax_specs(specs: Any) -> Any:
     """Converts the PartitionSpecs and NamedShardings in a pytree of specs to expressions."""
+    return jtu.tree_map(
+        lambda x: _leaf_spec(x) if isinstance(x, NamedSharding | PartitionSpec) else x,
+        specs,
+        is_leaf=is_none,
+    )
 
-    def text(spec: Any) -> Any:
-        if not isinstance(spec, NamedSharding | PartitionSpec):
-            return spec
-        leaf_spec = as_leaf_spec(spec)
-        reject_unconstrained(leaf_spec)
-        if leaf_spec.memory_kind is not None:
-            raise EinshardError(
-                f'per_device does not move arrays to {leaf_spec.memory_kind} memory',
-                code='spec',
-                facts={
-                    'spec': repr(spec),
-                    'instead': 'move them before the call: einshard(x, ..., memory_kind=...)',
-                },
-            )
-        return leaf_spec.expression.text
 
-    return jtu.tree_map(text, specs, is_leaf=is_none)
+def _leaf_spec(spec: Any) -> Any:
+    """Returns the expression of a spec without a mesh, or None for None."""
+    if spec is None:
+        return None
+    leaf_spec = as_leaf_spec(spec)
+    if leaf_spec.unconstrained:
+        raise unconstrained_error()
+    if leaf_spec.memory_kind is not None:
+        raise EinshardError(
+            f'per_device does not move arrays to {leaf_spec.memory_kind} memory',
+            code='spec',
+            facts={
+                'spec': repr(spec),
+                'instead': 'move them before the call: einshard(x, ..., memory_kind=...)',
+            },
+        )
+    return leaf_spec if leaf_spec.partition is None else LeafSpec(leaf_spec.expression)
 
 
 _REPLICATED = '...'
@@ -192,23 +209,25 @@ class _PerDeviceFunction:
         self.function = function
         self.name = name_of(function)
         self.parameters = Parameters(function)
-        self.out = out
         self.mesh = mesh
         self.spec_mesh = spec_mesh  # the mesh of the NamedShardings in the specs
         self.check_vma = check_vma
         try:
             names = as_list(axis_names, str, 'axis_names', 'the names of mesh axes', "('x',)")
             self.manual = frozenset(names)  # empty: all mesh axes
-            self.specs = self.parameters.assign(in_specs, named_specs)
+            specs = self.parameters.assign(in_specs, named_specs)
+            self.specs: dict[str, Spec] = {}
             self.static = self.parameters.pop_labels({**jit_options}, 'static')
-            self.spec_axes = tuple(self._read_specs())
+            self.spec_axes = tuple(self._read_specs([*specs.items(), (None, out)]))
             self.parameters.check_required(self.specs, self.static, _TO_REPLICATE)
         except EinshardError as error:
             raise error.about(function=self.name) from None
 
     def resolved_at_call(self, spec: Spec) -> Spec:
         """Replaces the expressions in a spec with functions that resolve them at each call."""
-        return jtu.tree_map(lambda x: functools.partial(self._resolve, x), spec, is_leaf=is_none)
+        return jtu.tree_map(
+            lambda x: functools.partial(self._resolve, _leaf_spec(x)), spec, is_leaf=is_none
+        )
 
     def optional_specs(self) -> dict[str, None]:
         """Returns None for each parameter that has a default and no spec, as `sharded` requires.
@@ -229,8 +248,9 @@ class _PerDeviceFunction:
         on_global_arrays.__name__ = self.name
         return on_global_arrays
 
-    def _read_specs(self) -> Iterator[SpecAxes]:
-        for label, spec in [*self.specs.items(), (None, self.out)]:
+    def _read_specs(self, specs: Iterable[tuple[str | None, Spec]]) -> Iterator[SpecAxes]:
+        """Sets `self.specs` and `self.out`, and yields each of their expressions."""
+        for label, spec in specs:
             owner = 'the result' if label is None else f"parameter '{label}'"
             try:
                 check_specs(spec, expected=_SPECS)
@@ -248,21 +268,27 @@ class _PerDeviceFunction:
                         facts={'spec of': owner, 'got': repr(leaf)},
                     )
                 if leaf is not None:
-                    yield read_spec(owner, leaf)
+                    spec_axes = SpecAxes(owner, _leaf_spec(leaf).expression)
+                    spec_axes.check_signs()
+                    yield spec_axes
+            leaf_specs = jtu.tree_map(_leaf_spec, spec, is_leaf=is_none)
+            if label is None:
+                self.out = leaf_specs
+            else:
+                self.specs[label] = leaf_specs
 
     def try_fixes(
         self, error: EinshardError, call: CallSignature, values: Sequence[Any]
     ) -> EinshardError:
         """Returns the error of a call with only those fixes that work for its arguments."""
-        shapes: dict[Spec, list[tuple[int, ...]]] = {}
+        shapes: dict[Expression, list[tuple[int, ...]]] = {}
         try:
             for label, value in zip(self.parameters.value_labels(call), values, strict=True):
                 leaves = jtu.tree_leaves(value)
-                for text, leaf in zip(
-                    leaf_specs(value, leaves, self._spec_for(label)), leaves, strict=True
-                ):
-                    if is_array(leaf):
-                        shapes.setdefault(text, []).append(np.shape(leaf))
+                specs = leaf_specs(value, leaves, self._spec_for(label))
+                for spec, leaf in zip(specs, leaves, strict=True):
+                    if isinstance(spec, LeafSpec) and is_array(leaf):
+                        shapes.setdefault(spec.expression, []).append(np.shape(leaf))
         except EinshardError:
             return error
         try:
@@ -272,7 +298,9 @@ class _PerDeviceFunction:
         is_written = any(error.expression == spec.expression.text for spec in self.spec_axes)
         return error if is_written else error.with_fix(None)  # it has the counts of all arguments
 
-    def _resolver(self, shapes: Mapping[Spec, Sequence[tuple[int, ...]]] | None = None) -> Resolver:
+    def _resolver(
+        self, shapes: Mapping[Expression, Sequence[tuple[int, ...]]] | None = None
+    ) -> Resolver:
         """Returns the resolver for the mesh of the current call.
 
         Errors suggest only fixes that work for arrays of these `shapes`, by expression.
@@ -309,8 +337,7 @@ class _PerDeviceFunction:
             specs = self.spec_axes
             if shapes:
                 specs = tuple(
-                    replace(spec, shapes=tuple(shapes.get(spec.expression.text, ())))
-                    for spec in specs
+                    replace(spec, shapes=tuple(shapes.get(spec.expression, ()))) for spec in specs
                 )
             resolver = make_resolver(specs, mesh, is_in_context, rules, context.on_one_device)
             for axis in sorted(self.manual):
@@ -325,19 +352,19 @@ class _PerDeviceFunction:
             # the fact 'function' keeps `sharded` from blaming one parameter
             raise with_legacy_mesh_note(error, self.mesh).about(function=self.name) from None
 
-    def _resolve(self, text: str | None, path: str, leaf: Any) -> str | None:
+    def _resolve(self, spec: LeafSpec | None, path: str, leaf: Any) -> LeafSpec | None:
         """Extends an expression to all devices, for `sharded`. Raises if the leaf does not fit."""
-        if text is None:
+        if spec is None:
             return None
         resolver = self._resolver()
         if not is_array(leaf):
-            return _REPLICATED  # `sharded` raises an error about the leaf
+            return as_leaf_spec(_REPLICATED)  # `sharded` raises an error about the leaf
         try:
-            resolver.check(text, np.shape(leaf))
+            resolver.check(spec, np.shape(leaf))
         except EinshardError as error:
             # a fix for one array may not fit the expressions of the others
             raise error.about(array=leaf_text(path, leaf)).with_fix(None) from None
-        return resolver.complete(text)
+        return resolver.complete(spec)
 
     def _call_shard_map(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if len(args) > len(self.parameters.names) and self.parameters.var_positional is None:
@@ -406,16 +433,16 @@ class _PerDeviceFunction:
         if spec is _MISSING:
             raise self.parameters.no_spec_error([label], self.specs, _TO_REPLICATE)
         if spec is None and label in self.parameters.names[: self.parameters.n_self]:
-            return _REPLICATED
+            return as_leaf_spec(_REPLICATED)
         return spec
 
     def _argument_specs(self, resolver: Resolver, label: str, value: Any) -> Any:
         leaves, treedef = jtu.tree_flatten(value)
         specs: list[PartitionSpec] = []
-        texts = leaf_specs(with_static_nodes(value), leaves, self._spec_for(label))
-        for text, leaf in zip(texts, leaves, strict=True):
-            if isinstance(text, str):
-                specs.append(resolver.partition_spec(text, np.ndim(leaf), self.manual))
+        written = leaf_specs(with_static_nodes(value), leaves, self._spec_for(label))
+        for spec, leaf in zip(written, leaves, strict=True):
+            if isinstance(spec, LeafSpec):
+                specs.append(resolver.partition_spec(spec, np.ndim(leaf), self.manual))
             elif resolver.all_explicit(self.manual):
                 specs.append(resolver.spec_of_type(leaf, self.manual))
             else:
@@ -451,11 +478,11 @@ class _PerDeviceFunction:
         for label, argument, partition_specs in zip(labels, arguments, in_specs, strict=True):
             leaves = leaves_with_paths(argument)
             tree = with_static_nodes(argument)
-            texts = leaf_specs(tree, [leaf for _, leaf in leaves], self._spec_for(label))
-            rows = zip(leaves, texts, jtu.tree_leaves(partition_specs), strict=True)
-            for (path, leaf), text, partition_spec in rows:
+            specs = leaf_specs(tree, [leaf for _, leaf in leaves], self._spec_for(label))
+            rows = zip(leaves, specs, jtu.tree_leaves(partition_specs), strict=True)
+            for (path, leaf), spec, partition_spec in rows:
                 shape = resolver.shard_shape(leaf.shape, partition_spec)
-                expression = resolver.expression(text) if isinstance(text, str) else None
+                expression = resolver.expression(spec) if isinstance(spec, LeafSpec) else None
                 name = '/'.join(filter(None, [label, path_text(path)]))
                 yield SpecLeaf(name, jax.ShapeDtypeStruct(shape, leaf.dtype), expression)
 
@@ -463,38 +490,38 @@ class _PerDeviceFunction:
         self, resolver: Resolver, mapped: Callable[..., Any], arguments: Sequence[Any]
     ) -> tuple[Any, Any]:
         """Returns the specs of the results, and arrays of their ranks if the body was traced."""
-        texts = jtu.tree_leaves(self.out)
-        if resolver.size_one_axes(self.manual) or any(map(resolver.needs_rank, texts)):
+        out = jtu.tree_leaves(self.out)
+        if resolver.size_one_axes(self.manual) or any(map(resolver.needs_rank, out)):
             # traces the body for the ranks of its results; any out_specs give the same ranks
             unchecked = mapped(out_specs=PartitionSpec(), check_vma=False)
             shapes = jax.eval_shape(unchecked, *arguments)
             leaves = self._result_leaves(resolver, shapes)
-            specs = [resolver.result_spec(text, ndim, self.manual) for text, ndim in leaves]
+            specs = [resolver.result_spec(spec, ndim, self.manual) for spec, ndim in leaves]
             return jtu.tree_unflatten(jtu.tree_structure(shapes), specs), shapes
         specs = jtu.tree_map(
-            lambda text: resolver.partition_spec(text, None, self.manual), self.out
+            lambda spec: resolver.partition_spec(spec, None, self.manual), self.out
         )
         return specs, None
 
-    def _result_leaves(self, resolver: Resolver, result: Any) -> list[tuple[str, int]]:
-        """Returns the expression and rank of each array. Raises if an array does not fit."""
+    def _result_leaves(self, resolver: Resolver, result: Any) -> list[tuple[LeafSpec, int]]:
+        """Returns the spec and rank of each array. Raises if an array does not fit."""
         leaves = jtu.tree_leaves(result)
         try:
-            texts = leaf_specs(with_static_nodes(result), leaves, self.out)
+            specs = leaf_specs(with_static_nodes(result), leaves, self.out)
         except EinshardError as error:
             raise error.about(spec_of=f'the result of {self.name}') from None
-        texts_and_ranks: list[tuple[str, int]] = []
-        for text, (path, leaf) in zip(texts, leaves_with_paths(result), strict=True):
+        specs_and_ranks: list[tuple[LeafSpec, int]] = []
+        for spec, (path, leaf) in zip(specs, leaves_with_paths(result), strict=True):
             suffix = f" '{path_text(path)}'" if path else ''
             owner = f'result{suffix} of {self.name}'
-            if not isinstance(text, str):
+            if not isinstance(spec, LeafSpec):
                 raise _no_spec_error(owner if path else f'the {owner}', leaf)
             try:
-                axis_positions(resolver.expression(text), np.ndim(leaf))
+                axis_positions(resolver.expression(spec), np.ndim(leaf))
             except EinshardError as error:
                 raise error.about(array=f'{array_text(leaf)} per device, {owner}') from None
-            texts_and_ranks.append((text, np.ndim(leaf)))
-        return texts_and_ranks
+            specs_and_ranks.append((spec, np.ndim(leaf)))
+        return specs_and_ranks
 
 
 def _no_spec_error(owner: str, leaf: Any) -> EinshardError:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
@@ -13,11 +13,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from .._cache import cached
 from .._errors import EinshardError, quoted
 from .._notation.axis_positions import axis_positions, needs_rank
-from .._notation.divisible import check_divisible
-from .._notation.expression import Expression, parse
-from .._notation.lay_out import lay_out
+from .._notation.expression import Expression, Term
+from .._notation.layout import check_divisible, lay_out
+from .._notation.write import write_short
 from .._sharding.apply_axis_rules import apply_axis_rules
-from .._sharding.context import AxisRules
+from .._sharding.context import AxisRules, current_context
+from .._sharding.leaf_spec import LeafSpec
 from .._sharding.mesh import (
     AnyMesh,
     entry_axes,
@@ -26,13 +27,14 @@ from .._sharding.mesh import (
     sizes_of,
     spec_axes,
 )
-from .._sharding.resolve import make_sharding
+from .._sharding.resolve import resolve
 from .._suggestions import keep_working_suggestions
 from .joint_mesh import JointMesh, joint_mesh
 from .spec_axes import SpecAxes
 
 
-class Resolver(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)  # by identity: a fast cache key
+class Resolver:
     """Resolves the expressions of a per-device function on its mesh.
 
     If the argument `manual` of a method is empty, all mesh axes are manual.
@@ -50,32 +52,38 @@ class Resolver(NamedTuple):
         """The sizes of the mesh axes, keyed by name, without 'replica0', 'replica1' and so on."""
         return self.joint.named_sizes if self.uses_array_names else sizes_of(self.mesh)
 
-    def expression(self, text: str) -> Expression:
+    def expression(self, spec: LeafSpec) -> Expression:
         sizes = {} if self.uses_array_names else sizes_of(self.mesh)
-        return _apply_rules(parse(text), self.rules, sizes, self.on_one_device)
+        return _apply_rules(spec.expression, self.rules, sizes, self.on_one_device)
 
-    def complete(self, text: str) -> str:
+    @cached
+    def complete(self, spec: LeafSpec) -> LeafSpec:
         """Extends an expression to all devices: 'x2 y' becomes 'x y -> 4 x2 y' on 8 devices.
 
         An expression that names axes of the user's mesh stays as it is.
         """
-        expression = self.expression(text)
-        return self.joint.complete(expression) if self._is_on_joint_mesh(expression) else text
+        expression = self.expression(spec)
+        if not self._is_on_joint_mesh(expression):
+            return spec
+        return LeafSpec(self.joint.complete(expression))
 
-    def check(self, text: str, shape: Sequence[int]) -> None:
-        """Raises if an array of this shape does not fit the expression `text`."""
-        expression = self.expression(text)
+    def check(self, spec: LeafSpec, shape: Sequence[int]) -> None:
+        """Raises if an array of this shape does not fit its spec."""
+        expression = self.expression(spec)
         axis_positions(expression, len(shape))  # raises if the rank does not fit
         if self._is_on_joint_mesh(expression):  # otherwise `sharded` checks the sizes
-            layout = lay_out(parse(self.complete(text)), len(shape), self.n_devices)
+            layout = lay_out(self.complete(spec).expression, len(shape), self.n_devices)
             check_divisible(expression, layout, shape, self.n_devices)
 
-    def needs_rank(self, text: str) -> bool:
-        return needs_rank(parse(self._on_mesh_axes(text)))
+    def needs_rank(self, spec: LeafSpec) -> bool:
+        return needs_rank(self._on_mesh_axes(spec).expression)
 
-    def partition_spec(self, text: str, ndim: int | None, manual: frozenset[str]) -> PartitionSpec:
-        spec = make_sharding(self._on_mesh_axes(text), ndim=ndim, mesh=self.mesh).spec
-        position = self._position_of_size_one_axes(text, ndim)
+    def partition_spec(
+        self, leaf_spec: LeafSpec, ndim: int | None, manual: frozenset[str]
+    ) -> PartitionSpec:
+        context = current_context(self.mesh)
+        spec = resolve(self._on_mesh_axes(leaf_spec), ndim, context).sharding.spec
+        position = self._position_of_size_one_axes(leaf_spec, ndim)
         if not manual and position is None:
             return spec
         entries = [tuple(a for a in e if not manual or a in manual) for e in map(entry_axes, spec)]
@@ -84,7 +92,7 @@ class Resolver(NamedTuple):
             entries[position] += self._unnamed_size_one_axes(entries, manual)
         return PartitionSpec(*entries)
 
-    def _position_of_size_one_axes(self, text: str, ndim: int | None) -> int | None:
+    def _position_of_size_one_axes(self, spec: LeafSpec, ndim: int | None) -> int | None:
         """Returns the array axis of the last term with a count or a star, on the user's mesh.
 
         It gets the mesh axes of size 1, so that a body that sums over all mesh axes works for every
@@ -94,7 +102,7 @@ class Resolver(NamedTuple):
         is_explicit = AxisType.Explicit in self.mesh.axis_types
         if self.uses_array_names or ndim is None or is_explicit:
             return None
-        expression = self.expression(text)
+        expression = self.expression(spec)
         terms = [term for term in expression.right if term.star or term.count is not None]
         return axis_positions(expression, ndim).get(terms[-1].name or '') if terms else None
 
@@ -127,25 +135,28 @@ class Resolver(NamedTuple):
         sizes = sizes_of(self.mesh)
         return tuple(a for a in sizes if sizes[a] == 1 and (not manual or a in manual))
 
-    def result_spec(self, text: str, ndim: int, manual: frozenset[str]) -> PartitionSpec:
+    def result_spec(self, leaf_spec: LeafSpec, ndim: int, manual: frozenset[str]) -> PartitionSpec:
         """Returns the spec of a result, or of a scalar result as an array of shape (1,)."""
         # JAX counts a value as varying along a mesh axis of size 1, so the spec must name that axis
-        spec = self.partition_spec(text, ndim, manual)
+        spec = self.partition_spec(leaf_spec, ndim, manual)
         first, *others = [*map(entry_axes, spec)] or [()]
         unnamed = self._unnamed_size_one_axes((first, *others), manual)
         return partition_spec([(*first, *unnamed), *others]) if unnamed else spec
 
     def mesh_axes_of(self, axis: str) -> str:
         """Lists, for an error, the axes of the user's mesh that shard an array axis."""
-        text = self.joint.complete(parse(f'{axis}{self.joint.named_sizes[axis]}'))
-        entry = next(iter(make_sharding(text, mesh=self.mesh).spec), ())
+        expression = write_short([Term(axis, self.joint.named_sizes[axis])])
+        spec = LeafSpec(self.joint.complete(expression))
+        sharding = resolve(spec, None, current_context(self.mesh)).sharding
+        entry = next(iter(sharding.spec), ())
         return quoted(entry_axes(entry) or ['none'])
 
-    def _on_mesh_axes(self, text: str) -> str:
-        """Rewrites an expression so that `make_sharding` can lower it onto `self.mesh`."""
+    @cached
+    def _on_mesh_axes(self, spec: LeafSpec) -> LeafSpec:
+        """Rewrites an expression so that `resolve` can lower it onto `self.mesh`."""
         if not self.uses_array_names:
-            return self.complete(text)
-        return self.joint.use_mesh_axes(self.expression(text))
+            return self.complete(spec)
+        return LeafSpec(self.joint.use_mesh_axes(self.expression(spec)))
 
     def _is_on_joint_mesh(self, expression: Expression) -> bool:
         """Whether an expression names no axes of the user's mesh, and so is on `self.joint`."""

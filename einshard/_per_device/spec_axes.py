@@ -10,21 +10,11 @@ from dataclasses import dataclass, replace
 
 from .._errors import EinshardError, quoted
 from .._notation.axis_positions import axis_positions
-from .._notation.expression import ELLIPSIS, Expression, Term, parse
-from .._notation.lay_out import lay_out
+from .._notation.expression import ELLIPSIS, Expression, Term
+from .._notation.layout import lay_out
 from .._notation.words import signs_text
 
 MeshAxis = tuple[str | None, int]  # name and size; the name is None for replicas
-
-
-def read_spec(owner: str, text: str) -> SpecAxes:
-    """Parses a spec. Raises if a term has the sign '+' or '='."""
-    spec = SpecAxes(owner, parse(text))
-    signed = [term for term in spec.expression.right if term.sign]
-    if signed:
-        kinds = signs_text([term.sign for term in signed])
-        raise spec.error(f'per_device does not support {kinds}', signed, code='partial-sum')
-    return spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +85,13 @@ class SpecAxes:
         if n_replicas % count:
             return None
         return grid[1:] if n_replicas == count else ((None, n_replicas // count), *grid[1:])
+
+    def check_signs(self) -> None:
+        """Raises if a term has the sign '+' or '='."""
+        signed = [term for term in self.expression.right if term.sign]
+        if signed:
+            kinds = signs_text([term.sign for term in signed])
+            raise self.error(f'per_device does not support {kinds}', signed, code='partial-sum')
 
     def check(self, specs: Sequence[SpecAxes]) -> None:
         """Raises if this spec shards an axis twice, or names an axis that no other spec defines."""

@@ -28,7 +28,7 @@ from .._program.jaxpr.graph import mesh_axes_of
 from .._sharding.axis_rules import axis_rules
 from .._sharding.context import current_context, mesh_scope
 from .._sharding.leaf_spec import REPLICATED, AnySpec, as_leaf_spec
-from .._sharding.resolve import find_placement
+from .._sharding.resolve import resolve
 from .._text import name_of
 from .._trees.paths import leaves_with_paths, path_text
 from .._trees.rules import Rules
@@ -94,7 +94,7 @@ def _names_of(
     context = current_context()
 
     def names_of(spec: AnySpec, shape: tuple[int, ...]) -> ArrayNames:
-        return mesh_axes_of(find_placement(spec, shape, context, None).sharding.spec, len(shape))
+        return mesh_axes_of(resolve(spec, shape, context, traced=True).sharding.spec, len(shape))
 
     pairs = zip(specs or [None] * len(leaves), leaves, strict=True)
     return [None if spec is None else names_of(spec, tuple(leaf.shape)) for spec, leaf in pairs]

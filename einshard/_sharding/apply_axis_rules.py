@@ -12,15 +12,16 @@ from .._errors import EinshardError, RuleSuggestion, Suggestion
 from .._notation.expression import Expression, Term, check_mesh_axes, parse
 from .._notation.write import write_short
 from .._suggestions import works
-from .axis_rules import Fallback
-from .context import AxisRule, AxisRules, Context
+from .context import AxisRule, AxisRules, Context, Fallback
 from .leaf_spec import AnySpec, as_leaf_spec
 
 
 class AppliedRules(NamedTuple):
     expression: Expression  # with placements from the rules, and without ignored mesh axes
-    missing_axes: tuple[str, ...]  # named in the expression or an applied rule, but not in the mesh
-    replicate_indivisible: frozenset[str]  # array axes to replicate if they are not divisible
+    missing_axes: tuple[str, ...] = ()  # named in it or an applied rule, but not in the mesh
+    replicate_indivisible: frozenset[str] = (
+        frozenset()
+    )  # array axes to replicate if they are not divisible
 
 
 def apply_axis_rules(

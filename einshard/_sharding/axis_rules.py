@@ -16,14 +16,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._errors import EinshardError, public
 from .._notation.expression import ELLIPSIS, Term, parse
 from .._text import deferred_kind
-from .context import AxisRule, enter_rules, leave_rules, leave_rules_since, n_open_scopes
+from .context import (
+    AxisRule,
+    Fallback,
+    enter_rules,
+    leave_rules,
+    leave_rules_since,
+    n_open_scopes,
+)
 from .mesh import UNCONSTRAINED, AnyMesh, partition_text, spec_axes
 
 P = ParamSpec('P')
 R = TypeVar('R')
 
-# What to do with mesh axes that the mesh lacks, or with array axes that are not divisible.
-Fallback: TypeAlias = Literal['error', 'replicate']
 # What to do with a rule whose mesh axes already shard another axis of the array.
 Taken: TypeAlias = Literal['error', 'next']
 # The placement of one axis: the text after its name, such as '@data'; P('data'); or a NamedSharding

@@ -19,7 +19,6 @@ from .._notation.words import is_mesh_axis
 from .._notation.write import with_unsharded, write
 from .collective_axes import named_sharding
 from .leaf_spec import signed_terms, with_memory_kind
-from .lower import lower
 from .mesh import (
     UNCONSTRAINED,
     device_mesh,
@@ -32,6 +31,7 @@ from .mesh import (
     spec_axes,
     unreduced_kind,
 )
+from .resolve import lower
 
 
 @overload

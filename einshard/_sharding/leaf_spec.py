@@ -22,7 +22,7 @@ from .._notation.expression import (
 )
 from .._notation.words import SIGNS
 from .._notation.write import write
-from .axis_rules import Fallback
+from .context import Fallback
 from .mesh import UNCONSTRAINED, AnyMesh, partition_text, spec_axes, unreduced_kind
 
 REPLICATED = '... -> * ...'
@@ -177,9 +177,8 @@ def convert_jax_spec(spec: Any) -> Any:
     return as_leaf_spec(spec) if isinstance(spec, JAX_SPECS) else spec
 
 
-def reject_unconstrained(spec: LeafSpec) -> None:
-    if spec.unconstrained:
-        raise EinshardError('P.UNCONSTRAINED is only for values in a traced function', code='spec')
+def unconstrained_error() -> EinshardError:
+    return EinshardError('P.UNCONSTRAINED is only for values in a traced function', code='spec')
 
 
 def with_expression(spec: AnySpec, expression: str) -> AnySpec:

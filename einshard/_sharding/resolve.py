@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TypeAlias
 
 import jax
@@ -14,26 +14,23 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from .._cache import cached
 from .._errors import EinshardError, Suggestion, public, quoted
 from .._notation.expression import ELLIPSIS, Expression, Term
-from .._notation.fit import misfit_error
+from .._notation.fit import fit, fitting_sizes, misfit_error, signed_axes, spec_entries
 from .._notation.hints import mesh_axes_hint, spacing_hint
-from .._notation.lay_out import lay_out
-from .._notation.layout import Layout
+from .._notation.layout import Layout, lay_out
+from .._notation.words import SIGNS
 from .._notation.write import write_short
 from .._suggestions import keep_working_suggestions, with_working_fix, works
 from .apply_axis_rules import AppliedRules, apply_axis_rules, fix_in_axis_rules
-from .axis_rules import Fallback
-from .context import Context, context_on, current_context, make_context, user_stacklevel
+from .context import Context, changed, context_on, current_context, user_stacklevel
 from .leaf_spec import (
     AnySpec,
     LeafSpec,
     as_leaf_spec,
-    reject_unconstrained,
+    unconstrained_error,
     with_expression,
-    with_fallbacks,
     with_ndim,
 )
 from .legacy_mesh import with_legacy_mesh_note
-from .lower import lower
 from .mesh import (
     UNCONSTRAINED,
     AnyMesh,
@@ -44,6 +41,7 @@ from .mesh import (
     mesh_fact,
     partition_spec,
     partition_text,
+    reshape_canonical_mesh,
     sizes_of,
     spec_axes,
 )
@@ -61,11 +59,21 @@ class Placement:
     layout: Layout
     sharding: NamedSharding
     missing_axes: tuple[str, ...] = ()  # mesh axes that were ignored because the mesh lacks them
-    # the mesh is the user's, and there is no arrow, placement, axis rule or `warning`
+    # the mesh is the user's, and there is no arrow, placement or axis rule, and no likely typo
     replicated_by_default: bool = False
     is_unconstrained: bool = False  # some axes are P.UNCONSTRAINED; for traced values only
-    warning: str | None = None  # about a likely typo in the expression
     names_without_rule: tuple[str, ...] = ()  # axis names, in a short form under axis rules
+
+
+@dataclass(frozen=True, slots=True)
+class LikelyTypo(Placement):
+    """The placement of a valid expression that is likely a typo.
+
+    A class of its own, because one check of the type then tells fast paths that `resolve` has
+    something to say.
+    """
+
+    warning: str = ''
 
 
 @public
@@ -102,100 +110,114 @@ def make_sharding(
     """
     if ndim is not None and type(ndim) is not int:
         check_types(expression, ndim, memory_kind)  # the cache cannot tell 2.0 from 2
-    return resolve(expression, ndim, current_context(mesh), memory_kind).sharding
+    context = current_context(mesh)
+    if memory_kind is not None:
+        check_types(expression, ndim, memory_kind)
+        context = changed(context, memory_kind=memory_kind)
+    return resolve(expression, ndim, context).sharding
 
 
 def resolve(
     spec: AnySpec,
     shape: Shape | int | None,
     context: Context,
-    memory_kind: str | None = None,
-    missing: Fallback = 'error',
-    indivisible: Fallback = 'error',
     *,
-    option: str | None = None,
+    owner: str | None = None,
     traced: bool = False,
 ) -> Placement:
-    """Finds the placement of an array. Errors suggest only fixes that were tested.
+    """Finds the placement of an array, warns about a likely typo, and raises if there is none.
 
     Args:
         shape: the shape or the rank, or None if neither is known.
-        option: the fix to suggest for missing mesh axes, such as
-            "einshard(..., missing='replicate')". None if the caller has no such option.
+        owner: what has the option `missing='replicate'`, such as 'einshard'. Errors about missing
+            mesh axes suggest it. None if the caller has no such option.
         traced: whether the array is a traced value, which allows P.UNCONSTRAINED.
     """
     try:
-        if missing == 'replicate' or indivisible == 'replicate':
-            spec = with_fallbacks(spec, on_missing=missing, on_indivisible=indivisible)
-        placement = _find_or_explain(spec, shape, context, memory_kind, option, traced)
+        found = find_placement(spec, shape, context)
     except TypeError:  # raised by the cache for unhashable arguments
-        check_types(spec, shape, memory_kind)
+        check_types(spec, shape, context.memory_kind)
         raise
-    if isinstance(placement, EinshardError):
-        error = with_legacy_mesh_note(placement, context.mesh)
-        raise error.about()  # a copy, because the cached error must not keep a traceback
-    if placement.warning:  # Python shows a warning only once per line of user code
-        warnings.warn(placement.warning, stacklevel=user_stacklevel())
-    return placement
+    if isinstance(found, Placement):
+        if traced or not found.is_unconstrained:
+            if isinstance(found, LikelyTypo):  # Python shows it only once per line of user code
+                warnings.warn(found.warning, stacklevel=user_stacklevel())
+            return found
+        found = _about_spec(unconstrained_error(), spec)
+    error = with_legacy_mesh_note(found, context.mesh)
+    fix = error.fix
+    if fix == _IGNORE_MISSING:
+        fix = f'{owner}(..., {_IGNORE_MISSING})' if owner else None
+    if isinstance(spec, LeafSpec) and spec.unconstrained and not traced:
+        fix = None
+    raise error.with_fix(fix)  # a copy, because the cached error must not keep a traceback
 
 
-@cached
-def _find_or_explain(
-    spec: AnySpec,
-    shape: Shape | int | None,
-    context: Context,
-    memory_kind: str | None,
-    option: str | None,
-    traced: bool,
-) -> Placement | EinshardError:
-    """Returns the placement, or an error whose fix was tested.
-
-    Testing takes 1 ms, so errors are cached too: many leaves of a tree may have one shape.
-    """
-    try:
-        placement = find_placement(spec, shape, context, memory_kind)
-        if placement.is_unconstrained and not traced:
-            reject_unconstrained(as_leaf_spec(spec))
-    except EinshardError as error:
-        error = _with_working_fix(error, spec, shape, context, memory_kind, option)
-        fix = error.fix
-        if isinstance(spec, LeafSpec) and spec.partition is not None:
-            fix = None if spec.unconstrained and not traced else fix
-            error = error.about(spec=partition_text(spec.partition))
-        if isinstance(spec, LeafSpec) and spec.rule is not None:
-            error = error.about(rule=spec.rule)
-        return error.with_fix(fix_in_axis_rules(fix, error, spec, context))
-    return placement
+_IGNORE_MISSING = "missing='replicate'"  # the fix of cached errors, which do not know the caller
 
 
 @cached
 def find_placement(
-    spec: AnySpec, shape: Shape | int | None, context: Context, memory_kind: str | None
-) -> Placement:
-    """Finds the placement as `resolve` does, but without testing fixes in errors or warning.
+    spec: AnySpec, shape: Shape | int | None, context: Context
+) -> Placement | EinshardError:
+    """Returns the placement, or an error whose fix was tested. Allows P.UNCONSTRAINED.
 
-    Allows P.UNCONSTRAINED. A repeated call costs one cache lookup.
+    This is the only cache from spec to placement. Testing a fix takes 1 ms, so errors are cached
+    too: many leaves of a tree may have one shape.
     """
-    check_types(spec, shape, memory_kind)
+    try:
+        placement = _place(spec, shape, context)
+    except EinshardError as error:
+        error = _about_spec(_with_working_fix(error, spec, shape, context), spec)
+        return error.with_fix(fix_in_axis_rules(error.fix, error, spec, context))
+    warning = _typo_warning(as_leaf_spec(spec), shape, context, placement.replicated_by_default)
+    if warning is None:
+        return placement
+    values = (getattr(placement, field.name) for field in fields(placement))
+    return replace(LikelyTypo(*values, warning=warning), replicated_by_default=False)
+
+
+def _place(spec: AnySpec, shape: Shape | int | None, context: Context) -> Placement:
+    """Finds the placement, without testing fixes in errors or looking for typos."""
+    # 1. the spec, with all axes of the array if it was a PartitionSpec
+    check_types(spec, shape, context.memory_kind)
     spec = as_leaf_spec(spec)
     if spec.partition is not None and shape is not None:
         spec = with_ndim(spec, len(shape) if isinstance(shape, tuple) else shape)
-    if memory_kind is not None and spec.memory_kind not in (None, memory_kind):
+    written = spec.expression
+    memory_kind = spec.memory_kind or context.memory_kind
+    if context.memory_kind not in (None, memory_kind):
         raise EinshardError(
-            f'the spec has memory kind {spec.memory_kind!r}, but memory_kind= is {memory_kind!r}',
+            f'the spec has memory kind {memory_kind!r}, but memory_kind= is '
+            f'{context.memory_kind!r}',
             code='array',
             expression=str(spec),
         )
-    memory_kind = spec.memory_kind or memory_kind
+    # 2. the mesh: that of a NamedSharding, or of the context
     if spec.mesh is not None:
         context = context_on(spec.mesh, context)
-    applied = _apply_axis_rules(spec, context)
+    mesh = context.lowering_mesh
+    # 3. axis rules. Without a mesh, expressions cannot name the axes d0, d1, ... of the canonical
+    # mesh.
+    axis_sizes = sizes_of(context.mesh) if context.mesh else {}
+    on_missing = 'replicate' if context.missing == 'replicate' else spec.on_missing
+    applied = AppliedRules(written)
+    if context.axis_rules or on_missing == 'replicate':
+        applied = apply_axis_rules(written, context.axis_rules, axis_sizes, on_missing)
+    if context.on_one_device:
+        applied = applied._replace(expression=applied.expression.on_one_device())
     try:
+        # 4. the device grid
         applied, layout = _lay_out_rules(applied, spec, shape, context)
-        sharding = _lower(applied.expression, layout, context, memory_kind)
+        # 5. mesh axes for the grid
+        _check_memory_kind(applied.expression, memory_kind, mesh)
+        _check_explicit(applied.expression, mesh)
+        sharding = lower(layout, mesh, context.mesh_is_ambient, memory_kind)
+        if sharding is None:
+            raise misfit_error(applied.expression, layout, mesh_fact(mesh))
     except EinshardError as error:
-        if may_use_rules(spec.expression, context):
-            raise error.about(before_axis_rules=f"'{spec.expression.text}'") from None
+        if may_use_rules(written, context):
+            raise error.about(before_axis_rules=f"'{written.text}'") from None
         raise
     if spec.unconstrained:
         sharding = _with_unconstrained(sharding, spec)
@@ -204,23 +226,26 @@ def find_placement(
         # the result has the sharding that was given: P('data', None) and not P('data'), which JAX
         # places alike, but does not call equal
         sharding = _named_sharding(sharding.mesh, spec.partition, sharding.memory_kind)
-    replicated_by_default = (
-        _is_users_mesh(context)
-        and not context.axis_rules
-        and spec.expression.short
-        and not any(term.spans_devices for term in spec.expression.right)
-    )
-    warning = _typo_warning(spec, shape, context, memory_kind, replicated_by_default)
+    is_bare = written.short and not any(term.spans_devices for term in written.right)
+    has_rule = {ELLIPSIS, *(rule.name for rule in context.axis_rules)}
     return Placement(
         applied.expression,
         layout,
         sharding,
         missing_axes=applied.missing_axes,
-        replicated_by_default=replicated_by_default and warning is None,
         is_unconstrained=bool(spec.unconstrained),
-        warning=warning,
-        names_without_rule=_names_without_rule(spec.expression, context),
+        replicated_by_default=is_bare and _is_users_mesh(context) and not context.axis_rules,
+        names_without_rule=tuple(name for name in written.names if name not in has_rule)
+        if is_bare and context.axis_rules
+        else (),
     )
+
+
+def _about_spec(error: EinshardError, spec: AnySpec) -> EinshardError:
+    """Adds the facts of a spec that the expression of the error does not show."""
+    if isinstance(spec, LeafSpec) and spec.partition is not None:
+        error = error.about(spec=partition_text(spec.partition))
+    return error.about(rule=spec.rule) if isinstance(spec, LeafSpec) and spec.rule else error
 
 
 @cached
@@ -229,13 +254,35 @@ def _named_sharding(mesh: AnyMesh, spec: PartitionSpec, memory_kind: str | None)
     return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
 
-def _apply_axis_rules(spec: LeafSpec, context: Context) -> AppliedRules:
-    # without a mesh, expressions cannot name the axes d0, d1, ... of the canonical mesh
-    axis_sizes = sizes_of(context.mesh) if context.mesh else {}
-    applied = apply_axis_rules(spec.expression, context.axis_rules, axis_sizes, spec.on_missing)
-    if context.on_one_device:
-        applied = applied._replace(expression=applied.expression.on_one_device())
-    return applied
+@cached
+def lower(
+    layout: Layout, mesh: AnyMesh, mesh_is_ambient: bool = False, memory_kind: str | None = None
+) -> NamedSharding | None:
+    """Lowers a layout to a sharding on `mesh`.
+
+    If the counts do not match the mesh axes, reshapes the mesh, or returns None. Reshapes only a
+    canonical mesh (see `device_mesh`) with Auto axes, for layouts without mesh axes, and never a
+    mesh in JAX's context, because JAX rejects arrays on any other mesh.
+
+    This function is cached, so arrays of many shapes share one sharding object. That makes
+    `device_put` faster.
+    """
+    fitted = fit(layout, sizes_of(mesh))
+    if fitted is None:
+        has_mesh_axes = any(split.mesh_axes for split in layout.splits)
+        is_auto = set(mesh.axis_types) == {AxisType.Auto}
+        if mesh_is_ambient or has_mesh_axes or not (is_auto and is_canonical_mesh(mesh)):
+            return None
+        mesh = reshape_canonical_mesh(mesh, fitting_sizes(layout))
+        fitted = fit(layout, sizes_of(mesh))
+        assert fitted is not None, 'the reshaped mesh does not fit its layout'
+    names = {str(name): name for name in mesh.axis_names}
+    entries = [tuple(names[axis] for axis in axes) for axes in spec_entries(layout, fitted)]
+    unreduced, reduced = (
+        [names[axis] for axis in signed_axes(layout, fitted, sign)] for sign in SIGNS
+    )
+    spec = partition_spec(entries, unreduced, reduced)
+    return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
 
 def _lay_out_rules(
@@ -277,21 +324,10 @@ def _lay_out(
         math.prod(axis_sizes.values()),
         axis_sizes if context.mesh else None,
         replicates_by_default=_is_users_mesh(context),
-        replicate_indivisible=spec.on_indivisible == 'replicate' or applied.replicate_indivisible,
+        replicate_indivisible='replicate' in (spec.on_indivisible, context.indivisible)
+        or applied.replicate_indivisible,
         hints=_device_facts(mesh, context),
     )
-
-
-def _lower(
-    expression: Expression, layout: Layout, context: Context, memory_kind: str | None
-) -> NamedSharding:
-    mesh = context.lowering_mesh
-    _check_memory_kind(expression, memory_kind, mesh)
-    _check_explicit(expression, mesh)
-    sharding = lower(layout, mesh, context.mesh_is_ambient, memory_kind)
-    if sharding is None:
-        raise misfit_error(expression, layout, mesh_fact(mesh))
-    return sharding
 
 
 def _is_users_mesh(context: Context) -> bool:
@@ -317,25 +353,13 @@ def _check_memory_kind(expression: Expression, memory_kind: str | None, mesh: An
         )
 
 
-def _names_without_rule(written: Expression, context: Context) -> tuple[str, ...]:
-    is_bare = written.short and not any(term.spans_devices for term in written.right)
-    if not (context.axis_rules and is_bare):
-        return ()
-    has_rule = {ELLIPSIS, *(rule.name for rule in context.axis_rules)}
-    return tuple(name for name in written.names if name not in has_rule)
-
-
 def _typo_warning(
-    spec: LeafSpec,
-    shape: Shape | int | None,
-    context: Context,
-    memory_kind: str | None,
-    replicated_by_default: bool,
+    spec: LeafSpec, shape: Shape | int | None, context: Context, replicated_by_default: bool
 ) -> str | None:
     """Returns a warning with a tested fix if a spec is likely a typo, although it is valid."""
 
     def attempt(text: str) -> Placement:
-        return find_placement(with_expression(spec, text), shape, context, memory_kind)
+        return _place(with_expression(spec, text), shape, context)
 
     if replicated_by_default:
         names = [name for name, size in sizes_of(context.lowering_mesh).items() if size > 1]
@@ -401,8 +425,6 @@ def _with_working_fix(
     spec: AnySpec,
     shape: Shape | int | None,
     context: Context,
-    memory_kind: str | None,
-    option: str | None,
 ) -> EinshardError:
     """Tests the fix of an error, and replaces or removes it if it fails.
 
@@ -410,14 +432,14 @@ def _with_working_fix(
     """
 
     def attempt(candidate: AnySpec, context: Context = context) -> Placement:
-        return find_placement(candidate, shape, context, memory_kind)
+        return _place(candidate, shape, context)
 
     def retry(text: str) -> Placement:
         return attempt(with_expression(spec, text))
 
     def retry_on(n: int) -> Placement:
         mesh = device_mesh(AbstractMesh((n,), ('n',)))
-        return attempt(spec, make_context(mesh, False, context.axis_rules))
+        return attempt(spec, changed(context, mesh=mesh, mesh_is_ambient=False))
 
     if isinstance(shape, tuple) and not _is_users_mesh(context):
         result = keep_working_suggestions(error, retry, retry_on)
@@ -439,11 +461,11 @@ def _with_working_fix(
     if mesh is None or error.fix is not None or not isinstance(spec, str | LeafSpec):
         return result
     lenient_rules = tuple(rule._replace(ignores_missing=True) for rule in rules)
-    lenient = make_context(mesh, context.mesh_is_ambient, lenient_rules, context.on_one_device)
+    lenient = changed(context, axis_rules=lenient_rules)
     if lenient is not context and works(lambda: attempt(spec, lenient)):
         return result.with_fix("axis_rules(..., missing='replicate')")
     try:
-        missing = attempt(with_fallbacks(spec, on_missing='replicate')).missing_axes
+        missing = attempt(spec, changed(context, missing='replicate')).missing_axes
     except EinshardError:
         return result
     if missing and is_canonical_mesh(mesh):  # ignoring all axes would not help
@@ -452,7 +474,7 @@ def _with_working_fix(
         )
         return result.about(expected=f'a mesh with named axes: mesh=device_mesh(devices, {sizes})')
     # the option helps only if mesh axes are missing
-    return result.with_fix(option) if missing and option else result
+    return result.with_fix(_IGNORE_MISSING) if missing else result
 
 
 def check_types(expression: object, shape: object, memory_kind: object) -> None:
@@ -470,9 +492,13 @@ def check_types(expression: object, shape: object, memory_kind: object) -> None:
             f'ndim= must be an integer from 0 to {_MAX_DIMS - 1}, not {ndim!r}',
             expression=str(expression),
         )
+    check_memory_kind(expression, memory_kind)
+
+
+def check_memory_kind(expression: object, memory_kind: object) -> None:
     if memory_kind is not None and not isinstance(memory_kind, str):
         raise EinshardError(
             f'memory_kind= must be a string, not {memory_kind!r}',
             code='array',
-            expression=str(expression),
+            expression=str(expression) if isinstance(expression, str | LeafSpec) else None,
         )

@@ -169,8 +169,7 @@ def make_table(
         placement = None
         if spec is not None:
             try:
-                option = "Rules(..., missing='replicate')"
-                placement = resolve(spec, tuple(aval.shape), context, option=option)
+                placement = resolve(spec, tuple(aval.shape), context, owner='Rules')
             except EinshardError as error:
                 errors.append(error.about(array=leaf_text(path, aval), rule=f"'{name}'"))
                 continue
