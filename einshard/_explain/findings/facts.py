@@ -15,7 +15,7 @@ from ..._program.hlo.collective import Collective
 from ..._program.hlo.flops import ProductRow
 from ..._program.hlo.graph import Graph
 from ..._program.hlo.memory import Memory
-from ..._program.hlo.slices import Gather, find_gather
+from ..._program.hlo.slices import Gather, Reshard, find_gather, find_reshards
 from ..._program.jaxpr.graph import Program
 from ..._sharding.collective_axes import mesh_axes_between, pairs_of_groups
 from ..._sharding.mesh import AnyMesh, Device
@@ -197,6 +197,11 @@ class Facts:
             for name, gather in found.items()
             if gather is not None
         }
+
+    @functools.cached_property
+    def reshards(self) -> Mapping[str, Reshard]:
+        """The arrays that are gathered and then sliced, by the name of their first all-gather."""
+        return find_reshards(self.graph, self.collectives)
 
     def partly_along(self, collective: Collective) -> frozenset[str]:
         """The mesh axes that the groups of a collective span in full or in part."""
