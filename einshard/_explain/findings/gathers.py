@@ -15,6 +15,7 @@ from ..._sharding.collective_axes import sharding_of_blocks
 from ..._sharding.describe import describe_named
 from ..._sharding.mesh import AnyMesh
 from ..._text import first_of, format_bytes, short_source
+from ..arrays import ProgramArray
 from ..fold_layers import fold_paths
 from ..report_rows import Finding
 from .expressions import expression_of
@@ -29,36 +30,44 @@ def fully_rematerialized(facts: Facts) -> Iterator[Finding]:
         if reshard is None:
             continue
         gathers = [c for c in unexplained if {*c.nodes} & {*reshard.gathers}]
-        group_size = prod(c.group_size for c in gathers)
-        names: tuple[str, ...] | None = None
-        # is_full: whether the result is the global array, not a shard of it
-        what, is_full = str(reshard.array), group_size == first.n_devices
         parameter = facts.gathers[first.name].parameter
-        if parameter is not None:
-            array = facts.inputs[parameter]
-            same_shape = array.shape == reshard.array.shape
-            names = array.names if same_shape else None
-            what, is_full = f'{array.path}, {what},', is_full or same_shape
-        change = ''
-        if is_full and (placements := before_and_after(reshard, facts.meshes)):
-            before, after = (
-                describe_named(each, len(reshard.array.shape), names) for each in placements
-            )
-            change = f" from '{before}' to '{after}'"
-            if before == after:
-                change = f" from '{before}' back to '{before}'"
-        via = 'a full all-gather' if is_full else f'an all-gather among {group_size} devices'
+        array = None if parameter is None else facts.inputs[parameter]
         # the line that asks for the slice, where the all-gather may have that of the array
         spans = [program.span(node.op) for node in reshard.slices]
         sources = [span.text for span in spans if span is not None]
         yield Finding(
             'full rematerialization',
-            f'{what} is resharded{change} via {via} (involuntary full rematerialization): '
-            f'{format_bytes(reshard.array.bytes)}',
-            sources[0] if sources else first.source,
+            reshard_text(reshard, facts.meshes, array),
+            sources[0] if sources else first.source or facts.function_source,
             sum(c.total_bytes for c in gathers),
             explains=tuple(c.name for c in gathers),
         )
+
+
+def reshard_text(
+    reshard: Reshard, meshes: Sequence[AnyMesh], argument: ProgramArray | None = None
+) -> str:
+    """Describes the reshard of an argument, or of another array."""
+    n_blocks = prod(len(set(indices)) for indices in reshard.before)
+    # is_full: whether the result is the global array, not a shard of it
+    what, is_full = str(reshard.array), n_blocks == len(reshard.before[0])
+    names: tuple[str, ...] | None = None
+    if argument is not None:
+        same_shape = argument.shape == reshard.array.shape
+        names = argument.names if same_shape else None
+        what, is_full = f'{argument.path}, {what},', is_full or same_shape
+    change = ''
+    if is_full and (placements := before_and_after(reshard, meshes)):
+        ndim = len(reshard.array.shape)
+        before, after = (describe_named(each, ndim, names) for each in placements)
+        change = f" from '{before}' to '{after}'"
+        if before == after:
+            change = f" from '{before}' back to '{before}'"
+    via = 'a full all-gather' if is_full else f'an all-gather among {n_blocks} devices'
+    return (
+        f'{what} is resharded{change} via {via} (involuntary full rematerialization): '
+        f'{format_bytes(reshard.array.bytes)}'
+    )
 
 
 def before_and_after(

@@ -199,7 +199,7 @@ def _find_reshard(
     """
     start, outputs = first.nodes[0], set(graph.outputs)
     slices: list[tuple[Node, tuple[Node, ...]]] = []
-    pending = [(start, (start,))]
+    pending: list[tuple[Node, tuple[Node, ...]]] = [(start, (start,))]
     for _ in range(_MAX_USES):
         if not pending:
             break
@@ -247,11 +247,13 @@ def _blocks(
     Follows the corners of each device's shard along `path`. If the shards become blocks, the axes
     of the array are in the order of the shard, else raises `Unknown`.
     """
-    shard = np.array(path[0].inputs[0].array.shape)
+    shard: Any = np.array(path[0].inputs[0].array.shape)
     ndim = len(shard)
+    if 0 in shard:
+        raise Unknown
     # the first element of a shard, the last one along each axis, and the last one
-    corners = np.array([0 * shard, *np.diag(shard - 1), shard - 1])
-    at = np.array([corners] * n_devices)
+    corners: Any = np.array([0 * shard, *np.diag(shard - 1), shard - 1])
+    at: Any = np.array([corners] * n_devices)
     for moves in path:
         if moves in groups_of:
             dimension = int(re.findall(r'dimensions=\{(\d+)\}', moves.attributes)[0])
@@ -272,12 +274,15 @@ def _blocks(
         [int(evaluate(offset, device).reshape(-1)[0]) for offset in node.inputs[1:]]
         for device in range(n_devices)
     ]
-    array, before, after = node.inputs[0].array, first // extents, np.array(starts) // node.array.shape
+    array = node.inputs[0].array
+    axes = range(len(array.shape))
+    before: Any = first // extents
+    after: Any = np.array(starts) // np.array(node.array.shape)
     # on GPU and TPU, axes may have been transposed; those of size 1 may be anywhere
-    to = [next(iter(np.flatnonzero(step)), -1) for step in steps[0]]
-    free = [axis for axis in range(len(array.shape)) if axis not in to] * (len(array.shape) == ndim)
+    to = [int(np.flatnonzero(step)[0]) if step.any() else -1 for step in steps[0]]
+    free = [axis for axis in axes if axis not in to and len(axes) == ndim]
     order = [axis if axis >= 0 else free.pop(0) for axis in to if axis >= 0 or free]
-    if sorted(order) == [*range(len(array.shape))]:
+    if sorted(order) == [*axes]:
         array = ArrayType(array.dtype, tuple(array.shape[axis] for axis in order))
         before, after = before[:, order], after[:, order]
     return array, _as_blocks(before), _as_blocks(after)
@@ -302,8 +307,11 @@ def _moved(at: Any, node: Node, operand: Node) -> Any:
         return at
     else:
         raise Unknown
-    sizes = [[shape[axis] for axis in order] for shape, order in zip((before, after), orders)]
-    if prod(sizes[0]) != prod(sizes[1]):
+    sizes = [
+        [shape[axis] for axis in order]
+        for shape, order in zip((before, after), orders, strict=True)
+    ]
+    if prod(sizes[0]) != prod(sizes[1]) or [*map(len, orders)] != [len(before), len(after)]:
         raise Unknown
     flat = np.ravel_multi_index(tuple(np.moveaxis(at[..., orders[0]], -1, 0)), tuple(sizes[0]))
     moved = np.stack(np.unravel_index(flat, tuple(sizes[1])), -1)
