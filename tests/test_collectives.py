@@ -23,7 +23,7 @@ from einshard._program.hlo.find_collectives import find_collectives, read_collec
 from einshard._program.hlo.graph import Graph
 from einshard._program.hlo.groups import connected, read_groups
 from einshard._program.hlo.queries import origins, output_uses
-from einshard._program.hlo.slices import find_gather, find_sliced_sum
+from einshard._program.hlo.slices import find_gather, find_reshards, find_sliced_sum
 from einshard._program.hlo.sources import Sources, op_name
 from einshard._program.hlo.text import ArrayType, Program, array_types, read_instruction
 
@@ -764,7 +764,14 @@ def test_slices_of_a_gathered_array_in_another_form(n, layout, form, axis):
     gather = find_gather(graph, collective)
     assert (str(gather.array), gather.dimension) == (f'f32[{n},16]', 1)
     parts = (0, 1, 2, 3), (0, 0, 0, 0)
-    assert gather.kept == (None if axis is None else parts if axis == 0 else parts[::-1])
+    found = find_reshards(graph, [collective])
+    if axis is None:
+        assert found == {}
+    else:
+        reshard = found[collective.name]
+        assert str(reshard.array) == f'f32[{n},16]'
+        assert reshard.before == parts[::-1]
+        assert reshard.after == (parts if axis == 0 else parts[::-1])
 
 
 # --- TPU slices ---------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from einshard._explain.payloads import Payloads
 from einshard._program.hlo.find_collectives import find_collectives
 from einshard._program.hlo.graph import Graph
 from einshard._program.hlo.queries import origins, output_uses
-from einshard._program.hlo.slices import find_gather
+from einshard._program.hlo.slices import find_reshards
 from einshard._program.hlo.text import Program
 
 PLATFORMS = ['cpu', 'tpu']
@@ -397,7 +397,8 @@ def test_a_gathered_array_that_a_loop_slices():
     """Each device keeps one block of what is gathered before the loop."""
     gather = '  %g = f32[32,8]{1,0} all-gather(%x), replica_groups=[1,4]<=[4], dimensions={0}'
     graph, collective = loop_of(gather, SLICED_LATER, new_all='%all')
-    assert find_gather(graph, collective).kept == ((0, 1, 2, 3), (0, 0, 0, 0))
+    [reshard] = find_reshards(graph, [collective]).values()
+    assert reshard.after == ((0, 1, 2, 3), (0, 0, 0, 0))
 
 
 def test_a_sum_that_a_later_iteration_uses():

@@ -347,3 +347,150 @@ def test_command_writes_a_patch(tmp_path, monkeypatch, capsys):
     patch = Path('fix.patch').read_text()
     assert "+    x = einshard(jax.numpy.tanh(x), 'b d -> b@data d')" in patch
     assert '--- a/model.py' in patch
+
+
+# --- reshards -------------------------------------------------------------------------------------
+
+AXES = mesh_of(x=4, y=2)
+BEFORE, BETWEEN, AFTER = P('y', None, 'x'), P('y', 'x'), P(None, ('x', 'y'))
+
+
+def on(spec, mesh=AXES):
+    return NamedSharding(mesh, spec)
+
+
+def cube(spec=BEFORE, mesh=AXES, size=64):
+    return jax.ShapeDtypeStruct((size, size, size), jnp.float32, sharding=on(spec, mesh))
+
+
+def returned(mesh, through=None):
+    """The argument in another placement, as `out_shardings` says."""
+
+    def move(a):
+        return a if through is None else jax.lax.with_sharding_constraint(a, on(through, mesh))
+
+    return jax.jit(move, out_shardings=on(AFTER, mesh))
+
+
+def constrained(mesh, through=None):
+    """A value in another placement, as a constraint says, forward and backward."""
+
+    def loss(w, a):
+        h = jax.lax.with_sharding_constraint(jnp.tanh(a), on(BEFORE, mesh))
+        if through is not None:
+            h = jax.lax.with_sharding_constraint(h, on(through, mesh))
+        h = jax.lax.with_sharding_constraint(h, on(AFTER, mesh))
+        return jnp.mean(jax.nn.relu(h @ w) ** 2)
+
+    return jax.jit(jax.value_and_grad(loss))
+
+
+def read_by_product(mesh, through=None):
+    """An argument that is used in another placement than its own."""
+
+    def product(w, a):
+        if through is not None:
+            a = jax.lax.with_sharding_constraint(a, on(through, mesh))
+        return jax.lax.with_sharding_constraint(jnp.sin(a) @ w, on(AFTER, mesh))
+
+    return jax.jit(product)
+
+
+def finding_of(function, *arguments, tries=1):
+    report = explain(function, *arguments, tries=tries)
+    (finding,) = [each for each in report.findings if each.kind == 'full rematerialization']
+    return report, finding
+
+
+def square(mesh, size=64):
+    return jax.ShapeDtypeStruct((size, size), jnp.float32, sharding=on(P(), mesh))
+
+
+def test_reshard_of_a_result_in_two_steps():
+    report, finding = finding_of(returned(AXES), cube())
+    assert "from 'a b c -> a@y b c@x' to 'a b c -> a b@(x,y) c'" in finding.text
+    assert 'via a full all-gather' in finding.text
+    assert finding.source is not None
+    assert finding.source.endswith(f'test_fixes.py:{line_of(returned, "def move")}')
+    assert finding.bytes == report.network_bytes
+    assert finding.suggestion == (
+        'reshard in two steps, before the function returns: '
+        "result = einshard(result, 'a b c -> a@y b@x c')"
+    )
+    by_hand = explain(returned(AXES, BETWEEN), cube(), tries=0)
+    assert finding.tried.network_bytes == by_hand.network_bytes < report.network_bytes / 5
+    assert finding.tried.before.network_bytes == report.network_bytes
+    # what the argument is placed as is the caller's affair
+    assert len(report.findings) == 1
+    fixed = report.fixed_function()
+    assert explain(fixed, cube(), tries=0).network_bytes == by_hand.network_bytes
+    value = np.arange(64**3, dtype=np.float32).reshape(64, 64, 64)
+    moved = fixed(jax.device_put(value, on(BEFORE)))
+    assert moved.sharding.is_equivalent_to(on(AFTER), 3)
+    np.testing.assert_array_equal(moved, value)
+
+
+def line_of(function, text):
+    lines, first = inspect.getsourcelines(function)
+    return first + next(i for i, line in enumerate(lines) if text in line)
+
+
+def test_reshard_of_a_value_in_two_steps(tmp_path):
+    report, finding = finding_of(constrained(AXES), square(AXES), cube())
+    line = line_of(constrained, 'on(AFTER, mesh)')
+    assert finding.suggestion == (
+        f"reshard in two steps, before test_fixes.py:{line}: h = einshard(h, 'a b c -> a@y b@x c')"
+    )
+    by_hand = explain(constrained(AXES, BETWEEN), square(AXES), cube(), tries=0)
+    assert finding.tried.network_bytes == by_hand.network_bytes < 0.7 * report.network_bytes
+    fixed = explain(report.fixed_function(), square(AXES), cube(), tries=0)
+    assert fixed.collectives.counts == by_hand.collectives.counts
+    patched = apply_patch(report, tmp_path)
+    after = explain(patched.constrained(patched.AXES), square(AXES), cube(), tries=0)
+    assert after.network_bytes == by_hand.network_bytes
+
+
+def test_reshard_of_an_argument_in_two_steps():
+    report, finding = finding_of(read_by_product(AXES), square(AXES), cube())
+    by_hand = explain(read_by_product(AXES, BETWEEN), square(AXES), cube(), tries=0)
+    assert 'in two steps' in finding.suggestion
+    assert "'a b c -> a@y b@x c'" in finding.suggestion
+    assert finding.tried.network_bytes == by_hand.network_bytes < report.network_bytes / 5
+
+
+def test_no_reshard_in_two_steps_where_the_direct_one_is_as_good():
+    swapped = jax.jit(lambda a: a, out_shardings=on(P('x', None, 'y')))
+    assert explain(swapped, cube(P('y', None, 'x'))).findings == ()
+    report = explain(returned(AXES, BETWEEN), cube())
+    assert report.findings == ()
+
+
+def test_no_time_for_reshards():
+    report = explain(returned(AXES), cube(), tries=4, seconds=0)
+    assert not any(finding.suggestion for finding in report.findings)
+
+
+@pytest.mark.parametrize(
+    'target',
+    [
+        pytest.param('h100:1x8', marks=pytest.mark.gpu),
+        pytest.param(
+            'v5e:2x4',
+            marks=pytest.mark.skipif(
+                jax.__version_info__ < (0, 10), reason='programs of a newer libtpu have no lines'
+            ),
+        ),
+    ],
+)
+def test_reshards_in_two_steps_on_topologies(target):
+    mesh = topology(target, x=4, y=2)
+    for make, arguments in (
+        (returned, (cube(mesh=mesh, size=256),)),
+        (constrained, (square(mesh, 256), cube(mesh=mesh, size=256))),
+    ):
+        report, finding = finding_of(make(mesh), *arguments)
+        assert "'a b c -> a@y b c@x' to 'a b c -> a b@(x,y) c' via a full" in finding.text
+        assert "'a b c -> a@y b@x c'" in finding.suggestion
+        by_hand = explain(make(mesh, BETWEEN), *arguments, tries=0)
+        fixed = explain(report.fixed_function(), *arguments, tries=0)
+        assert fixed.network_bytes == by_hand.network_bytes < 0.7 * report.network_bytes

@@ -25,6 +25,7 @@ from .._program.hlo.memory import Memory, read_memory
 from .lowered import Stages
 from .oversized import read_sizes
 
+WORKER_FILE = str(Path(__file__).with_name('partition_worker.py'))
 _PREFIX = 'jit(call)/call_exported/'  # in op names, added by jax.export
 
 
@@ -97,7 +98,7 @@ class Worker:
         with self._log.open('wb') as log:
             self._process = subprocess.Popen(
                 # with -P, modules of this folder, such as names.py, do not shadow others
-                [sys.executable, '-P', str(Path(__file__).with_name('partition_worker.py'))],
+                [sys.executable, '-P', WORKER_FILE],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -2,8 +2,8 @@
 
 JAX fixes the number of simulated devices when it starts its backend, so the user's process cannot
 simulate as many as the target has. The worker reads pickled requests from standard input. Each is a
-dict with the arguments of `_compile`. For each request, the worker writes a pickled response to
-standard output: the result of `_compile`, or the error as text.
+dict with the arguments of `_lower` or `_lower_move`. For each request, the worker writes a pickled
+response to standard output: the result of `_compile`, or the error as text.
 """
 
 from __future__ import annotations
@@ -43,21 +43,15 @@ def _respond(request: dict[str, Any]) -> dict[str, Any] | str:
     import jax
 
     try:
-        return _compile(**request)
+        return _compile(_lower(**request) if 'program' in request else _lower_move(**request))
     except Exception as error:  # a program may fail with any exception
         return f'{type(error).__name__}: {error}'
     finally:
         jax.clear_caches()
 
 
-def _compile(
-    program: bytes, axes: tuple[tuple[str, int], ...], donated: tuple[int, ...]
-) -> dict[str, str]:
-    """Compiles an exported program.
-
-    `donated` are the positions of the donated arguments. Returns the optimized HLO as 'text', and
-    the buffer assignment as 'buffers'.
-    """
+def _lower(program: bytes, axes: tuple[tuple[str, int], ...], donated: tuple[int, ...]) -> Any:
+    """Lowers an exported program. `donated` are the positions of the donated arguments."""
     import jax
     import jax.export
     import jax.numpy as jnp
@@ -87,7 +81,44 @@ def _compile(
     )
     args = [jax.ShapeDtypeStruct(avals[i].shape, avals[i].dtype) for i in kept]
     with jax.set_mesh(mesh):  # for arguments and results without a sharding
-        lowered = jitted.lower(*args)
+        return jitted.lower(*args)
+
+
+def _lower_move(
+    shape: tuple[int, ...],
+    dtype: str,
+    axes: tuple[tuple[str, int], ...],
+    placements: tuple[tuple[tuple[str, ...], ...], ...],
+) -> Any:
+    """Lowers the move of an array from the first placement to the others, one after the other.
+
+    A placement has the mesh axes of each array axis.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    sizes = [size for _, size in axes]
+    devices = np.array(jax.devices()[: np.prod(sizes, dtype=int)]).reshape(sizes)
+    mesh = jax.sharding.Mesh(devices, [name for name, _ in axes])
+    first, *through, last = [
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*(e or None for e in entries)))
+        for entries in placements
+    ]
+
+    def move(x: Any) -> Any:
+        for sharding in through:
+            x = jax.lax.with_sharding_constraint(x, sharding)
+        return x
+
+    jitted = jax.jit(move, in_shardings=first, out_shardings=last)
+    return jitted.lower(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
+
+
+def _compile(lowered: Any) -> dict[str, str]:
+    """Returns the optimized HLO of a program as 'text', and the buffer assignment as 'buffers'."""
+    import jax
+
     with tempfile.TemporaryDirectory() as folder:
         for scheduler in SCHEDULERS:
             options = {**OPTIONS, **scheduler, 'xla_dump_to': folder}

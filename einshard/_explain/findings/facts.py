@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +17,8 @@ from ..._program.hlo.collective import Collective
 from ..._program.hlo.flops import ProductRow
 from ..._program.hlo.graph import Graph
 from ..._program.hlo.memory import Memory
-from ..._program.hlo.slices import Gather, find_gather
+from ..._program.hlo.slices import Gather, Reshard, find_gather, find_reshards
+from ..._program.hlo.sources import is_user_file
 from ..._program.jaxpr.graph import Program
 from ..._sharding.collective_axes import mesh_axes_between, pairs_of_groups
 from ..._sharding.mesh import AnyMesh, Device
@@ -182,6 +184,18 @@ class Facts:
             for name, gather in found.items()
             if gather is not None
         }
+
+    @functools.cached_property
+    def reshards(self) -> Mapping[str, Reshard]:
+        """The arrays that are gathered and then sliced, by the name of their first all-gather."""
+        return find_reshards(self.graph, self.collectives)
+
+    @functools.cached_property
+    def function_source(self) -> str | None:
+        """The line of the function, for operations that have no line, or None if unknown."""
+        info = getattr(getattr(self.stages.jaxpr, 'debug_info', None), 'func_src_info', None)
+        match = re.search(r' at (.+):(\d+)$', info or '')
+        return f'{match[1]}:{match[2]}' if match and is_user_file(match[1]) else None
 
     def partly_along(self, collective: Collective) -> frozenset[str]:
         """The mesh axes that the groups of a collective span in full or in part."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
-from ..._errors import plural
+from jax.sharding import NamedSharding
+
 from ..._program.hlo.collective import Collective
-from ..._program.hlo.slices import Gather
+from ..._program.hlo.slices import Gather, Reshard
 from ..._sharding.collective_axes import sharding_of_blocks
 from ..._sharding.describe import describe_named
 from ..._sharding.mesh import AnyMesh
 from ..._text import first_of, format_bytes, short_source
+from ..arrays import ProgramArray
 from ..fold_layers import fold_paths
 from ..report_rows import Finding
 from .facts import Facts
@@ -19,56 +22,64 @@ from .facts import Facts
 
 def fully_rematerialized(facts: Facts) -> Iterator[Finding]:
     """Reports arrays that are all-gathered although each device keeps only a slice."""
-    for collective in facts.unexplained:
-        gather = facts.gathers.get(collective.name)
-        if gather is None or gather.kept is None:
+    program, unexplained = facts.graph.program, facts.unexplained
+    for first in unexplained:
+        reshard = facts.reshards.get(first.name)
+        if reshard is None:
             continue
-        names: tuple[str, ...] | None = None
-        # is_full: whether the result is the global array, not a shard of it
-        what, is_full = str(gather.array), collective.groups == 1
-        if gather.parameter is not None:
-            array = facts.inputs[gather.parameter]
-            same_shape = array.shape == gather.array.shape
-            names = array.names if same_shape else None
-            what, is_full = f'{array.path}, {what},', is_full or same_shape
-        change = ''
-        if is_full and (placements := _before_and_after(gather, collective, facts.meshes, names)):
-            before, after = placements
-            change = f" from '{before}' to '{after}'"
-            if before == after:
-                change = f" from '{before}' back to '{before}'"
-        among = plural(collective.group_size, 'device')
-        via = 'a full all-gather' if is_full else f'an all-gather among {among}'
+        gathers = [c for c in unexplained if {*c.nodes} & {*reshard.gathers}]
+        parameter = facts.gathers[first.name].parameter
+        array = None if parameter is None else facts.inputs[parameter]
+        # the line that asks for the slice, where the all-gather may have that of the array
+        spans = [program.span(node.op) for node in reshard.slices]
+        sources = [span.text for span in spans if span is not None]
         yield Finding(
             'full rematerialization',
-            f'{what} is resharded{change} via {via} (involuntary full rematerialization): '
-            f'{format_bytes(gather.array.bytes)}',
-            collective.source,
-            collective.total_bytes,
-            explains=(collective.name,),
+            reshard_text(reshard, facts.meshes, array),
+            sources[0] if sources else first.source or facts.function_source,
+            sum(c.total_bytes for c in gathers),
+            explains=tuple(c.name for c in gathers),
         )
 
 
-def _before_and_after(
-    gather: Gather,
-    collective: Collective,
-    meshes: Sequence[AnyMesh],
-    names: tuple[str, ...] | None,
-) -> tuple[str, str] | None:
-    """Returns the expressions of an array before it is all-gathered, and after it is sliced again.
+def reshard_text(
+    reshard: Reshard, meshes: Sequence[AnyMesh], argument: ProgramArray | None = None
+) -> str:
+    """Describes the reshard of an argument, or of another array."""
+    n_blocks = prod(len(set(indices)) for indices in reshard.before)
+    # is_full: whether the result is the global array, not a shard of it
+    what, is_full = str(reshard.array), n_blocks == len(reshard.before[0])
+    names: tuple[str, ...] | None = None
+    if argument is not None:
+        same_shape = argument.shape == reshard.array.shape
+        names = argument.names if same_shape else None
+        what, is_full = f'{argument.path}, {what},', is_full or same_shape
+    change = ''
+    if is_full and (placements := before_and_after(reshard, meshes)):
+        ndim = len(reshard.array.shape)
+        before, after = (describe_named(each, ndim, names) for each in placements)
+        change = f" from '{before}' to '{after}'"
+        if before == after:
+            change = f" from '{before}' back to '{before}'"
+    via = 'a full all-gather' if is_full else f'an all-gather among {n_blocks} devices'
+    return (
+        f'{what} is resharded{change} via {via} (involuntary full rematerialization): '
+        f'{format_bytes(reshard.array.bytes)}'
+    )
+
+
+def before_and_after(
+    reshard: Reshard, meshes: Sequence[AnyMesh]
+) -> tuple[NamedSharding, NamedSharding] | None:
+    """Returns the shardings of an array before it is all-gathered, and after it is sliced again.
 
     Returns None if no mesh fits both shardings.
     """
-    ndim = len(gather.array.shape)
-    assert gather.kept is not None
-    blocks = [[0] * collective.n_devices for _ in range(ndim)]
-    for group in collective.device_groups or (tuple(range(collective.n_devices)),):
-        for i, device in enumerate(group):
-            blocks[gather.dimension][device] = i
     for mesh in meshes:
-        before, after = sharding_of_blocks(blocks, mesh), sharding_of_blocks(gather.kept, mesh)
+        before = sharding_of_blocks(reshard.before, mesh)
+        after = sharding_of_blocks(reshard.after, mesh)
         if before is not None and after is not None:
-            return describe_named(before, ndim, names), describe_named(after, ndim, names)
+            return before, after
     return None
 
 

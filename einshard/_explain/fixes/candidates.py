@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TypeAlias
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh, NamedSharding
 
 from ..._program.hlo.collective import Collective
+from ..._program.hlo.slices import Reshard
 from ..._program.jaxpr.edits import ValueEdit
 from ..._program.jaxpr.graph import Op
 from ..._program.jaxpr.spans import Span
 from ..._sharding.mesh import partition_spec
 from ..._trees.paths import common_suffix_length
 from ..findings.facts import Facts
-from ..findings.trace import PRODUCTS, read_trace
+from ..findings.gathers import before_and_after
+from ..findings.trace import PRODUCTS, mesh_entries, read_trace
 from ..findings.values import Axis
+from .moves import Entries, Move, Moves
 from .trials import Edits, Trial
 
 _MIN_SHARE = 0.02  # of the sum of the bounds
 _MIN_RATIO = 1.4  # of the flops of a line to its share of those before partitioning
 _MAX_POINTS = 5  # for each cost
 _CONSTRAINT = 'sharding_constraint'
-
-Entries: TypeAlias = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Cost:
         mesh_axes: the mesh axes of the send, or those over which devices repeat the product.
         n_repeats: how many devices repeat the product; 0 for a send.
         names: what it is, as in `Finding.explains`.
+        reshard: set if it is an all-gather of which each device keeps a slice.
     """
 
     seconds: float
@@ -53,6 +56,7 @@ class Cost:
     bytes: int
     n_repeats: int
     names: tuple[str, ...]
+    reshard: Reshard | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Point:
     Attributes:
         axes: its axes, with the new sharding.
         is_constraint: whether the change replaces a constraint.
+        of_operand: whether the value is the operand of a constraint, which is kept.
         n_mapped: how many axes `jax.vmap` adds to it, which the code does not see.
     """
 
@@ -69,6 +74,7 @@ class Point:
     axes: tuple[Axis, ...]
     is_constraint: bool
     n_mapped: int
+    of_operand: bool = False
 
     @property
     def seen_axes(self) -> tuple[Axis, ...] | None:
@@ -78,6 +84,23 @@ class Point:
         """
         added = self.axes[: self.n_mapped]
         return None if any(axis.mesh_axes for axis in added) else self.axes[self.n_mapped :]
+
+
+class _Moved(NamedTuple):
+    """A value that changes its placement.
+
+    Attributes:
+        op: the constraint that moves it, or else the operation that computes it. None for an
+            argument or a result.
+        argument, result: its index, if it moves as it enters or leaves the program.
+    """
+
+    shape: tuple[int, ...]
+    before: Entries
+    after: Entries
+    op: Op | None = None
+    argument: int | None = None
+    result: int | None = None
 
 
 @dataclass(frozen=True)
@@ -115,16 +138,20 @@ def _sends(facts: Facts, trial: Trial) -> Iterator[Cost]:
     paths = {facts.arguments[i].path for i in numbers if i is not None}
     assert facts.mesh is not None
     names = [str(name) for name in facts.mesh.axis_names]
-    groups: dict[tuple[object, ...], list[Collective]] = defaultdict(list)
+    reshard_of = {node: reshard for reshard in trial.reshards.values() for node in reshard.gathers}
+    groups: dict[tuple[Any, ...], list[Collective]] = defaultdict(list)
     for c in trial.collectives:
+        reshard = next((reshard_of[node] for node in c.nodes if node in reshard_of), None)
         # gathering weights that are sharded like the batch, and adding up their gradients, is what
         # data parallelism costs, except for the rows of a table, and layers that a loop runs over
         is_of_weights = facts.is_training and c.role in ('weights', 'gradients')
-        if is_of_weights and c.source not in lines and paths.isdisjoint(c.of):
+            is_of_table = c.source in lines or not paths.isdisjoint(c.of)
+            if is_of_weights and not (is_of_table or reshard):
             continue
         if c.mesh_axes and c.total_bytes:
-            groups[c.source, c.column, c.mesh_axes, c.kind, c.role, c.of].append(c)
-    for several in groups.values():
+            key = c.source, c.column, c.mesh_axes, c.kind, c.role, c.of, reshard
+            groups[key].append(c)
+    for (*_, reshard), several in groups.items():
         first = several[0]
         yield Cost(
             sum(seconds.get(c.along, 0) * c.total_bytes / sent[c.along] for c in several),
@@ -137,6 +164,7 @@ def _sends(facts: Facts, trial: Trial) -> Iterator[Cost]:
             sum(c.total_bytes for c in several),
             0,
             tuple(c.name for c in several),
+            reshard,
         )
 
 
@@ -203,11 +231,14 @@ def _axes_of_size(facts: Facts, trial: Trial, line: str, n: int) -> tuple[str, .
 
 
 class Candidates:
-    """Proposes changes of one program."""
+    """Proposes changes of one program.
 
-    def __init__(self, facts: Facts, trial: Trial):
+    Without `moves`, proposes no reshards.
+    """
+
+    def __init__(self, facts: Facts, trial: Trial, moves: Moves | None = None):
         assert isinstance(facts.mesh, Mesh)
-        self.facts, self.trial, self.mesh = facts, trial, facts.mesh
+        self.facts, self.trial, self.mesh, self.moves = facts, trial, facts.mesh, moves
         self.sizes = {str(name): size for name, size in self.mesh.shape.items()}
         self.producers: dict[int, list[Op]] = defaultdict(list)
         self.users: dict[int, list[Op]] = defaultdict(list)
@@ -244,16 +275,23 @@ class Candidates:
         read = {value.argument for p in products for value in (p.left, p.right)}
         self._multiplied = {i for i in read if i is not None}
 
+    def has_any(self, cost: Cost) -> bool:
+        """Whether there may be a change for a cost."""
+        return any(True for _ in self._moved(cost)) or any(True for _ in self.of(cost))
+
     def of(self, cost: Cost) -> Iterator[Change]:
         """Yields changes for a cost, the most promising first.
 
         Constraints cannot be inserted where types determine the shardings.
         """
-        for change in self._of(cost):
-            if not (self.facts.is_explicit and change.points):
+        is_explicit = self.facts.is_explicit
+        if self.moves is not None and not is_explicit:
+            yield from self._reshards(cost, self.moves)
+        for change in self._changes(cost):
+            if not (is_explicit and change.points) and not self._shifts_a_move(change):
                 yield change
 
-    def _of(self, cost: Cost) -> Iterator[Change]:
+    def _changes(self, cost: Cost) -> Iterator[Change]:
         ops = self.by_line.get(cost.line, [])
         ops = [op for op in ops if op.site.frames[0].column == cost.column - 1] or ops
         forward = [op for op in ops if not op.site.is_backward] or ops
@@ -356,6 +394,147 @@ class Candidates:
                     edits, points = edits | edit, [*points, point]
         if edits != Edits():
             yield Change('sharded loop axis', cost, edits, tuple(points))
+    # --- reshards -----------------------------------------------------------------------------
+
+    def _reshards(self, cost: Cost, moves: Moves) -> Iterator[Change]:
+        """Moves a value through another placement, if that sends less."""
+        sent = sum(c.network_bytes or 0 for c in self.trial.collectives if c.name in cost.names)
+        for moved in self._moved(cost):
+            move = Move(moved.shape, *self._dtype(moved), moved.before, moved.after)
+            if not (cost.reshard or moves.is_costly(move, sent)):
+                continue
+            entries = moves.through(move)
+            if entries is None:
+                continue
+            points: tuple[Point, ...] = ()
+            if moved.op is not None:
+                is_constraint = moved.op.primitive == _CONSTRAINT
+                edits, point = self._constrained(moved.op, entries, of_operand=is_constraint)
+                points = (point,)
+            elif moved.argument is not None:
+                edits = Edits(entering={moved.argument: self._sharding(entries)})
+            else:
+                assert moved.result is not None
+                edits = Edits(leaving={moved.result: self._sharding(entries)})
+            kind = 'full rematerialization' if cost.reshard else 'reshard'
+            yield Change(kind, cost, edits, points)
+
+    def _moved(self, cost: Cost) -> Iterator[_Moved]:
+        """Finds the values whose moves a cost may be."""
+        if cost.n_repeats:
+            return
+        traced, reshard = self.trial.traced, cost.reshard
+        lines, shape, compiled = {cost.line}, (), None
+        if reshard is not None:
+            spans = (self.trial.graph.program.span(node.op) for node in reshard.slices)
+            lines |= {span.text for span in spans if span is not None}
+            shape = reshard.array.shape
+            placements = before_and_after(reshard, [self.mesh]) or (None, None)
+            before, after = (self._entries(each, len(shape)) for each in placements)
+            compiled = None if before is None or after is None else (before, after)
+        lines.discard('')
+        n_found = 0
+        for moved in self._explicit_moves(lines, cost):
+            # the partitioner need not have followed what arguments and constraints imply
+            if compiled and moved.shape == shape and moved.after == compiled[1]:
+                moved = moved._replace(before=compiled[0])
+            if moved.before != moved.after and self._fit(moved):
+                n_found += 1
+                yield moved
+        if n_found or compiled is None:
+            return
+        # the use of an argument or of another value implies its placement
+        for i, v in enumerate(traced.arguments):
+            if v is None or self.facts.arguments[i].path not in cost.of:
+                continue
+            if traced.values[v].shape == shape:
+                yield _Moved(shape, *compiled, argument=i)
+                return
+        for op in (op for line in lines for op in self.by_line.get(line, ())):
+            shapes = [traced.values[v].shape for v in op.arrays_out[:1]]
+            if shapes == [shape] and not op.site.n_shards:
+                yield _Moved(shape, *compiled, op=op)
+                return
+
+    def _explicit_moves(self, lines: set[str], cost: Cost) -> Iterator[_Moved]:
+        """Finds values that are constrained, or returned, in another placement."""
+        facts, traced = self.facts, self.trial.traced
+        sent = {i for i, array in enumerate(facts.arguments) if array.path in cost.of}
+
+        def is_sent(v: int) -> bool:
+            producers = (op.site.frames[:1] for op in self.producers[v])
+            return self.argument_of.get(v) in sent or any(
+                span.source in lines for spans in producers for span in spans
+            )
+
+        def entries_of(v: int) -> Entries:
+            return tuple(axis.mesh_axes for axis in self.trial.values[v].axes)
+
+        for op in self.constraints:
+            v, out = op.arrays_in[0], op.arrays_out[0]
+            if op.site.frames[0].source in lines or is_sent(v):
+                yield _Moved(traced.values[v].shape, entries_of(v), entries_of(out), op=op)
+        for i, v in enumerate(traced.results):
+            if v is None:
+                continue
+            shape = traced.values[v].shape
+            after = self._entries(facts.results[i].sharding, len(shape))
+            if after is None:
+                continue
+            if is_sent(v) or facts.results[i].path in cost.of:
+                yield _Moved(shape, entries_of(v), after, result=i)
+
+    def _dtype(self, moved: _Moved) -> tuple[str, int]:
+        """Returns the dtype of a value, and its size."""
+        if moved.op is not None:
+            dtype: Any = self.trial.traced.values[moved.op.arrays_out[0]].dtype
+        elif moved.argument is not None:
+            dtype = self.facts.arguments[moved.argument].dtype
+        else:
+            assert moved.result is not None
+            dtype = self.facts.results[moved.result].dtype
+        return str(dtype), getattr(dtype, 'itemsize', 4)
+
+    def _shifts_a_move(self, change: Change) -> bool:
+        """Whether it places arguments or results otherwise that the program only moves.
+
+        Then their callers would have to move them.
+        """
+        edits = change.edits
+        return not (
+            self.only_moved[0].isdisjoint(edits.arguments)
+            and self.only_moved[1].isdisjoint(edits.results)
+        )
+
+    @functools.cached_property
+    def only_moved(self) -> tuple[set[int], set[int]]:
+        """The arguments that are results in another placement, and these results."""
+        arguments, results = set[int](), set[int]()
+        for i, v in enumerate(self.trial.traced.results):
+            while v is not None and [op.primitive for op in self.producers[v]] == [_CONSTRAINT]:
+                v = self.producers[v][0].arrays_in[0]
+            argument = self.argument_of.get(v) if v is not None else None
+            if argument is not None and argument < len(self.facts.arguments):
+                ndim = len(self.facts.results[i].shape)
+                before = self._entries(self.facts.arguments[argument].sharding, ndim)
+                if before != self._entries(self.facts.results[i].sharding, ndim):
+                    arguments.add(argument)
+                    results.add(i)
+        return arguments, results
+
+    def _entries(self, sharding: Any, ndim: int) -> Entries | None:
+        """Returns the mesh axes of each axis, or None for a sharding on another mesh."""
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != self.mesh:
+            return None
+        entries = mesh_entries(sharding, ndim)
+        return None if None in entries else tuple(entry or () for entry in entries)
+
+    def _fit(self, moved: _Moved) -> bool:
+        both = moved.before, moved.after
+        return all(
+            len(entries) == len(moved.shape) and self._checked(entries, moved.shape) is not None
+            for entries in both
+        )
 
     # --- logical axes -------------------------------------------------------------------------
 
@@ -420,12 +599,15 @@ class Candidates:
         kind = 'replicated compute' if cost.n_repeats else 'unsharded axis'
         return Change(kind, cost, edits, tuple(points))
 
-    def _constrained(self, op: Op, entries: Entries) -> tuple[Edits, Point]:
+    def _constrained(
+        self, op: Op, entries: Entries, of_operand: bool = False
+    ) -> tuple[Edits, Point]:
         span, axes = op.site.frames[0], self.trial.values[op.arrays_out[0]].axes
         pairs = zip(axes, entries, strict=True)
         named = tuple(replace(axis, mesh_axes=entry) for axis, entry in pairs)
-        edits = Edits((ValueEdit(span, self._sharding(entries)),))
-        return edits, Point(span, named, op.primitive == _CONSTRAINT, op.site.n_mapped)
+        edits = Edits((ValueEdit(span, self._sharding(entries), of_operand),))
+        is_constraint = op.primitive == _CONSTRAINT
+        return edits, Point(span, named, is_constraint, op.site.n_mapped, of_operand)
 
     def _disagrees(self, op: Op, axes: tuple[str, ...]) -> bool:
         """Whether mesh axes shard a contracted axis of one operand, but not of the other."""

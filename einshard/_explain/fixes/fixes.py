@@ -12,12 +12,13 @@ from ..._errors import EinshardError
 from ..._text import first_of, format_bytes, short_source
 from ..findings.expressions import expression_of, shard_text
 from ..findings.facts import Facts
+from ..findings.gathers import reshard_text
 from ..findings.next_call import next_arguments, results_to_pin
 from ..findings.trace import mesh_entries
 from ..findings.values import Axis
 from ..report import Report
 from ..report_rows import Finding, Tried, changes
-from .patch import make_patch, source_of
+from .patch import make_patch, operand_text, source_of
 from .search import MIN_GAIN, Accepted, Search, start_search
 from .trials import Edits, Trials
 
@@ -25,6 +26,9 @@ from .trials import Edits, Trials
 _FACTS = ('does not fit', 'promise broken', 'no effect', 'names without a rule')
 # About results that are sharded unlike the arguments that they replace in the next call.
 _PINNED = ('second compile', 'replicated result')
+
+# changes that leave both placements as they are
+_THROUGH = ('full rematerialization', 'reshard')
 
 
 class Fixes:
@@ -104,6 +108,7 @@ class Fixes:
             after |= {row.source for row in self._search.current.products}
             before = {c.source or '' for c in self._search.base.collectives}
             explained |= before - after
+        is_left = self._search is None or bool(self._search.current.reshards)
         findings, notes = [*found], list[Finding]()
         for finding in rules:
             if finding.kind in _PINNED:
@@ -112,6 +117,8 @@ class Fixes:
                     findings.append(replace(finding, suggestion=suggestion, tried=self._pinned))
             elif finding.kind in _FACTS:
                 findings.append(finding)
+            elif accepted and finding.kind == 'full rematerialization' and not is_left:
+                continue
             elif explained.isdisjoint((*finding.explains, finding.source or '')):
                 (findings if self._facts.is_explicit else notes).append(finding)
         for note in self._report.notes:
@@ -143,18 +150,29 @@ class Fixes:
             what = f' of {cost.role}' if cost.role else ''
             text = f'{cost.kind}{what} along {axes} sends {format_bytes(cost.bytes)}'
         kind, names = accepted.change.kind, cost.names
+        change, source, n_bytes = accepted.change, cost.line or None, cost.bytes
+        if cost.reshard is not None:
+            text = reshard_text(cost.reshard, self._facts.meshes)
+        lines = {cost.line, *(point.span.source for point in change.points)}
         for rule in rules:
             if rule.kind == 'no effect':
                 continue
-            if rule.source == cost.line or {*rule.explains} & {*names}:
+            if rule.kind == change.kind == 'full rematerialization':
+                # on the target, its all-gathers may have other names and lines
+                is_same = not cost.line or rule.source in lines
+            else:
+                is_same = rule.source == cost.line
+            if is_same or {*rule.explains} & {*names}:
+                if rule.kind == change.kind == 'full rematerialization':
+                    source, n_bytes = rule.source, rule.bytes  # of all its all-gathers
                 text, kind, names = rule.text, rule.kind, (*rule.explains, *names)
                 rules.remove(rule)
                 break
         return Finding(
             kind,
             text,
-            cost.line or None,
-            cost.bytes,
+            source,
+            n_bytes,
             self._suggestion(accepted),
             tuple(names),
             accepted.tried,
@@ -172,12 +190,17 @@ class Fixes:
             what = (
                 f'`{source}`' if source and len(source) < 60 and '\n' not in source else 'the value'
             )
-            if point.is_constraint:
+            if point.of_operand:
+                texts.append(_through(operand_text(source or ''), placement, f'before {line}'))
+            elif change.kind in _THROUGH:
+                texts.append(_through(source or '', placement, f'in {line}') + mapped)
+            elif point.is_constraint:
                 texts.append(f"change the constraint in {line} to '{placement}'{mapped}")
             else:
                 call = f"einshard(..., '{placement}')"
                 texts.append(f'constrain {what} in {line}: {call}{mapped}')
         texts += self._moves(change.edits)
+        texts += self._through(change.edits)
         return ', and '.join(texts)
 
     def _moves(self, edits: Edits) -> list[str]:
@@ -197,6 +220,18 @@ class Fixes:
             texts.append(shard_text(results))
         return texts
 
+    def _through(self, edits: Edits) -> list[str]:
+        """Returns how to move arguments and results through other placements."""
+        facts, texts = self._facts, list[str]()
+        for i, sharding in edits.entering.items():
+            placement = self._placement(facts.values[i].axes, sharding)
+            texts.append(_edge(facts.arguments[i].path, placement, 'at the start of the function'))
+        for i, sharding in edits.leaving.items():
+            names = facts.results[i].names or [''] * len(facts.results[i].shape)
+            placement = self._placement([Axis(name) for name in names], sharding)
+            texts.append(_edge(facts.results[i].path, placement, 'before the function returns'))
+        return texts
+
     def _placement(self, axes: Sequence[Axis], sharding: NamedSharding) -> str:
         assert self._facts.mesh is not None
         entries = mesh_entries(sharding, len(axes))
@@ -209,9 +244,14 @@ class Fixes:
         search = self._search
         if search is None or not search.accepted:
             return make_patch((), self._moves(self._pins))
-        points = {point.span: point for one in search.accepted for point in one.change.points}
-        shardings = [(points[edit.span], edit.sharding) for edit in search.edits.values]
-        return make_patch(shardings, self._moves(search.edits | self._pins))
+        points = {
+            (point.span, point.of_operand): point
+            for one in search.accepted
+            for point in one.change.points
+        }
+        edits = search.edits | self._pins
+        shardings = [(points[edit.span, edit.of_operand], edit.sharding) for edit in edits.values]
+        return make_patch(shardings, [*self._moves(edits), *self._through(edits)])
 
     def function(self) -> Any:
         """See `Report.fixed_function`."""
@@ -234,6 +274,19 @@ class Fixes:
             self._search.confirm()
         self.try_pins()
         return self.report()
+
+
+def _edge(path: str, placement: str, where: str) -> str:
+    name = path if path.isidentifier() else ''
+    return _through(name, placement, where if name else f'{where}, for {path}')
+
+
+def _through(value: str, placement: str, where: str) -> str:
+    """Writes a reshard through another placement."""
+    assigned = f'{value} = ' if value.isidentifier() else ''
+    if not value or len(value) > 40 or '\n' in value:
+        value = '...'
+    return f"reshard in two steps, {where}: {assigned}einshard({value}, '{placement}')"
 
 
 def with_fixes(report: Report, facts: Facts, tries: int, seconds: float | None) -> Report:

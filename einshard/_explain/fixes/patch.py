@@ -8,6 +8,7 @@ import linecache
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,32 @@ def source_of(span: Span) -> str | None:
     return b''.join(lines).decode()
 
 
+def operand_text(source: str) -> str:
+    """Returns the text of the value in a call that constrains it, or ''."""
+    start, end = _operand(source)
+    return source.encode()[start:end].decode()
+
+
+def _operand(source: str) -> tuple[int, int]:
+    """Returns where the first argument of a call begins and ends, in bytes, or (0, 0)."""
+    try:
+        call = ast.parse(source, mode='eval').body
+    except SyntaxError:
+        return 0, 0
+    if not (isinstance(call, ast.Call) and call.args):
+        return 0, 0
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line.encode()))
+    first = call.args[0]
+    assert first.end_lineno is not None
+    assert first.end_col_offset is not None
+    return (
+        starts[first.lineno - 1] + first.col_offset,
+        starts[first.end_lineno - 1] + first.end_col_offset,
+    )
+
+
 def make_patch(points: Sequence[tuple[Point, NamedSharding]], others: Sequence[str]) -> str:
     """Returns a unified diff of the constraints, with other changes as comments at its top."""
     by_file: dict[str, list[tuple[Point, NamedSharding]]] = defaultdict(list)
@@ -40,14 +67,18 @@ def make_patch(points: Sequence[tuple[Point, NamedSharding]], others: Sequence[s
         starts = [0]
         for line in lines:
             starts.append(starts[-1] + len(line.encode()))
+        written_spans: set[Span] = set()
         # from the end of the file, so that earlier spans stay valid; inner ones before outer ones
         for point, sharding in sorted(several, key=lambda one: one[0].span[1:], reverse=True):
             span = point.span
-            written = _written(point, sharding, source_of(span), ''.join(lines))
+            # a constraint may change in two ways
+            source = None if span in written_spans else source_of(span)
+            written = _written(point, sharding, source, ''.join(lines))
             if written is None:
                 placement = expression_of(point.axes, sharding.mesh)
                 texts.append(f"# {span.source}: constrain the value to '{placement}'\n")
                 continue
+            written_spans.add(span)
             start = starts[span.line - 1] + span.column
             end = starts[span.end_line - 1] + span.end_column
             new = new[:start] + written.encode() + new[end:]
@@ -68,6 +99,12 @@ def _written(
         return None
     placement = expression_of(axes, sharding.mesh)
     entries = [_entry(axis.mesh_axes) for axis in axes]
+    if point.of_operand:
+        start, end = _operand(source)
+        value = replace(point, is_constraint=False, of_operand=False)
+        written = _written(value, sharding, operand_text(source), file_text) if end else None
+        text = source.encode()
+        return None if written is None else (text[:start] + written.encode() + text[end:]).decode()
     if point.is_constraint:
         return _rewritten(source, placement, entries)
     uses = [*_calls(file_text)]

@@ -12,6 +12,7 @@ from ..._progress import progress
 from ..findings.facts import Facts
 from ..report_rows import Figures, Tried
 from .candidates import Candidates, Change, find_costs
+from .moves import Moves
 from .trials import Edits, Trial, Trials
 
 MIN_GAIN = 0.03  # of the sum of the bounds
@@ -40,6 +41,7 @@ class Search:
 
     trials: Trials
     base: Trial
+    moves: Moves
     accepted: list[Accepted] = field(default_factory=list)
     n_tried: int = 0
     cut: str = ''
@@ -60,6 +62,7 @@ class Search:
     def run(self, tries: int, seconds: float | None) -> None:
         """Tries up to `tries` more changes."""
         end = None if seconds is None else time.monotonic() + seconds
+        self.moves.end = end
         left = tries
         try:
             while left > 0:
@@ -76,13 +79,13 @@ class Search:
         Returns how many changes it tried; minus that if none is accepted.
         """
         used, current = 0, self.current
-        proposals = Candidates(self.trials.facts, current)
+        proposals = Candidates(self.trials.facts, current, self.moves)
         for cost in find_costs(self.trials.facts, current):
             best: Accepted | None = None
             n_of_cost = 0
             for change in proposals.of(cost):
                 key = self._key(change)
-                if key in self._rejected:
+                if key in self._rejected or self._is_undone(change):
                     continue
                 if used >= tries or n_of_cost >= _TRIES_PER_COST:
                     break
@@ -115,12 +118,21 @@ class Search:
                 break
         return -used
 
+    def _is_undone(self, change: Change) -> bool:
+        """Whether it places what an accepted change moves in two steps to its placement."""
+        accepted, edits = self.edits, change.edits
+        return bool(
+            {*edits.arguments} & {*accepted.entering} or {*edits.results} & {*accepted.leaving}
+        )
+
     def _key(self, change: Change) -> Any:
         edits = change.edits
         return (
             edits.values,
-            tuple(sorted((i, str(s.spec)) for i, s in edits.arguments.items())),
-            tuple(sorted((i, str(s.spec)) for i, s in edits.results.items())),
+            *(
+                tuple(sorted((i, str(s.spec)) for i, s in shardings.items()))
+                for shardings in (edits.arguments, edits.results, edits.entering, edits.leaving)
+            ),
         )
 
     def _fits(self, figures: Figures) -> bool:
@@ -152,7 +164,9 @@ def start_search(facts: Facts) -> Search | None:
     compiled = trials.as_compiled()
     candidates = Candidates(facts, compiled)
     costs = find_costs(facts, compiled)
-    if not any(True for cost in costs for _ in candidates.of(cost)):
+    if not any(map(candidates.has_any, costs)):
         return None
     base = trials.run(Edits())
-    return None if base is None else Search(trials, base)
+    assert mesh is not None
+    sizes = {str(name): size for name, size in mesh.shape.items()}
+    return None if base is None else Search(trials, base, Moves(sizes))

@@ -21,6 +21,7 @@ from ..._program.hlo.find_collectives import find_collectives
 from ..._program.hlo.flops import ProductRow, product_rows
 from ..._program.hlo.graph import Graph
 from ..._program.hlo.memory import Memory, read_memory
+from ..._program.hlo.slices import Reshard, find_reshards
 from ..._program.hlo.target_collectives import target_collectives
 from ..._program.hlo.text import Program
 from ..._program.jaxpr.edits import Edited, JittedCall, ValueEdit, apply
@@ -31,7 +32,7 @@ from ..._sharding.context import mesh_scope
 from ..findings.facts import Facts
 from ..findings.trace import argument_values, propagate
 from ..findings.values import Value
-from ..partition import Worker, export
+from ..partition import WORKER_FILE, Worker, export
 from ..payloads import Payloads
 from ..report_rows import Figures
 
@@ -53,18 +54,25 @@ class Edits:
     Attributes:
         values: constraints on values.
         arguments, results: new shardings, by index.
+        entering, leaving: shardings of arguments and results on the way to the values that the
+            program computes with, by index.
     """
 
     values: tuple[ValueEdit, ...] = ()
     arguments: Mapping[int, NamedSharding] = field(default_factory=dict)
     results: Mapping[int, NamedSharding] = field(default_factory=dict)
+    entering: Mapping[int, NamedSharding] = field(default_factory=dict)
+    leaving: Mapping[int, NamedSharding] = field(default_factory=dict)
 
     def __or__(self, later: Edits) -> Edits:
-        spans = {edit.span for edit in later.values}
+        edited = {(edit.span, edit.of_operand) for edit in later.values}
+        kept = (edit for edit in self.values if (edit.span, edit.of_operand) not in edited)
         return Edits(
-            (*(edit for edit in self.values if edit.span not in spans), *later.values),
+            (*kept, *later.values),
             {**self.arguments, **later.arguments},
             {**self.results, **later.results},
+            {**self.entering, **later.entering},
+            {**self.leaving, **later.leaving},
         )
 
 
@@ -76,6 +84,7 @@ class Trial:
         traced, values: the operations of the function, and the shardings of its values as far as
             those of arguments and constraints imply them.
         collectives, products, bounds: of the compiled program.
+        reshards: as in `Facts`.
     """
 
     edited: Edited | None
@@ -86,6 +95,8 @@ class Trial:
     products: Sequence[ProductRow]
     bounds: Bounds
     figures: Figures
+    reshards: Mapping[str, Reshard]
+    graph: Graph
 
 
 class Trials:
@@ -111,6 +122,8 @@ class Trials:
             facts.products,
             bounds,
             _figures(facts.collectives, facts.memory, facts.products, bounds),
+            facts.reshards,
+            facts.graph,
         )
 
     def run(self, edits: Edits) -> Trial | None:
@@ -150,6 +163,8 @@ class Trials:
             products,
             bounds,
             _figures(collectives, memory, products, bounds),
+            find_reshards(graph, collectives),
+            graph,
         )
 
     def on_target(self, edits: Edits) -> Figures | None:
@@ -176,7 +191,9 @@ class Trials:
     def _apply(self, edits: Edits) -> Edited:
         leaves = self.call.dynamic
         arguments = {leaves[i]: sharding for i, sharding in edits.arguments.items()}
-        return apply(self.call, edits.values, arguments, edits.results)
+        entering = {leaves[i]: sharding for i, sharding in edits.entering.items()}
+        through = entering, edits.leaving
+        return apply(self.call, edits.values, arguments, edits.results, through)
 
     def _compile(self, traced: Any) -> tuple[Sequence[Collective], Graph, Memory | None, bool]:
         facts, mesh = self.facts, self.facts.mesh
@@ -191,15 +208,8 @@ class Trials:
             except Exception:  # it has a kernel for the target, or a callback
                 self.is_slow = True
             else:
-                with _lock:
-                    worker = _workers.setdefault(facts.n_devices, Worker(facts.n_devices))
-                    worker.submit(request)
-                    compiled = worker.result()
-                if isinstance(compiled, str):
-                    raise ValueError(compiled)
-                graph = Graph(Program(compiled.text))
-                found = target_collectives(graph, find_collectives(graph))
-                return self._described(graph, found, kept), graph, compiled.memory, True
+                graph, found, memory = compile_in_worker(facts.n_devices, request)
+                return self._described(graph, found, kept), graph, memory, True
         return self._compile_for_target(traced)
 
     def _compile_for_target(
@@ -233,6 +243,28 @@ class Trials:
             )
             for c in collectives
         ]
+
+
+def compile_in_worker(
+    n_devices: int, request: dict[str, Any]
+) -> tuple[Graph, Sequence[Collective], Memory | None]:
+    """Compiles for simulated devices, in a process of its own.
+
+    Raises an EinshardError if the process ends, and a ValueError if the compiler raises.
+    """
+    with _lock:
+        worker = _workers.setdefault(n_devices, Worker(n_devices))
+        worker.submit(request)
+        compiled = worker.result()
+    if isinstance(compiled, str):
+        raise ValueError(compiled)
+    graph = Graph(Program(compiled.text))
+    # what has no line gets that of the call in the worker
+    found = [
+        replace(c, source=None, column=0) if (c.source or '').startswith(WORKER_FILE) else c
+        for c in target_collectives(graph, find_collectives(graph))
+    ]
+    return graph, found, compiled.memory
 
 
 def default_chip() -> Chip:

@@ -24,16 +24,19 @@ _PASS_COTANGENTS_ON = ('add', 'add_any', 'sub')
 class ValueEdit(NamedTuple):
     """A sharding constraint on the value of an expression, and on its cotangent.
 
-    Where the expression is a constraint, its sharding is replaced.
+    Where the expression is a constraint, its sharding is replaced; or its operand is constrained,
+    and the constraint kept.
 
     Attributes:
         span: the expression. If it is evaluated several times, all its values are constrained.
         sharding: of the value as the expression sees it. Axes that `jax.vmap` adds in front of it
             stay unconstrained.
+        of_operand: whether the expression is a constraint, and its operand is constrained.
     """
 
     span: Span
     sharding: NamedSharding
+    of_operand: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,7 @@ def apply(
     values: Sequence[ValueEdit] = (),
     arguments: Mapping[int, Sharding] | None = None,
     results: Mapping[int, Sharding] | None = None,
+    through: tuple[Mapping[int, Sharding], Mapping[int, Sharding]] = ({}, {}),
 ) -> Edited:
     """Returns the program with constraints on values, and other shardings.
 
@@ -167,6 +171,8 @@ def apply(
     Args:
         arguments: the new shardings of arguments, by the index of the leaf.
         results: the new shardings of results, by the index of the leaf.
+        through: shardings that arguments and results, by the index of the leaf, have on the way
+            from the caller and to it.
     """
     arguments, results = arguments or {}, results or {}
     # the types in its jaxpr are those of its arguments
@@ -219,12 +225,18 @@ def apply(
     if any(s is not None for s in out_shardings):
         options['out_shardings'] = call.result_tree.unflatten(out_shardings)
 
+    def constrained(leaves: Sequence[Any], shardings: Mapping[int, Sharding]) -> list[Any]:
+        return [
+            jax.lax.with_sharding_constraint(leaf, shardings[i]) if i in shardings else leaf
+            for i, leaf in enumerate(leaves)
+        ]
+
     def edited(*args: Any, **kwargs: Any) -> Any:
         if is_traced_again and call.function is not None:
             return call.function(*args, **kwargs)
-        leaves = jtu.tree_leaves((args, kwargs))
+        leaves = constrained(jtu.tree_leaves((args, kwargs)), through[0])
         operands = [leaves[each] if isinstance(each, int) else each.value for each in call.operands]
-        return call.result_tree.unflatten(run(*operands))
+        return call.result_tree.unflatten(constrained(run(*operands), through[1]))
 
     edited.__name__ = edited.__qualname__ = params['name']
     applied = tuple(splicer.applied[edit] for edit in range(len(values)))
@@ -460,7 +472,13 @@ class _Splicer:
                 params = self._edit_inner(i, eqn, at, flags, manual)
                 is_changed = is_changed or params is not eqn.params
             eqn_new = eqn.replace(invars=invars, params=params)
-            if is_there and eqn.primitive.name == _CONSTRAINT == signature.primitive:
+            is_constraint = is_there and eqn.primitive.name == _CONSTRAINT == signature.primitive
+            if is_constraint and edit.of_operand:
+                if not at.is_transposed:
+                    invars = [constrain(invars[0], eqn, at.n_mapped)]
+                    count(1, 0)
+                eqn_new = eqn.replace(invars=invars)
+            elif is_constraint:
                 old = eqn.outvars[0]
                 shape = tuple(old.aval.shape)
                 eqn_new = _constraint(
@@ -469,6 +487,10 @@ class _Splicer:
                 count(not at.is_transposed, at.is_transposed)
                 is_changed = True
             eqns.append(eqn_new)
+            if is_constraint and edit.of_operand and at.is_transposed:
+                (old,) = eqn.outvars
+                new[old] = constrain(old, eqn, at.n_mapped)
+                count(0, 1)
             # the cotangent of the loss is a constant
             is_constant = all(not _is_var(v) or v in constants for v in eqn.invars)
             if any(_is_var(v) and v in cotangents for v in eqn.invars) or (
