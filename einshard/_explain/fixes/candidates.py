@@ -145,8 +145,8 @@ def _sends(facts: Facts, trial: Trial) -> Iterator[Cost]:
         # gathering weights that are sharded like the batch, and adding up their gradients, is what
         # data parallelism costs, except for the rows of a table, and layers that a loop runs over
         is_of_weights = facts.is_training and c.role in ('weights', 'gradients')
-            is_of_table = c.source in lines or not paths.isdisjoint(c.of)
-            if is_of_weights and not (is_of_table or reshard):
+        is_of_table = c.source in lines or not paths.isdisjoint(c.of)
+        if is_of_weights and not (is_of_table or reshard):
             continue
         if c.mesh_axes and c.total_bytes:
             key = c.source, c.column, c.mesh_axes, c.kind, c.role, c.of, reshard
