@@ -23,7 +23,7 @@ from ..._program.hlo.graph import Graph
 from ..._program.hlo.memory import Memory, read_memory
 from ..._program.hlo.target_collectives import target_collectives
 from ..._program.hlo.text import Program
-from ..._program.jaxpr.edits import Edited, JittedCall, ValueEdit, apply
+from ..._program.jaxpr.edits import Edited, JittedCall, PerDevice, ValueEdit, apply
 from ..._program.jaxpr.graph import Program as TracedProgram
 from ..._program.jaxpr.graph import flatten
 from ..._sharding.collective_axes import along_text, mesh_axes_of
@@ -53,11 +53,13 @@ class Edits:
     Attributes:
         values: constraints on values.
         arguments, results: new shardings, by index.
+        per_device: operations that each device runs on its shard.
     """
 
     values: tuple[ValueEdit, ...] = ()
     arguments: Mapping[int, NamedSharding] = field(default_factory=dict)
     results: Mapping[int, NamedSharding] = field(default_factory=dict)
+    per_device: tuple[PerDevice, ...] = ()
 
     def __or__(self, later: Edits) -> Edits:
         spans = {edit.span for edit in later.values}
@@ -65,6 +67,7 @@ class Edits:
             (*(edit for edit in self.values if edit.span not in spans), *later.values),
             {**self.arguments, **later.arguments},
             {**self.results, **later.results},
+            (*self.per_device, *later.per_device),
         )
 
 
@@ -119,7 +122,7 @@ class Trials:
         with self._scope():
             try:
                 edited = self._apply(edits)
-                if any(not values for values, _ in edited.applied):
+                if not all((*(n for n, _ in edited.applied), *edited.n_per_device)):
                     return None
                 traced = edited.function.trace(*edited.args, **edited.kwargs)
                 collectives, graph, memory, is_cpu = self._compile(traced)
@@ -157,6 +160,8 @@ class Trials:
         with self._scope():
             try:
                 edited = self._apply(edits)
+                if not all(edited.n_per_device):
+                    return None
                 traced = edited.function.trace(*edited.args, **edited.kwargs)
                 collectives, graph, memory, _ = self._compile_for_target(traced)
             except (EinshardError, ValueError, TypeError, RuntimeError, NotImplementedError):
@@ -176,7 +181,7 @@ class Trials:
     def _apply(self, edits: Edits) -> Edited:
         leaves = self.call.dynamic
         arguments = {leaves[i]: sharding for i, sharding in edits.arguments.items()}
-        return apply(self.call, edits.values, arguments, edits.results)
+        return apply(self.call, edits.values, arguments, edits.results, edits.per_device)
 
     def _compile(self, traced: Any) -> tuple[Sequence[Collective], Graph, Memory | None, bool]:
         facts, mesh = self.facts, self.facts.mesh
