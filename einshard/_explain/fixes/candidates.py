@@ -16,7 +16,7 @@ from ..._program.hlo.collective import Collective
 from ..._program.jaxpr.edits import ValueEdit
 from ..._program.jaxpr.graph import Op
 from ..._program.jaxpr.spans import Span
-from ..._sharding.mesh import partition_spec
+from ..._sharding.mesh import AnyMesh, partition_spec
 from ..findings.facts import Facts
 from ..findings.trace import PRODUCTS, read_trace
 from ..findings.values import Axis
@@ -24,6 +24,7 @@ from .trials import Edits, Trial
 
 _MIN_SHARE = 0.02  # of the sum of the bounds
 _MIN_RATIO = 1.4  # of the flops of a line to its share of those before partitioning
+_MIN_WASTED = 0.05  # of all flops, on a line with a smaller ratio
 _MAX_POINTS = 5  # for each cost
 _CONSTRAINT = 'sharding_constraint'
 
@@ -156,9 +157,17 @@ def _repeats(facts: Facts, trial: Trial) -> Iterator[Cost]:
     for line, flops in compiled.items():
         share = ideal.get(line, 0) / facts.n_devices
         ratio = flops / share if share else 0
-        if not _MIN_RATIO <= ratio <= facts.n_devices * 1.01:
+        if ratio > facts.n_devices * 1.01:
             continue
-        axes = _axes_of_size(facts, trial, line, round(ratio))
+        n, axes = round(ratio), tuple[str, ...]()
+        if ratio >= _MIN_RATIO:
+            axes = _axes_of_size(facts, trial, line, n)
+        elif flops - share >= _MIN_WASTED * total:
+            # of the many products of a helper's line, a few repeat
+            axes = _axes_of_some(mesh, trial, line)
+            n = prod(mesh.shape[name] for name in axes)
+        if not axes:
+            continue
         yield Cost(
             compute * (flops - share) / total,
             line,
@@ -168,9 +177,21 @@ def _repeats(facts: Facts, trial: Trial) -> Iterator[Cost]:
             '',
             (),
             0,
-            round(ratio),
+            n,
             (line,),
         )
+
+
+def _axes_of_some(mesh: AnyMesh, trial: Trial, line: str) -> tuple[str, ...]:
+    """Returns the mesh axes that shard no operand of some products of a line, with most flops."""
+    flops: dict[tuple[str, ...], int] = defaultdict(int)
+    for op in trial.traced.ops:
+        if op.primitive in PRODUCTS and any(span.source == line for span in op.site.frames[:1]):
+            used = {name for v in op.arrays_in for name in trial.values[v].mesh_axes}
+            unused = tuple(str(n) for n, size in mesh.shape.items() if size > 1 and n not in used)
+            if unused and op.rule.einsum is not None:
+                flops[unused] += op.rule.einsum.flops * (op.site.runs or 1)
+    return max(flops, key=lambda axes: flops[axes], default=())
 
 
 def _axes_of_size(facts: Facts, trial: Trial, line: str, n: int) -> tuple[str, ...]:
@@ -239,6 +260,16 @@ class Candidates:
         ops = [op for op in ops if op.site.frames[0].column == cost.column - 1] or ops
         forward = [op for op in ops if not op.site.is_backward] or ops
         is_repeat = cost.n_repeats > 0
+        if is_repeat:  # those of a line that repeat, as some calls of a helper do
+            repeated = [
+                op
+                for op in ops
+                if op.primitive in PRODUCTS
+                and not any(
+                    {*cost.mesh_axes} & self.trial.values[v].mesh_axes for v in op.arrays_in
+                )
+            ]
+            ops = repeated or ops
         forward.sort(key=lambda op: -self._weight_of(op))
         yield from self._dropped(cost)
         # a send may be for the product that uses its line
@@ -494,6 +525,20 @@ class Candidates:
         is_float = getattr(value.dtype, 'kind', '') in 'fVc'
         kinds = (_CONSTRAINT, 'gather', *PRODUCTS, 'scatter-add', 'scatter', 'reduce_sum', 'add')
         if is_result and op.primitive != _CONSTRAINT:
+            return False
+        # an expression of one ndim would be an error where a helper computes values of another one
+        others = (
+            other
+            for other in self.by_line[op.site.frames[0].source]
+            if other.site.frames[0] == op.site.frames[0] and other.primitive == op.primitive
+        )
+        ndims = {
+            len(self.trial.traced.values[v].shape) - other.site.n_mapped
+            for other in others
+            if not other.site.is_backward
+            for v in other.arrays_out
+        }
+        if len(ndims) > 1:
             return False
         return is_float and len(value.shape) >= 2 and op.primitive in kinds
 
