@@ -258,8 +258,7 @@ class Candidates:
         """Yields changes for a cost, the most promising first."""
         ops = self.by_line.get(cost.line, [])
         ops = [op for op in ops if op.site.frames[0].column == cost.column - 1] or ops
-        forward = [op for op in ops if not op.site.is_backward] or ops
-        is_repeat = cost.n_repeats > 0
+        is_repeat, is_part = cost.n_repeats > 0, False
         if is_repeat:  # those of a line that repeat, as some calls of a helper do
             repeated = [
                 op
@@ -269,9 +268,12 @@ class Candidates:
                     {*cost.mesh_axes} & self.trial.values[v].mesh_axes for v in op.arrays_in
                 )
             ]
-            ops = repeated or ops
+            is_part, ops = 0 < len(repeated) < len(ops), repeated or ops
+        forward = [op for op in ops if not op.site.is_backward] or ops
         forward.sort(key=lambda op: -self._weight_of(op))
         yield from self._dropped(cost)
+        if is_part:  # the weight of these calls, such as an output layer
+            yield from itertools.islice(self._weights(cost, cost.mesh_axes, forward[0]), 1)
         # a send may be for the product that uses its line
         consumers = [] if is_repeat else self._consumers(self._values_of(cost, forward))
         ops = [*forward[:1], *consumers, *forward[1:2]]
