@@ -181,7 +181,7 @@ def test_gradient_of_a_kernel_in_a_scan():
 
 def test_top_k_of_several_batch_axes():
     def best(x):
-        return jax.lax.top_k(jnp.tanh(x), 4)[0]
+        return jax.lax.top_k(x, 4)[0]
 
     x = struct((16, 32, 32), 'data', mesh=device_mesh(jax.devices()[:8], data=8))
     report = explain(jax.jit(best), x, tries=1)
