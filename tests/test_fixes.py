@@ -494,3 +494,59 @@ def test_reshards_in_two_steps_on_topologies(target):
         by_hand = explain(make(mesh, BETWEEN), *arguments, tries=0)
         fixed = explain(report.fixed_function(), *arguments, tries=0)
         assert fixed.network_bytes == by_hand.network_bytes < 0.7 * report.network_bytes
+
+
+def dense(x, w):
+    return x @ w
+
+
+def tagger(weights, x):
+    for w in weights['layers']:
+        x = x + dense(jax.nn.gelu(dense(x, w['up'])), w['down'])
+    return dense(x, weights['head'])
+
+
+@pytest.mark.parametrize('head', ['d v', 'd v -> d v@tensor'])
+def test_repeated_matmuls_of_a_helper_that_others_use(head):
+    """One line computes all matmuls. Those of the head are 3 of 27, and run on 2 devices each."""
+    layer = {'up': IN, 'down': OUT}
+    is_repeated = head == 'd v'
+    head = struct((512, 2048), head if '->' in head else 'd v -> 8 d v', MESH)
+    weights = {'layers': [layer] * 4, 'head': head}
+    y = struct((2048, 2048), 'b v -> b@data v', MESH)
+
+    def loss(weights, x, y):
+        return jnp.mean((tagger(weights, x) - y) ** 2)
+
+    report = explain(jax.jit(train(loss)), weights, X, y, tries=4)
+    several = [*report.findings, *report.notes]
+    found = [one for one in several if one.kind == 'replicated compute']
+    assert len(found) == is_repeated
+    # before partitioning: 2 * 2048 * 512 * 2048 flops a matmul, in 4 * 6 + 3 of them, less 1
+    each = 2 * 2048 * 512 * 2048
+    n_of_head = 3
+    n_of_layers = 4 * 6 - 1
+    split = n_of_layers * each // 8 + n_of_head * each // (4 if is_repeated else 8)
+    assert report.flops == split
+    if found:
+        wasted = n_of_head * each // 8
+        assert f'{wasted / 1e9:.3g} Gflop of redundant work' in found[0].text
+        assert (
+            '2 devices compute the same results of some matmuls in test_fixes.py:' in found[0].text
+        )
+
+
+def test_no_constraint_where_a_helper_computes_values_of_several_ndims():
+    mesh = mesh_of(data=8)
+    m = struct((8, 256, 256), 'l i o -> 8 l i o', mesh)
+    x = struct((8192, 256), 'b i -> b@data i', mesh)
+
+    def step(w, m, x):
+        for i in range(4):
+            x = jnp.tanh(dense(x, w[i]))
+        for _ in range(3):
+            m = dense(m, dense(m.mT, m))
+        return x, m
+
+    report = explain(jax.jit(step), m, m, x, tries=4)
+    assert 'constrain' not in ' '.join(finding.suggestion for finding in report.findings)

@@ -21,6 +21,7 @@ from .next_call import (
     other_types,
     unused_donations,
 )
+from .recomputation import recomputed_products
 from .reductions import recomputed_collectives, sliced_sums, summed_in_loop
 from .replicated_compute import replicated_compute
 from .sharded_loops import sharded_loop_axis
@@ -54,6 +55,7 @@ _NOTES = (
     replicated,
     large_constants,
     recomputed_collectives,
+    recomputed_products,
     weights_gathered_again,
     repeated_constraints,
     gathered_for_operation,

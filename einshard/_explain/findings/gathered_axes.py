@@ -4,29 +4,64 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..._program.hlo.collective import Collective
+from ..._program.jaxpr.graph import Op
 from ..._text import format_bytes, shape_text
 from ..report_rows import Finding
+from .expressions import expression_of
 from .facts import Facts
 from .trace import is_lookup, propagate
+from .values import Axis, Value
 
 # JAX operations along an axis that the partitioner gathers if it is sharded, in whole or in part
 _ALONG_AN_AXIS = re.compile(
     r'sort|top_k|approx_top_k|cum\w+|fft|concatenate|pad|rev|split|slice|dynamic_slice'
     r'|dynamic_update_slice|gather|scatter.*|reshape|conv_general_dilated|reduce_window.*'
     r'|custom_call|ffi_call|pure_callback|io_callback|eigh?|svd|qr|lu|cholesky|triangular_solve'
+    r'|schur|hessenberg|tridiagonal|tridiagonal_solve|householder_product'
 )
+# What one element of a result depends on is known to the function that they call.
+_CALLS = ('pure_callback', 'io_callback', 'custom_call', 'ffi_call')
 
 
 def gathered_for_operation(facts: Facts) -> Iterator[Finding]:
     """Notes sends for operations along a sharded axis, such as a sort."""
+    for several, op, v, dim, values in gathered_operations(facts, facts.unexplained):
+        assert facts.traced is not None
+        array, axes = facts.traced.values[v], values[v].axes
+        name = axes[dim].name
+        which = f"axis '{name}'" if name else f'axis {dim}'
+        along = ', '.join(axes[dim].mesh_axes)
+        text = (
+            f'{op.primitive.replace("_", " ")} of {array.dtype}{shape_text(array.shape)}, '
+            f'whose {which} is sharded along {along}: '
+            f'{format_bytes(sum(c.total_bytes for c in several))} sent'
+        )
+        yield Finding(
+            'gathered for an operation',
+            text + _if_independent(facts, op, dim, axes),
+            op.site.frames[0].source,
+            sum(c.total_bytes for c in several),
+            '',
+            tuple(c.name for c in several),
+        )
+
+
+def gathered_operations(
+    facts: Facts, collectives: Sequence[Collective]
+) -> Iterator[tuple[Sequence[Collective], Op, int, int, Sequence[Value]]]:
+    """Yields operations for which sharded axes are gathered.
+
+    For each, the collectives, the operation, an operand and its axis that the mesh axes of the
+    collectives shard, and the shardings of all values.
+    """
     if facts.traced is None or facts.mesh is None:
         return
     values = propagate(facts.traced, facts.values, facts.mesh)
     sends: dict[tuple[str, int], list[Collective]] = defaultdict(list)
-    for c in facts.unexplained:
+    for c in collectives:
         if c.source and c.mesh_axes and c.total_bytes >= facts.min_bytes:
             sends[c.source, c.column].append(c)
     for (line, column), several in sends.items():
@@ -45,21 +80,22 @@ def gathered_for_operation(facts: Facts) -> Iterator[Finding]:
                 for dim, axis in enumerate(values[v].axes)
                 if axes & {*axis.mesh_axes}
             ]
-            if not sharded:
-                continue
-            v, dim = sharded[0]
-            array = facts.traced.values[v]
-            names = [axis.name for axis in values[v].axes]
-            which = f"axis '{names[dim]}'" if names[dim] else f'axis {dim}'
-            along = ', '.join(values[v].axes[dim].mesh_axes)
-            yield Finding(
-                'gathered for an operation',
-                f'{op.primitive.replace("_", " ")} of {array.dtype}{shape_text(array.shape)}, '
-                f'whose {which} is sharded along {along}: '
-                f'{format_bytes(sum(c.total_bytes for c in several))} sent',
-                line,
-                sum(c.total_bytes for c in several),
-                '',
-                tuple(c.name for c in several),
-            )
-            break
+            if sharded:
+                yield several, op, *sharded[0], values
+                break
+
+
+def _if_independent(facts: Facts, op: Op, dim: int, axes: Sequence[Axis]) -> str:
+    """Says what to write if a called function computes each element of an axis on its own."""
+    assert facts.mesh is not None
+    shape = op.eqn.invars[0].aval.shape if op.eqn.invars else ()
+    results = [v.aval.shape for v in op.eqn.outvars]
+    is_alike = dim == 0 and all(result[:1] == shape[:1] for result in results)
+    if op.primitive not in _CALLS or not is_alike or op.site.n_mapped or len(op.arrays_in) > 1:
+        return ''
+    placement = expression_of(axes, facts.mesh).rpartition('-> ')[2]
+    out = placement.split(' ')[0]
+    return (
+        f'. If it computes each element of this axis on its own, per_device('
+        f"'{placement}', out='{out} ...') around the call sends nothing (not tried)"
+    )

@@ -172,9 +172,7 @@ def dense_groups(facts: Facts) -> Iterator[Finding]:
             groups[line] = op.eqn.invars[2].aval.shape[-1]
     for line, flops in needed.items():
         if compiled[line] > 1.5 * flops:
-            ratio = (
-                f'{compiled[line] / 1e9:.3g} Gflop per device where {flops / 1e9:.3g} are needed'
-            )
+            ratio = f'{compiled[line] / 1e9:.3g} Gflop per device where {flops / 1e9:.3g} are'
             yield Finding(
                 'dense groups',
                 f'ragged_dot runs as a dense product over {groups[line]} groups: {ratio} needed',

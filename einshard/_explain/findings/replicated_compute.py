@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
 from ..._text import first_of, format_flops, short_source
@@ -24,6 +25,7 @@ class _RepeatedLine(NamedTuple):
     is_count: bool  # whether it is that number for all matmuls of the line
     wasted: int  # flops of a device beyond its share of the flops before partitioning
     products: Sequence[Product]  # of the forward pass, or else the backward pass; largest first
+    is_part: bool  # whether the line has other matmuls
 
 
 def replicated_compute(facts: Facts) -> Iterator[Finding]:
@@ -49,6 +51,8 @@ def replicated_compute(facts: Facts) -> Iterator[Finding]:
         repeats = f'{n_repeats:.0f} devices compute the same matmuls in {texts}'
         if not is_count:
             repeats = f'on average, {n_repeats} devices compute the same matmul in {texts}'
+        elif any(repeated.is_part for repeated in lines):
+            repeats = f'{n_repeats:.0f} devices compute the same results of some matmuls in {texts}'
         yield Finding(
             'replicated compute',
             f'{repeats}: {format_flops(wasted)} of redundant work on each device in one run',
@@ -70,6 +74,7 @@ def _mesh_axes(facts: Facts) -> list[str]:
 def _repeated_lines(facts: Facts) -> Iterator[_RepeatedLine]:
     assert facts.trace is not None
     by_line: dict[str, list[Product]] = {}
+    total = sum(row.flops for row in facts.products)
     for product in facts.trace.products:
         if not product.is_lookup:
             by_line.setdefault(product.line, []).append(product)
@@ -89,13 +94,38 @@ def _repeated_lines(facts: Facts) -> Iterator[_RepeatedLine]:
             continue
         ratio = compiled[line] * facts.n_devices / max(sum(flops), 1)
         wasted = compiled[line] - sum(flops) / facts.n_devices
+        is_part = False
+        if ratio < _MIN_RATIO and wasted >= _MIN_WASTED * total:
+            # of the many matmuls of a helper's line, those that repeat may be few
+            n, products = _repeated_products(facts, products, wasted)
+            is_part, ratio = n > 1, n
         # with a larger ratio, XLA has added flops
         if ratio >= _MIN_RATIO and round(ratio) <= facts.n_devices:
-            forward = [product for product in products if not product.is_backward] or products
+            forward = [product for product in products if not product.is_backward] or [*products]
             forward.sort(key=lambda product: -(product.flops or 0))
             # an average over matmuls that different numbers of devices repeat may be any number
             unused = {_unused_mesh_axes(facts, product) for product in products}
             n = round(ratio)
             is_count = abs(ratio - n) < 0.01 * n and facts.n_devices % n == 0 and len(unused) == 1
             n_repeats = n if is_count else round(ratio, 1)
-            yield _RepeatedLine(line, n_repeats, is_count, int(wasted), forward)
+            yield _RepeatedLine(line, n_repeats, is_count, int(wasted), forward, is_part)
+
+
+def _repeated_products(
+    facts: Facts, products: Sequence[Product], wasted: float
+) -> tuple[int, Sequence[Product]]:
+    """Returns the matmuls of a line that some mesh axes do not shard, and the size of these axes.
+
+    Returns (1, products) if their flops are not what the compiled line wastes.
+    """
+    by_size: dict[int, list[Product]] = {}
+    for product in products:
+        unused = _unused_mesh_axes(facts, product)
+        n = prod(facts.mesh.shape[name] for name in unused) if facts.mesh is not None else 1
+        by_size.setdefault(n, []).append(product)
+    by_size.pop(1, None)
+    for n, several in by_size.items():
+        expected = sum(p.flops or 0 for p in several) * (n - 1) / facts.n_devices
+        if len(by_size) == 1 and abs(expected - wasted) < 0.1 * wasted:
+            return n, several
+    return 1, products

@@ -18,7 +18,7 @@ from ..._program.hlo.slices import Reshard
 from ..._program.jaxpr.edits import ValueEdit
 from ..._program.jaxpr.graph import Op
 from ..._program.jaxpr.spans import Span
-from ..._sharding.mesh import partition_spec
+from ..._sharding.mesh import AnyMesh, partition_spec
 from ..._trees.paths import common_suffix_length
 from ..findings.facts import Facts
 from ..findings.gathers import before_and_after
@@ -29,6 +29,7 @@ from .trials import Edits, Trial
 
 _MIN_SHARE = 0.02  # of the sum of the bounds
 _MIN_RATIO = 1.4  # of the flops of a line to its share of those before partitioning
+_MIN_WASTED = 0.05  # of all flops, on a line with a smaller ratio
 _MAX_POINTS = 5  # for each cost
 _CONSTRAINT = 'sharding_constraint'
 
@@ -192,9 +193,17 @@ def _repeats(facts: Facts, trial: Trial) -> Iterator[Cost]:
     for line, flops in compiled.items():
         share = ideal.get(line, 0) / facts.n_devices
         ratio = flops / share if share else 0
-        if not _MIN_RATIO <= ratio <= facts.n_devices * 1.01:
+        if ratio > facts.n_devices * 1.01:
             continue
-        axes = _axes_of_size(facts, trial, line, round(ratio))
+        n, axes = round(ratio), tuple[str, ...]()
+        if ratio >= _MIN_RATIO:
+            axes = _axes_of_size(facts, trial, line, n)
+        elif flops - share >= _MIN_WASTED * total:
+            # of the many products of a helper's line, a few repeat
+            axes = _axes_of_some(mesh, trial, line)
+            n = prod(mesh.shape[name] for name in axes)
+        if not axes:
+            continue
         yield Cost(
             compute * (flops - share) / total,
             line,
@@ -204,9 +213,21 @@ def _repeats(facts: Facts, trial: Trial) -> Iterator[Cost]:
             '',
             (),
             0,
-            round(ratio),
+            n,
             (line,),
         )
+
+
+def _axes_of_some(mesh: AnyMesh, trial: Trial, line: str) -> tuple[str, ...]:
+    """Returns the mesh axes that shard no operand of some products of a line, with most flops."""
+    flops: dict[tuple[str, ...], int] = defaultdict(int)
+    for op in trial.traced.ops:
+        if op.primitive in PRODUCTS and any(span.source == line for span in op.site.frames[:1]):
+            used = {name for v in op.arrays_in for name in trial.values[v].mesh_axes}
+            unused = tuple(str(n) for n, size in mesh.shape.items() if size > 1 and n not in used)
+            if unused and op.rule.einsum is not None:
+                flops[unused] += op.rule.einsum.flops * (op.site.runs or 1)
+    return max(flops, key=lambda axes: flops[axes], default=())
 
 
 def _axes_of_size(facts: Facts, trial: Trial, line: str, n: int) -> tuple[str, ...]:
@@ -294,11 +315,23 @@ class Candidates:
     def _changes(self, cost: Cost) -> Iterator[Change]:
         ops = self.by_line.get(cost.line, [])
         ops = [op for op in ops if op.site.frames[0].column == cost.column - 1] or ops
+        is_repeat, is_part = cost.n_repeats > 0, False
+        if is_repeat:  # those of a line that repeat, as some calls of a helper do
+            repeated = [
+                op
+                for op in ops
+                if op.primitive in PRODUCTS
+                and not any(
+                    {*cost.mesh_axes} & self.trial.values[v].mesh_axes for v in op.arrays_in
+                )
+            ]
+            is_part, ops = 0 < len(repeated) < len(ops), repeated or ops
         forward = [op for op in ops if not op.site.is_backward] or ops
-        is_repeat = cost.n_repeats > 0
         forward.sort(key=lambda op: -self._weight_of(op))
         yield from self._dropped(cost)
         yield from self._loops(cost)
+        if is_part:  # the weight of these calls, such as an output layer
+            yield from itertools.islice(self._weights(cost, cost.mesh_axes, forward[0]), 1)
         # a send may be for the product that uses its line
         consumers = [] if is_repeat else self._consumers(self._values_of(cost, forward))
         ops = [*forward[:1], *consumers, *forward[1:2]]
@@ -394,6 +427,7 @@ class Candidates:
                     edits, points = edits | edit, [*points, point]
         if edits != Edits():
             yield Change('sharded loop axis', cost, edits, tuple(points))
+
     # --- reshards -----------------------------------------------------------------------------
 
     def _reshards(self, cost: Cost, moves: Moves) -> Iterator[Change]:
@@ -716,6 +750,20 @@ class Candidates:
         is_float = getattr(value.dtype, 'kind', '') in 'fVc'
         kinds = (_CONSTRAINT, 'gather', *PRODUCTS, 'scatter-add', 'scatter', 'reduce_sum', 'add')
         if is_result and op.primitive != _CONSTRAINT:
+            return False
+        # an expression of one ndim would be an error where a helper computes values of another one
+        others = (
+            other
+            for other in self.by_line[op.site.frames[0].source]
+            if other.site.frames[0] == op.site.frames[0] and other.primitive == op.primitive
+        )
+        ndims = {
+            len(self.trial.traced.values[v].shape) - other.site.n_mapped
+            for other in others
+            if not other.site.is_backward
+            for v in other.arrays_out
+        }
+        if len(ndims) > 1:
             return False
         return is_float and len(value.shape) >= 2 and op.primitive in kinds
 

@@ -9,6 +9,7 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from ..._errors import EinshardError
+from ..._program.jaxpr.edits import PerDevice
 from ..._text import first_of, format_bytes, short_source
 from ..findings.expressions import expression_of, shard_text
 from ..findings.facts import Facts
@@ -19,7 +20,8 @@ from ..findings.values import Axis
 from ..report import Report
 from ..report_rows import Finding, Tried, changes
 from .patch import make_patch, operand_text, source_of
-from .search import MIN_GAIN, Accepted, Search, start_search
+from .per_device import try_per_device
+from .search import MIN_GAIN, Accepted, Search, make_trials, start_search
 from .trials import Edits, Trials
 
 # They do not depend on what a change costs: the program does not run, or code has no effect.
@@ -34,8 +36,16 @@ _THROUGH = ('full rematerialization', 'reshard')
 class Fixes:
     """Changes of a program that were tried, and the report without them."""
 
-    def __init__(self, report: Report, facts: Facts, search: Search | None):
+    def __init__(
+        self,
+        report: Report,
+        facts: Facts,
+        search: Search | None,
+        per_device: Sequence[tuple[Finding, PerDevice]] = (),
+    ):
         self._report, self._facts, self._search = report, facts, search
+        self._per_device = [*dict.fromkeys(finding for finding, _ in per_device)]
+        self._first = Edits(per_device=tuple(change for _, change in per_device))
         self._pins, self._pinned = Edits(), None
 
     def try_pins(self) -> None:
@@ -45,7 +55,7 @@ class Fixes:
         pinned, because that leaves the arguments as they are. Leaves out what other changes move.
         """
         facts, replaced = self._facts, next_arguments(self._facts)
-        others = Edits() if self._search is None else self._search.edits
+        others = self._first if self._search is None else self._search.edits
         results = {
             i: sharding
             for i, sharding in results_to_pin(facts).items()
@@ -62,7 +72,7 @@ class Fixes:
             Edits(results=results),
             Edits(arguments={replaced[i]: s for i, s in shardings.items()}, results=shardings),
         )
-        base = self._search.current if self._search else trials.run(Edits())
+        base = self._search.current if self._search else trials.run(self._first)
         tried = [(trials.run(others | edits), edits) for edits in options]
         found = [(trial.figures, edits) for trial, edits in tried if trial is not None]
         if not found or base is None:
@@ -77,7 +87,7 @@ class Fixes:
         search, report = self._search, self._report
         rules = [*report.findings]
         accepted = [] if search is None else search.accepted
-        found = [self._finding(each, rules) for each in accepted]
+        found = [*self._per_device, *(self._finding(each, rules) for each in accepted)]
         lines = list[str]()
         if search is not None:
             if search.target is not None and (len(found) > 1 or self._facts.platform != 'cpu'):
@@ -117,7 +127,7 @@ class Fixes:
                     findings.append(replace(finding, suggestion=suggestion, tried=self._pinned))
             elif finding.kind in _FACTS:
                 findings.append(finding)
-            elif accepted and finding.kind == 'full rematerialization' and not is_left:
+            elif found and finding.kind == 'full rematerialization' and not is_left:
                 continue
             elif explained.isdisjoint((*finding.explains, finding.source or '')):
                 (findings if self._facts.is_explicit else notes).append(finding)
@@ -242,8 +252,9 @@ class Fixes:
     def patch(self) -> str:
         """See `Report.patch`."""
         search = self._search
+        others = [finding.suggestion for finding in self._per_device]
         if search is None or not search.accepted:
-            return make_patch((), self._moves(self._pins))
+            return make_patch((), [*others, *self._moves(self._pins)])
         points = {
             (point.span, point.of_operand): point
             for one in search.accepted
@@ -251,12 +262,12 @@ class Fixes:
         }
         edits = search.edits | self._pins
         shardings = [(points[edit.span, edit.of_operand], edit.sharding) for edit in edits.values]
-        return make_patch(shardings, [*self._moves(edits), *self._through(edits)])
+        return make_patch(shardings, [*others, *self._moves(edits), *self._through(edits)])
 
     def function(self) -> Any:
         """See `Report.fixed_function`."""
         search, call = self._search, self._facts.stages.call
-        edits = self._pins if search is None else search.edits | self._pins
+        edits = (self._first if search is None else search.edits) | self._pins
         if call is None or edits == Edits():
             raise EinshardError('no change of the program was found that helps', code='argument')
         if self._facts.stages.framework is not None:
@@ -291,8 +302,11 @@ def _through(value: str, placement: str, where: str) -> str:
 
 def with_fixes(report: Report, facts: Facts, tries: int, seconds: float | None) -> Report:
     """Tries changes of a program, and returns the report with those that help."""
-    search = start_search(facts)
-    fixes = Fixes(report, facts, search)
+    trials = make_trials(facts)
+    per_device = [] if trials is None else try_per_device(trials)
+    first = Edits(per_device=tuple(change for _, change in per_device))
+    search = None if trials is None else start_search(trials, first)
+    fixes = Fixes(report, facts, search, per_device)
     if search is not None:
         search.run(tries, seconds)
         if search.accepted:

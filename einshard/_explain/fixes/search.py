@@ -33,6 +33,7 @@ class Search:
     """The changes of a program that were tried.
 
     Attributes:
+        first: the changes that are part of `base`.
         accepted: the changes that were kept, in order. Each was tried on top of those before.
         n_tried: how many changes were compiled.
         cut: why the search stopped early, or ''.
@@ -42,6 +43,7 @@ class Search:
     trials: Trials
     base: Trial
     moves: Moves
+    first: Edits = field(default_factory=Edits)
     accepted: list[Accepted] = field(default_factory=list)
     n_tried: int = 0
     cut: str = ''
@@ -50,7 +52,7 @@ class Search:
 
     @property
     def edits(self) -> Edits:
-        edits = Edits()
+        edits = self.first
         for accepted in self.accepted:
             edits |= accepted.change.edits
         return edits
@@ -143,30 +145,38 @@ class Search:
     def confirm(self) -> None:
         """Compiles the accepted changes for the target. Drops them if they do not help there."""
         before = self.trials.as_compiled().figures
+        without = before if self.first == Edits() else self.trials.on_target(self.first)
         after = self.trials.on_target(self.edits)
-        if after is None or after.bound > (1 - MIN_GAIN) * before.bound:
+        if after is None or without is None:
+            self.accepted.clear()
+            return
+        if after.bound > (1 - MIN_GAIN) * without.bound:
             self.accepted.clear()
             return
         self.target = before, after
 
 
-def start_search(facts: Facts) -> Search | None:
-    """Compiles a program for simulated devices, if it has costs that a change may lower.
-
-    Returns None if it has none, or if it cannot be edited.
-    """
+def make_trials(facts: Facts) -> Trials | None:
+    """Returns None if the program cannot be edited."""
     mesh, call = facts.mesh, None
     if facts.trace is not None and isinstance(mesh, Mesh):
         call = facts.stages.call
     if call is None or len(call.dynamic) != len(facts.arguments):
         return None
-    trials = Trials(facts, call)
-    compiled = trials.as_compiled()
+    return Trials(facts, call)
+
+
+def start_search(trials: Trials, first: Edits) -> Search | None:
+    """Compiles a program for simulated devices, if it has costs that a change may lower.
+
+    Returns None if it has none. `first` are changes that are made already.
+    """
+    facts, compiled = trials.facts, trials.as_compiled()
     candidates = Candidates(facts, compiled)
     costs = find_costs(facts, compiled)
     if not any(map(candidates.has_any, costs)):
         return None
-    base = trials.run(Edits())
-    assert mesh is not None
-    sizes = {str(name): size for name, size in mesh.shape.items()}
-    return None if base is None else Search(trials, base, Moves(sizes))
+    base = trials.run(first)
+    assert facts.mesh is not None
+    sizes = {str(name): size for name, size in facts.mesh.shape.items()}
+    return None if base is None else Search(trials, base, Moves(sizes), first)

@@ -24,7 +24,7 @@ from ..._program.hlo.memory import Memory, read_memory
 from ..._program.hlo.slices import Reshard, find_reshards
 from ..._program.hlo.target_collectives import target_collectives
 from ..._program.hlo.text import Program
-from ..._program.jaxpr.edits import Edited, JittedCall, ValueEdit, apply
+from ..._program.jaxpr.edits import Edited, JittedCall, PerDevice, ValueEdit, apply
 from ..._program.jaxpr.graph import Program as TracedProgram
 from ..._program.jaxpr.graph import flatten
 from ..._sharding.collective_axes import along_text, mesh_axes_of
@@ -56,6 +56,7 @@ class Edits:
         arguments, results: new shardings, by index.
         entering, leaving: shardings of arguments and results on the way to the values that the
             program computes with, by index.
+        per_device: operations that each device runs on its shard.
     """
 
     values: tuple[ValueEdit, ...] = ()
@@ -63,6 +64,7 @@ class Edits:
     results: Mapping[int, NamedSharding] = field(default_factory=dict)
     entering: Mapping[int, NamedSharding] = field(default_factory=dict)
     leaving: Mapping[int, NamedSharding] = field(default_factory=dict)
+    per_device: tuple[PerDevice, ...] = ()
 
     def __or__(self, later: Edits) -> Edits:
         edited = {(edit.span, edit.of_operand) for edit in later.values}
@@ -73,6 +75,7 @@ class Edits:
             {**self.results, **later.results},
             {**self.entering, **later.entering},
             {**self.leaving, **later.leaving},
+            (*self.per_device, *later.per_device),
         )
 
 
@@ -132,7 +135,7 @@ class Trials:
         with self._scope():
             try:
                 edited = self._apply(edits)
-                if any(not values for values, _ in edited.applied):
+                if not all((*(n for n, _ in edited.applied), *edited.n_per_device)):
                     return None
                 traced = edited.function.trace(*edited.args, **edited.kwargs)
                 collectives, graph, memory, is_cpu = self._compile(traced)
@@ -172,6 +175,8 @@ class Trials:
         with self._scope():
             try:
                 edited = self._apply(edits)
+                if not all(edited.n_per_device):
+                    return None
                 traced = edited.function.trace(*edited.args, **edited.kwargs)
                 collectives, graph, memory, _ = self._compile_for_target(traced)
             except (EinshardError, ValueError, TypeError, RuntimeError, NotImplementedError):
@@ -193,7 +198,8 @@ class Trials:
         arguments = {leaves[i]: sharding for i, sharding in edits.arguments.items()}
         entering = {leaves[i]: sharding for i, sharding in edits.entering.items()}
         through = entering, edits.leaving
-        return apply(self.call, edits.values, arguments, edits.results, through)
+        shardings = arguments, edits.results
+        return apply(self.call, edits.values, *shardings, through, edits.per_device)
 
     def _compile(self, traced: Any) -> tuple[Sequence[Collective], Graph, Memory | None, bool]:
         facts, mesh = self.facts, self.facts.mesh

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,10 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.tree_util as jtu
 from jax.extend import core as jex
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..._sharding.mesh import partition_spec, spec_axes
 from .graph import Site
+from .op_sharding_rule import BatchAxis, batch_axes
 from .spans import Frames, Span
 
 _CONSTRAINT = 'sharding_constraint'
@@ -37,6 +39,20 @@ class ValueEdit(NamedTuple):
     span: Span
     sharding: NamedSharding
     of_operand: bool = False
+
+
+class PerDevice(NamedTuple):
+    """An operation that each device runs on its shard, in a `shard_map`.
+
+    Attributes:
+        span: the expression that calls it. Its gradients there are changed alike.
+        axes: pairs of a batch axis and the mesh axes that shard it; see `batch_axes`.
+    """
+
+    span: Span
+    primitive: str
+    axes: tuple[tuple[int | str, tuple[str, ...]], ...]
+    mesh: Mesh
 
 
 @dataclass(frozen=True)
@@ -149,12 +165,15 @@ class Edited:
         function: the jitted function, which is called as the one that was edited.
         args, kwargs: the arguments, as ShapeDtypeStructs with shardings.
         applied: for each value edit, the numbers of values and of cotangents that are constrained.
+        n_per_device: for each `PerDevice`, the number of operations that it changes. 0 if one of
+            them cannot be changed.
     """
 
     function: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     applied: tuple[tuple[int, int], ...]
+    n_per_device: tuple[int, ...] = ()
 
 
 def apply(
@@ -163,6 +182,7 @@ def apply(
     arguments: Mapping[int, Sharding] | None = None,
     results: Mapping[int, Sharding] | None = None,
     through: tuple[Mapping[int, Sharding], Mapping[int, Sharding]] = ({}, {}),
+    per_device: Sequence[PerDevice] = (),
 ) -> Edited:
     """Returns the program with constraints on values, and other shardings.
 
@@ -173,6 +193,7 @@ def apply(
         results: the new shardings of results, by the index of the leaf.
         through: shardings that arguments and results, by the index of the leaf, have on the way
             from the caller and to it.
+        per_device: operations that each device is to run on its shard.
     """
     arguments, results = arguments or {}, results or {}
     # the types in its jaxpr are those of its arguments
@@ -181,6 +202,11 @@ def apply(
         raise ValueError('on Explicit mesh axes, only arguments and results of jax.jit can change')
     params, splicer = call.eqn.params, _Splicer(values)
     jaxpr = splicer.splice(call.jaxpr) if values else call.jaxpr
+    n_per_device: list[int] = []
+    for each in per_device:
+        sharder = _Sharder(each)
+        jaxpr = sharder.edit(jaxpr, Site())
+        n_per_device.append(0 if sharder.has_failed else sharder.n_changed)
     run = jex.jaxpr_as_fun(jaxpr)
     by_leaf = call.arguments
 
@@ -240,7 +266,7 @@ def apply(
 
     edited.__name__ = edited.__qualname__ = params['name']
     applied = tuple(splicer.applied[edit] for edit in range(len(values)))
-    return Edited(jax.jit(edited, **options), args, kwargs, applied)
+    return Edited(jax.jit(edited, **options), args, kwargs, applied, tuple(n_per_device))
 
 
 def _has_explicit_axes(sharding: Any) -> bool:
@@ -597,6 +623,87 @@ def _constraint(
         closed = outer.params['jaxpr']
     (eqn,) = _open(closed).eqns
     return eqn
+
+
+# --- operations on shards -----------------------------------------------------------------------
+
+
+@dataclass
+class _Sharder:
+    """Puts operations into a `shard_map`."""
+
+    change: PerDevice
+    n_changed: int = 0
+    has_failed: bool = False
+    frames: Frames = field(default_factory=Frames)
+
+    def edit(self, closed: Any, site: Site) -> Any:
+        jaxpr, eqns = _open(closed), list[Any]()
+        for eqn in jaxpr.eqns:
+            at = site.at(eqn, self.frames.of(eqn))
+            if eqn.primitive.name == self.change.primitive and self.change.span in at.frames[:1]:
+                eqns.append(self.run_on_shards(eqn))
+            elif eqn.primitive.name in ('pallas_call', 'shard_map'):
+                eqns.append(eqn)
+            else:
+                inside = at.inside(eqn)
+
+                def edited(value: Any, inside: Site = inside) -> Any:
+                    if isinstance(value, tuple) and any(_is_jaxpr(each) for each in value):
+                        several = tuple(map(edited, value))
+                        return value if all(map(operator.is_, several, value)) else several
+                    return self.edit(value, inside) if _is_jaxpr(value) else value
+
+                params = {name: edited(value) for name, value in eqn.params.items()}
+                is_same = all(value is eqn.params[name] for name, value in params.items())
+                eqns.append(eqn if is_same else eqn.replace(params=params))
+        if all(map(operator.is_, eqns, jaxpr.eqns)):
+            return closed
+        return _closed_like(closed, jaxpr.replace(eqns=eqns))
+
+    def run_on_shards(self, eqn: Any) -> Any:
+        mesh, params = self.change.mesh, dict(eqn.params)
+        ins, outs = ([tuple(v.aval.shape) for v in vs] for vs in (eqn.invars, eqn.outvars))
+        known = batch_axes(eqn.primitive.name, eqn.params, ins, outs)
+        found: list[tuple[BatchAxis, tuple[str, ...]]] = []
+        for name, mesh_axes in self.change.axes:
+            n, axis = math.prod(mesh.shape[each] for each in mesh_axes), known.get(name)
+            sizes = (
+                [] if axis is None else [ins[i][d] for i, d in enumerate(axis.ins) if d is not None]
+            )
+            if axis is not None and axis.groups:
+                sizes.append(params[axis.groups])
+                params[axis.groups] //= n
+            if axis is None or any(size % n for size in sizes):
+                self.has_failed = True
+                return eqn
+            found.append((axis, mesh_axes))
+
+        def spec(shape: Sequence[int], dims: Sequence[int | None]) -> PartitionSpec:
+            entries: list[tuple[str, ...]] = [()] * len(shape)
+            for d, (_, mesh_axes) in zip(dims, found, strict=True):
+                if d is not None:
+                    entries[d] = mesh_axes
+            return partition_spec(entries)
+
+        summed = tuple(name for axis, mesh_axes in found if axis.is_summed for name in mesh_axes)
+
+        def run(*values: Any) -> Any:
+            results = eqn.primitive.bind(*values, **params)
+            results = results if eqn.primitive.multiple_results else [results]
+            return [jax.lax.psum(each, summed) if summed else each for each in results]
+
+        local = jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=tuple(spec(s, [a.ins[i] for a, _ in found]) for i, s in enumerate(ins)),
+            out_specs=[spec(s, [a.outs[o] for a, _ in found]) for o, s in enumerate(outs)],
+            check_vma=False,
+        )
+        structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+        (new,) = _open(jax.make_jaxpr(local)(*structs)).eqns
+        self.n_changed += 1
+        return new.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
 
 
 def _inner(eqn: Any) -> list[Any]:

@@ -1,0 +1,161 @@
+"""Tries to run operations on the shards of each device, where the partitioner gathers them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+from jax.sharding import Mesh
+
+from ..._program.jaxpr.edits import PerDevice
+from ..._program.jaxpr.graph import Op
+from ..._program.jaxpr.op_sharding_rule import BatchAxis, batch_axes
+from ..._text import format_bytes, shape_text, short_source
+from ..findings.expressions import expression_of
+from ..findings.facts import Facts
+from ..findings.gathered_axes import gathered_operations
+from ..findings.values import Axis, Value
+from ..report_rows import Finding, Tried
+from .patch import source_of
+from .trials import Edits, Trials
+
+_MIN_GAIN = 0.03  # of the sum of the bounds, as for other changes
+_MAX_TRIES = 4
+
+
+def try_per_device(trials: Trials) -> list[tuple[Finding, PerDevice]]:
+    """Returns the operations that are cheaper per device, with the costs.
+
+    They are compiled for the target, because library loops and custom calls differ on CPUs.
+    """
+    facts, found = trials.facts, list[tuple[Finding, PerDevice]]()
+    if not isinstance(facts.mesh, Mesh) or facts.traced is None or facts.is_explicit:
+        return []
+    before, n_tried = trials.as_compiled().figures, 0
+    gathered = gathered_operations(facts, facts.collectives)
+    for collectives, op, v, _, values in sorted(
+        gathered, key=lambda one: -sum(c.total_bytes for c in one[0])
+    ):
+        sent = {name for c in collectives for name in c.mesh_axes}
+        if sent.isdisjoint(name for _, entry in _sharded(op, values) for name in entry):
+            continue
+        # the gather may only move on to the next operation of this kind, as between an FFT and its
+        # inverse
+        same = {
+            (other.site.frames[0], _sharded(other, values)): other
+            for other in reversed(facts.traced.ops)
+            if other.primitive == op.primitive
+            and other.site.frames
+            and not other.site.is_backward
+            and _sharded(other, values)
+        }
+        several = [op, *(other for other in same.values() if other.site.frames != op.site.frames)]
+        for ops in [[op]] + [several] * (len(several) > 1):
+            changes = [
+                PerDevice(one.site.frames[0], one.primitive, _sharded(one, values), facts.mesh)
+                for one in ops
+            ]
+            made = {(change.span, change.primitive) for _, change in found}
+            changes = [one for one in changes if (one.span, one.primitive) not in made]
+            if not changes or n_tried == _MAX_TRIES:
+                break
+            n_tried += 1
+            after = trials.on_target(Edits(per_device=(*(one for _, one in found), *changes)))
+            if after is None or after.bound > (1 - _MIN_GAIN) * before.bound:
+                continue
+            n_bytes = sum(c.total_bytes for c in collectives)
+            array, what = facts.traced.values[v], op.primitive.replace('_', ' ')
+            along = ', '.join(name for _, entry in changes[0].axes for name in entry)
+            finding = Finding(
+                'gathered for an operation',
+                f'{what} of {array.dtype}{shape_text(array.shape)}, of which {along} shards only '
+                f'batch axes, is gathered: {format_bytes(n_bytes)} sent',
+                op.site.frames[0].source,
+                n_bytes,
+                ', and '.join(_suggestion(facts, one, values) for one in ops),
+                tuple(c.name for c in collectives),
+                Tried(after.network_bytes, after.memory, after.flops, after.bound, before),
+            )
+            found += [(finding, change) for change in changes]
+            before = after
+            break
+    return found
+
+
+def _sharded(op: Op, values: Sequence[Value]) -> tuple[tuple[int | str, tuple[str, ...]], ...]:
+    """Returns the batch axes of an operation that are sharded, with the mesh axes.
+
+    Returns () in a `shard_map` and under `jax.vmap`, where the code does not see all axes.
+    """
+    found: dict[int | str, tuple[str, ...]] = {}
+    if op.eqn is None or op.site.n_shards or op.site.n_mapped:
+        return ()
+    for name, axis in _batch_axes(op).items():
+        for value, d in zip(op.ins, axis.ins, strict=True):
+            used = {other for entry in found.values() for other in entry}
+            entry = () if value is None or d is None else values[value].axes[d].mesh_axes
+            if entry and name not in found and used.isdisjoint(entry):
+                found[name] = entry
+    return tuple(found.items())
+
+
+def _batch_axes(op: Op) -> dict[int | str, BatchAxis]:
+    ins, outs = ([tuple(v.aval.shape) for v in vs] for vs in (op.eqn.invars, op.eqn.outvars))
+    return batch_axes(op.primitive, op.eqn.params, ins, outs)
+
+
+def _suggestion(facts: Facts, op: Op, values: Sequence[Value]) -> str:
+    """Returns the `per_device` line to write around the expression that calls the operation."""
+    assert facts.mesh is not None
+    assert facts.traced is not None
+    mesh, span, known = facts.mesh, op.site.frames[0], _batch_axes(op)
+    axes = {known[name]: entry for name, entry in _sharded(op, values)}
+    source = source_of(span)
+    is_short = source and len(source) < 60 and '\n' not in source
+    text = f'run {f"`{source}`" if is_short else op.primitive} in {short_source(span.source)}'
+    inside = [
+        other
+        for other in facts.traced.ops
+        if other.site.frames[:1] == (span,) and not other.site.is_backward
+    ]
+    made = {v for other in inside for v in other.arrays_out}
+    entering = dict.fromkeys(v for other in inside for v in other.arrays_in if v not in made)
+    used = {name for entry in axes.values() for name in entry}
+    whole = f'{text} per device over {", ".join(sorted(used))}, with per_device'
+
+    def written(axes: Sequence[Axis]) -> str:
+        left, _, right = expression_of(axes, mesh).partition(' -> ')
+        return right if any(axis.mesh_axes for axis in axes) else left
+
+    def entries(v: int) -> list[tuple[str, ...]]:
+        return [
+            axis.without_mesh_axes({*axis.mesh_axes} - used).mesh_axes for axis in values[v].axes
+        ]
+
+    specs: list[str] = []
+    for v in entering:
+        named = zip(values[v].axes, entries(v), strict=True)
+        specs.append(f"'{written([replace(axis, mesh_axes=entry) for axis, entry in named])}'")
+        # the operation may work on other axes than the expression, as after a transpose
+        if any(entries(v)) and entries(v) not in map(entries, op.arrays_in):
+            return whole
+    letters: dict[int, Axis] = {}
+    for axis, entry in axes.items():
+        v, i, d = op.ins[0], axis.ins[0], axis.outs[0]
+        if v is None or i is None or d is None:
+            return whole
+        letters[d] = Axis(values[v].axes[i].name, entry)
+    results = [{axis.outs[o] for axis in axes} for o in range(len(op.eqn.outvars))]
+    if all(dims == {*range(len(axes))} for dims in results):
+        out = f'{written([letters[d] for d in range(len(axes))])} ...'
+    elif len(results) == 1:
+        out = written([letters.get(d, Axis()) for d in range(len(op.eqn.outvars[0].aval.shape))])
+    else:
+        return whole
+    groups = [
+        f', with {axis.groups}={op.eqn.params[axis.groups]} // {prod(mesh.shape[n] for n in entry)}'
+        for axis, entry in axes.items()
+        if axis.groups
+    ]
+    return f"{text} per device: per_device({', '.join(specs)}, out='{out}'){''.join(groups)}"

@@ -1,0 +1,259 @@
+"""Operations whose batch axis is gathered: `explain` tries to run them on the shards."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from einshard import device_mesh, explain, per_device
+from einshard._program.jaxpr.op_sharding_rule import batch_axes
+
+lax, linalg = jax.lax, jax.lax.linalg
+
+
+def random(*shape, dtype=np.float32):
+    return np.random.default_rng(0).standard_normal(shape).astype(dtype)
+
+
+def symmetric(*shape):
+    x = random(*shape)
+    return x @ np.swapaxes(x, -1, -2) + 4 * np.eye(shape[-1], dtype=np.float32)
+
+
+def convolve(x, w, groups, **options):
+    numbers = ('NHWC', 'HWIO', 'NHWC')
+    options = {'dimension_numbers': numbers, 'feature_group_count': groups, **options}
+    return lax.conv_general_dilated(x, w, (1, 1), 'SAME', **options)
+
+
+def loss(x, w):
+    return jnp.sum(convolve(x, w, 4) ** 2)
+
+
+IMAGES, KERNEL = random(4, 6, 6, 8), random(3, 3, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ('function', 'arguments', 'n_axes'),
+    [
+        (lambda x: linalg.eigh(x), (symmetric(4, 2, 3, 3),), 2),
+        (lambda x: linalg.cholesky(x), (symmetric(4, 3, 3),), 1),
+        (lambda x: linalg.lu(x), (random(4, 3, 5),), 1),
+        (lambda x: linalg.qr(x, full_matrices=False), (random(4, 5, 3),), 1),
+        (lambda x: linalg.svd(x, compute_uv=False), (random(4, 5, 3),), 1),
+        (
+            lambda a, b: linalg.triangular_solve(a, b, lower=True),
+            (symmetric(4, 3, 3), random(4, 2, 3)),
+            1,
+        ),
+        (lambda x: lax.fft(x, 'RFFT', (4, 6)), (random(4, 2, 4, 6),), 2),
+        (lambda x, y: lax.sort((x, y), dimension=1), (random(4, 6, 2), random(4, 6, 2)), 2),
+        (lambda x: lax.top_k(x, 3), (random(4, 2, 8),), 2),
+        (lambda x: lax.cumsum(x, axis=0), (random(5, 4, 2),), 2),
+        (lambda x, w: convolve(x, w, 4), (IMAGES, KERNEL), 2),
+        (lambda x, w: jax.grad(loss, 0)(x, w), (IMAGES, KERNEL), 2),
+        (lambda x, w: jax.grad(loss, 1)(x, w), (IMAGES, KERNEL), 2),
+    ],
+)
+def test_shards_of_a_batch_axis_give_the_shards_of_the_result(function, arguments, n_axes):
+    closed = jax.make_jaxpr(function)(*arguments)
+    assert check_equations(closed.jaxpr, [*closed.consts, *arguments])[1] >= n_axes
+
+
+def check_equations(jaxpr, inputs):
+    """Runs a jaxpr, each equation in full and in halves of its batch axes."""
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+    n_checked = 0
+    for eqn in jaxpr.eqns:
+        ins = [v.val if hasattr(v, 'val') else values[v] for v in eqn.invars]
+        if eqn.primitive.name in ('jit', 'pjit', 'custom_jvp_call'):
+            inner = eqn.params.get('jaxpr', eqn.params.get('call_jaxpr'))
+            results, n = check_equations(inner.jaxpr, [*inner.consts, *ins])
+            values.update(zip(eqn.outvars, results, strict=True))
+            n_checked += n
+            continue
+
+        def run(values, params, eqn=eqn):
+            results = eqn.primitive.bind(*values, **params)
+            return results if eqn.primitive.multiple_results else [results]
+
+        results = run(ins, eqn.params)
+        values.update(zip(eqn.outvars, results, strict=True))
+        shapes = [np.shape(v) for v in ins], [np.shape(v) for v in results]
+        for axis in batch_axes(eqn.primitive.name, eqn.params, *shapes).values():
+            n_checked += 1
+            params = dict(eqn.params)
+            if axis.groups:
+                params[axis.groups] //= 2
+            one, other = (
+                run(
+                    [
+                        v if d is None else jnp.split(v, 2, d)[half]
+                        for v, d in zip(ins, axis.ins, strict=True)
+                    ],
+                    params,
+                )
+                for half in range(2)
+            )
+            for result, first, second, d in zip(results, one, other, axis.outs, strict=True):
+                found = first + second if d is None else jnp.concatenate([first, second], d)
+                np.testing.assert_allclose(found, result, rtol=1e-4, atol=1e-4)
+    return [v.val if hasattr(v, 'val') else values[v] for v in jaxpr.outvars], n_checked
+
+
+MESH = device_mesh(jax.devices()[:8], data=2, tensor=4)
+
+
+def struct(shape, *spec, mesh=MESH):
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+
+
+def grouped(x, w):
+    return convolve(x, w, 8)
+
+
+def layer(x, w):
+    return jax.nn.relu(grouped(x, w))
+
+
+def layer_by_hand(x, w):
+    run = per_device('b@data h w i@tensor', 'h w i o@tensor', out='b@data h w o@tensor', mesh=MESH)(
+        lambda x, w: convolve(x, w, 8 // 4)
+    )
+    return jax.nn.relu(run(x, w))
+
+
+def step(layer):
+    def step(x, w):
+        return jax.grad(lambda w: jnp.mean(layer(x, w) ** 2))(w)
+
+    return step
+
+
+SHARDED = (
+    struct((16, 8, 8, 32), 'data', None, None, 'tensor'),
+    struct((3, 3, 4, 32), None, None, None, 'tensor'),
+)
+BATCH = struct((16, 8, 8, 32), ('data', 'tensor')), struct((3, 3, 4, 32))
+
+
+@pytest.mark.parametrize('train', [False, True])
+def test_grouped_convolution(train):
+    function, by_hand = (step(layer), step(layer_by_hand)) if train else (layer, layer_by_hand)
+    report = explain(jax.jit(function), *SHARDED, tries=4)
+    finding = report.findings[0]
+    assert finding.kind == 'gathered for an operation'
+    assert 'of which data, tensor shards only batch axes' in finding.text
+    expected = (
+        "per_device('a@data b c d@tensor', 'a b c d@tensor', out='a@data b c d@tensor'), "
+        'with feature_group_count=8 // 4'
+    )
+    assert finding.suggestion.endswith(expected)
+    by_hand = explain(jax.jit(by_hand), *SHARDED, tries=0)
+    assert finding.tried.network_bytes == by_hand.network_bytes < 0.1 * report.network_bytes
+    assert finding.tried.flops == by_hand.flops < report.flops
+    fixed = explain(report.fixed_function(), *SHARDED, tries=0)
+    assert fixed.network_bytes == finding.tried.network_bytes
+    check_values(report.fixed_function(), function, SHARDED)
+    assert expected in report.patch()
+
+
+def test_gradient_of_a_kernel_in_a_scan():
+    def step(x, ws):
+        def loss(ws):
+            return jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0] ** 2)
+
+        return jax.grad(loss)(ws)
+
+    x = BATCH[0]
+    ws = struct((3, 3, 3, 4, 32))
+    report = explain(jax.jit(step), x, ws, tries=2)
+    finding = report.findings[0]
+    assert finding.kind == 'gathered for an operation'
+    assert "per_device('a@(data,tensor) b c d', 'a b c d', out='a@(data,tensor) ...')" in (
+        finding.suggestion
+    )
+    assert finding.tried.network_bytes < 0.5 * report.network_bytes
+    check_values(report.fixed_function(), step, (x, ws))
+
+
+def test_top_k_of_several_batch_axes():
+    def best(x):
+        return jax.lax.top_k(x, 4)[0]
+
+    x = struct((16, 32, 32), 'data', mesh=device_mesh(jax.devices()[:8], data=8))
+    report = explain(jax.jit(best), x, tries=1)
+    (finding,) = report.findings
+    assert "per_device('a@data b c', out='a@data ...')" in finding.suggestion
+    assert finding.tried.before.network_bytes == report.network_bytes > 0
+    assert finding.tried.network_bytes == 0
+    check_values(report.fixed_function(), best, (x,))
+
+
+def test_callback_is_not_known_to_be_independent():
+    def center(x):
+        return x - x.mean()
+
+    def normalize(x):
+        struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jnp.tanh(jax.pure_callback(center, struct, x))
+
+    report = explain(jax.jit(normalize), struct((64, 128), 'data'), tries=2)
+    (note,) = [n for n in report.notes if n.kind == 'gathered for an operation']
+    assert 'If it computes each element of this axis on its own' in note.text
+    assert "per_device('a@data b', out='a@data ...')" in note.text
+    assert (note.suggestion, note.tried) == ('', None)
+
+
+@pytest.mark.parametrize(
+    'function',
+    [
+        lambda x: jnp.sort(x, axis=1),
+        lambda x: jnp.cumsum(x, 1),
+        lambda x: jnp.linalg.eigh(x @ x.mT)[1],
+        lambda x: jax.nn.relu(x),
+    ],
+)
+def test_nothing_is_said_where_nothing_is_gathered(function):
+    mesh = device_mesh(jax.devices()[:8], data=8)
+    report = explain(jax.jit(function), struct((16, 32, 32), 'data', mesh=mesh), tries=2)
+    assert not report.findings
+    assert 'gathered for an operation' not in {note.kind for note in report.notes}
+
+
+def test_gather_that_moves_to_the_next_operation():
+    """XLA gathers the batch of an FFT on JAX 0.10, but not on 0.12."""
+
+    def low_pass(x):
+        modes = jnp.fft.rfft2(x, axes=(1, 2))
+        return jnp.fft.irfft2(modes.at[:, 4:].set(0), axes=(1, 2))
+
+    x = struct((16, 32, 32), ('data', 'tensor'))
+    report = explain(jax.jit(low_pass), x, tries=2)
+    if report.network_bytes:
+        assert report.findings[-1].tried.network_bytes == 0
+        line = "per_device('a@(data,tensor) b c', out='a@(data,tensor) ...')"
+        assert ' '.join(f.suggestion for f in report.findings).count(line) == 2
+        assert explain(report.fixed_function(), x, tries=0).network_bytes == 0
+        check_values(report.fixed_function(), low_pass, (x,))
+    assert 'gathered for an operation' not in {note.kind for note in report.notes}
+
+
+@pytest.mark.parametrize('x_spec', [P('data'), P(('data', 'tensor'))])
+def test_gradient_is_summed_over_the_mesh_axes_of_the_batch(x_spec):
+    """Also if other mesh axes replicate the batch, where XLA itself sums too often."""
+    arguments = struct((16, 8, 8, 32), *x_spec), struct((3, 3, 4, 32), None, None, None, 'data')
+    report = explain(jax.jit(step(layer)), *arguments, tries=2)
+    assert report.findings[0].kind == 'gathered for an operation'
+    check_values(report.fixed_function(), step(layer), arguments)
+
+
+def check_values(fixed, function, structs):
+    """Compares a function on sharded arrays with another one on one device."""
+    rng = np.random.default_rng(0)
+    values = [rng.standard_normal(s.shape).astype(np.float32) for s in structs]
+    placed = [jax.device_put(v, s.sharding) for v, s in zip(values, structs, strict=True)]
+    expected = jax.jit(function)(*(jax.device_put(v, jax.devices()[0]) for v in values))
+    np.testing.assert_allclose(np.asarray(fixed(*placed)), expected, rtol=1e-3, atol=1e-5)
