@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import subprocess
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -208,6 +209,39 @@ def test_weight_of_all_layers_of_a_train_state(by_name):
     ):
         assert path in finding.suggestion
     by_hand = explain(step, state('f d -> f@tensor d'), x, tries=0)
+    assert finding.tried.network_bytes == by_hand.network_bytes < report.network_bytes
+
+
+def test_values_inside_a_library_call_are_not_constrained():
+    """Code that calls a module of Flax can constrain what goes in, not its queries and keys."""
+    linen = pytest.importorskip('flax.linen')
+    mesh = mesh_of(data=8)
+    attend = linen.MultiHeadDotProductAttention(num_heads=8)
+    x = struct((64, 32, 512), 'b t d -> b@data t d', mesh)
+    layer = jax.eval_shape(lambda: attend.init(jax.random.key(0), jnp.ones(x.shape)))['params']
+
+    def loss(weights, x, by_hand=False):
+        @jax.checkpoint
+        def block(x, params):
+            y = jnp.tanh(x) + 1
+            y = einshard(y, 'b t d -> b@data t d', mesh=mesh) if by_hand else y
+            return x + attend.apply({'params': params}, y), None
+
+        x = x @ weights['patches']
+        return jnp.mean(jax.lax.scan(block, x, weights['layers'])[0] ** 2)
+
+    def stack(path, leaf):
+        of_kernel = 'n a b* c' if path[0].key == 'out' else 'n a* b c'
+        spec = of_kernel if path[-1].key == 'kernel' else None
+        return struct((4, *leaf.shape), spec, mesh)
+
+    weights = {
+        'layers': jax.tree_util.tree_map_with_path(stack, layer),
+        'patches': struct((512, 512), 'p d*', mesh),
+    }
+    report = explain(jax.jit(train(loss)), weights, x, tries=3)
+    (finding,) = report.findings
+    by_hand = explain(jax.jit(train(partial(loss, by_hand=True))), weights, x, tries=0)
     assert finding.tried.network_bytes == by_hand.network_bytes < report.network_bytes
 
 

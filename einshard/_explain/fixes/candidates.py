@@ -749,7 +749,7 @@ class Candidates:
         value = self.trial.traced.values[op.arrays_out[0]]
         is_float = getattr(value.dtype, 'kind', '') in 'fVc'
         kinds = (_CONSTRAINT, 'gather', *PRODUCTS, 'scatter-add', 'scatter', 'reduce_sum', 'add')
-        if is_result and op.primitive != _CONSTRAINT:
+        if op.primitive != _CONSTRAINT and (is_result or self._is_inside(op)):
             return False
         # an expression of one ndim would be an error where a helper computes values of another one
         others = (
@@ -766,6 +766,19 @@ class Candidates:
         if len(ndims) > 1:
             return False
         return is_float and len(value.shape) >= 2 and op.primitive in kinds
+
+    def _is_inside(self, op: Op) -> bool:
+        """Whether only the expression of an operation reads its result.
+
+        The expression may call a library: `nn.MultiHeadDotProductAttention(..)(x)` has the products
+        of queries, keys and values in it, and the code that calls it can constrain none of them.
+        """
+        users = [
+            user.site.frames
+            for user in self.users[op.arrays_out[0]]
+            if user.eqn is not None and user.primitive not in _PASSING and not user.site.is_backward
+        ]
+        return bool(users) and all(op.site.frames[0] in frames for frames in users)
 
     def _values(
         self, cost: Cost, axes: tuple[str, ...], points: Iterable[Op], kind: str
