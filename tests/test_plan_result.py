@@ -215,7 +215,7 @@ def test_names_of_flax_shard_the_arguments():
     found = plan(layer.apply, params, x, mesh=EIGHT, objective='memory', pin=pin, compilations=1)
     [kernel] = [row for row in found.explain().arguments if 'kernel' in row.path]
     assert kernel.placement == 'a b -> a b@x'
-    assert "Flax names axes of arguments: 'embed' and 'mlp'" in found.notes[0]
+    assert "metadata names axes of arguments: 'embed' and 'mlp'" in found.notes[0]
 
 
 def test_names_of_flax_shard_arguments_without_a_spec():

@@ -198,7 +198,7 @@ def ranged(least, most):
 )
 def test_notes_plans_whose_ranges_overlap(objective, ranges, last):
     search, _ = run(objective=objective)
-    model = types.SimpleNamespace(flax_names=(), sizes={})
+    model = types.SimpleNamespace(metadata_names=(), sizes={})
     function = types.SimpleNamespace(args=(), kwargs={})
     notes = list(_notes(list(itertools.starmap(ranged, ranges)), search, model, function))
     assert notes == [

@@ -30,10 +30,10 @@ from .._program.hlo.target_collectives import target_collectives
 from .._program.hlo.text import Program
 from .._sharding.collective_axes import along_text
 from .._sharding.mesh import partition_spec
+from .._trees.axis_names import MetadataNames
 from .._trees.paths import leaves_with_paths, path_text
 from .candidate import Candidate
 from .evaluation import CostSource, Evaluation
-from .flax_names import FlaxNames
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Function:
     Attributes:
         devices: the devices of the target. Each candidate arranges them in its own mesh.
         chip: the chip whose speeds set the lower bounds on time, or None if it is unknown.
-        flax_names: see `Model.flax_names`.
+        metadata_names: see `Model.metadata_names`.
     """
 
     fn: Any
@@ -51,7 +51,7 @@ class Function:
     kwargs: Mapping[str, Any]
     devices: Mesh
     chip: Chip | None
-    flax_names: Sequence[FlaxNames | None] = ()
+    metadata_names: Sequence[MetadataNames | None] = ()
 
     def trace(self, candidate: Candidate) -> Stages:
         with candidate.scope(self.devices) as mesh:
@@ -86,11 +86,11 @@ class Function:
         yield from map(self.evaluate, candidates)
 
     def _structs(self, candidate: Candidate, mesh: Mesh) -> Any:
-        """Replaces arrays with ShapeDtypeStructs, sharded by the axis names from Flax."""
+        """Replaces arrays with ShapeDtypeStructs, sharded by the axis names in their metadata."""
         leaves, treedef = jtu.tree_flatten((tuple(self.args), dict(self.kwargs)))
         axes = {axis: (axis,) for axis in mesh.axis_names} | dict(candidate.axes)
         structs: list[Any] = []
-        for x, array_names in itertools.zip_longest(leaves, self.flax_names):
+        for x, array_names in itertools.zip_longest(leaves, self.metadata_names):
             sharding = None
             if array_names is not None:
                 entries = [[axis for name in names for axis in axes[name]] for names in array_names]

@@ -63,11 +63,11 @@ def plan(
 
     The function names its axes in expressions without placements: in the specs of `sharded`, in
     `Rules`, and in constraints such as `einshard(x, 'batch seq act')`. `plan` finds these names by
-    tracing, and reads those that Flax keeps with arrays. A candidate is a mesh shape with up to
-    three axes (x, y, z), and the mesh axes over which each name is sharded. `plan` ranks candidates
-    by estimates, compiles the best ones with XLA's partitioner (for simulated CPU devices, in
-    another process), and compiles the best of these for the target. Nothing runs, and arguments can
-    be ShapeDtypeStructs.
+    tracing, and reads those that Flax and Haliax keep with arrays. A candidate is a mesh shape with
+    up to three axes (x, y, z), and the mesh axes over which each name is sharded. `plan` ranks
+    candidates by estimates, compiles the best ones with XLA's partitioner (for simulated CPU
+    devices, in another process), and compiles the best of these for the target. Nothing runs, and
+    arguments can be ShapeDtypeStructs.
 
     By default, the cost of a candidate is a sum of lower bounds: compute, HBM, and the network
     along each mesh axis. It is not a prediction of the step time.
@@ -118,7 +118,7 @@ def plan(
     found = find_candidates(space, estimator, memory=limit, objective=objective)
     if not any(axes for candidate in found.ranked for _, axes in candidate.axes):
         raise _nothing_to_shard(model, devices)
-    function = Function(fn, arguments, keywords, devices, chip, model.flax_names)
+    function = Function(fn, arguments, keywords, devices, chip, model.metadata_names)
     # for CPUs, the partitioner is already the compiler of the target
     is_cpu = devices.devices.flat[0].platform == 'cpu'
     with closing(Partitioner(function)) as partitioner:
