@@ -44,6 +44,7 @@ class Function:
         devices: the devices of the target. Each candidate arranges them in its own mesh.
         chip: the chip whose speeds set the lower bounds on time, or None if it is unknown.
         metadata_names: see `Model.metadata_names`.
+        had_rules: whether the user's function has `axis_rules` of its own, which `fn` has not.
     """
 
     fn: Any
@@ -52,10 +53,12 @@ class Function:
     devices: Mesh
     chip: Chip | None
     metadata_names: Sequence[MetadataNames | None] = ()
+    had_rules: bool = False
 
     def trace(self, candidate: Candidate) -> Stages:
         with candidate.scope(self.devices) as mesh:
-            return trace_call(self._copy(), *self._structs(candidate, mesh), mesh=None)
+            # a copy, so that candidates do not fill the cache of the original
+            return trace_call(copy_sharded(self.fn), *self._structs(candidate, mesh), mesh=None)
 
     def report(self, candidate: Candidate) -> Report:
         """Compiles the function for the target, and reports on it as `explain` does."""
@@ -104,19 +107,27 @@ class Function:
             )
         return treedef.unflatten(structs)
 
-    def _copy(self) -> Any:
-        """Copies a `sharded` function, so that candidates do not fill the cache of the original."""
-        function = as_sharded(self.fn)
-        if function is None:
-            return self.fn
-        copy = ShardedFunction[..., Any](function._setup)  # type: ignore[reportPrivateUsage]
-        return BoundMethod(copy, *self.fn.args) if isinstance(self.fn, BoundMethod) else copy
-
 
 def as_sharded(fn: Any) -> ShardedFunction[..., Any] | None:
     """Returns the ShardedFunction of a `sharded` function or method. Returns None for others."""
     function = fn.func if isinstance(fn, BoundMethod) else fn
     return function if isinstance(function, ShardedFunction) else None
+
+
+def has_rules(fn: Any) -> bool:
+    """Whether a function is `sharded(axis_rules=...)`."""
+    function = as_sharded(fn)
+    return bool(function and function._setup.axis_rules)  # type: ignore[reportPrivateUsage]
+
+
+def copy_sharded(fn: Any, **changes: Any) -> Any:
+    """Copies a `sharded` function or method, with changes to its setup. Returns others as is."""
+    function = as_sharded(fn)
+    if function is None:
+        return fn
+    setup = replace(function._setup, **changes)  # type: ignore[reportPrivateUsage]
+    copy = ShardedFunction[..., Any](setup)
+    return BoundMethod(copy, *fn.args) if isinstance(fn, BoundMethod) else copy
 
 
 class Partitioner:
