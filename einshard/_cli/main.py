@@ -366,7 +366,7 @@ def _skill(arguments: Sequence[str]) -> str:
         'library-skills finds it, too. Without it, copy or link the folder to .agents/skills/.',
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args(arguments)
-    return str(Path(__file__).parent / '.agents' / 'skills' / 'einshard')
+    return str(Path(__file__).parents[1] / '.agents' / 'skills' / 'einshard')
 
 
 def _bind_options(command: Any, function: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
