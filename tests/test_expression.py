@@ -43,6 +43,24 @@ def test_terms(text, term):
 
 
 @pytest.mark.parametrize(
+    ('text', 'term'),
+    [
+        ('+2', Term(count=2, sign='+')),
+        ('+*', Term(star=True, sign='+')),
+        ('=2*', Term(count=2, star=True, sign='=')),
+        ('+@tp', Term(mesh_axes=('tp',), sign='+')),
+        ('=@(data,tp)', Term(mesh_axes=('data', 'tp'), sign='=')),
+    ],
+)
+def test_terms_of_partial_sums(text, term):
+    parsed = parse(f'b d {text}')
+    assert parsed.right[2] == term
+    assert parsed.names == ('b', 'd')
+    assert str(term) == text
+    assert write_short(parsed.right) == parsed
+
+
+@pytest.mark.parametrize(
     'name',
     ['a', 'Z', '_', '__', '_a', 'a_', 'd_model', 'BatchSize', 'x' * 1000, 'é', 'ß', 'β', 'Ω', 'ось',
      '行', '列数', 'バッチ', '배치', 'ציר', 'محور', 'हिन्दी', 'แกน', 'ª', 'ʰ', 'ﬁ', '𝛼', 'ａ'],

@@ -134,6 +134,12 @@ def test_grids(expression, n, grid):
     assert lay_out(parsed, len(parsed.names), n) == Layout(splits)
 
 
+def test_layouts_distinguish_terms_of_a_sum_from_replicas():
+    layout = lay_out(parse('b d -> b2 2 +2 d'), 2, 8)
+    assert layout.splits == (Split(2, 0), Split(2, None), Split(2, None, sign='+'))
+    assert layout != lay_out(parse('b d -> b2 4 d'), 2, 8)
+
+
 # ------------------------------------------------------------------ expressions that must agree
 
 AGREE = [

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import planned
 import pytest
+from command import main
 from jax.sharding import Mesh
 from placed import struct
 
@@ -24,7 +25,6 @@ from einshard import (
     to_jax,
     topology,
 )
-from einshard._cli.main import main
 from einshard._explain.partition import Worker
 from einshard._plan import evaluate
 from einshard._plan.candidate import Candidate
