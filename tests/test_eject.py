@@ -39,6 +39,8 @@ from einshard import (
     to_jax,
     topology,
 )
+
+# private: line breaks of source text, and devices of hardware that is not here
 from einshard._eject.source import Brackets, statement
 from einshard._sharding.mesh import position
 

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 
 from einshard import EinshardError
+
+# private: the grammar: terms, which placements alone do not tell apart
 from einshard._notation.expression import ELLIPSIS, Expression, Term, parse
 from einshard._notation.write import write, write_short
 

@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 from placed import mesh_of
 
 from einshard import EinshardError, make_sharding
+
+# private: layouts of more devices than JAX can simulate here
 from einshard._notation.counts import prime_factors
 from einshard._notation.expression import parse
 from einshard._notation.lay_out import lay_out

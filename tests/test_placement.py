@@ -31,6 +31,8 @@ from einshard import (
     per_device,
     sharded,
 )
+
+# private: from_local of several processes
 from einshard._arrays.device_put import as_host
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit

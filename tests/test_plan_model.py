@@ -10,6 +10,8 @@ from planned import MLP_RULES, Sizes, experts_step, mlp_step, transformer_step
 from refusal import refusal
 
 from einshard import Chip, Rules, einshard, plan, sharded
+
+# private: names and costs of each operation, of which a plan shows sums
 from einshard._plan.candidate import Candidate
 from einshard._plan.costly_ops import CostlyOp, OpArray
 from einshard._plan.estimate import Estimator

@@ -7,6 +7,7 @@ import types
 import pytest
 from refusal import refusal
 
+# private: the order of a search with costs known beforehand
 from einshard._plan.candidate import Candidate
 from einshard._plan.evaluation import Evaluation
 from einshard._plan.make_plan import _notes, make_plan
