@@ -236,9 +236,12 @@ class DeviceCounts(str):
 
 def _carets(text: str, spans: Sequence[Span]) -> str:
     marked = {i for start, end in spans for i in range(start, end)}
+    shown = printable(text)
     line = ''
-    for i, character in enumerate(text):
-        line += ('^' if i in marked else ' ') * display_width(printable(character))
+    for i in range(len(text)):
+        # not of each character: the letters of a decomposed Hangul syllable are as wide as one
+        width = i + 1 if shown.isascii() else display_width(shown[: i + 1])
+        line += ('^' if i in marked else ' ') * (width - len(line))
     past_the_end = any(start >= len(text) for start, _ in spans)
     return (line + '^' if past_the_end else line).rstrip()
 

@@ -34,6 +34,12 @@ def on(mesh, specs):
     )
 
 
+def is_of_sharding_types(error):
+    """Whether JAX raised it about the sharding types of a function. JAX's class is private."""
+    cls = type(error)
+    return cls.__name__ == 'ShardingTypeError' and cls.__module__.startswith('jax')
+
+
 MESH = mesh_of(data=8, tp=2)
 
 

@@ -345,6 +345,7 @@ def refs_and_keys():
         np.testing.assert_array_equal(gather(moved), jax.random.key_data(keys))
     error = refused(from_local, {'r': ref, 'x': FULL}, 'a* b')
     assert 'a jax.Ref' in str(error)
+    assert 'masked arrays' in refused(from_local, np.ma.masked_array(FULL, FULL > 0), 'a* b')
 
 
 # --- from_local -------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from einshard import (
     describe,
     einshard,
     explain,
+    plan,
     sharded,
     to_jax,
 )
@@ -268,3 +269,29 @@ def test_wrong_rules():
     for rules in (3, {'a b': '@data'}):
         with pytest.raises(EinshardError, match='axis_rules'):
             sharded(axis_rules=rules)
+
+
+@pytest.mark.parametrize('rules', [{'batch': '@data', 'f': '@tensor'}, {'batch': '2'}, {}])
+def test_plan_replaces_the_rules(rules):
+    def decorated(rules):
+        class Mlp:
+            @sharded(axis_rules=rules, static_argnames='self')
+            def apply(self, x: Float[Array, 'batch d'], w: Float[Array, 'd f']) -> Array:
+                return einshard(x @ w, 'batch f')
+
+        return Mlp().apply
+
+    x, w = struct(512, 256), struct(256, 1024)
+    pin = {'batch': '@x', 'd': '', 'f': '@y'}
+    found = plan(
+        decorated(rules), x, w, mesh=jax.devices()[:8], objective='memory', pin=pin, compilations=1
+    )
+    size = dict(found.best.candidate.mesh)
+    placements = [row.placement for row in found.explain().arguments]
+    assert placements == ['batch d -> batch@x d', 'd f -> d f@y']
+    assert size.keys() == {'x', 'y'}
+    # with what it prints, the function has these placements
+    assert ('axis_rules(rules):' in str(found)) == (not rules)
+    with jax.set_mesh(found.mesh):
+        report = explain(decorated(found.rules), x, w)
+    assert [row.placement for row in report.arguments] == placements

@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 from placed import mesh_of, struct
 
 from einshard import Chip, explain, sharded
+
+# private: bounds of programs and chips that no device here can compile for
 from einshard._program.cost.bounds import Bound, find_bounds
 from einshard._program.cost.chips import as_chip, find_chip
 from einshard._program.cost.network import Network

@@ -26,6 +26,8 @@ from einshard import (
     per_device,
     sharded,
 )
+
+# private: the tolerance of sums on TPUs, without a TPU
 from einshard._check.tolerance import largest_rounding
 
 EIGHT = jax.devices()[:8]

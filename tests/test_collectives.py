@@ -17,6 +17,7 @@ import pytest
 from hlo import programs
 from hlo.programs import MACHINES, PROGRAMS, expected, partitioner
 
+# private: stored HLO of other versions of JAX, which `explain` cannot compile
 from einshard._program.hlo.arithmetic import ARITHMETIC
 from einshard._program.hlo.collective import KINDS
 from einshard._program.hlo.find_collectives import find_collectives, read_collectives

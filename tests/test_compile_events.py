@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from jax.extend.backend import backends
 
+# private: JAX's undocumented events, which this module alone depends on
 from einshard._functions import compile_events
 
 X = np.ones(8, np.float32)

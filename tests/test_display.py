@@ -23,6 +23,8 @@ from einshard import (
     sharded,
     topology,
 )
+
+# private: pages with cells that no report has
 from einshard._page import Column, Page, Section, page_text
 from einshard._page_html import page_document, page_html
 from einshard._text import display_width

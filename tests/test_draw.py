@@ -287,6 +287,7 @@ def test_parts():
 def test_no_mesh_is_suggested_for_many_mesh_axes():
     names = 'abcdefghijkl'
     assert refusal(show, ' '.join(f'{name}@{name}' for name in names[:6])).fix is not None
+    # private: to see that it is not called
     with patch('einshard._draw.draw._factorizations') as factorizations:
         assert refusal(show, ' '.join(f'{name}@{name}' for name in names)).fix is None
     factorizations.assert_not_called()  # there are 1.35 million
@@ -538,6 +539,7 @@ def test_svg_boxes_fit_the_page_and_do_not_overlap(expression, shape, n):
     ('limit', 'more'), [(8, ['and 2 more slices']), (12, ['and 1 more slice']), (16, [])]
 )
 def test_slices_that_are_not_drawn_are_counted(limit, more, monkeypatch):
+    # private: a picture with more boxes than the real limit takes seconds
     monkeypatch.setattr('einshard._draw.svg._MAX_BOXES', limit)
     svg = show('a b c d -> 2 a2 b2 c2 d2').svg
     assert len(drawn_boxes(svg)) == limit

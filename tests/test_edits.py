@@ -13,6 +13,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from einshard import explain
+
+# private: edits of jaxprs, before a suggestion chooses among them
 from einshard._program.jaxpr.edits import ValueEdit, apply, read_call
 from einshard._program.jaxpr.spans import Span
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import pytest
+from command import main
 from hypothesis import assume, given
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -38,7 +39,8 @@ from einshard import (
     to_jax,
     topology,
 )
-from einshard._cli.main import main
+
+# private: line breaks of source text, and devices of hardware that is not here
 from einshard._eject.source import Brackets, statement
 from einshard._sharding.mesh import position
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from placed import mesh_of
+from placed import is_of_sharding_types, mesh_of
 
 from einshard import (
     EinshardError,
@@ -23,7 +23,6 @@ from einshard import (
     per_device,
     sharded,
 )
-from einshard._functions.error_notes import is_sharding_type_error
 
 EXPLICIT = AxisType.Explicit
 MESH = mesh_of(types=EXPLICIT, data=4, tensor=2)
@@ -52,7 +51,7 @@ def notes_of(error):
 def note_of(function, *args, mesh=MESH):
     """The one note on the ShardingTypeError of a call."""
     error = raised(function, *args, mesh=mesh)
-    assert is_sharding_type_error(error), repr(error)
+    assert is_of_sharding_types(error), repr(error)
     (note,) = notes_of(error)
     return note
 
@@ -74,7 +73,7 @@ def test_jax_has_a_class_of_this_name():
         return x + x.T
 
     error = raised(jax.jit(add), jax.device_put(X[:, :32], NamedSharding(MESH, P('data'))))
-    assert is_sharding_type_error(error), type(error)
+    assert is_of_sharding_types(error), type(error)
     assert not hasattr(jax.errors, 'ShardingTypeError')
 
 

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from placed import check_equal, mesh_of
+from placed import check_equal, is_of_sharding_types, mesh_of
 
 from einshard import EinshardError, Rules, einshard, einsum, make_sharding, per_device, sharded
-from einshard._functions.error_notes import is_sharding_type_error
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 MESH = mesh_of(types=EXPLICIT, data=4, tensor=2)
@@ -89,7 +88,7 @@ def test_operations_that_need_a_sharding(operation):
     if 'scan' in operation:
         assert type(caught.value) is (TypeError if 'carry' in operation else ValueError)
     else:
-        assert is_sharding_type_error(caught.value)
+        assert is_of_sharding_types(caught.value)
     np.testing.assert_allclose(result, fails(jnp.asarray(X), jnp.asarray(X.T)), rtol=1e-6)
 
 

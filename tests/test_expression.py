@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 
 from einshard import EinshardError
+
+# private: the grammar: terms, which placements alone do not tell apart
 from einshard._notation.expression import ELLIPSIS, Expression, Term, parse
 from einshard._notation.write import write, write_short
 
@@ -40,6 +42,24 @@ from einshard._notation.write import write, write_short
 )
 def test_terms(text, term):
     assert parse(text).right == (term,)
+
+
+@pytest.mark.parametrize(
+    ('text', 'term'),
+    [
+        ('+2', Term(count=2, sign='+')),
+        ('+*', Term(star=True, sign='+')),
+        ('=2*', Term(count=2, star=True, sign='=')),
+        ('+@tp', Term(mesh_axes=('tp',), sign='+')),
+        ('=@(data,tp)', Term(mesh_axes=('data', 'tp'), sign='=')),
+    ],
+)
+def test_terms_of_partial_sums(text, term):
+    parsed = parse(f'b d {text}')
+    assert parsed.right[2] == term
+    assert parsed.names == ('b', 'd')
+    assert str(term) == text
+    assert write_short(parsed.right) == parsed
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 
 import flax
 import jax
@@ -321,6 +322,115 @@ def test_names_of_axes_of_nnx():
     check_equal(again, state, rtol=1e-6)
 
 
+def by_names(tree, *rules):
+    return Rules.from_axis_names(tree, rules, default='... -> ...')
+
+
+def test_rules_from_the_names_of_nnx():
+    class Deep(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([NamedNNX(rngs) for _ in range(3)])
+            bias = nnx.with_partitioning(nnx.initializers.ones, ('mlp',))
+            self.layers[2].out = nnx.Linear(8, 8, bias_init=bias, rngs=rngs)
+
+    with nnx.use_eager_sharding(False):
+        model = Deep(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    rules = by_names(nnx.state(model))
+    assert dict(rules.rules) == {
+        r'(^|/)layers/\d+/down/kernel$': 'mlp a',
+        r'(^|/)layers/\d+/up/kernel$': 'embed mlp',
+        r'(^|/)layers/\d+/out/bias$': 'mlp',
+    }
+    expected = {'layers/2/out/bias/value': P('tp')} | {
+        f'layers/{i}/{path}/value': spec for i in range(3) for path, spec in NAMED_SHARDED.items()
+    }
+    modules = nnx.state((model, optimizer))
+    with jax.set_mesh(MESH), axis_rules(mlp='@tp'):
+        placed = einshard(modules, rules)
+        again = einshard(modules, by_names(modules))
+    check_placed(placed, expected)
+    check_placed(again, expected)
+    check_equal(placed, modules)
+
+
+def test_rules_from_the_names_of_linen():
+    model = Named()
+    with axis_rules(batch='@data', mlp='@tp'), jax.set_mesh(MESH):
+        rules = by_names(jax.eval_shape(model.init, jax.random.key(0), X))
+        variables = jax.jit(model.init)(jax.random.key(0), X)
+        state = optax.adam(1e-2).init(nn.unbox(variables))
+        check_placed(einshard(nn.unbox(variables), rules), NAMED_SHARDED)
+        check_placed(einshard(state, rules), NAMED_SHARDED)
+        placed = einshard(variables, rules)
+        check_placed(placed, {f'{path}/value': spec for path, spec in NAMED_SHARDED.items()})
+        made = sharded(None, None, out=rules)(model.init)(jax.random.key(0), X)
+        check_placed(made, {f'{path}/value': spec for path, spec in NAMED_SHARDED.items()})
+
+
+class Array:
+    """Has the attributes of a NamedArray of Haliax."""
+
+    def __init__(self, array, axes):
+        self.array, self.axes = array, axes
+
+
+jax.tree_util.register_pytree_node(
+    Array, lambda x: ((x.array,), x.axes), lambda axes, children: Array(children[0], axes)
+)
+
+
+def named_array(*names, size=8):
+    axes = tuple(SimpleNamespace(name=name, size=size) for name in names)
+    return Array(np.ones((size,) * len(names)), axes)
+
+
+def test_rules_from_the_names_of_haliax():
+    tree = {'w': named_array('embed', 'mlp'), 'b': named_array('mlp'), 'step': named_array()}
+    with jax.set_mesh(MESH), axis_rules(mlp='@tp'):
+        placed = einshard(tree, Rules.from_axis_names(tree))
+    assert placed['w'].array.sharding.spec == P(None, 'tp')
+    assert placed['b'].array.sharding.spec == P('tp')
+    model = jax.eval_shape(lambda: tree)
+    found = plan(
+        lambda tree, x: x @ tree['w'].array,
+        model,
+        jax.ShapeDtypeStruct((16, 8), jnp.float32),
+        mesh=jax.devices()[:4],
+        objective='bytes',
+        compilations=1,
+    )
+    assert {'embed', 'mlp'} <= {*dict(found.best.candidate.axes)} | {*found.rules}
+
+
+def test_rules_from_names_match_their_own_arrays():
+    def box(*names):
+        return nn.LogicallyPartitioned(np.ones((8,) * len(names)), names)
+
+    tree = {
+        'w': box('mlp', None),
+        'up': {'w': box(None, 'mlp')},
+        'down': {'w': np.ones((8, 8))},
+        'layers': [{'v': box('mlp', None)}, {'v': box(None, 'mlp')}],
+        'stack': [{'v1': box('mlp')}, {'v1': box('mlp')}],
+    }
+    rules = by_names(tree, ('down', 'i o -> i@data o'))
+    expected = {
+        'up/w/value': P(None, 'tp'),
+        'w/value': P('tp'),
+        'down/w': P('data'),
+        'layers/0/v/value': P('tp'),
+        'layers/1/v/value': P(None, 'tp'),
+        'stack/0/v1/value': P('tp'),
+        'stack/1/v1/value': P('tp'),
+    }
+    with jax.set_mesh(MESH), axis_rules(mlp='@tp'):
+        check_placed(einshard(tree, rules), expected)
+    # also without a rule for the array without names
+    with jax.set_mesh(MESH), axis_rules(mlp='@tp'):
+        check_placed(einshard(tree, by_names(tree)), expected | {'down/w': P()})
+
+
 def test_a_plan_of_a_module_with_keys():
     """JAX 0.10 and 0.12 export a key without a sharding with one on an empty mesh."""
     if jax.__version_info__ < (0, 9):
@@ -357,7 +467,9 @@ def test_names_of_stacked_layers_of_nnx():
             plan(step, model, X, mesh=jax.devices()[:4], objective='bytes', compilations=1)
         )
     without, named = plans
-    assert without.notes[0].startswith("Flax names 2 axes of float32[3,16,8], leaf '0/layers/down")
+    assert without.notes[0].startswith(
+        "metadata names 2 axes of float32[3,16,8], leaf '0/layers/down"
+    )
     assert not any('names are not used' in note for note in named.notes)
     assert 'mlp' in dict(named.best.candidate.axes)
 

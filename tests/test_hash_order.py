@@ -9,6 +9,8 @@ from jax.sharding import PartitionSpec as P
 from placed import struct
 
 from einshard import EinshardError, axis_rules, einshard, sharded
+
+# private: sets in the order of another process
 from einshard._explain.explain import _devices
 from einshard._explain.findings.slow_network import slow_network
 from einshard._sharding.mesh import partition_text

@@ -6,6 +6,7 @@ import pytest
 from jax import lax
 from placed import struct
 
+# private: the bytes of a program on a device with HBM, as compiled here
 from einshard._program.hlo.graph import Graph
 from einshard._program.hlo.hbm_traffic import min_hbm_bytes
 from einshard._program.hlo.text import Program

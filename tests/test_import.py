@@ -19,6 +19,7 @@ import einshard
 TOOLS = '_check', '_cli', '_draw', '_eject', '_explain', '_page', '_plan', '_predict'
 TOOLS += '_program.hlo', '_program.cost'
 assert not {f'einshard.{name}' for name in TOOLS} & {*sys.modules}
+# private: the notation works without JAX
 from einshard._notation.expression import parse
 from einshard._notation.layout import lay_out
 from jax.sharding import AbstractMesh

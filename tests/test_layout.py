@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 from placed import mesh_of
 
 from einshard import EinshardError, make_sharding
+
+# private: layouts of more devices than JAX can simulate here
 from einshard._notation.counts import prime_factors
 from einshard._notation.expression import parse
 from einshard._notation.layout import Layout, Split, lay_out
@@ -131,6 +133,12 @@ def test_grids(expression, n, grid):
         Split(count, None if name is None else parsed.names.index(name)) for name, count in grid
     )
     assert lay_out(parsed, len(parsed.names), n) == Layout(splits)
+
+
+def test_layouts_distinguish_terms_of_a_sum_from_replicas():
+    layout = lay_out(parse('b d -> b2 2 +2 d'), 2, 8)
+    assert layout.splits == (Split(2, 0), Split(2, None), Split(2, None, sign='+'))
+    assert layout != lay_out(parse('b d -> b2 4 d'), 2, 8)
 
 
 # ------------------------------------------------------------------ expressions that must agree

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from einshard import EinshardError, MemoryExceeded, UnexpectedCollectives, explain, sharded
+
+# private: a JAX without compilation events; limits that no program reaches
 from einshard._functions import compile_events
 from einshard._program.hlo.memory import parse_bytes
 

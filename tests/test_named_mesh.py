@@ -8,6 +8,8 @@ from placed import mesh_of
 from refusal import refusal
 
 from einshard import device_mesh, einshard, sharded, topology
+
+# private: names of slices also without libtpu, and of slices that it takes minutes to describe
 from einshard._sharding.tpu_names import not_offered, topology_name
 
 DEVICES = jax.devices()

@@ -30,9 +30,6 @@ from einshard import (
     sharded,
     show,
 )
-from einshard._notation.expression import Term, parse
-from einshard._notation.layout import Split, lay_out
-from einshard._notation.write import write_short
 
 EXPLICIT = AxisType.Explicit
 MESH = mesh_of(types=EXPLICIT, x=4, y=2)
@@ -47,30 +44,6 @@ def mesh_in_context():
 
 
 # --- the notation -------------------------------------------------------------------------------
-
-TERMS = {
-    '+2': Term(count=2, sign='+'),
-    '+*': Term(star=True, sign='+'),
-    '=2*': Term(count=2, star=True, sign='='),
-    '+@tp': Term(mesh_axes=('tp',), sign='+'),
-    '=@(data,tp)': Term(mesh_axes=('data', 'tp'), sign='='),
-}
-
-
-@pytest.mark.parametrize('text', TERMS)
-def test_terms(text):
-    parsed = parse(f'b d {text}')
-    assert parsed.right[2] == TERMS[text]
-    assert parsed.names == ('b', 'd')
-    assert str(TERMS[text]) == text
-    assert write_short(parsed.right) == parsed
-
-
-def test_layouts_distinguish_terms_of_a_sum_from_replicas():
-    layout = lay_out(parse('b d -> b2 2 +2 d'), 2, 8)
-    assert layout.splits == (Split(2, 0), Split(2, None), Split(2, None, sign='+'))
-    assert layout != lay_out(parse('b d -> b2 4 d'), 2, 8)
-
 
 # Each expression with the spec that it stands for, on x=4, y=2.
 SPECS = {

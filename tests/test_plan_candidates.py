@@ -9,6 +9,8 @@ from planned import Sizes, experts_step, mlp_step, transformer_step
 from test_bounds import tpus
 
 from einshard import EinshardError, sharded
+
+# private: the candidates that the search leaves out
 from einshard._plan import find_candidates as candidates
 from einshard._plan.estimate import Estimator
 from einshard._plan.find_candidates import find_candidates

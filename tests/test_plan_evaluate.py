@@ -11,6 +11,8 @@ import pytest
 from placed import struct
 
 from einshard import EinshardError, Rules, device_mesh, einshard, sharded
+
+# private: the text of the programs that the worker compiles
 from einshard._explain.partition import Worker
 from einshard._plan.candidate import Candidate
 from einshard._plan.evaluate import Function, Partitioner

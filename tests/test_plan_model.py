@@ -9,7 +9,9 @@ from placed import struct as f32
 from planned import MLP_RULES, Sizes, experts_step, mlp_step, transformer_step
 from refusal import refusal
 
-from einshard import Chip, Rules, einshard, sharded
+from einshard import Chip, Rules, einshard, plan, sharded
+
+# private: names and costs of each operation, of which a plan shows sums
 from einshard._plan.candidate import Candidate
 from einshard._plan.costly_ops import CostlyOp, OpArray
 from einshard._plan.estimate import Estimator
@@ -179,6 +181,19 @@ def test_flax_names():
     model = find_model(layer.apply, (weights, f32(8, 16)), {})
     assert model.sizes == {'embed': 16, 'mlp': 32}
     assert list(products(model)) == ['. ., embed mlp -> . mlp']
+
+
+def test_names_that_are_not_valid():
+    """plan leaves them out, and says so."""
+    linen = pytest.importorskip('flax.linen')
+    init = linen.with_logical_partitioning(linen.initializers.ones, ('embed', 'mlp2'))
+    layer = linen.Dense(32, kernel_init=init, use_bias=False)
+    weights = jax.eval_shape(layer.init, jax.random.key(0), f32(8, 16))
+    found = plan(
+        layer.apply, weights, f32(8, 16), mesh=jax.devices()[:4], objective='bytes', compilations=1
+    )
+    assert found.rules.keys() == {'embed'}
+    assert found.notes[0] == "names in metadata that are not valid axis names are not used: 'mlp2'"
 
 
 def test_flax_variables():

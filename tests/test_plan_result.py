@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import planned
 import pytest
+from command import main
 from jax.sharding import Mesh
 from placed import struct
 
@@ -24,7 +25,8 @@ from einshard import (
     to_jax,
     topology,
 )
-from einshard._cli.main import main
+
+# private: one worker for all plans, which saves 3 s for each
 from einshard._explain.partition import Worker
 from einshard._plan import evaluate
 from einshard._plan.candidate import Candidate
@@ -215,7 +217,7 @@ def test_names_of_flax_shard_the_arguments():
     found = plan(layer.apply, params, x, mesh=EIGHT, objective='memory', pin=pin, compilations=1)
     [kernel] = [row for row in found.explain().arguments if 'kernel' in row.path]
     assert kernel.placement == 'a b -> a b@x'
-    assert "Flax names axes of arguments: 'embed' and 'mlp'" in found.notes[0]
+    assert "metadata names axes of arguments: 'embed' and 'mlp'" in found.notes[0]
 
 
 def test_names_of_flax_shard_arguments_without_a_spec():

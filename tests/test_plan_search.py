@@ -7,6 +7,7 @@ import types
 import pytest
 from refusal import refusal
 
+# private: the order of a search with costs known beforehand
 from einshard._plan.candidate import Candidate
 from einshard._plan.evaluation import Evaluation
 from einshard._plan.make_plan import _notes, make_plan
@@ -198,7 +199,7 @@ def ranged(least, most):
 )
 def test_notes_plans_whose_ranges_overlap(objective, ranges, last):
     search, _ = run(objective=objective)
-    model = types.SimpleNamespace(flax_names=(), sizes={})
+    model = types.SimpleNamespace(metadata_names=(), sizes={})
     function = types.SimpleNamespace(args=(), kwargs={})
     notes = list(_notes(list(itertools.starmap(ranged, ranges)), search, model, function))
     assert notes == [

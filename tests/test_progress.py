@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from einshard import _progress, explain
+
+# private: a line that disappears, without a compilation that takes seconds
 from einshard._progress import progress
 
 

@@ -16,6 +16,8 @@ from einshard import (
     per_device,
     sharded,
 )
+
+# private: a JAX without compilation events
 from einshard._functions import compile_events
 
 EIGHT = jax.devices()[:8]

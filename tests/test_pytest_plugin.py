@@ -22,6 +22,8 @@ from spawn import python_path
 
 import einshard
 from einshard import explain, sharded
+
+# private: golden files of programs with rare collectives
 from einshard._explain.collectives import Collectives
 from einshard._explain.golden_files import Goldens, file_name, golden_text
 from einshard._program.hlo.text import ArrayType

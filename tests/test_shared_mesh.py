@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from oracle import examples
 
 from einshard import EinshardError
+
+# private: the joint mesh of more devices than JAX can simulate here
 from einshard._notation.expression import parse
 from einshard._per_device.joint_mesh import joint_mesh
 from einshard._per_device.spec_axes import SpecAxes

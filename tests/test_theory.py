@@ -12,6 +12,8 @@ from placed import mesh_of, struct
 from refusal import refusal
 
 from einshard import einshard, make_sharding, parallelism, sharded
+
+# private: collectives of a reshard from HLO, and their blocks
 from einshard._predict.communication import ShardedArray, Space, resharding
 from einshard._predict.contraction import read_contraction
 from einshard._program.hlo.find_collectives import read_collectives

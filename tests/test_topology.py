@@ -26,6 +26,8 @@ from einshard import (
     sharded,
     topology,
 )
+
+# private: the process as before libtpu is loaded
 from einshard._sharding import libtpu
 
 pytest.importorskip('libtpu', reason='libtpu describes TPUs, and is not installed')

@@ -30,10 +30,10 @@ from .._program.hlo.target_collectives import target_collectives
 from .._program.hlo.text import Program
 from .._sharding.collective_axes import along_text
 from .._sharding.mesh import partition_spec
+from .._trees.axis_names import MetadataNames
 from .._trees.paths import leaves_with_paths, path_text
 from .candidate import Candidate
 from .evaluation import CostSource, Evaluation
-from .flax_names import FlaxNames
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Function:
     Attributes:
         devices: the devices of the target. Each candidate arranges them in its own mesh.
         chip: the chip whose speeds set the lower bounds on time, or None if it is unknown.
-        flax_names: see `Model.flax_names`.
+        metadata_names: see `Model.metadata_names`.
+        had_rules: whether the user's function has `axis_rules` of its own, which `fn` has not.
     """
 
     fn: Any
@@ -51,11 +52,13 @@ class Function:
     kwargs: Mapping[str, Any]
     devices: Mesh
     chip: Chip | None
-    flax_names: Sequence[FlaxNames | None] = ()
+    metadata_names: Sequence[MetadataNames | None] = ()
+    had_rules: bool = False
 
     def trace(self, candidate: Candidate) -> Stages:
         with candidate.scope(self.devices) as mesh:
-            return trace_call(self._copy(), *self._structs(candidate, mesh), mesh=None)
+            # a copy, so that candidates do not fill the cache of the original
+            return trace_call(copy_sharded(self.fn), *self._structs(candidate, mesh), mesh=None)
 
     def report(self, candidate: Candidate) -> Report:
         """Compiles the function for the target, and reports on it as `explain` does."""
@@ -86,11 +89,11 @@ class Function:
         yield from map(self.evaluate, candidates)
 
     def _structs(self, candidate: Candidate, mesh: Mesh) -> Any:
-        """Replaces arrays with ShapeDtypeStructs, sharded by the axis names from Flax."""
+        """Replaces arrays with ShapeDtypeStructs, sharded by the axis names in their metadata."""
         leaves, treedef = jtu.tree_flatten((tuple(self.args), dict(self.kwargs)))
         axes = {axis: (axis,) for axis in mesh.axis_names} | dict(candidate.axes)
         structs: list[Any] = []
-        for x, array_names in itertools.zip_longest(leaves, self.flax_names):
+        for x, array_names in itertools.zip_longest(leaves, self.metadata_names):
             sharding = None
             if array_names is not None:
                 entries = [[axis for name in names for axis in axes[name]] for names in array_names]
@@ -104,19 +107,27 @@ class Function:
             )
         return treedef.unflatten(structs)
 
-    def _copy(self) -> Any:
-        """Copies a `sharded` function, so that candidates do not fill the cache of the original."""
-        function = as_sharded(self.fn)
-        if function is None:
-            return self.fn
-        copy = ShardedFunction[..., Any](function._setup)  # type: ignore[reportPrivateUsage]
-        return BoundMethod(copy, *self.fn.args) if isinstance(self.fn, BoundMethod) else copy
-
 
 def as_sharded(fn: Any) -> ShardedFunction[..., Any] | None:
     """Returns the ShardedFunction of a `sharded` function or method. Returns None for others."""
     function = fn.func if isinstance(fn, BoundMethod) else fn
     return function if isinstance(function, ShardedFunction) else None
+
+
+def has_rules(fn: Any) -> bool:
+    """Whether a function is `sharded(axis_rules=...)`."""
+    function = as_sharded(fn)
+    return bool(function and function._setup.axis_rules)  # type: ignore[reportPrivateUsage]
+
+
+def copy_sharded(fn: Any, **changes: Any) -> Any:
+    """Copies a `sharded` function or method, with changes to its setup. Returns others as is."""
+    function = as_sharded(fn)
+    if function is None:
+        return fn
+    setup = replace(function._setup, **changes)  # type: ignore[reportPrivateUsage]
+    copy = ShardedFunction[..., Any](setup)
+    return BoundMethod(copy, *fn.args) if isinstance(fn, BoundMethod) else copy
 
 
 class Partitioner:

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 
 from .._errors import EinshardError, plural, quoted
 from .._text import format_bytes
+from .._trees.axis_names import invalid_names, misfits
 from .._trees.paths import leaf_text
 from .evaluate import Function
 from .evaluation import Evaluation
 from .find_candidates import Candidates
-from .flax_names import names_without_axes
 from .model import Model
 from .result import Plan
 from .search import Search
@@ -67,21 +67,23 @@ def _no_plan_compiles(choices: Sequence[Evaluation], model: Model) -> EinshardEr
 def _notes(
     choices: Sequence[Evaluation], search: Search, model: Model, function: Function
 ) -> Iterator[str]:
-    misfits = names_without_axes((function.args, function.kwargs))
-    if misfits:
-        path, leaf, names = misfits[0]
-        more = f', and {len(misfits) - 1} more' if len(misfits) > 1 else ''
+    unused = misfits((function.args, function.kwargs))
+    if unused:
+        path, leaf, names = unused[0]
+        more = f', and {len(unused) - 1} more' if len(unused) > 1 else ''
         path = path.partition('/')[2]  # without the container of all arguments
         yield (
-            f'Flax names {plural(len(names), "axis")} of {leaf_text(path, leaf)}{more}: these '
+            f'metadata names {plural(len(names), "axis")} of {leaf_text(path, leaf)}{more}: these '
             'names are not used. To name the axis of stacked layers, pass its name to nnx.vmap or '
             "nn.scan: {nnx.PARTITION_NAME: 'layers'}"
         )
-    in_flax = [name for names in model.flax_names for axis in names or () for name in axis]
-    if names := [name for name in model.sizes if name in in_flax]:
+    if invalid := invalid_names((function.args, function.kwargs)):
+        yield f'names in metadata that are not valid axis names are not used: {quoted(invalid)}'
+    read = [name for names in model.metadata_names for axis in names or () for name in axis]
+    if names := [name for name in model.sizes if name in read]:
         yield (
-            f'Flax names axes of arguments: {quoted(names)}. axis_rules does not shard these '
-            'arguments, so place them before the call'
+            f'metadata names axes of arguments: {quoted(names)}. Place these arguments before the '
+            'call, by Rules.from_axis_names(argument)'
         )
     n = _n_indistinguishable(choices) if search.objective == 'bound' else 1
     if n > 1:

@@ -12,8 +12,8 @@ from typing import Any
 import jax.tree_util as jtu
 
 from .._program.jaxpr.graph import Program, flatten
+from .._trees.axis_names import MetadataNames, fitting_names
 from .costly_ops import CostlyOp, find_costly_ops
-from .flax_names import FlaxNames, flax_axis_names
 from .live_sets import LiveSet, StoredArray, find_live_sets
 from .names import ArrayNames, AxisNames, name_axes
 from .tracing import first_trace, names_in, no_names_error, trace_with_names
@@ -51,8 +51,8 @@ class Model:
             combination of names occurs once.
         results: the results that do not reuse the memory of a donated argument.
         live_sets: see `find_live_sets`.
-        flax_names: for each leaf of the arguments of the call, the axis names from Flax that shard
-            it, or None.
+        metadata_names: for each leaf of the arguments of the call, the axis names in its metadata
+            that shard it, or None.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Model:
     results: tuple[StoredArray, ...]
     costly_ops: tuple[CostlyOp, ...]
     live_sets: tuple[LiveSet, ...]
-    flax_names: tuple[FlaxNames | None, ...]
+    metadata_names: tuple[MetadataNames | None, ...]
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
@@ -89,8 +89,8 @@ def find_model(
 
     `mesh_axes` are the mesh axes that the expressions of the function may name directly.
     """
-    expressions, flax_names = first_trace(fn, args, kwargs, mesh_axes)
-    names = [name for array in flax_names for axis in array or () for name in axis]
+    expressions, metadata_names = first_trace(fn, args, kwargs, mesh_axes)
+    names = [name for array in metadata_names for axis in array or () for name in axis]
     names += [name for expression in expressions for name in names_in(expression)]
     names = [name for name in dict.fromkeys(names) if name not in mesh_axes]
     if not names:
@@ -98,8 +98,8 @@ def find_model(
     stages, spec_names, result_names = trace_with_names(fn, args, kwargs, names, mesh_axes)
     assert stages.traced is not None, 'only a jax.stages.Lowered has no trace'
     known = {*names, *mesh_axes}
-    argument_names = _with_flax_names(spec_names, stages.traced.args_info, known)
-    result_names = _with_flax_names(result_names, stages.traced.out_info, known)
+    argument_names = _with_metadata_names(spec_names, stages.traced.args_info, known)
+    result_names = _with_metadata_names(result_names, stages.traced.out_info, known)
     program = flatten(stages.traced.jaxpr)
     found = name_axes(program, argument_names, result_names)
     axis_names = [tuple(axis or () for axis in value_names) for value_names in found]
@@ -117,21 +117,21 @@ def find_model(
         results=_new_results(program, axis_names, arrays, results),
         costly_ops=find_costly_ops(program, axis_names, states),
         live_sets=find_live_sets(program, axis_names),
-        flax_names=tuple(flax_names),
+        metadata_names=tuple(metadata_names),
     )
 
 
-def _with_flax_names(
+def _with_metadata_names(
     spec_names: Sequence[ArrayNames | None], tree: Any, known: Collection[str]
 ) -> list[ArrayNames | None]:
-    """Replaces None by the names that Flax keeps with the leaf, without names not in `known`.
+    """Replaces None by the names in the metadata of the leaf, without names not in `known`.
 
-    Names are not in `known` if Flax keeps them only with results, or with the `self` of a method.
+    Names are not in `known` if only results have them, or the `self` of a method.
     """
     found: list[ArrayNames | None] = []
-    for names, from_flax in zip(spec_names, flax_axis_names(tree), strict=True):
-        if names is None and from_flax is not None:
-            names = tuple(tuple(name for name in axis if name in known) for axis in from_flax)
+    for names, in_metadata in zip(spec_names, fitting_names(tree), strict=True):
+        if names is None and in_metadata is not None:
+            names = tuple(tuple(name for name in axis if name in known) for axis in in_metadata)
         found.append(names)
     return found
 

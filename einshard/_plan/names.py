@@ -28,7 +28,7 @@ def name_axes(
 ) -> list[ArrayNames]:
     """Returns the axis names of each value of a program.
 
-    `arguments` and `results` are the axis names that specs or Flax give, or None.
+    `arguments` and `results` are the axis names that specs or metadata give, or None.
     """
     required = _NameTable(program)
     for value, names in zip(program.results, results, strict=True):

@@ -19,7 +19,7 @@ from .._sharding.context import current_context, mesh_scope
 from .._sharding.mesh import MeshLike, is_canonical_mesh, mesh_fact
 from .._text import name_of
 from .estimate import Estimator
-from .evaluate import Function, Partitioner, as_sharded
+from .evaluate import Function, Partitioner, as_sharded, copy_sharded, has_rules
 from .evaluation import Objective
 from .find_candidates import find_candidates
 from .make_plan import make_plan
@@ -63,11 +63,11 @@ def plan(
 
     The function names its axes in expressions without placements: in the specs of `sharded`, in
     `Rules`, and in constraints such as `einshard(x, 'batch seq act')`. `plan` finds these names by
-    tracing, and reads those that Flax keeps with arrays. A candidate is a mesh shape with up to
-    three axes (x, y, z), and the mesh axes over which each name is sharded. `plan` ranks candidates
-    by estimates, compiles the best ones with XLA's partitioner (for simulated CPU devices, in
-    another process), and compiles the best of these for the target. Nothing runs, and arguments can
-    be ShapeDtypeStructs.
+    tracing, and reads those that Flax and Haliax keep with arrays. A candidate is a mesh shape with
+    up to three axes (x, y, z), and the mesh axes over which each name is sharded. `plan` ranks
+    candidates by estimates, compiles the best ones with XLA's partitioner (for simulated CPU
+    devices, in another process), and compiles the best of these for the target. Nothing runs, and
+    arguments can be ShapeDtypeStructs.
 
     By default, the cost of a candidate is a sum of lower bounds: compute, HBM, and the network
     along each mesh axis. It is not a prediction of the step time.
@@ -101,6 +101,9 @@ def plan(
     check_option('objective', objective, get_args(Objective))
     fn, arguments, keywords = unwrap_partial(fn, args, kwargs)
     _check_has_no_mesh(fn)
+    # rules of the function would win over those of each candidate
+    had_rules = has_rules(fn)
+    fn = copy_sharded(fn, axis_rules=())
     devices = _devices(mesh)
     chip = _find_chip(chip, devices, objective)
     limit = _memory_limit(memory, chip, devices)
@@ -118,7 +121,7 @@ def plan(
     found = find_candidates(space, estimator, memory=limit, objective=objective)
     if not any(axes for candidate in found.ranked for _, axes in candidate.axes):
         raise _nothing_to_shard(model, devices)
-    function = Function(fn, arguments, keywords, devices, chip, model.flax_names)
+    function = Function(fn, arguments, keywords, devices, chip, model.metadata_names, had_rules)
     # for CPUs, the partitioner is already the compiler of the target
     is_cpu = devices.devices.flat[0].platform == 'cpu'
     with closing(Partitioner(function)) as partitioner:

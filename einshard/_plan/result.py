@@ -173,9 +173,17 @@ class Plan(Display):
             '',
             f'mesh = {mesh_call(self.devices, self.best.candidate)}',
             f'rules = {self.rules}',
-            'with jax.set_mesh(mesh), axis_rules(rules):',
-            f'    {self.name if self.name.isidentifier() else "f"}(...)',
         ]
+        name = self.name if self.name.isidentifier() else 'f'
+        if self._function.had_rules:
+            lines[1] = f'from einshard import {"Rules, " * uses_rules}device_mesh, sharded'
+            lines += [
+                '# in place of its own: @sharded(axis_rules=rules)',
+                'with jax.set_mesh(mesh):',
+                f'    {name}(...)',
+            ]
+        else:
+            lines += ['with jax.set_mesh(mesh), axis_rules(rules):', f'    {name}(...)']
         if self.code:
             lines += ['', '# or, without axis_rules:', *self.code]
         if self.best.costs_from == 'compiler':

@@ -30,9 +30,9 @@ from .._sharding.context import current_context, mesh_scope
 from .._sharding.leaf_spec import REPLICATED, AnySpec, as_leaf_spec
 from .._sharding.resolve import resolve
 from .._text import name_of
+from .._trees.axis_names import MetadataNames, fitting_names
 from .._trees.paths import leaves_with_paths, path_text
 from .._trees.rules import Rules
-from .flax_names import FlaxNames, flax_axis_names
 from .names import ArrayNames
 
 _trace_numbers = itertools.count()
@@ -40,12 +40,12 @@ _trace_numbers = itertools.count()
 
 def first_trace(
     fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh_axes: Sequence[str]
-) -> tuple[list[Expression], list[FlaxNames | None]]:
+) -> tuple[list[Expression], list[MetadataNames | None]]:
     """Traces a function, and returns where its axis names come from.
 
     Returns:
         The expressions in its argument specs and constraints. For each leaf of `(args, kwargs)`,
-        the axis names that Flax keeps with it, or None if there are none, or if the leaf has a
+        the axis names in its metadata, or None if there are none, or if the leaf has a
         spec, whose names count instead.
     """
     constraints: list[Expression] = []
@@ -61,11 +61,11 @@ def first_trace(
     specs_of = {
         id(leaf): spec for leaf, spec in zip(stages.dynamic_leaves(), specs, strict=bool(specs))
     }
-    flax_names = [
+    metadata_names = [
         names if specs_of.get(id(leaf)) is None else None
-        for leaf, names in zip(jtu.tree_leaves(structs), flax_axis_names(structs), strict=True)
+        for leaf, names in zip(jtu.tree_leaves(structs), fitting_names(structs), strict=True)
     ]
-    return [as_leaf_spec(spec).expression for spec in specs if spec] + constraints, flax_names
+    return [as_leaf_spec(spec).expression for spec in specs if spec] + constraints, metadata_names
 
 
 def trace_with_names(

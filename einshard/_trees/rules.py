@@ -27,6 +27,7 @@ from .._sharding.leaf_spec import (
 )
 from .._sharding.mesh import MeshLike
 from .._text import first_of
+from .axis_names import rules_from_names
 from .paths import leaf_paths, leaf_text, path_and_array
 from .specs import Spec, check_registered_pytree, context_of, is_function, meshes_of, shape_of
 
@@ -111,6 +112,45 @@ class Rules:
         self._matches: dict[str, int | None] = {}
         self._by_path_and_shape: dict[tuple[str, tuple[int, ...]], _RuleAndSpec] = {}
         self._checked_paths: dict[tuple[str, ...], None] = {}
+
+    @classmethod
+    @public
+    def from_axis_names(
+        cls, tree: Any, rules: Iterable[tuple[str, Spec]] = (), **options: Any
+    ) -> Rules:
+        """Makes rules from the axis names that Flax or Haliax keep with the arrays of a tree.
+
+            >>> import jax
+            >>> from einshard import Rules
+            >>> from flax import linen as nn
+            >>> init = nn.with_logical_partitioning(nn.initializers.ones, ('embed', 'mlp'))
+            >>> dense = nn.Dense(8, kernel_init=init)
+            >>> shapes = jax.eval_shape(dense.init, jax.random.key(0), jax.numpy.ones((2, 4)))
+            >>> Rules.from_axis_names(shapes, default='... -> * ...')
+            Rules([('(^|/)params/kernel$', 'embed mlp')], default='... -> * ...')
+
+        Each array with names gets a rule: its path, and its names as an expression without
+        placements, which `axis_rules` shard. Names are those of `nn.with_logical_partitioning`, of
+        the metadata of an `nnx.Variable`, and of a `NamedArray`. Layers whose paths differ in a
+        number only share a rule. The rules also place trees without names that have the same paths,
+        such as those of `nn.unbox`, and the moments of an optimizer.
+
+        Args:
+            tree: the arrays, or their shapes, as from `jax.eval_shape`.
+            rules: (pattern, spec) pairs, which come first. The names of arrays that they match are
+                not used.
+            options: those of `Rules`. `default=` is for arrays without names.
+
+        Raises:
+            EinshardError: no array has names; or an array has more names than axes or fewer, the
+                same name twice, or a name that is not valid in an expression. Lists all of these.
+        """
+        first = cls(rules, **options)
+
+        def has_rule(path: str) -> bool:
+            return first.match(path) is not None
+
+        return cls([*first.rules, *rules_from_names(tree, has_rule)], **options)
 
     def __repr__(self) -> str:
         options = {
