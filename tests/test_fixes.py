@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import re
 import subprocess
 import textwrap
 from pathlib import Path
@@ -10,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from mistakes import BOTH, MEGATRON, Choices, arguments, make_step
 
 from einshard import EinshardError, device_mesh, einshard, explain, sharded, topology
 from einshard._cli.main import main
@@ -308,3 +310,77 @@ def test_command_writes_a_patch(tmp_path, monkeypatch, capsys):
     patch = Path('fix.patch').read_text()
     assert "+    x = einshard(jax.numpy.tanh(x), 'b d -> b@data d')" in patch
     assert '--- a/model.py' in patch
+
+
+# --- Explicit axes ------------------------------------------------------------------------------
+
+EXPLICIT = device_mesh(jax.devices()[:8], axis_types=AxisType.Explicit, data=4, tensor=2)
+
+
+def dense(x, w):
+    return jax.nn.silu(x @ w)
+
+
+def test_on_explicit_axes_arguments_are_moved():
+    """The function is traced again: its values have the types that follow from the arguments."""
+
+    def report_for(x_spec, tries):
+        x, w = struct((2048, 512), x_spec, EXPLICIT), struct((512, 2048), 'd f@tensor', EXPLICIT)
+        return explain(jax.jit(dense), x, w, tries=tries)
+
+    report = report_for('b d -> b d', 8)
+    (finding,) = report.findings
+    assert finding.kind == 'replicated compute'
+    (expression,) = re.findall("shard x with '([^']*)'", finding.suggestion)
+    assert finding.tried.flops == report.flops / 4
+    by_hand = report_for(expression, 0)
+    assert by_hand.flops == finding.tried.flops
+    assert by_hand.network_bytes == finding.tried.network_bytes
+
+
+def test_on_explicit_axes_values_are_not_constrained():
+    def gated(x, w):
+        gate, up = jnp.split(x @ w, 2, -1)
+        return gate * up
+
+    x, w = (
+        struct((2048, 512), 'b d -> b@data d', EXPLICIT),
+        struct((512, 2048), 'd f@tensor', EXPLICIT),
+    )
+    report = explain(jax.jit(gated), x, w, tries=8)
+    assert 'sliced axis' in [finding.kind for finding in report.findings]
+    assert not any('constrain' in finding.suggestion for finding in report.findings)
+
+
+# --- planted mistakes ---------------------------------------------------------------------------
+
+ON_BOTH = mesh_of(data=4, tensor=4)
+PLANTED = {
+    'missing constraint': (
+        Choices(BOTH, embedded=None),
+        Choices(BOTH),
+        "constrain `weights['embed'][tokens[:, :-1]]` in ",
+    ),
+    'contracted axis': (
+        Choices(MEGATRON | {'down': 'f d@tensor'}),
+        Choices(MEGATRON),
+        "shard state/{m,w}/layers/0-1/down with 'f d -> f@tensor d'",
+    ),
+}
+
+
+@pytest.mark.parametrize('kind', PLANTED)
+def test_tried_suggestion_gives_the_correct_program(kind):
+    wrong, right, suggestion = PLANTED[kind]
+    report = explain(make_step(wrong, ON_BOTH), *arguments(), tries=4)
+    assert report.findings[0].kind == kind
+    assert report.findings[0].suggestion.startswith(suggestion)
+    correct = explain(make_step(right, ON_BOTH), *arguments(), tries=0)
+    assert report.findings[0].tried.network_bytes <= correct.network_bytes
+
+
+def test_nothing_is_suggested_that_was_not_compiled():
+    for c, _, _ in PLANTED.values():
+        report = explain(make_step(c, ON_BOTH), *arguments(), tries=0)
+        assert report.findings
+        assert {each.suggestion for each in (*report.findings, *report.notes)} == {''}

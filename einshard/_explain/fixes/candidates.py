@@ -17,7 +17,9 @@ from ..._program.jaxpr.edits import ValueEdit
 from ..._program.jaxpr.graph import Op
 from ..._program.jaxpr.spans import Span
 from ..._sharding.mesh import partition_spec
+from ..findings.arguments import states_of_parameters
 from ..findings.facts import Facts
+from ..findings.next_call import next_arguments
 from ..findings.trace import PRODUCTS, read_trace
 from ..findings.values import Axis
 from .trials import Edits, Trial
@@ -207,6 +209,7 @@ class Candidates:
     def __init__(self, facts: Facts, trial: Trial):
         assert isinstance(facts.mesh, Mesh)
         self.facts, self.trial, self.mesh = facts, trial, facts.mesh
+        self.states, self.replaced = states_of_parameters(facts), next_arguments(facts)
         self.sizes = {str(name): size for name, size in self.mesh.shape.items()}
         self.producers: dict[int, list[Op]] = defaultdict(list)
         self.users: dict[int, list[Op]] = defaultdict(list)
@@ -607,7 +610,8 @@ class Candidates:
                     swapped = self._checked(tuple(entries), shape)
                 for each in (swapped, new):
                     if each is not None and each != current:
-                        yield Change('contracted axis', cost, self._state(argument, each))
+                        kind = 'contracted axis' if op.primitive in PRODUCTS else 'placement'
+                        yield Change(kind, cost, self._state(argument, each))
 
     def _state(self, argument: int, entries: Entries) -> Edits:
         """Shards an argument, the same argument of other layers, its states and the results."""
@@ -621,18 +625,16 @@ class Candidates:
                 folded == path or folded.endswith(f'/{end}')
             )
 
+        arguments = {
+            i
+            for i, array in enumerate(facts.arguments)
+            if array.sharding is not None and is_same(array.path, array.shape)
+        }
+        arguments |= {state for state, i in self.states.items() if i in arguments}
+        results = {i for i, row in enumerate(facts.results) if is_same(row.path, row.shape)}
+        results |= {result for result, i in self.replaced.items() if i in arguments}
         return Edits(
-            (),
-            {
-                i: sharding
-                for i, array in enumerate(facts.arguments)
-                if array.sharding is not None and is_same(array.path, array.shape)
-            },
-            {
-                i: sharding
-                for i, array in enumerate(facts.results)
-                if is_same(array.path, array.shape)
-            },
+            (), dict.fromkeys(sorted(arguments), sharding), dict.fromkeys(sorted(results), sharding)
         )
 
     def _arguments_by_path(self, cost: Cost) -> Iterator[Change]:
