@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import re
 import subprocess
 import textwrap
 from functools import partial
@@ -11,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from mistakes import BOTH, MEGATRON, Choices, arguments, make_step
 
 from einshard import EinshardError, device_mesh, einshard, explain, sharded, topology
 from einshard._cli.main import main
@@ -518,15 +520,15 @@ def test_no_time_for_reshards():
 )
 def test_reshards_in_two_steps_on_topologies(target):
     mesh = topology(target, x=4, y=2)
-    for make, arguments in (
+    for make, given in (
         (returned, (cube(mesh=mesh, size=256),)),
         (constrained, (square(mesh, 256), cube(mesh=mesh, size=256))),
     ):
-        report, finding = finding_of(make(mesh), *arguments)
+        report, finding = finding_of(make(mesh), *given)
         assert "'a b c -> a@y b c@x' to 'a b c -> a b@(x,y) c' via a full" in finding.text
         assert "'a b c -> a@y b@x c'" in finding.suggestion
-        by_hand = explain(make(mesh, BETWEEN), *arguments, tries=0)
-        fixed = explain(report.fixed_function(), *arguments, tries=0)
+        by_hand = explain(make(mesh, BETWEEN), *given, tries=0)
+        fixed = explain(report.fixed_function(), *given, tries=0)
         assert fixed.network_bytes == by_hand.network_bytes < 0.7 * report.network_bytes
 
 
@@ -584,3 +586,68 @@ def test_no_constraint_where_a_helper_computes_values_of_several_ndims():
 
     report = explain(jax.jit(step), m, m, x, tries=4)
     assert 'constrain' not in ' '.join(finding.suggestion for finding in report.findings)
+
+
+# --- Explicit axes ------------------------------------------------------------------------------
+
+EXPLICIT = device_mesh(jax.devices()[:8], axis_types=AxisType.Explicit, data=4, tensor=2)
+
+
+def silu_of_product(x, w):
+    return jax.nn.silu(x @ w)
+
+
+def test_on_explicit_axes_arguments_are_moved():
+    """The function is traced again: its values have the types that follow from the arguments."""
+
+    def report_for(x_spec, tries):
+        x, w = struct((2048, 512), x_spec, EXPLICIT), struct((512, 2048), 'd f@tensor', EXPLICIT)
+        return explain(jax.jit(silu_of_product), x, w, tries=tries)
+
+    report = report_for('b d -> b d', 8)
+    (finding,) = report.findings
+    assert finding.kind == 'replicated compute'
+    (expression,) = re.findall("shard x with '([^']*)'", finding.suggestion)
+    assert finding.tried.flops == report.flops / 4
+    by_hand = report_for(expression, 0)
+    assert by_hand.flops == finding.tried.flops
+    assert by_hand.network_bytes == finding.tried.network_bytes
+
+
+def test_on_explicit_axes_values_are_not_constrained():
+    def gated(x, w):
+        gate, up = jnp.split(x @ w, 2, -1)
+        return gate * up
+
+    x, w = (
+        struct((2048, 512), 'b d -> b@data d', EXPLICIT),
+        struct((512, 2048), 'd f@tensor', EXPLICIT),
+    )
+    report = explain(jax.jit(gated), x, w, tries=8)
+    assert 'sliced axis' in [finding.kind for finding in report.findings]
+    assert not any('constrain' in finding.suggestion for finding in report.findings)
+
+
+# --- planted mistakes ---------------------------------------------------------------------------
+
+ON_BOTH = mesh_of(data=4, tensor=4)
+PLANTED = {
+    'missing constraint': (Choices(BOTH, embedded=None), Choices(BOTH)),
+    'contracted axis': (Choices(MEGATRON | {'down': 'f d@tensor'}), Choices(MEGATRON)),
+}
+
+
+@pytest.mark.parametrize('kind', PLANTED)
+def test_tried_suggestions_send_no_more_than_the_correct_program(kind):
+    wrong, right = (make_step(c, ON_BOTH) for c in PLANTED[kind])
+    found = explain(wrong, *arguments(), tries=8).findings
+    assert all(finding.suggestion for finding in found)
+    correct = explain(right, *arguments(), tries=0)
+    assert found[-1].tried.network_bytes <= correct.network_bytes
+
+
+def test_nothing_is_suggested_that_was_not_compiled():
+    for c, _ in PLANTED.values():
+        report = explain(make_step(c, ON_BOTH), *arguments(), tries=0)
+        assert report.findings
+        assert {each.suggestion for each in (*report.findings, *report.notes)} == {''}

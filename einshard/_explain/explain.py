@@ -87,7 +87,7 @@ def explain(
         tries: how many changes of the program to compile in search of suggestions, at most. They
             are compiled for as many simulated CPU devices, in a process of their own, and compared
             by the sum of their lower bounds: those of the chip, or of TPU v5e on CPUs. What helps
-            is compiled once more for the devices of the program. With 0, suggestions are not tried.
+            is compiled once more for the devices of the program. With 0, nothing is suggested.
         seconds: the time after which no further change is tried. Default: no limit, so that
             reports do not depend on the speed of the machine.
 

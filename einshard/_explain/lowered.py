@@ -10,7 +10,7 @@ import reprlib
 import traceback
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,9 @@ class Stages:
         if self.framework is None and self.traced is not None:
             result_tree = jtu.tree_structure(self.traced.out_info)
         with nullcontext() if self.scope is None else mesh_scope(self.scope):
-            return read_call(*self.jitted, result_tree)
+            call = read_call(*self.jitted, result_tree)
+        # a `sharded` function reshards its arguments as its specs say
+        return call and replace(call, function=call.function if self.program is None else None)
 
     @property
     def jaxpr(self) -> Any | None:

@@ -109,10 +109,9 @@ class Finding:
         source: the source line, such as 'model.py:12', or None.
         bytes: the bytes per device that the finding is about: those sent in one run, the size of
             the arrays, or the memory that the program needs. 0 if it is not about bytes.
-        suggestion: the change to make, as a sentence with the expression to write. Empty if none is
-            known.
-        tried: the costs of the program with the suggestion, compiled. None if there is none, or if
-            it was not tried because of `tries=0`.
+        suggestion: a change that was compiled and lowers the costs, as a sentence with the
+            expression to write. Empty if none was found, and with `tries=0`.
+        tried: the costs of the program with the suggestion. None if there is none.
         explains: what the finding accounts for: the names of collectives (`Collective.name`),
             source lines of matmuls, and paths of arrays. Later findings and notes leave these out.
     """

@@ -20,8 +20,10 @@ from ..._program.jaxpr.graph import Op
 from ..._program.jaxpr.spans import Span
 from ..._sharding.mesh import AnyMesh, partition_spec
 from ..._trees.paths import common_suffix_length
+from ..findings.arguments import states_of_parameters
 from ..findings.facts import Facts
 from ..findings.gathers import before_and_after
+from ..findings.next_call import next_arguments
 from ..findings.trace import PRODUCTS, mesh_entries, read_trace
 from ..findings.values import Axis
 from .moves import Entries, Move, Moves
@@ -260,6 +262,7 @@ class Candidates:
     def __init__(self, facts: Facts, trial: Trial, moves: Moves | None = None):
         assert isinstance(facts.mesh, Mesh)
         self.facts, self.trial, self.mesh, self.moves = facts, trial, facts.mesh, moves
+        self.states, self.replaced = states_of_parameters(facts), next_arguments(facts)
         self.sizes = {str(name): size for name, size in self.mesh.shape.items()}
         self.producers: dict[int, list[Op]] = defaultdict(list)
         self.users: dict[int, list[Op]] = defaultdict(list)
@@ -854,7 +857,8 @@ class Candidates:
                     swapped = self._checked(tuple(entries), shape)
                 for each in (swapped, new):
                     if each is not None and each != current:
-                        yield Change('contracted axis', cost, self._state(argument, each))
+                        kind = 'contracted axis' if op.primitive in PRODUCTS else 'placement'
+                        yield Change(kind, cost, self._state(argument, each))
 
     def _state(self, argument: int, entries: Entries) -> Edits:
         """Shards an argument, the same argument of other layers, its states and the results."""
@@ -884,7 +888,9 @@ class Candidates:
             if _folded(arguments[i].path).endswith(end)
             or (i in states and self._same_end(arguments[i].path, weights) & chosen)
         }
+        chosen |= {state for state, i in self.states.items() if i in chosen}
         # 3. The results that replace them.
+        replacing = {result for result, i in self.replaced.items() if i in chosen}
         return Edits(
             (),
             dict.fromkeys(sorted(chosen), sharding),
@@ -895,6 +901,7 @@ class Candidates:
                 and (
                     _folded(array.path).endswith((end, f'/{path}'))
                     or self._same_end(array.path, same_shape) & chosen
+                    or i in replacing
                 )
             },
         )

@@ -64,7 +64,7 @@ class JittedCall:
         leaves: the leaves of the arguments `(args, kwargs)`.
         operands: for each operand of the equation, the index of the leaf that it is, or a constant.
         args_tree, result_tree: the structures of the arguments and of the result.
-        function: what is jitted. None if a framework jits it.
+        function: what is jitted. None if it cannot be called with other shardings.
     """
 
     eqn: Any
