@@ -333,6 +333,10 @@ REFUSALS = [
     (lambda: einshard(X, ON_HOST, memory_kind='device'), "has memory kind 'pinned_host', but"),
     (lambda: per_device(ON_HOST, out=P()), 'does not move arrays to pinned_host memory'),
     (
+        lambda: per_device('a* b (in pinned_host)', out='...')(lambda x: x),
+        'does not move arrays to pinned_host memory',
+    ),
+    (
         lambda: Rules([('', FREE)]).table({'x': X}, mesh=AUTO),
         'only for values in a traced function',
     ),
