@@ -120,12 +120,13 @@ def has_rules(fn: Any) -> bool:
     return bool(function and function._setup.axis_rules)  # type: ignore[reportPrivateUsage]
 
 
-def copy_sharded(fn: Any, **changes: Any) -> Any:
-    """Copies a `sharded` function or method, with changes to its setup. Returns others as is."""
+def copy_sharded(fn: Any, **options: Any) -> Any:
+    """Copies a `sharded` function or method, with other options. Returns others as is."""
     function = as_sharded(fn)
     if function is None:
         return fn
-    setup = replace(function._setup, **changes)  # type: ignore[reportPrivateUsage]
+    setup = function._setup  # type: ignore[reportPrivateUsage]
+    setup = replace(setup, options=setup.options._replace(**options))
     copy = ShardedFunction[..., Any](setup)
     return BoundMethod(copy, *fn.args) if isinstance(fn, BoundMethod) else copy
 
