@@ -58,7 +58,7 @@ def recomputed_products(facts: Facts) -> Iterator[Finding]:
     total, again = sum(compiled.values()), sum(flops.values())
     free = facts.free_memory - _RESERVE * memory.capacity
     fits_all = sum(sizes.values()) <= free
-    if again < _MIN_SHARE * total or not (fits_all or 0 < sizes[False] <= free):
+    if not again or again < _MIN_SHARE * total or not (fits_all or 0 < sizes[False] <= free):
         return
     policy = 'dots_saveable' if fits_all else 'dots_with_no_batch_dims_saveable'
     size = sum(sizes.values()) if fits_all else sizes[False]
