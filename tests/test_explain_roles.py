@@ -319,6 +319,43 @@ backend_config={"custom_call_config":{"has_communication":true}}
     assert (c.kind, c.role, c.of) == ('custom-call', 'activations', ('result',))
 
 
+@pytest.mark.parametrize(
+    ('sizes', 'payload'),
+    [
+        ((1 << 20, 1), ('activations', ())),  # the large array reaches no output
+        ((1, 1 << 20), ('gradients', ('out/w', 'out/nu/w'))),
+        ((1 << 20, 1, 1 << 19), ('activations', ())),
+        ((2, 1, 2), ('activations', ())),  # of equal sizes, the first
+    ],
+)
+def test_a_collective_of_several_arrays_is_named_after_most_bytes(sizes, payload):
+    """As the all-reduce of logits, of a weight gradient and of the loss."""
+    arrays = [f'f32[{n}]{{0}}' for n in (*sizes, 4)[:3]]
+    text = f"""HloModule jit_f, num_partitions=4
+
+ENTRY %main (a: f32[], b: f32[], c: f32[]) -> (f32[], f32[], f32[], f32[]) {{
+  %a = {arrays[0]} parameter(0)
+  %b = {arrays[1]} parameter(1)
+  %c = {arrays[2]} parameter(2)
+  %sums = ({', '.join(arrays)}) all-reduce(%a, %b, %c), replica_groups=[1,4]<=[4], to_apply=%add
+  %x = {arrays[0]} get-tuple-element(%sums), index=0
+  %gradient = {arrays[1]} get-tuple-element(%sums), index=1
+  %loss = {arrays[2]} get-tuple-element(%sums), index=2
+  %norm = f32[] dot(%x, %x), lhs_contracting_dims={{0}}, rhs_contracting_dims={{0}}, \
+metadata={{op_name="jit(f)/transpose(jvp())/dot_general"}}
+  %w = {arrays[1]} parameter(3)
+  %new = {arrays[1]} subtract(%w, %gradient)
+  ROOT %both = (f32[], {arrays[1]}, {arrays[1]}, {arrays[2]}) \
+tuple(%norm, %new, %gradient, %loss)
+}}
+"""
+    graph = Graph(Program(text))
+    inputs = [(name, 'float32') for name in ('a', 'b', 'c', 'w')]
+    outputs = {0: 'out/norm', 1: 'out/w', 2: 'out/nu/w', 3: 'out/loss'}
+    [collective] = map(Payloads(graph, inputs, outputs).of, find_collectives(graph))
+    assert (collective.role, collective.of) == payload
+
+
 def test_operands_of_a_collective_have_their_own_results():
     text = """HloModule jit_f, num_partitions=4
 

@@ -339,6 +339,52 @@ def test_mapped_axes_are_left_out_of_the_patch(tmp_path):
             assert 'with the axes that jax.vmap adds' in finding.suggestion
 
 
+@pytest.mark.parametrize('is_nested', [False, True])
+def test_a_constraint_that_a_function_under_vmap_can_have(is_nested):
+    """`spmd_axis_name=` is the sharding of the mapped axis, which the function does not see."""
+    on = mesh_of(data=8)
+
+    def one(weights, tokens, constrain):
+        table, position, up, down = weights
+        x = constrain(table[tokens]) + position
+        for _ in range(2):
+            h = jax.nn.gelu(jax.vmap(lambda x: up @ x)(x))
+            x = x + jax.vmap(lambda h: down @ h)(h)
+        return x
+
+    def step(weights, tokens, constrain=lambda x: x, **options):
+        def loss(weights):
+            run = lambda tokens: one(weights, tokens, constrain)  # noqa: E731
+            run = jax.vmap(jax.vmap(run) if is_nested else run, **options)
+            return jnp.mean(run(tokens) ** 2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    def by_hand(weights, tokens):
+        def constrain(x):
+            return einshard(x, '... -> ...', mesh=on)
+
+        return step(weights, tokens, constrain, spmd_axis_name='data')
+
+    weights = (
+        struct((1024, 256), 'v d -> v d@data', on),
+        struct((64, 256), 't d -> t d@data', on),
+        struct((1024, 256), 'f d -> f@data d', on),
+        struct((256, 1024), 'd f -> d f@data', on),
+    )
+    tokens = struct((128, 64), 'b t -> b@data t', on, jnp.int32)
+    if is_nested:
+        tokens = struct((32, 4, 64), 'b g t -> b@data g t', on, jnp.int32)
+    report = explain(jax.jit(step), weights, tokens, chip='H100', tries=8)
+    (finding,) = report.findings
+    which = 'the outermost jax.vmap' if is_nested else 'the jax.vmap'
+    expected = f"einshard(..., '... -> ...'), and spmd_axis_name='data' in {which} around it"
+    assert finding.suggestion.endswith(expected)
+    assert expected.partition(', and ')[2] in report.patch()
+    fixed = explain(jax.jit(by_hand), weights, tokens, tries=0)
+    assert fixed.network_bytes == finding.tried.network_bytes < 0.5 * report.network_bytes
+
+
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason='programs of a newer libtpu have no lines'
 )

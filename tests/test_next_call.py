@@ -113,3 +113,32 @@ def test_sort_along_a_sharded_axis():
     assert note.bytes > 0
     report = explain(jax.jit(smallest), struct((4096, 256), 'n d -> n d@data'))
     assert 'gathered for an operation' not in kinds(report.notes)
+
+
+def test_sends_on_the_line_of_a_reshape_that_are_not_for_it():
+    """The gather of a weight, and the sum of its gradient, begin at the column of the reshape."""
+
+    def layer(w, x):
+        return (x.reshape(-1, 256) @ w).reshape(x.shape)
+
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.mean(layer(w, x) ** 2))(w)
+
+    w, x = struct((256, 256), 'd f -> d@data f'), struct((64, 8, 256), 'b s d -> b@data s d')
+    for function in (layer, step):
+        report = explain(jax.jit(function), w, x)
+        assert {c.role for c in report.collectives} <= {'weights', 'gradients'}
+        assert report.network_bytes > 0
+        assert 'gathered for an operation' not in kinds(report.notes)
+
+
+def test_a_sort_of_a_product_with_a_gathered_weight():
+    def smallest(w, x):
+        return (x @ w).sort(axis=0)
+
+    w, x = struct((256, 256), 'd f -> d@data f'), struct((4096, 256), 'b d -> b@data d')
+    report = explain(jax.jit(smallest), w, x)
+    (note,) = [n for n in report.notes if n.kind == 'gathered for an operation']
+    gathers = {c.name for c in report.collectives if c.of == ('w',)}
+    assert gathers
+    assert gathers.isdisjoint(note.explains)

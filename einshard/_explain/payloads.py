@@ -12,7 +12,7 @@ from typing import TypeAlias
 from .._program.hlo.collective import Collective
 from .._program.hlo.flops import find_products
 from .._program.hlo.graph import Graph, Node
-from .._program.hlo.queries import MOVES, origins, output_uses, strip
+from .._program.hlo.queries import MOVES, origins, output_uses, results, strip
 from .._program.hlo.slices import padded_shard
 from .._program.hlo.sources import operations
 from .._program.jaxpr.graph import Program as TracedProgram
@@ -22,6 +22,7 @@ from .._program.jaxpr.spans import Span
 _Arrays: TypeAlias = tuple[tuple[str, ...], ...]
 # kinds of collectives that send their operand without summing it
 _MOVES = ('all-gather', 'all-to-all', 'collective-broadcast', 'collective-permute')
+_MIN_NAMED = 0.01  # of the bytes of a collective, for arrays without the role of most bytes
 
 
 class Payloads:
@@ -51,42 +52,55 @@ class Payloads:
     def of(self, collective: Collective) -> Collective:
         """Returns the collective with `role`, `of`, `is_backward` and `axes`."""
         is_backward = 'transpose(' in collective.op_name
-        # several arrays may share a collective: the role is that of most bytes
-        n_bytes: Counter[str] = Counter()
-        arguments: dict[int, None] = {}
-        n_gathered = 0
-        for operand in (operand for node in collective.nodes for operand in node.inputs):
-            shard = operand if collective.kind in _MOVES else padded_shard(operand)
-            found = self._arguments(shard) if shard is not None else ()
-            roles = {self.roles[i] for i in found} or {''}
-            n_bytes[roles.pop() if len(roles) == 1 else 'activations'] += operand.array.bytes
-            is_gather = collective.kind == 'all-gather' or shard not in (None, operand)
-            n_gathered += operand.array.bytes * is_gather
-            arguments |= dict.fromkeys(found)
-        # a kernel may have no operands
-        [(role, _)] = n_bytes.most_common(1) or [('', 0)]
-        if role:
-            paths = tuple(self._inputs[i][0] for i in arguments)
-            return replace(collective, role=role, is_backward=is_backward, of=paths)
-        used_by = sorted({i for node in collective.nodes for i in self._uses.get(node, ())})
-        paths = tuple(self._output_paths[i] for i in used_by if i in self._output_paths)
+        # several arrays may share a collective, such as 28 GiB of logits and the loss: its role is
+        # that of most bytes, and arrays with other roles that hardly count are not named
+        n_bytes: Counter[tuple[str, bool]] = Counter()
+        found: dict[tuple[str, bool], dict[str, None]] = defaultdict(dict)
+        is_computed = False
+        for node in collective.nodes:
+            for operand in node.inputs or (None,):  # a kernel may have no operands
+                role, paths, is_argument = self._sent(collective, node, operand)
+                n_bytes[role, bool(paths)] += operand.array.bytes if operand is not None else 0
+                found[role, bool(paths)] |= dict.fromkeys(paths)
+                is_computed |= operand is not None and not is_argument
+        most = n_bytes.most_common()
+        role, has_paths = most[0][0] if most else ('activations', False)
+        least = _MIN_NAMED * n_bytes.total()
+        named = [key for key, n in most if key == most[0][0] or n >= least] if has_paths else []
+        return replace(
+            collective,
+            role=role,
+            is_backward=is_backward or role == 'gradients',
+            of=tuple(dict.fromkeys(path for key in named for path in found[key])),
+            axes=_axes(collective, self._lines) if role == 'activations' and is_computed else '',
+        )
+
+    def _sent(
+        self, collective: Collective, node: Node, operand: Node | None
+    ) -> tuple[str, Sequence[str], bool]:
+        """Returns the role and the paths of an operand, and whether it is an argument."""
+        is_backward = 'transpose(' in collective.op_name
+        shard = operand
+        if operand is not None and collective.kind not in _MOVES:
+            shard = padded_shard(operand)
+        arguments = self._arguments(shard) if shard is not None else ()
+        if arguments:
+            roles = {self.roles[i] for i in arguments}
+            role = roles.pop() if len(roles) == 1 else 'activations'
+            return role, [self._inputs[i][0] for i in arguments], True
+        values = [node] if operand is None else results(node, operand)
+        used_by = sorted({i for value in values for i in self._uses.get(value, ())})
+        paths = [self._output_paths[i] for i in used_by if i in self._output_paths]
         updates_weights = any(
             self.roles.get(i) == 'weights'
             for output in used_by
             for i in self.updated.get(output, ())
         )
-        role = 'activations'
-        if used_by and (is_backward or updates_weights):
-            # a gather outside the backward pass sends the new weights, as in ZeRO
-            gathers_weights = 2 * n_gathered > n_bytes.total() and not is_backward
-            role = 'weights' if gathers_weights else 'gradients'
-        return replace(
-            collective,
-            role=role,
-            is_backward=is_backward or role == 'gradients',
-            of=paths,
-            axes=_axes(collective, self._lines) if role == 'activations' and n_bytes else '',
-        )
+        if not used_by or not (is_backward or updates_weights):
+            return 'activations', paths, False
+        # a gather outside the backward pass sends the new weights, as in ZeRO
+        is_gather = collective.kind == 'all-gather' or shard not in (None, operand)
+        return ('weights' if is_gather and not is_backward else 'gradients'), paths, False
 
     def _arguments(self, sent: Node) -> Sequence[int]:
         """Returns the numbers of the parameters that are sent, or () if it is another array.

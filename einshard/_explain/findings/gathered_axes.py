@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from ..._program.hlo.collective import Collective
+from ..._program.hlo.queries import COPIES
 from ..._program.jaxpr.graph import Op
 from ..._text import format_bytes, shape_text
 from ..report_rows import Finding
@@ -64,8 +65,8 @@ def gathered_operations(
     for c in collectives:
         if c.source and c.mesh_axes and c.total_bytes >= facts.min_bytes:
             sends[c.source, c.column].append(c)
+    words = {c.name: _words(c) for several in sends.values() for c in several}
     for (line, column), several in sends.items():
-        axes = {axis for c in several for axis in c.mesh_axes}
         for op in facts.traced.ops:
             frames = op.site.frames
             if not frames or frames[0].source != line or op.site.is_backward:
@@ -74,6 +75,8 @@ def gathered_operations(
                 continue
             if column and frames[0].column != column - 1 and frames[0].line == frames[0].end_line:
                 continue
+            mine = [c for c in several if op.primitive in words[c.name]]
+            axes = {axis for c in mine for axis in c.mesh_axes}
             sharded = [
                 (v, dim)
                 for v in op.arrays_in
@@ -81,8 +84,25 @@ def gathered_operations(
                 if axes & {*axis.mesh_axes}
             ]
             if sharded:
-                yield several, op, *sharded[0], values
+                yield mine, op, *sharded[0], values
                 break
+
+
+def _words(collective: Collective) -> set[str]:
+    """Returns the names of operations for which a collective may send.
+
+    A line has other sends, such as those of weights in `(x.reshape(-1, d) @ w).reshape(x.shape)`.
+    JAX 0.12 gives a gather of an argument the name of the argument, so what reads it counts too.
+    """
+    if collective.kind in ('all-reduce', 'reduce-scatter') and collective.role == 'gradients':
+        return set()
+    names, pending = [collective.op_name], [*collective.nodes]
+    for node in pending:
+        for user in node.users:
+            names.append(user.op.op_name)
+            if (user.opcode == 'element' or user.opcode in COPIES) and user not in pending:
+                pending.append(user)
+    return {word for name in names for word in re.findall(r'[\w-]+', name)}
 
 
 def _if_independent(facts: Facts, op: Op, dim: int, axes: Sequence[Axis]) -> str:

@@ -71,6 +71,9 @@ class Point:
         is_constraint: whether the change replaces a constraint.
         of_operand: whether the value is the operand of a constraint, which is kept.
         n_mapped: how many axes `jax.vmap` adds to it, which the code does not see.
+        mapped: the position of the axis that the outermost `jax.vmap` adds, which a matmul may put
+            last.
+        is_alone: whether `spmd_axis_name=` in that `jax.vmap` changes no other constraints.
     """
 
     span: Span
@@ -78,15 +81,27 @@ class Point:
     is_constraint: bool
     n_mapped: int
     of_operand: bool = False
+    mapped: int = 0
+    is_alone: bool = True
 
     @property
-    def seen_axes(self) -> tuple[Axis, ...] | None:
-        """The axes that the code sees. None if `jax.vmap` adds one that is sharded.
+    def seen(self) -> tuple[tuple[Axis, ...], tuple[str, ...]] | None:
+        """The axes that the code sees, and the `spmd_axis_name=` of the outermost `jax.vmap`.
 
-        The added axes are the first ones.
+        There are no axes if the code sees none that is sharded. None if they are unknown.
         """
+        if not self.n_mapped:
+            return self.axes, ()
+        names = self.axes[self.mapped].mesh_axes
+        others = (*self.axes[: self.mapped], *self.axes[self.mapped + 1 :])
+        if names and not any(axis.mesh_axes for axis in others):
+            return ((), names) if self.is_alone else None
+        if self.n_mapped == 1:
+            return (others, names) if self.is_alone or not names else None
+        # the added axes are the first ones
         added = self.axes[: self.n_mapped]
-        return None if any(axis.mesh_axes for axis in added) else self.axes[self.n_mapped :]
+        is_seen = not names and not any(axis.mesh_axes for axis in added)
+        return (self.axes[self.n_mapped :], ()) if is_seen else None
 
 
 class _Moved(NamedTuple):
@@ -643,8 +658,22 @@ class Candidates:
         pairs = zip(axes, entries, strict=True)
         named = tuple(replace(axis, mesh_axes=entry) for axis, entry in pairs)
         edits = Edits((ValueEdit(span, self._sharding(entries), of_operand),))
-        is_constraint = op.primitive == _CONSTRAINT
-        return edits, Point(span, named, is_constraint, op.site.n_mapped, of_operand)
+        mapped = self._mapped(op.arrays_out[0]) if op.site.n_mapped else 0
+        is_alone = all(
+            self.trial.values[v].axes[self._mapped(v)].mesh_axes == entries[mapped]
+            for other in self.constraints
+            if other.site.n_mapped and other.site.frames[0] != span
+            for v in other.arrays_out
+        )
+        is_constraint, n_mapped = op.primitive == _CONSTRAINT, op.site.n_mapped
+        return edits, Point(span, named, is_constraint, n_mapped, of_operand, mapped, is_alone)
+
+    def _mapped(self, v: int) -> int:
+        """Returns the axis that the outermost `jax.vmap` adds: the first axis of the data."""
+        for dim in range(len(self.trial.traced.values[v].shape)):
+            if any(at == 0 and self._is_data(i) for i, at in self._origins(v, dim)):
+                return dim
+        return 0
 
     def _disagrees(self, op: Op, axes: tuple[str, ...]) -> bool:
         """Whether mesh axes shard a contracted axis of one operand, but not of the other."""

@@ -19,7 +19,7 @@ from ..findings.trace import mesh_entries
 from ..findings.values import Axis
 from ..report import Report
 from ..report_rows import Finding, Tried, changes
-from .patch import make_patch, operand_text, source_of
+from .patch import make_patch, operand_text, placement_of, source_of
 from .per_device import try_per_device
 from .search import MIN_GAIN, Accepted, Search, make_trials, start_search
 from .trials import Edits, Trials
@@ -193,15 +193,14 @@ class Fixes:
         assert facts.mesh is not None
         texts: list[str] = []
         for point in change.points:
-            axes = point.seen_axes
-            placement = expression_of(point.axes if axes is None else axes, facts.mesh)
-            mapped = ', with the axes that jax.vmap adds' if axes is None else ''
+            placement, mapped = placement_of(point, facts.mesh)
             source, line = source_of(point.span), short_source(point.span.source)
             what = (
                 f'`{source}`' if source and len(source) < 60 and '\n' not in source else 'the value'
             )
             if point.of_operand:
-                texts.append(_through(operand_text(source or ''), placement, f'before {line}'))
+                value = operand_text(source or '')
+                texts.append(_through(value, placement, f'before {line}') + mapped)
             elif change.kind in _THROUGH:
                 texts.append(_through(source or '', placement, f'in {line}') + mapped)
             elif point.is_constraint:

@@ -15,6 +15,7 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from ..._program.jaxpr.spans import Span
+from ..._sharding.mesh import AnyMesh, is_canonical_mesh
 from ..findings.expressions import expression_of
 from .candidates import Point
 
@@ -27,6 +28,21 @@ def source_of(span: Span) -> str | None:
     lines[-1] = lines[-1][: span.end_column]
     lines[0] = lines[0][span.column :]
     return b''.join(lines).decode()
+
+
+def placement_of(point: Point, mesh: AnyMesh) -> tuple[str, str]:
+    """Returns the expression to write for a value, and what else to write, after a comma."""
+    found = point.seen
+    # the mesh axes of the canonical mesh have no names that code can write
+    if found is None or (found[1] and is_canonical_mesh(mesh)):
+        return expression_of(point.axes, mesh), ', with the axes that jax.vmap adds'
+    axes, names = found
+    if not names:
+        return expression_of(axes, mesh), ''
+    name = repr(names[0] if len(names) == 1 else names)
+    which = 'the jax.vmap' if point.n_mapped == 1 else 'the outermost jax.vmap'
+    placement = expression_of(axes, mesh) if axes else '... -> ...'
+    return placement, f', and spmd_axis_name={name} in {which} around it'
 
 
 def operand_text(source: str) -> str:
@@ -75,8 +91,8 @@ def make_patch(points: Sequence[tuple[Point, NamedSharding]], others: Sequence[s
             source = None if span in written_spans else source_of(span)
             written = _written(point, sharding, source, ''.join(lines))
             if written is None:
-                placement = expression_of(point.axes, sharding.mesh)
-                texts.append(f"# {span.source}: constrain the value to '{placement}'\n")
+                placement, mapped = placement_of(point, sharding.mesh)
+                texts.append(f"# {span.source}: constrain the value to '{placement}'{mapped}\n")
                 continue
             written_spans.add(span)
             start = starts[span.line - 1] + span.column
@@ -94,9 +110,11 @@ def _written(
     point: Point, sharding: NamedSharding, source: str | None, file_text: str
 ) -> str | None:
     """Writes the expression with its constraint. Returns None if that cannot be done in place."""
-    axes = point.seen_axes
-    if source is None or axes is None:
+    found = point.seen
+    # nor can the `jax.vmap` be found
+    if source is None or found is None or found[1]:
         return None
+    axes, _ = found
     placement = expression_of(axes, sharding.mesh)
     entries = [_entry(axis.mesh_axes) for axis in axes]
     if point.of_operand:
