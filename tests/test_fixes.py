@@ -5,6 +5,7 @@ import inspect
 import re
 import subprocess
 import textwrap
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from mistakes import BOTH, MEGATRON, Choices, arguments, make_step
 from einshard import EinshardError, device_mesh, einshard, explain, sharded, topology
 from einshard._cli.main import main
 from einshard._explain.fixes import trials
+from einshard._explain.report_rows import Figures, Finding, Tried
 
 
 def mesh_of(**axes):
@@ -308,6 +310,90 @@ def test_static_arguments_and_keywords():
     )
 
 
+def mlp(x, w_in, w_out):
+    return jax.nn.relu(x @ w_in) @ w_out
+
+
+def by_columns(mesh=MESH, dtype=jnp.float32):
+    """The arguments of the program of the README: w_out is sharded over its other axis."""
+    return (
+        struct((512, 256), 'b d -> b@data d', mesh, dtype),
+        struct((256, 1024), 'd f -> d f@tensor', mesh, dtype),
+        struct((1024, 256), 'f d -> f d@tensor', mesh, dtype),
+    )
+
+
+@sharded('b d -> b@data d', 'd f -> d f@tensor', 'f d -> f d@tensor', mesh=MESH)
+def sharded_mlp(x, w_in, w_out):
+    return jax.nn.relu(x @ w_in) @ w_out
+
+
+@pytest.mark.parametrize('function', [jax.jit(mlp), sharded_mlp], ids=['jit', 'sharded'])
+def test_fixed_function_takes_the_arguments_of_the_report(function):
+    structs = by_columns()
+    report = explain(function, *structs, tries=4)
+    (finding,) = report.findings
+    assert 'shard w_out with' in finding.suggestion
+    promised, fixed = finding.tried.network_bytes, report.fixed_function()
+    rng = np.random.default_rng(0)
+    host = [rng.standard_normal(s.shape).astype(np.float32) for s in structs]
+    placed = [jax.device_put(x, s.sharding) for x, s in zip(host, structs, strict=True)]
+    for given in (structs, placed, [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in structs]):
+        after = explain(fixed, *given, tries=0)
+        assert after.network_bytes == promised
+        assert after.memory.total == finding.tried.memory
+    # the suggestion is found in the fixed function, and nothing more
+    assert explain(fixed, *structs, tries=4).findings == ()
+    correct = np.maximum(host[0] @ host[1], 0) @ host[2]
+    for given in (placed, host):
+        np.testing.assert_allclose(fixed(*given), correct, rtol=1e-3, atol=1e-2)
+        np.testing.assert_allclose(jax.jit(fixed.__call__)(*given), correct, rtol=1e-3, atol=1e-2)
+    assert fixed.lower(*placed).compile().input_shardings[0][2].spec[0] == 'tensor'
+    assert not any(x.is_deleted() for x in placed)
+
+
+def test_fixed_function_of_keywords_and_partials():
+    structs = by_columns()
+    report = explain(partial(jax.jit(mlp), structs[0]), w_out=structs[2], w_in=structs[1], tries=4)
+    (finding,) = report.findings
+    fixed = report.fixed_function()
+    after = explain(fixed, w_in=structs[1], w_out=structs[2], tries=0)
+    assert after.network_bytes == finding.tried.network_bytes
+
+
+def test_fixed_function_donates():
+    def step(x, w_in, w_out):
+        return mlp(x, w_in, w_out), w_out * 2
+
+    structs = by_columns()
+    report = explain(jax.jit(step, donate_argnums=2), *structs, tries=4)
+    assert "'a b -> a@tensor b'" in ' '.join(each.suggestion for each in report.findings)
+    placed = [jax.device_put(np.ones(s.shape, np.float32), s.sharding) for s in structs]
+    fixed = report.fixed_function()
+    assert explain(fixed, *structs, tries=0).in_place
+    x, w_in, _ = placed
+    y, doubled = fixed(*placed)
+    np.testing.assert_array_equal(doubled, np.full((1024, 256), 2, np.float32))
+    again, _ = fixed(x, w_in, doubled)
+    np.testing.assert_allclose(again, 2 * y)
+    assert doubled.is_deleted()  # it was placed as suggested already
+
+
+def test_fixed_function_has_its_static_arguments():
+    @partial(jax.jit, static_argnames='scale')
+    def scaled(x, w_in, w_out, scale):
+        return scale * mlp(x, w_in, w_out)
+
+    structs = by_columns()
+    fixed = explain(scaled, *structs, scale=2, tries=4).fixed_function()
+    fixed.trace(*structs, scale=2)
+    with pytest.raises(EinshardError, match='cannot take these arguments') as error:
+        fixed(*structs, scale=3)
+    assert 'constant of the report: 2' in str(error.value)
+    with pytest.raises(EinshardError, match='cannot take these arguments'):
+        fixed(*structs, 2)
+
+
 def test_mapped_axes_are_left_out_of_the_patch(tmp_path):
     on = mesh_of(data=8)
     source = textwrap.dedent(
@@ -400,7 +486,33 @@ def test_on_a_topology():
     tokens = struct((64, 128), 'b t -> b@fsdp t', on, jnp.int32)
     report = explain(jax.jit(train(layers)), weights, table, tokens, tries=2)
     assert 'a@fsdp b c' in report.findings[0].suggestion
-    assert report.total[0].startswith('compiled for TPU v5')
+    (finding,) = report.findings
+    # what was tried on simulated CPUs has the costs on the target, as the rest of the report
+    assert not finding.tried.is_simulated
+    assert finding.tried.before.network_bytes == report.network_bytes
+    assert finding.tried.before.memory == report.memory.total
+    fixed = explain(report.fixed_function(), weights, table, tokens, tries=0)
+    assert finding.tried.network_bytes == fixed.network_bytes
+    assert finding.tried.memory == fixed.memory.total
+    assert report.total == ()
+
+
+def test_costs_on_simulated_devices_are_marked():
+    report = explain(jax.jit(drops_batch), X, IN, OUT, tries=0)
+    before = Figures(4 * 2**20, 2**20, 10**9, 165.1e-6)
+    tried = Tried(2**20, 2**20, 10**9, 100e-6, before, is_simulated=True)
+    finding = Finding('reshard', 'text', suggestion='shard x', tried=tried)
+    assert 'Shard x. Tried on simulated CPUs: sends 1.0 MiB instead of 4.0 MiB.' in ' '.join(
+        str(replace(report, findings=(finding,))).split()
+    )
+
+
+def test_costs_that_print_alike_are_left_out():
+    before = Figures(2**20, 1030 * 2**20, 10**9, 165.1e-6)
+    assert str(Tried(2**20, 1030 * 2**20, 10**9, 165.2e-6, before)) == 'the same costs'
+    shown = 'sum of the lower bounds 100 us instead of 165 us'
+    assert str(Tried(2**20, 1030 * 2**20, 10**9, 100e-6, before)) == shown
+    assert str(Tried(2**20, 1047 * 2**20, 10**9, 165.1e-6, before)) == 'the same costs'
 
 
 def test_command_writes_a_patch(tmp_path, monkeypatch, capsys):

@@ -27,7 +27,7 @@ from .._functions.program import Program
 from .._functions.promise import Limits
 from .._functions.sharded_function import ShardedFunction
 from .._functions.traced_function import TracedFunction
-from .._program.jaxpr.edits import JittedCall, read_call
+from .._program.jaxpr.edits import FixedFunction, JittedCall, read_call
 from .._progress import progress
 from .._sharding.context import LIBRARY_FOLDERS, current_context, mesh_scope
 from .._sharding.leaf_spec import AnySpec
@@ -74,6 +74,7 @@ class Stages:
         jitted: the jitted function, its arguments and keyword arguments, or None for a stage that
             the user passed.
         scope: the mesh that was in context by `mesh=`, or None.
+        called: the function that the user passed.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Stages:
     limits: Limits | None = None
     jitted: tuple[Any, Sequence[Any], Mapping[str, Any]] | None = None
     scope: AnyMesh | None = None
+    called: Any = None
 
     @functools.cached_property
     def call(self) -> JittedCall | None:
@@ -102,6 +104,17 @@ class Stages:
             call = read_call(*self.jitted, result_tree)
         # a `sharded` function reshards its arguments as its specs say
         return call and replace(call, function=call.function if self.program is None else None)
+
+    def bind(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Returns the arguments of `jitted` for a call of the function that the user passed."""
+        fn, args, kwargs = unbound(*unwrap_partial(self.called, args, kwargs))
+        if isinstance(fn, ShardedFunction):
+            return fn._flatten(args, kwargs), {}  # type: ignore[reportPrivateUsage]
+        if isinstance(fn, FixedFunction):
+            return fn.place(args, kwargs)
+        return args, kwargs
 
     @property
     def jaxpr(self) -> Any | None:
@@ -192,10 +205,12 @@ def trace_call(
         )
     _hide_our_source_lines()
     load_libtpu()
-    name = name_of(fn)
+    name, called = name_of(fn), fn
     fn, args, kwargs = unwrap_partial(fn, args, kwargs)
     check_arguments(fn, name, args, kwargs)
     fn, args, kwargs = unbound(fn, args, kwargs)
+    if isinstance(fn, FixedFunction):
+        fn, (args, kwargs) = fn.jitted, fn.place(args, kwargs)
     with suggest_partial(fn, 'mesh'):
         context = None if mesh is None else current_context(mesh)
         target = context and concrete(context.lowering_mesh, 'compile for')
@@ -208,7 +223,7 @@ def trace_call(
         nullcontext() if target is None else mesh_scope(target),
         restored_if_failed(fn, args, kwargs),
     ):
-        stages = _trace(fn, name, args, kwargs, target)
+        stages = replace(_trace(fn, name, args, kwargs, target), called=called)
     if stages.program is not None and target is not None and stages.program.setup.mesh is not None:
         raise EinshardError(
             f'{name} has its own mesh, so mesh= cannot be given',
@@ -231,6 +246,7 @@ def trace_to_compile(
     if target is None or _devices_of(stages) == {*target.devices.flat}:
         return stages
     replicated = NamedSharding(target, PartitionSpec())
+    called = fn
     fn, args, kwargs = unbound(*unwrap_partial(fn, args, kwargs))
 
     def placed(x: Any) -> Any:
@@ -239,7 +255,7 @@ def trace_to_compile(
         return x.update(sharding=replicated) if is_struct and x.sharding is None else x
 
     args, kwargs = jtu.tree_map(placed, (tuple(args), dict(kwargs)))
-    stages = trace_call(fn, args, kwargs, mesh)
+    stages = replace(trace_call(fn, args, kwargs, mesh), called=called)
     if _devices_of(stages) in (None, {*target.devices.flat}):
         return stages
     raise EinshardError(

@@ -93,10 +93,11 @@ class Report(Display):
         return sum(self.collectives.network_bytes.values())
 
     def fixed_function(self) -> Any:
-        """Returns the jitted function with the suggestions of all findings applied.
+        """Returns the function with the suggestions of all findings applied.
 
-        It is called as the function of the report, with the same static arguments. Compiler options
-        of the original function are lost.
+        It is jitted, has `trace` and `lower`, and takes the arguments of the report, with the same
+        static arguments. Arguments that suggestions place otherwise are moved before each call. To
+        avoid that, create them as suggested. Compiler options of the original function are lost.
 
         Raises:
             EinshardError: there are no tried suggestions, or the function was jitted by Flax or
@@ -191,7 +192,8 @@ def _finding_text(finding: Finding) -> str:
     if text := finding.suggestion:
         suggestion = f'. {text[0].upper()}{text[1:]}.'
         if finding.tried is not None:
-            suggestion += f' Tried: {finding.tried}.'
+            on = ' on simulated CPUs' * finding.tried.is_simulated
+            suggestion += f' Tried{on}: {finding.tried}.'
     return f'{line}{finding.text}{suggestion}'
 
 

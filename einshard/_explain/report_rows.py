@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from .._text import format_bytes, format_flops, format_seconds, shape_text
 
@@ -28,12 +30,12 @@ class Figures:
 class Tried:
     """The costs of a program with a suggested change, and before it.
 
-    Both are compiled in the same way. For devices that are not CPUs, suggestions are tried on as
-    many simulated devices.
+    Both are compiled in the same way.
 
     Attributes:
         network_bytes, memory, flops, bound: the costs with the change; see `Figures`.
         before: the costs without it, but with the changes of the findings before this one.
+        is_simulated: whether simulated CPU devices have these costs, in place of GPUs or TPUs.
     """
 
     network_bytes: int
@@ -41,6 +43,7 @@ class Tried:
     flops: int
     bound: float
     before: Figures
+    is_simulated: bool = False
 
     def __str__(self) -> str:
         """For example 'sends 2.0 MiB instead of 15.0 MiB'."""
@@ -48,24 +51,23 @@ class Tried:
 
 
 def changes(before: Figures | Tried, after: Figures | Tried) -> list[str]:
-    """Describes the costs that differ by more than 1 %."""
-
-    def differ(old: float, new: float) -> bool:
-        return abs(new - old) > 0.01 * max(old, new)
-
+    """Describes the costs that differ by more than 1 %, as printed too."""
     found: list[str] = []
-    if differ(before.network_bytes, after.network_bytes):
-        sent = map(format_bytes, (after.network_bytes, before.network_bytes))
-        found.append('sends {} instead of {}'.format(*sent))
-    if differ(before.flops, after.flops):
-        flops = map(format_flops, (after.flops, before.flops))
-        found.append('{} instead of {}'.format(*flops))
-    if before.memory and after.memory and differ(before.memory, after.memory):
-        memory = map(format_bytes, (after.memory, before.memory))
-        found.append('memory {} instead of {}'.format(*memory))
-    if not found or found[0].startswith('memory'):
-        bounds = map(format_seconds, (after.bound, before.bound))
-        found.insert(0, 'sum of the lower bounds {} instead of {}'.format(*bounds))
+
+    def compare(text: str, old: float, new: float, formatted: Callable[[Any], str]) -> None:
+        old_text, new_text = formatted(old), formatted(new)
+        if abs(new - old) > 0.01 * max(old, new) and new_text != old_text:
+            found.append(text.format(f'{new_text} instead of {old_text}'))
+
+    compare('sends {}', before.network_bytes, after.network_bytes, format_bytes)
+    compare('{}', before.flops, after.flops, format_flops)
+    is_clear = bool(found)
+    if before.memory and after.memory:
+        compare('memory {}', before.memory, after.memory, format_bytes)
+    if not is_clear:
+        memory, found = found, []
+        compare('sum of the lower bounds {}', before.bound, after.bound, format_seconds)
+        found += memory
     return found
 
 

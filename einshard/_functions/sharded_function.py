@@ -176,6 +176,11 @@ class ShardedFunction(Generic[P, R]):
 
         return self._call(args, kwargs, get_method)
 
+    def _flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+        """Returns the values that the program of a call takes."""
+        call, _, values = self._setup.declaration.flatten_call(args, kwargs)
+        return self._converted(call, values)
+
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], get_method: _GetMethod) -> Any:
         """Finds the program of a call, and calls the method that `get_method` returns.
 

@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from ..._errors import EinshardError
-from ..._program.jaxpr.edits import PerDevice
+from ..._program.jaxpr.edits import FixedFunction, PerDevice
 from ..._text import first_of, format_bytes, short_source
 from ..findings.expressions import expression_of, shard_text
 from ..findings.facts import Facts
@@ -18,10 +18,10 @@ from ..findings.next_call import next_arguments, results_to_pin
 from ..findings.trace import mesh_entries
 from ..findings.values import Axis
 from ..report import Report
-from ..report_rows import Finding, Tried, changes
+from ..report_rows import Finding, changes
 from .patch import make_patch, operand_text, placement_of, source_of
 from .per_device import try_per_device
-from .search import MIN_GAIN, Accepted, Search, make_trials, start_search
+from .search import MIN_GAIN, Accepted, Search, as_tried, make_trials, start_search
 from .trials import Edits, Trials
 
 # They do not depend on what a change costs: the program does not run, or code has no effect.
@@ -74,13 +74,15 @@ class Fixes:
         )
         base = self._search.current if self._search else trials.run(self._first)
         tried = [(trials.run(others | edits), edits) for edits in options]
-        found = [(trial.figures, edits) for trial, edits in tried if trial is not None]
+        found = [(trial, edits) for trial, edits in tried if trial is not None]
         if not found or base is None:
             return
-        least = min(after.bound for after, _ in found)
-        after, edits = next(pair for pair in found if (1 - MIN_GAIN) * pair[0].bound <= least)
-        costs = after.network_bytes, after.memory, after.flops, after.bound
-        self._pins, self._pinned = edits, Tried(*costs, base.figures)
+        least = min(trial.figures.bound for trial, _ in found)
+        trial, edits = next(
+            pair for pair in found if (1 - MIN_GAIN) * pair[0].figures.bound <= least
+        )
+        self._pinned = as_tried(base.figures, trial.figures, trial.is_simulated)
+        self._pins = edits
 
     def report(self) -> Report:
         """Returns the report, with the changes that help as findings."""
@@ -90,10 +92,11 @@ class Fixes:
         found = [*self._per_device, *(self._finding(each, rules) for each in accepted)]
         lines = list[str]()
         if search is not None:
-            if search.target is not None and (len(found) > 1 or self._facts.platform != 'cpu'):
-                together = 'all together, ' * (len(found) > 1)
-                costs = '; '.join(changes(*search.target))
-                lines.append(f'{together}compiled for {report.device_kind}: {costs}')
+            if search.target is not None and len(found) > 1:
+                costs = '; '.join(changes(*search.target)) or 'the same costs'
+                lines.append(f'all together, compiled for {report.device_kind}: {costs}')
+            elif search.target is not None and accepted and self._facts.platform != 'cpu':
+                found = [replace(found[0], tried=as_tried(*search.target))]
             if search.cut:
                 lines.append(
                     f'{search.n_tried} changes tried ({search.cut}: the search was stopped)'
@@ -163,6 +166,8 @@ class Fixes:
         change, source, n_bytes = accepted.change, cost.line or None, cost.bytes
         if cost.reshard is not None:
             text = reshard_text(cost.reshard, self._facts.meshes)
+        if accepted.trial.is_simulated and not cost.n_repeats:
+            text += ' (on simulated CPUs)'
         lines = {cost.line, *(point.span.source for point in change.points)}
         for rule in rules:
             if rule.kind == 'no effect':
@@ -275,7 +280,9 @@ class Fixes:
                 code='argument',
                 facts={'instead': 'change the lines that report.findings name'},
             )
-        return Trials(self._facts, call).edited(edits).function
+        edited = Trials(self._facts, call).edited(edits)
+        moved = [call.dynamic[i] for i in edits.arguments]
+        return FixedFunction(call, edited, moved, self._facts.stages.bind)
 
     def more(self, tries: int, seconds: float | None = None) -> Report:
         """See `Report.try_more`."""

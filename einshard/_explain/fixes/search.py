@@ -105,9 +105,7 @@ class Search:
                 if after.bound > (1 - MIN_GAIN) * before.bound:
                     continue
                 if best is None or after.bound < best.tried.bound:
-                    tried = Tried(
-                        after.network_bytes, after.memory, after.flops, after.bound, before
-                    )
+                    tried = as_tried(before, after, trial.is_simulated)
                     best = Accepted(change, tried, trial)
                 # it has removed most of the cost
                 if before.bound - after.bound > 0.6 * cost.seconds:
@@ -154,6 +152,10 @@ class Search:
             self.accepted.clear()
             return
         self.target = before, after
+
+
+def as_tried(before: Figures, after: Figures, is_simulated: bool = False) -> Tried:
+    return Tried(after.network_bytes, after.memory, after.flops, after.bound, before, is_simulated)
 
 
 def make_trials(facts: Facts) -> Trials | None:

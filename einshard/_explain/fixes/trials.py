@@ -87,6 +87,7 @@ class Trial:
             those of arguments and constraints imply them.
         collectives, products, bounds: of the compiled program.
         reshards: as in `Facts`.
+        is_simulated: whether it is compiled for CPUs that simulate the devices.
     """
 
     edited: Edited | None
@@ -99,6 +100,7 @@ class Trial:
     figures: Figures
     reshards: Mapping[str, Reshard]
     graph: Graph
+    is_simulated: bool = False
 
 
 class Trials:
@@ -167,6 +169,7 @@ class Trials:
             _figures(collectives, memory, products, bounds),
             find_reshards(graph, collectives),
             graph,
+            is_cpu,
         )
 
     def on_target(self, edits: Edits) -> Figures | None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
+from jax.core import Tracer
 from jax.extend import core as jex
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from ..._errors import EinshardError
 from ..._sharding.mesh import partition_spec, spec_axes
 from .graph import Site
 from .op_sharding_rule import BatchAxis, batch_axes
@@ -267,6 +269,84 @@ def apply(
     edited.__name__ = edited.__qualname__ = params['name']
     applied = tuple(splicer.applied[edit] for edit in range(len(values)))
     return Edited(jax.jit(edited, **options), args, kwargs, applied, tuple(n_per_device))
+
+
+class FixedFunction:
+    """An edited function that takes the arguments of the one that was edited.
+
+    Arguments whose shardings the edits change are moved before the call. The others are placed as
+    in the call that was edited, unless they are on devices already.
+
+    Attributes:
+        jitted: the function that takes arguments as `place` returns them.
+    """
+
+    def __init__(
+        self,
+        call: JittedCall,
+        edited: Edited,
+        moved: Collection[int],
+        bind: Callable[[Sequence[Any], Mapping[str, Any]], tuple[Any, Any]],
+    ):
+        """
+        Args:
+            moved: the leaves whose shardings the edits change.
+            bind: returns the arguments of `call` for those of the user's function.
+        """
+        self.jitted = edited.function
+        self.__name__ = self.__qualname__ = edited.function.__name__
+        self._call, self._moved, self._bind = call, {*moved}, bind
+        self._structs = jtu.tree_leaves((edited.args, edited.kwargs))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self.place(args, kwargs)
+        return self.jitted(*args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self.place(args, kwargs)
+        return self.jitted.trace(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        return self.trace(*args, **kwargs).lower()
+
+    def place(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Returns the arguments for `jitted`: those that the edits move have their new shardings.
+
+        Raises an EinshardError for other static arguments, whose values are in the program.
+        """
+        args, kwargs = self._bind(args, kwargs)
+        call, (leaves, tree) = self._call, jtu.tree_flatten((tuple(args), dict(kwargs)))
+        facts: dict[str, str] = {}
+        if tree != call.args_tree:
+            facts = {'arguments of the report': str(call.args_tree), 'got': str(tree)}
+        else:
+            for i, (old, new) in enumerate(zip(call.leaves, leaves, strict=True)):
+                if i not in call.arguments and not _is_array(old) and new is not old and new != old:
+                    facts = {'constant of the report': repr(old), 'got': repr(new)}
+        if facts:
+            raise EinshardError(
+                f'{self.__name__} with suggestions cannot take these arguments',
+                code='argument',
+                facts={**facts, 'instead': 'explain the function with these arguments'},
+            )
+        return tree.unflatten([self._placed(i, leaf) for i, leaf in enumerate(leaves)])
+
+    def _placed(self, i: int, leaf: Any) -> Any:
+        sharding = self._structs[i].sharding if i in self._call.arguments else None
+        if sharding is None or not _is_array(leaf):
+            return leaf
+        is_moved = i in self._moved
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            is_placed = leaf.sharding is not None and not is_moved
+            return leaf if is_placed else leaf.update(sharding=sharding)
+        if isinstance(leaf, Tracer):
+            return jax.device_put(leaf, sharding) if is_moved else leaf
+        if _is_committed(leaf) and not (
+            is_moved and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+        ):
+            return leaf
+        is_donated = self._call.eqn.params['donated_invars'][self._call.arguments[i]]
+        return jax.device_put(leaf, sharding, donate=is_donated)
 
 
 def _has_explicit_axes(sharding: Any) -> bool:
