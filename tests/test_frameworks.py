@@ -613,11 +613,12 @@ def test_suggestions_for_a_function_of_equinox_with_arrays(of):
 def test_arguments_of_equinox_are_moved(of):
     @eqx.filter_jit
     def step(model, x):
-        grads = eqx.filter_grad(lambda m: jnp.mean(jax.vmap(m)(x) ** 2))(model)
-        return eqx.apply_updates(model, grads)
+        def loss(model):
+            return jnp.mean((model.activation(x @ model.up) @ model.down) ** 2)
 
-    model = eqx.nn.MLP(256, 256, 1024, 1, key=jax.random.key(0))
-    model, x = einshard((model, np.ones((2048, 256), np.float32)), '... -> ...', mesh=FOUR_BY_TWO)
+        return eqx.apply_updates(model, eqx.filter_grad(loss)(model))
+
+    model, x = einshard(mlp_and_batch(), '... -> ...', mesh=FOUR_BY_TWO)
     report = explain(step, of(model), of(x), tries=4)
     (finding,) = report.findings
     assert finding.kind == 'replicated compute'
