@@ -70,9 +70,16 @@ def compiles_again(facts: Facts) -> Iterator[Finding]:
             f"as '{old}': the next call compiles again",
             None,
             sum(row.bytes for row, _ in pairs),
-            f"pin {them} with out= or out_shardings=: '{old}'",
+            pin_text(facts, them, f"'{old}'"),
             tuple(row.path for row, _ in pairs),
         )
+
+
+def pin_text(facts: Facts, it: str, placements: str) -> str:
+    """Says how to place results. `eqx.filter_jit` has no `out_shardings=`."""
+    if facts.stages.is_equinox:
+        return f'constrain {it} with einshard before the function returns: {placements}'
+    return f'pin {it} with out= or out_shardings=: {placements}'
 
 
 def other_types(facts: Facts) -> Iterator[Finding]:

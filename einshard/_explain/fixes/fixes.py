@@ -14,7 +14,7 @@ from ..._text import first_of, format_bytes, short_source
 from ..findings.expressions import expression_of, shard_text
 from ..findings.facts import Facts
 from ..findings.gathers import reshard_text
-from ..findings.next_call import next_arguments, results_to_pin
+from ..findings.next_call import next_arguments, pin_text, results_to_pin
 from ..findings.trace import mesh_entries
 from ..findings.values import Axis
 from ..report import Report
@@ -151,7 +151,7 @@ class Fixes:
         it = 'it' if len(pinned) == 1 else 'them'
         placements = [f"'{facts.argument_rows[replaced[i]].placement}'" for i in pinned]
         listed = first_of(list(dict.fromkeys(placements)), 3)
-        return f'pin {it} with out= or out_shardings=: {listed}'
+        return pin_text(facts, it, listed)
 
     def _finding(self, accepted: Accepted, rules: list[Finding]) -> Finding:
         """Returns the finding of a change, in the words of one of `rules`, which it removes."""
