@@ -20,6 +20,7 @@ from mistakes import BOTH, MEGATRON, Choices, arguments, make_step
 from einshard import EinshardError, device_mesh, einshard, explain, sharded, topology
 from einshard._cli.main import main
 from einshard._explain.fixes import trials
+from einshard._explain.lowered import Stages
 from einshard._explain.report_rows import Figures, Finding, Tried
 
 
@@ -268,6 +269,19 @@ def test_nothing_is_compiled_without_a_cost(monkeypatch):
         explain(jax.jit(drops_batch), X, IN, OUT, tries=8)
     report = explain(jax.jit(drops_batch), X, IN, OUT, tries=0)
     assert all(finding.tried is None for finding in report.findings)
+
+
+def test_costs_stay_findings_where_no_change_can_be_tried(monkeypatch):
+    step = jax.jit(train(layers))
+    expected = explain(step, WEIGHTS, TABLE, REPLICATED, tries=0)
+    assert expected.findings
+    # it does not compile for simulated devices, or is not a call that can be edited
+    for owner, name, value in (trials.Trials, 'run', lambda *_: None), (Stages, 'call', None):
+        monkeypatch.setattr(owner, name, value)
+        report = explain(step, WEIGHTS, TABLE, REPLICATED, tries=8)
+        assert report.findings == expected.findings
+        assert report.notes == expected.notes
+        assert report.patch() == ''
 
 
 def test_interrupted_search_keeps_what_helps(monkeypatch):

@@ -551,3 +551,114 @@ def test_a_function_that_something_else_jits(fails):
         explain(Jitted(), jnp.ones(3))
     instead = None if fails else 'jax.jit(lambda *args: Jitted(*args))'
     assert error.value.facts.get('instead') == instead
+
+
+# --- suggestions --------------------------------------------------------------------------------
+
+FOUR_BY_TWO = mesh_of(jax.devices()[:8], batch=4, tp=2)
+
+
+class Mlp(eqx.Module):
+    up: jax.Array
+    down: jax.Array
+    activation: object  # a leaf that is no array
+
+    def __call__(self, x):
+        h = einshard(self.activation(x @ self.up), 'b f -> b f@tp', mesh=FOUR_BY_TWO)
+        return einshard(h @ self.down, 'b d -> b@batch d', mesh=FOUR_BY_TWO)
+
+
+def mlp_and_batch():
+    """The batch is sharded; a constraint in the model drops it."""
+    up = einshard(np.ones((512, 2048), np.float32), 'd f -> d f@tp', mesh=FOUR_BY_TWO)
+    down = einshard(np.ones((2048, 512), np.float32), 'f d -> f@tp d', mesh=FOUR_BY_TWO)
+    x = einshard(np.ones((2048, 512), np.float32), 'b d -> b@batch d', mesh=FOUR_BY_TWO)
+    return Mlp(up, down, jax.nn.silu), x
+
+
+def call_mlp(model, x, scale):
+    return {'y': model(x) * scale, 'model': model}
+
+
+@pytest.mark.parametrize('of', [lambda tree: tree, shapes_of], ids=['arrays', 'shapes'])
+def test_suggestions_for_equinox_are_those_for_jax(of):
+    model, x = mlp_and_batch()
+    arrays, static = eqx.partition(of(model), lambda leaf: leaf is not jax.nn.silu)
+    by_hand = jax.jit(lambda arrays, x: call_mlp(eqx.combine(arrays, static), x, 2.0)['y'])
+    (expected,) = explain(by_hand, arrays, of(x), tries=4).findings
+    report = explain(eqx.filter_jit(call_mlp), of(model), of(x), 2.0, tries=4)
+    (finding,) = report.findings
+    assert finding.suggestion == expected.suggestion
+    assert '@batch' in finding.suggestion
+    tried, by_hand = finding.tried, expected.tried
+    assert (tried.network_bytes, tried.flops) == (by_hand.network_bytes, by_hand.flops)
+    assert tried.before.network_bytes == by_hand.before.network_bytes == report.network_bytes
+    assert (
+        "+        h = einshard(self.activation(x @ self.up), 'b f -> b@batch f@tp'"
+        in report.patch()
+    )
+    with pytest.raises(EinshardError, match='that Flax or Equinox jits cannot be applied'):
+        report.fixed_function()
+
+
+@pytest.mark.parametrize('of', [lambda tree: tree, shapes_of], ids=['arrays', 'shapes'])
+def test_suggestions_for_a_function_of_equinox_with_arrays(of):
+    model, x = mlp_and_batch()
+    report = explain(eqx.filter_jit(eqx.Partial(of(model))), of(x), tries=4)
+    (finding,) = report.findings
+    assert finding.tried.network_bytes < 0.5 * report.network_bytes
+
+
+@pytest.mark.parametrize('of', [lambda tree: tree, shapes_of], ids=['arrays', 'shapes'])
+def test_arguments_of_equinox_are_moved(of):
+    @eqx.filter_jit
+    def step(model, x):
+        def loss(model):
+            return jnp.mean((model.activation(x @ model.up) @ model.down) ** 2)
+
+        return eqx.apply_updates(model, eqx.filter_grad(loss)(model))
+
+    model, x = einshard(mlp_and_batch(), '... -> ...', mesh=FOUR_BY_TWO)
+    report = explain(step, of(model), of(x), tries=4)
+    (finding,) = report.findings
+    assert finding.kind == 'replicated compute'
+    assert finding.tried.flops < 0.3 * finding.tried.before.flops
+    assert report.patch().startswith('# shard ')
+
+
+def test_suggestions_for_nnx():
+    class Model(nnx.Module):
+        def __init__(self, model):
+            self.up, self.down = nnx.Param(model.up), nnx.Param(model.down)
+
+        def __call__(self, x):
+            return Mlp(self.up[...], self.down[...], jax.nn.silu)(x)
+
+    model, x = mlp_and_batch()
+    report = explain(nnx.jit(lambda m, x: (m(x), m)), Model(model), x, tries=4)
+    (finding,) = report.findings
+    assert finding.tried.network_bytes < 0.5 * report.network_bytes
+
+
+def test_large_state_of_frameworks_that_is_not_donated():
+    """`eqx.filter_jit` has no `donate_argnums=`."""
+
+    def step(w, m, x):
+        m = {'w': 0.9 * m['w'] + jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w['w'])}
+        return {'w': w['w'] - 0.1 * m['w']}, m
+
+    w = {'w': einshard(np.ones((4096, 4096), np.float32), 'd f -> d f@tp', mesh=FOUR_BY_TWO)}
+    x = einshard(np.ones((64, 4096), np.float32), 'b d -> b@batch d', mesh=FOUR_BY_TWO)
+
+    def donations(step, *args):
+        return [note.text for note in explain(step, *args).notes if note.kind == 'donation']
+
+    for args in ((w, w, x), shapes_of((w, w, x))):
+        (text,) = donations(eqx.filter_jit(step), *args)
+        assert text.endswith("; eqx.filter_jit(..., donate='all') frees them")
+        assert donations(eqx.filter_jit(step, donate='all'), *args) == []
+    with pytest.raises(ValueError, match='donate_argnums'):
+        eqx.filter_jit(step, donate_argnums=0)
+    (text,) = donations(nnx.jit(step), w, w, x)
+    assert text.endswith('; donate_argnums= frees them')
+    assert donations(nnx.jit(step, donate_argnums=(0, 1)), w, w, x) == []

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -46,6 +47,31 @@ def test_result_that_is_sharded_unlike_the_next_argument():
         assert after[name].sharding.is_equivalent_to(x.sharding, x.ndim)
     assert not step(params, batch)['b'].sharding.is_equivalent_to(params['b'].sharding, 1)
     assert kinds(explain(fixed, params, batch, tries=0).findings) == []
+
+
+def test_results_of_equinox_are_constrained():
+    """`eqx.filter_jit` has no `out_shardings=`."""
+    eqx = pytest.importorskip('equinox')
+
+    def step(params, batch, at_end=lambda params: params):
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, batch))
+        return at_end(new)
+
+    params = {
+        'up': put(np.ones((256, 1024)), None, 'model'),
+        'b': put(np.zeros(1024)),
+        'down': put(np.ones((1024, 256)), 'model', None),
+    }
+    batch = put(np.ones((512, 256)), 'data')
+    (finding,) = explain(eqx.filter_jit(step), params, batch, tries=4).findings
+    text = "constrain it with einshard before the function returns: 'a -> 8 a'"
+    assert finding.suggestion == text
+    assert finding.tried is not None
+
+    def as_given(params):
+        return {**params, 'b': einshard(params['b'], 'a -> 8 a', mesh=MESH)}
+
+    assert explain(eqx.filter_jit(step), params, batch, as_given, tries=0).findings == ()
 
 
 def struct(shape, spec, dtype=jnp.float32):

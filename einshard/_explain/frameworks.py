@@ -143,12 +143,15 @@ def has_shapes(*trees: Any) -> bool:
     return any(isinstance(x, jax.ShapeDtypeStruct) for x in jtu.tree_leaves(trees))
 
 
-def trace_filtered(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+def trace_filtered(
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Traced, tuple[Any, Sequence[Any], Mapping[str, Any]]]:
     """Traces a function of `eqx.filter_jit` for ShapeDtypeStructs.
 
     `fn.lower` takes them for static values, and fails in the function. The trace has the arguments
     and the result as the user passes and returns them, and the arrays of the function itself, if
-    it is a module, as a keyword argument with its name.
+    it is a module, as a keyword argument with its name. Also returns the function that is traced,
+    and its arguments.
     """
     function, bound = fn.__wrapped__, inspect.signature(fn).bind(*args, **kwargs)
     name = name_of(function)
@@ -164,10 +167,9 @@ def trace_filtered(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
     jitted = jax.jit(call, donate_argnums=donated, donate_argnames=[*by_name] if rest else ())
     names = positional_parameters(fn)
     labels = [*names, *(f'args[{i}]' for i in range(len(names), len(bound.args)))]
-    return jitted.trace(
-        *[partition(x, label) for x, label in zip(bound.args, labels, strict=False)],
-        **{label: partition(x, label) for label, x in by_name.items()},
-    )
+    positional = [partition(x, label) for x, label in zip(bound.args, labels, strict=False)]
+    keywords = {label: partition(x, label) for label, x in by_name.items()}
+    return jitted.trace(*positional, **keywords), (jitted, positional, keywords)
 
 
 def _has_leaf(tree: Any, kind: type) -> bool:

@@ -75,6 +75,8 @@ class Stages:
             the user passed.
         scope: the mesh that was in context by `mesh=`, or None.
         called: the function that the user passed.
+        is_filtered: whether Equinox jitted the function, and it was traced for ShapeDtypeStructs,
+            with its arguments and result in the user's structure. `framework` is None then.
     """
 
     name: str
@@ -91,6 +93,11 @@ class Stages:
     jitted: tuple[Any, Sequence[Any], Mapping[str, Any]] | None = None
     scope: AnyMesh | None = None
     called: Any = None
+    is_filtered: bool = False
+
+    @property
+    def is_equinox(self) -> bool:
+        return self.is_filtered or self.framework == 'equinox'
 
     @functools.cached_property
     def call(self) -> JittedCall | None:
@@ -101,7 +108,7 @@ class Stages:
         if self.framework is None and self.traced is not None:
             result_tree = jtu.tree_structure(self.traced.out_info)
         with nullcontext() if self.scope is None else mesh_scope(self.scope):
-            call = read_call(*self.jitted, result_tree)
+            call = read_call(*self.jitted, result_tree, numbers_are_static=self.is_equinox)
         # a `sharded` function reshards its arguments as its specs say
         return call and replace(call, function=call.function if self.program is None else None)
 
@@ -341,9 +348,16 @@ def _trace(
         is_filtered = not hasattr(jitted, 'trace')
         if is_filtered and (target is not None or has_shapes(args, kwargs)):
             function = jtu.tree_map(_without_devices, fn) if target is not None else fn
-            traced = trace_filtered(function, args, kwargs)
+            traced, jitted = trace_filtered(function, args, kwargs)
             names = dict(enumerate(positional_parameters(fn)))
-            return Stages(name, traced=traced, argument_names=names)
+            return Stages(
+                name,
+                traced=traced,
+                argument_names=names,
+                jitted=jitted,
+                scope=target,
+                is_filtered=True,
+            )
         made = (jitted.trace if hasattr(jitted, 'trace') else jitted.lower)(*args, **kwargs)
         stage, framework = jax_stage(made), framework_of(made)
         if isinstance(stage, Traced):

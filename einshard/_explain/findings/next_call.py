@@ -70,9 +70,16 @@ def compiles_again(facts: Facts) -> Iterator[Finding]:
             f"as '{old}': the next call compiles again",
             None,
             sum(row.bytes for row, _ in pairs),
-            f"pin {them} with out= or out_shardings=: '{old}'",
+            pin_text(facts, them, f"'{old}'"),
             tuple(row.path for row, _ in pairs),
         )
+
+
+def pin_text(facts: Facts, it: str, placements: str) -> str:
+    """Says how to place results. `eqx.filter_jit` has no `out_shardings=`."""
+    if facts.stages.is_equinox:
+        return f'constrain {it} with einshard before the function returns: {placements}'
+    return f'pin {it} with out= or out_shardings=: {placements}'
 
 
 def other_types(facts: Facts) -> Iterator[Finding]:
@@ -117,7 +124,7 @@ def unused_donations(facts: Facts) -> Iterator[Finding]:
 
 def not_donated(facts: Facts) -> Iterator[Finding]:
     """Notes large arguments that results replace, and that are not donated."""
-    if facts.stages.traced is None:
+    if facts.stages.traced is None and facts.stages.lowered is None:
         return
     donated, pinned = {*_donated(facts)}, results_to_pin(facts)
     arguments = sorted(
@@ -127,9 +134,11 @@ def not_donated(facts: Facts) -> Iterator[Finding]:
         and facts.arguments[argument].dtype == facts.results[result].dtype
         and result not in pinned
     )
+    is_equinox = facts.stages.is_equinox
+    change = "eqx.filter_jit(..., donate='all')" if is_equinox else 'donate_argnums='
     text = (
         'replaced by results, and not donated: {} on each device are in memory twice; '
-        'donate_argnums= frees them'
+        f'{change} frees them'
     )
     yield from _if_large(facts, arguments, text)
 
@@ -146,8 +155,8 @@ def _if_large(facts: Facts, arguments: Sequence[int], text: str) -> Iterator[Fin
 
 
 def _donated(facts: Facts) -> list[int]:
-    traced = facts.stages.traced
-    leaves = [] if traced is None else jtu.tree_leaves(traced.args_info)
+    stage = facts.stages.traced or facts.stages.lowered
+    leaves = [] if stage is None else jtu.tree_leaves(stage.args_info)
     return [i for i, leaf in enumerate(leaves) if leaf.donated and i < len(facts.arguments)]
 
 

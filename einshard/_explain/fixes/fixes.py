@@ -14,14 +14,22 @@ from ..._text import first_of, format_bytes, short_source
 from ..findings.expressions import expression_of, shard_text
 from ..findings.facts import Facts
 from ..findings.gathers import reshard_text
-from ..findings.next_call import next_arguments, results_to_pin
+from ..findings.next_call import next_arguments, pin_text, results_to_pin
 from ..findings.trace import mesh_entries
 from ..findings.values import Axis
 from ..report import Report
 from ..report_rows import Finding, changes
 from .patch import make_patch, operand_text, placement_of, source_of
 from .per_device import try_per_device
-from .search import MIN_GAIN, Accepted, Search, as_tried, make_trials, start_search
+from .search import (
+    MIN_GAIN,
+    Accepted,
+    Search,
+    as_tried,
+    has_candidates,
+    make_trials,
+    start_search,
+)
 from .trials import Edits, Trials
 
 # They do not depend on what a change costs: the program does not run, or code has no effect.
@@ -42,8 +50,10 @@ class Fixes:
         facts: Facts,
         search: Search | None,
         per_device: Sequence[tuple[Finding, PerDevice]] = (),
+        can_try: bool = True,
     ):
         self._report, self._facts, self._search = report, facts, search
+        self._can_try = can_try
         self._per_device = [*dict.fromkeys(finding for finding, _ in per_device)]
         self._first = Edits(per_device=tuple(change for _, change in per_device))
         self._pins, self._pinned = Edits(), None
@@ -111,8 +121,8 @@ class Fixes:
     ) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
         """Returns the findings and the notes, with the changes that were found to help.
 
-        Of the other findings of the report, `rules`, costs that no change lowers become notes. On
-        Explicit axes they stay, because few changes can be tried.
+        Of the other findings of the report, `rules`, costs that no change lowers become notes. They
+        stay if none can be tried, and on Explicit axes, where few can.
         """
         explained = {name for finding in found for name in finding.explains}
         if self._search is not None and found:  # what the changes have made disappear
@@ -133,7 +143,8 @@ class Fixes:
             elif found and finding.kind == 'full rematerialization' and not is_left:
                 continue
             elif explained.isdisjoint((*finding.explains, finding.source or '')):
-                (findings if self._facts.is_explicit else notes).append(finding)
+                stays = self._facts.is_explicit or not self._can_try
+                (findings if stays else notes).append(finding)
         for note in self._report.notes:
             if note.source is None or explained.isdisjoint((*note.explains, note.source)):
                 notes.append(note)
@@ -151,7 +162,7 @@ class Fixes:
         it = 'it' if len(pinned) == 1 else 'them'
         placements = [f"'{facts.argument_rows[replaced[i]].placement}'" for i in pinned]
         listed = first_of(list(dict.fromkeys(placements)), 3)
-        return f'pin {it} with out= or out_shardings=: {listed}'
+        return pin_text(facts, it, listed)
 
     def _finding(self, accepted: Accepted, rules: list[Finding]) -> Finding:
         """Returns the finding of a change, in the words of one of `rules`, which it removes."""
@@ -274,7 +285,7 @@ class Fixes:
         edits = (self._first if search is None else search.edits) | self._pins
         if call is None or edits == Edits():
             raise EinshardError('no change of the program was found that helps', code='argument')
-        if self._facts.stages.framework is not None:
+        if self._facts.stages.framework is not None or self._facts.stages.is_filtered:
             raise EinshardError(
                 'the changes of a function that Flax or Equinox jits cannot be applied',
                 code='argument',
@@ -307,12 +318,18 @@ def _through(value: str, placement: str, where: str) -> str:
 
 
 def with_fixes(report: Report, facts: Facts, tries: int, seconds: float | None) -> Report:
-    """Tries changes of a program, and returns the report with those that help."""
+    """Tries changes of a program, and returns the report with those that help.
+
+    If the program cannot be edited, the report stays as it is.
+    """
     trials = make_trials(facts)
-    per_device = [] if trials is None else try_per_device(trials)
+    if trials is None:
+        return report
+    per_device, needs_search = try_per_device(trials), has_candidates(trials)
     first = Edits(per_device=tuple(change for _, change in per_device))
-    search = None if trials is None else start_search(trials, first)
-    fixes = Fixes(report, facts, search, per_device)
+    search = start_search(trials, first) if needs_search else None
+    can_try = search is not None or not needs_search
+    fixes = Fixes(report, facts, search, per_device, can_try)
     if search is not None:
         search.run(tries, seconds)
         if search.accepted:

@@ -168,17 +168,18 @@ def make_trials(facts: Facts) -> Trials | None:
     return Trials(facts, call)
 
 
-def start_search(trials: Trials, first: Edits) -> Search | None:
-    """Compiles a program for simulated devices, if it has costs that a change may lower.
-
-    Returns None if it has none. `first` are changes that are made already.
-    """
+def has_candidates(trials: Trials) -> bool:
+    """Whether a program has costs that a change may lower."""
     facts, compiled = trials.facts, trials.as_compiled()
-    candidates = Candidates(facts, compiled)
-    costs = find_costs(facts, compiled)
-    if not any(map(candidates.has_any, costs)):
-        return None
-    base = trials.run(first)
+    return any(map(Candidates(facts, compiled).has_any, find_costs(facts, compiled)))
+
+
+def start_search(trials: Trials, first: Edits) -> Search | None:
+    """Compiles a program for simulated devices. Returns None if that fails.
+
+    `first` are changes that are made already.
+    """
+    facts, base = trials.facts, trials.run(first)
     assert facts.mesh is not None
     sizes = {str(name): size for name, size in facts.mesh.shape.items()}
     return None if base is None else Search(trials, base, Moves(sizes), first)

@@ -96,7 +96,12 @@ class _Constant(NamedTuple):
 
 
 def read_call(
-    jitted: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result_tree: Any
+    jitted: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    result_tree: Any,
+    *,
+    numbers_are_static: bool = False,
 ) -> JittedCall | None:
     """Traces a call of a jitted function as one equation. Returns None if it is not one.
 
@@ -106,17 +111,21 @@ def read_call(
     Args:
         result_tree: the structure of the result. None for a function that a framework jits, which
             rearranges its arguments and results: then the call takes and returns leaves.
+        numbers_are_static: whether Python's numbers are no arguments, as in Equinox.
     """
-    leaves, args_tree = jtu.tree_flatten((tuple(args), dict(kwargs)))
+    # a function of Equinox may have arrays, which are arguments of the program
+    called = (jitted if result_tree is None else None, tuple(args), dict(kwargs))
+    leaves, args_tree = jtu.tree_flatten(called)
 
     def trace(is_dynamic: Callable[[Any], bool]) -> JittedCall:
         dynamic = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
 
-        def call(*values: Any) -> Any:
+        # it returns nothing, because functions of frameworks return leaves that are no arrays
+        def call(*values: Any) -> None:
             given = dict(zip(dynamic, values, strict=True))
             merged = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
-            args, kwargs = args_tree.unflatten(merged)
-            return jitted(*args, **kwargs)
+            function, args, kwargs = args_tree.unflatten(merged)
+            (jitted if function is None else function)(*args, **kwargs)
 
         closed = jax.make_jaxpr(call)(*(leaves[i] for i in dynamic))
         outer = _open(closed)
@@ -131,7 +140,9 @@ def read_call(
             raise ValueError('not a call of a jitted function')
         if result_tree is not None:
             function = getattr(jitted, '__wrapped__', None)
-            return JittedCall(eqn, leaves, operands, args_tree, result_tree, function)
+            _, *of_args = args_tree.children()
+            tree = jtu.treedef_tuple(of_args)
+            return JittedCall(eqn, leaves, operands, tree, result_tree, function)
         order = [i for i in operands if isinstance(i, int)]
         renamed = {leaf: i for i, leaf in enumerate(order)}
         return JittedCall(
@@ -143,7 +154,8 @@ def read_call(
         )
 
     # Python's numbers are arguments, unless they are static: then a tracer has no hash
-    for is_dynamic in (_is_number_or_array, _is_array):
+    options = [_is_array] if numbers_are_static else [_is_number_or_array, _is_array]
+    for is_dynamic in options:
         try:
             return trace(is_dynamic)
         except (TypeError, ValueError, KeyError):
