@@ -24,7 +24,7 @@ QUESTIONS = [
     ('compiles again at the second call', 'faq.html#why-does-my-function-compile-again'),
     ('out of memory before the first step', 'faq.html#out-of-memory-before-the-first-step'),
     ('all-gather in every layer', 'faq.html#why-is-there-an-all-gather-in-every-layer'),
-    ('nnx.jit', 'faq.html#what-does-explain-see-of-a-step-under-nnx'),
+    ('nnx.jit', 'faq.html#use-with-nnx-jit-and-eqx-filter-jit'),
     ('two meshes', 'faq.html#device-order'),
     ('profile', 'profiling.html'),
     ('pipeline', 'recipes/pipeline.html'),
