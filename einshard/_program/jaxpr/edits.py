@@ -111,7 +111,7 @@ def read_call(
     Args:
         result_tree: the structure of the result. None for a function that a framework jits, which
             rearranges its arguments and results: then the call takes and returns leaves.
-        numbers_are_static: whether Python's numbers are no arguments, as in Equinox.
+        numbers_are_static: whether Python's numbers are static, as in Equinox.
     """
     # a function of Equinox may have arrays, which are arguments of the program
     called = (jitted if result_tree is None else None, tuple(args), dict(kwargs))
@@ -120,7 +120,7 @@ def read_call(
     def trace(is_dynamic: Callable[[Any], bool]) -> JittedCall:
         dynamic = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
 
-        # it returns nothing, because functions of frameworks return leaves that are no arrays
+        # it returns nothing, because functions of frameworks also return leaves other than arrays
         def call(*values: Any) -> None:
             given = dict(zip(dynamic, values, strict=True))
             merged = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
