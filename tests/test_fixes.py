@@ -744,6 +744,28 @@ def test_repeated_matmuls_of_a_helper_that_others_use(head):
         )
 
 
+def held(x, *spec):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(WIDE, P(*spec)))
+
+
+WIDE = mesh_of(data=2, tensor=4)
+
+
+def test_no_change_of_the_constraint_of_a_helper_for_several_ndims():
+    """The second constraint drops an axis, but its line also constrains an array of one axis."""
+
+    def scaled(x, n, w_in, w_out):
+        n = held(jnp.exp(n), 'data')
+        h = held(jax.nn.relu(x @ w_in), 'data')
+        return held((h @ w_out) * n[:, None], 'data')
+
+    x, n = struct((4096, 1024), 'b d -> b@data d', WIDE), struct((4096,), 'b -> b@data', WIDE)
+    w_in = struct((1024, 8192), 'd f -> d f@tensor', WIDE)
+    w_out = struct((8192, 1024), 'f d -> f@tensor d', WIDE)
+    report = explain(jax.jit(scaled), x, n, w_in, w_out, tries=8, chip='H100')
+    assert 'change the constraint' not in ' '.join(one.suggestion for one in report.findings)
+
+
 def test_no_constraint_where_a_helper_computes_values_of_several_ndims():
     mesh = mesh_of(data=8)
     m = struct((8, 256, 256), 'l i o -> 8 l i o', mesh)

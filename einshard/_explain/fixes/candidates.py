@@ -307,6 +307,12 @@ class Candidates:
                     self._join((old, d), (new, e))
             if op.eqn is not None and op.site.frames and op.primitive not in _PASSING:
                 self.by_line[op.site.frames[0].source].append(op)
+        # one expression is an error where a helper constrains values of several ndims
+        ndims: dict[Span, set[int]] = defaultdict(set)
+        for op in self.constraints:
+            n_seen = len(trial.traced.values[op.arrays_out[0]].shape) - op.site.n_mapped
+            ndims[op.site.frames[0]].add(n_seen)
+        self.constraints = [op for op in self.constraints if len(ndims[op.site.frames[0]]) == 1]
         self.argument_of = {
             value: i for i, value in enumerate(trial.traced.arguments) if value is not None
         }
@@ -780,6 +786,8 @@ class Candidates:
         is_result = op.arrays_out[0] in self.trial.traced.results
         value = self.trial.traced.values[op.arrays_out[0]]
         is_float = getattr(value.dtype, 'kind', '') in 'fVc'
+        if op.primitive == _CONSTRAINT and op not in self.constraints:
+            return False
         kinds = (_CONSTRAINT, 'gather', *PRODUCTS, 'scatter-add', 'scatter', 'reduce_sum', 'add')
         if op.primitive != _CONSTRAINT and (is_result or self._is_inside(op)):
             return False
