@@ -786,7 +786,7 @@ class Candidates:
         is_result = op.arrays_out[0] in self.trial.traced.results
         value = self.trial.traced.values[op.arrays_out[0]]
         is_float = getattr(value.dtype, 'kind', '') in 'fVc'
-        if op.primitive == _CONSTRAINT and op not in self.constraints:
+        if op.primitive == _CONSTRAINT and all(op is not one for one in self.constraints):
             return False
         kinds = (_CONSTRAINT, 'gather', *PRODUCTS, 'scatter-add', 'scatter', 'reduce_sum', 'add')
         if op.primitive != _CONSTRAINT and (is_result or self._is_inside(op)):
