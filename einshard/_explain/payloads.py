@@ -79,7 +79,9 @@ class Payloads:
         self, collective: Collective, node: Node, operand: Node | None
     ) -> tuple[str, Sequence[str], bool]:
         """Returns the role and the paths of an operand, and whether it is an argument."""
-        is_backward = 'transpose(' in collective.op_name
+        # of several arrays, each has its own operation: XLA may keep the name of one, or of all
+        own = operand.op.op_name if operand is not None and len(node.inputs) > 1 else ''
+        is_backward = 'transpose(' in (own or collective.op_name)
         shard = operand
         if operand is not None and collective.kind not in _MOVES:
             shard = padded_shard(operand)
