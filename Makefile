@@ -14,13 +14,13 @@ test: $(VENV)/test.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # under five minutes; without an accelerator, on eight simulated devices
-bench: $(VENV)-bench/rich.installed
+bench: $(VENV)-bench/rich.installed $(VENV)-bench/examples.installed
 	@$(VENV)-bench/bin/python -m benchmarks all
 
 # measure all figures of docs/performance.md, which takes long. RESULT names the file of figures,
 # BENCH adds options, such as --seconds 5
 RESULT ?= cpu
-bench-page: $(VENV)-page/rich.installed $(VENV)-page/tpu.installed
+bench-page: $(VENV)-page/rich.installed $(VENV)-page/examples.installed $(VENV)-page/tpu.installed
 	@mkdir -p benchmarks/results
 	@$(VENV)-page/bin/python -m benchmarks all --large --topology v5e:4x4 \
 	    --topology v5e:16x16 --topology '2*v5e:4x4' $(BENCH) --json benchmarks/results/$(RESULT).json

@@ -141,8 +141,12 @@ def method(bench: Bench, setting: Setting) -> None:
 
 def modules(bench: Bench, setting: Setting, n_leaves: int) -> None:
     """A module of Equinox, against filter_jit, and the state of an NNX module, against jax.jit."""
-    import equinox
-    from flax import nnx
+    try:
+        import equinox
+        from flax import nnx
+    except ImportError as error:
+        bench.leave_out('modules of Equinox and NNX', f'{error.name} is not installed')
+        return
 
     class Layer(equinox.Module):
         w: jax.Array
