@@ -881,6 +881,19 @@ def test_weights_that_inference_gathers_are_replicated(chip):
         assert report.total == (f'lower bounds with this change: {left}',)
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason='programs of a newer libtpu have no lines'
+)
+def test_explicit_axes_of_a_topology():
+    """The program is compiled in another process, where all axes are Auto."""
+    mesh = topology('v5e:2x4', axis_types=AxisType.Explicit, data=2, tensor=4)
+    step, arguments = next_token(mesh, 'd v -> d@data v@tensor')
+    report = explain(step, *arguments, tries=8)
+    by_hand = explain(*flat(next_token(mesh)), tries=0)
+    assert report.findings[0].tried.network_bytes == by_hand.network_bytes
+    assert report.findings[0].tried.memory == by_hand.memory.total
+
+
 def test_weights_are_not_replicated_if_another_placement_is_as_good():
     """Auto axes: the activations, which are smaller, can be sent in place of the weights."""
     mesh = inference_mesh(AxisType.Auto)

@@ -459,7 +459,8 @@ class Candidates:
             for c in self.trial.collectives
             if (c.kind, c.role, c.mesh_axes) == (cost.kind, cost.role, {*cost.mesh_axes})
             for path in c.of
-            if path in by_path and c.source in self.weights[by_path[path]]
+            if path in by_path and (lines := self.weights.get(by_path[path]))
+            if not c.source or c.source in lines  # an exported program may lack lines
         ]
         for of_cost in (False, True):
             edits, added = Edits(), 0

@@ -212,7 +212,7 @@ class Trials:
         if not self.is_slow:
             axes = [(str(name), size) for name, size in mesh.shape.items()]
             try:
-                request, kept = export(replace(facts.stages, traced=traced), axes)
+                request, kept = export(replace(facts.stages, traced=traced), axes, mesh.axis_types)
             except Exception:  # it has a kernel for the target, or a callback
                 self.is_slow = True
             else:
