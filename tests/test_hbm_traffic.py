@@ -64,6 +64,34 @@ PROGRAMS = {
 }
 
 
+def decode(cache, row, n):
+    cache = lax.dynamic_update_slice(cache, row, (n, 0))
+    return cache, jnp.sum(cache, 0)
+
+
+def decode_tokens(cache, row, n):
+    def token(i, state):
+        cache, row = state
+        cache = lax.dynamic_update_slice(cache, row, (n + i, 0))
+        return cache, jnp.sum(cache, 0, keepdims=True)
+
+    return lax.fori_loop(0, 8, token, (cache, row))
+
+
+def scatter(cache, row, n):
+    cache = cache.at[n].set(row[0])
+    return cache, jnp.sum(cache, 0)
+
+
+@pytest.mark.parametrize(
+    ('fn', 'updated'), [(decode, ROW), (decode_tokens, 8 * ROW), (scatter, ROW)]
+)
+def test_a_cache_that_is_updated_in_place_and_read(fn, updated):
+    compiled = jax.jit(fn, donate_argnums=0).lower(TABLE, struct(1, 128), NUMBER).compile()
+    needed = ALL - updated + ROW + 4 + ROW
+    assert 0.99 * needed < min_hbm_bytes(Graph(Program(compiled.as_text()))) <= needed
+
+
 @pytest.mark.parametrize('what', PROGRAMS)
 def test_no_more_than_a_run_can_do_with(what):
     fn, arguments, needed = PROGRAMS[what]

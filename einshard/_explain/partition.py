@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.export
 import jax.tree_util as jtu
+from jax.sharding import AxisType
 
 from .._errors import EinshardError
 from .._program.hlo.memory import Memory, read_memory
@@ -175,8 +176,14 @@ def check_flatbuffers() -> None:
         )
 
 
-def export(stages: Stages, axes: Sequence[tuple[str, int]]) -> tuple[dict[str, Any], Sequence[int]]:
+def export(
+    stages: Stages, axes: Sequence[tuple[str, int]], types: Sequence[AxisType] = ()
+) -> tuple[dict[str, Any], Sequence[int]]:
     """Lowers a traced program for CPU, and serializes it for a `Worker`.
+
+    Args:
+        axes: (name, size) of each mesh axis.
+        types: their types. Default: Auto.
 
     Returns:
         The request for `Worker.submit`, and the positions of the argument leaves that are used.
@@ -194,6 +201,7 @@ def export(stages: Stages, axes: Sequence[tuple[str, int]]) -> tuple[dict[str, A
     request = {
         'program': bytes(flat.serialize()),
         'axes': tuple(axes),
+        'types': tuple(type_.name for type_ in types or [AxisType.Auto] * len(axes)),
         'donated': tuple(i for i, leaf in enumerate(leaves) if leaf.donated),
     }
     return request, exported.module_kept_var_idx

@@ -50,7 +50,12 @@ def _respond(request: dict[str, Any]) -> dict[str, Any] | str:
         jax.clear_caches()
 
 
-def _lower(program: bytes, axes: tuple[tuple[str, int], ...], donated: tuple[int, ...]) -> Any:
+def _lower(
+    program: bytes,
+    axes: tuple[tuple[str, int], ...],
+    types: tuple[str, ...],
+    donated: tuple[int, ...],
+) -> Any:
     """Lowers an exported program. `donated` are the positions of the donated arguments."""
     import jax
     import jax.export
@@ -62,9 +67,19 @@ def _lower(program: bytes, axes: tuple[tuple[str, int], ...], donated: tuple[int
     if exported.nr_devices == 1:  # a program without shardings
         sizes = [1] * len(sizes)
     devices = np.array(jax.devices()[: exported.nr_devices]).reshape(sizes)
-    mesh = jax.sharding.Mesh(devices, [name for name, _ in axes])
+    names = [name for name, _ in axes]
+    mesh = jax.sharding.Mesh(devices, names)
+    # only a mesh with the axis types of the program has its shardings; the program is compiled
+    # already, so that here all axes can be Auto
+    axis_types = tuple(jax.sharding.AxisType[type_] for type_ in types)
+    typed = jax.sharding.Mesh(devices, names, axis_types=axis_types)
+
+    def on_mesh(sharding: Any) -> Any:
+        is_typed = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh == typed
+        return jax.sharding.NamedSharding(mesh, sharding.spec) if is_typed else sharding
+
     kept = exported.module_kept_var_idx
-    avals, shardings = exported.in_avals, exported.in_shardings_jax(mesh)
+    avals, shardings = exported.in_avals, [*map(on_mesh, exported.in_shardings_jax(typed))]
 
     def call(*values: Any) -> Any:
         given = dict(zip(kept, values, strict=True))
@@ -76,7 +91,7 @@ def _lower(program: bytes, axes: tuple[tuple[str, int], ...], donated: tuple[int
     jitted = jax.jit(
         call,
         in_shardings=tuple(shardings[i] for i in kept),
-        out_shardings=tuple(exported.out_shardings_jax(mesh)),
+        out_shardings=tuple(map(on_mesh, exported.out_shardings_jax(typed))),
         donate_argnums=tuple(at for at, i in enumerate(kept) if i in donated),
     )
     args = [jax.ShapeDtypeStruct(avals[i].shape, avals[i].dtype) for i in kept]

@@ -59,7 +59,8 @@ class Report(Display):
             argument and has its shape, dtype and sharding.
         notes: facts that are worth knowing but often intended, such as large replicated arrays.
         meshes: (axis, size) pairs of the user's meshes. Omits the mesh of expressions with counts.
-        total: what the suggestions of all findings together do, in words.
+        total: what the suggestions of all findings together do, and with a chip, which lower bounds
+            they leave, in words.
         fixes: what `fixed_function` and `try_more` need; not data.
     """
 

@@ -18,12 +18,14 @@ class Figures:
         memory: the bytes of memory that it needs, or None if unknown.
         flops: as in `Report.flops`.
         bound: the sum of the lower bounds for compute, HBM and network, in seconds.
+        hbm: the one for HBM.
     """
 
     network_bytes: int
     memory: int | None
     flops: int
     bound: float
+    hbm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Tried:
     Both are compiled in the same way.
 
     Attributes:
-        network_bytes, memory, flops, bound: the costs with the change; see `Figures`.
+        network_bytes, memory, flops, bound, hbm: the costs with the change; see `Figures`.
         before: the costs without it, but with the changes of the findings before this one.
         is_simulated: whether simulated CPU devices have these costs, in place of GPUs or TPUs.
     """
@@ -44,6 +46,7 @@ class Tried:
     bound: float
     before: Figures
     is_simulated: bool = False
+    hbm: float = 0.0
 
     def __str__(self) -> str:
         """For example 'sends 2.0 MiB instead of 15.0 MiB'."""
@@ -61,6 +64,8 @@ def changes(before: Figures | Tried, after: Figures | Tried) -> list[str]:
 
     compare('sends {}', before.network_bytes, after.network_bytes, format_bytes)
     compare('{}', before.flops, after.flops, format_flops)
+    if before.hbm > 0.5 * before.bound:
+        compare('HBM at least {}', before.hbm, after.hbm, format_seconds)
     is_clear = bool(found)
     if before.memory and after.memory:
         compare('memory {}', before.memory, after.memory, format_bytes)

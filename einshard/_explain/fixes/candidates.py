@@ -1,4 +1,4 @@
-"""Proposes changes for the sends and the repeated products that cost a program most."""
+"""Proposes changes for the sends, repeated products and reads that cost a program most."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import functools
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from ..._program.hlo.collective import Collective
+from ..._program.hlo.hbm_traffic import min_bytes_read, min_hbm_bytes
 from ..._program.hlo.slices import Reshard
 from ..._program.jaxpr.edits import ValueEdit
 from ..._program.jaxpr.graph import Op
@@ -38,13 +39,14 @@ _CONSTRAINT = 'sharding_constraint'
 
 @dataclass(frozen=True)
 class Cost:
-    """A send, or a product that several devices repeat.
+    """A send, or a product or a read from HBM that several devices repeat.
 
     Attributes:
         seconds: the lower bound on its time, or on the time of the repeated part.
         line: its source line, or ''.
-        mesh_axes: the mesh axes of the send, or those over which devices repeat the product.
-        n_repeats: how many devices repeat the product; 0 for a send.
+        mesh_axes: the mesh axes of the send, or those over which devices repeat the rest.
+        kind: of the collective, or 'product' or 'read'.
+        n_repeats: how many devices repeat the product or the read; 0 for a send.
         names: what it is, as in `Finding.explains`.
         reshard: set if it is an all-gather of which each device keeps a slice.
     """
@@ -128,18 +130,21 @@ class Change:
     Attributes:
         kind: the kind of the finding if it does.
         points: for each of `edits.values`, the value.
+        added: the bytes that it adds to the arguments of each device.
     """
 
     kind: str
     cost: Cost
     edits: Edits
     points: tuple[Point, ...] = ()
+    added: int = 0
 
 
 def find_costs(facts: Facts, trial: Trial) -> list[Cost]:
     """Returns the costs of a program that a change could lower, largest first."""
     total = trial.figures.bound
-    costs = [*_sends(facts, trial), *_repeats(facts, trial)]
+    hbm = _hbm_seconds(facts, trial)
+    costs = [*_sends(facts, trial), *_repeats(facts, trial, hbm), *_reads(facts, trial, hbm)]
     costs = [cost for cost in costs if cost.seconds >= _MIN_SHARE * total]
     return sorted(costs, key=lambda cost: -cost.seconds)
 
@@ -192,7 +197,7 @@ def _looped(trial: Trial) -> list[int]:
     return [v for scan in trial.traced.scans for v in scan.xs if values[v].axes[0].mesh_axes]
 
 
-def _repeats(facts: Facts, trial: Trial) -> Iterator[Cost]:
+def _repeats(facts: Facts, trial: Trial, hbm: Mapping[int, float]) -> Iterator[Cost]:
     mesh = facts.mesh
     assert mesh is not None
     compute = next((b.seconds for b in trial.bounds if b.resource == 'compute'), 0.0)
@@ -221,8 +226,9 @@ def _repeats(facts: Facts, trial: Trial) -> Iterator[Cost]:
             n = prod(mesh.shape[name] for name in axes)
         if not axes:
             continue
+        read = sum(hbm.get(i, 0.0) for i in _read_by(trial, line, axes))
         yield Cost(
-            compute * (flops - share) / total,
+            compute * (flops - share) / total + read * (1 - 1 / n),
             line,
             0,
             axes,
@@ -233,6 +239,64 @@ def _repeats(facts: Facts, trial: Trial) -> Iterator[Cost]:
             n,
             (line,),
         )
+
+
+def _reads(facts: Facts, trial: Trial, hbm: Mapping[int, float]) -> Iterator[Cost]:
+    """Yields the caches that several devices read, of which each could read a part.
+
+    Not weights: that each replica of a model has its own is what data parallelism costs.
+    """
+    mesh = facts.mesh
+    assert mesh is not None
+    caches = {facts.used_arguments[n] for n, role in facts.roles.items() if role == 'cache'}
+    for op in trial.traced.ops:
+        for i in _arguments_of(trial, op) & caches if op.primitive in PRODUCTS else ():
+            seconds = hbm.get(i, 0.0)
+            used = _axes_of_argument(trial, i)
+            axes = tuple(str(n) for n, size in mesh.shape.items() if size > 1 and n not in used)
+            n = prod(mesh.shape[name] for name in axes)
+            if seconds and axes and op.site.frames:
+                caches.remove(i)  # one cost
+                line, names = op.site.frames[0].source, (facts.arguments[i].path,)
+                n_bytes = _bytes_on_device(facts, i, trial.arguments[i].sharding)
+                seconds *= 1 - 1 / n
+                yield Cost(seconds, line, 0, axes, 'read', 'cache', names, n_bytes, n, names)
+
+
+def _bytes_on_device(facts: Facts, argument: int, sharding: Sharding) -> int:
+    array = facts.arguments[argument]
+    return prod(sharding.shard_shape(array.shape)) * getattr(array.dtype, 'itemsize', 4)
+
+
+def _hbm_seconds(facts: Facts, trial: Trial) -> dict[int, float]:
+    """Returns the time to read each argument from HBM. Empty if another bound is larger."""
+    largest = trial.bounds.largest
+    if largest is None or largest.resource != 'HBM':
+        return {}
+    per_byte = largest.seconds / min_hbm_bytes(trial.graph)
+    n_bytes = min_bytes_read(trial.graph)
+    return {i: per_byte * n_bytes.get(n, 0) for n, i in enumerate(facts.used_arguments)}
+
+
+def _arguments_of(trial: Trial, op: Op) -> set[int]:
+    """Returns the arguments that an operation reads."""
+    return {i for v in op.arrays_in if (i := trial.values[v].argument) is not None}
+
+
+def _axes_of_argument(trial: Trial, argument: int) -> set[str]:
+    v = trial.traced.arguments[argument]
+    return set() if v is None else trial.values[v].mesh_axes
+
+
+def _read_by(trial: Trial, line: str, axes: tuple[str, ...]) -> set[int]:
+    """Returns the arguments that the products of a line read, and that mesh axes do not shard."""
+    return {
+        i
+        for op in trial.traced.ops
+        if op.primitive in PRODUCTS and any(span.source == line for span in op.site.frames[:1])
+        for i in _arguments_of(trial, op)
+        if _axes_of_argument(trial, i).isdisjoint(axes)
+    }
 
 
 def _axes_of_some(mesh: AnyMesh, trial: Trial, line: str) -> tuple[str, ...]:
@@ -322,7 +386,8 @@ class Candidates:
 
     def has_any(self, cost: Cost) -> bool:
         """Whether there may be a change for a cost."""
-        return any(True for _ in self._moved(cost)) or any(True for _ in self.of(cost))
+        changes = itertools.chain(self._moved(cost), self.of(cost), self.replicated(cost))
+        return any(True for _ in changes)
 
     def of(self, cost: Cost) -> Iterator[Change]:
         """Yields changes for a cost, the most promising first.
@@ -377,6 +442,63 @@ class Candidates:
         yield from self._results(cost)
         yield from self._arguments_by_path(cost)
 
+    def replicated(self, cost: Cost) -> Iterator[Change]:
+        """Replicates weights along the mesh axes along which inference gathers them.
+
+        First all weights that are gathered along these axes, then those of the cost. Not if another
+        bound is larger: with many tokens, FSDP gathers weights while it computes.
+        """
+        if self.facts.is_training or (cost.kind, cost.role) != ('all-gather', 'weights'):
+            return
+        largest = self.trial.bounds.largest
+        if largest is None or largest.resource != 'network':
+            return
+        by_path = {array.path: i for i, array in enumerate(self.facts.arguments)}
+        gathered = [
+            (by_path[path], c.name in cost.names)
+            for c in self.trial.collectives
+            if (c.kind, c.role, c.mesh_axes) == (cost.kind, cost.role, {*cost.mesh_axes})
+            for path in c.of
+            if path in by_path and (lines := self.weights.get(by_path[path]))
+            if not c.source or c.source in lines  # an exported program may lack lines
+        ]
+        for of_cost in (False, True):
+            edits, added = Edits(), 0
+            for argument in (i for i, is_of_cost in gathered if is_of_cost or not of_cost):
+                current = self._entries_of_argument(argument)
+                if current is None:
+                    continue
+                new = tuple(tuple(a for a in entry if a not in cost.mesh_axes) for entry in current)
+                if new != current:
+                    edits |= self._state(argument, new)
+            for i, new in edits.arguments.items():
+                old = self.trial.arguments[i].sharding
+                added += _bytes_on_device(self.facts, i, new) - _bytes_on_device(self.facts, i, old)
+            if edits.arguments:
+                yield Change('gathered weights', cost, edits, added=added)
+
+    @functools.cached_property
+    def weights(self) -> Mapping[int, set[str]]:
+        """The lines of the products that read an argument which is larger than the other operand.
+
+        In inference, roles do not tell weights from data. Empty for what a result replaces.
+        """
+        found, traced = defaultdict[int, set[str]](set), self.trial.traced
+        for op in traced.ops:
+            if op.rule.einsum is None or not _is_product(op):
+                continue
+            pair = [op.ins[i] for i in op.rule.einsum.operands[:2]]
+            for v, other in (pair, pair[::-1]):
+                if v is None or other is None:
+                    continue
+                shape = traced.values[v].shape
+                if prod(shape) > prod(traced.values[other].shape):
+                    origins = (self._origins(v, dim) for dim in range(len(shape)))
+                    arguments = {i for pairs in origins for i, _ in pairs}
+                    if len(arguments) == 1 and arguments.isdisjoint(self.replaced.values()):
+                        found[arguments.pop()].update(span.source for span in op.site.frames)
+        return found
+
     def _values_of(self, cost: Cost, ops: Sequence[Op]) -> list[int]:
         """Returns what a cost sends: arguments, or the first result of an operation in its line."""
         by_path = {array.path: i for i, array in enumerate(self.facts.arguments)}
@@ -402,8 +524,7 @@ class Candidates:
 
     def _weight_of(self, op: Op) -> float:
         n_bytes = sum(self.trial.traced.values[v].bytes for v in (*op.arrays_in, *op.arrays_out))
-        is_product = op.primitive in PRODUCTS or op.primitive.startswith('ragged')
-        return n_bytes * (1000 if is_product else 1)
+        return n_bytes * (1000 if _is_product(op) else 1)
 
     def _of_op(self, cost: Cost, op: Op) -> Iterator[Change]:
         axes = cost.mesh_axes
@@ -654,7 +775,7 @@ class Candidates:
                 edits, points = edits | edit, [*points, point]
         if edits == Edits():
             return None
-        kind = 'replicated compute' if cost.n_repeats else 'unsharded axis'
+        kind = 'replicated compute' if cost.kind == 'product' else 'unsharded axis'
         return Change(kind, cost, edits, tuple(points))
 
     def _constrained(
@@ -737,7 +858,7 @@ class Candidates:
                     edits |= self._state(i, new)
                     entries = new if i == argument or entries is None else entries
             if entries is not None:
-                kind = 'replicated compute' if cost.n_repeats else 'unsharded data'
+                kind = 'replicated compute' if cost.kind == 'product' else 'unsharded data'
                 yield Change(kind, cost, edits)
 
     def _is_data(self, argument: int) -> bool:
@@ -1030,6 +1151,10 @@ class Candidates:
 
 
 _PASSING = ('carry', 'scan_input', 'scan_output', 'scan_axis', 'shards')
+
+
+def _is_product(op: Op) -> bool:
+    return op.primitive in PRODUCTS or op.primitive.startswith('ragged')
 
 
 def _folded(path: str) -> str:

@@ -107,6 +107,11 @@ class Fixes:
                 lines.append(f'all together, compiled for {report.device_kind}: {costs}')
             elif search.target is not None and accepted and self._facts.platform != 'cpu':
                 found = [replace(found[0], tried=as_tried(*search.target))]
+            if accepted and self._facts.chip is not None:
+                mark = ' (the largest)' * (len(search.bounds) > 1)
+                left = (f'{b}{mark * (b is search.bounds.largest)}' for b in search.bounds)
+                what = 'this change' if len(found) == 1 else 'all changes'
+                lines.append(f'lower bounds with {what}: {"; ".join(left)}')
             if search.cut:
                 lines.append(
                     f'{search.n_tried} changes tried ({search.cut}: the search was stopped)'
@@ -167,7 +172,10 @@ class Fixes:
     def _finding(self, accepted: Accepted, rules: list[Finding]) -> Finding:
         """Returns the finding of a change, in the words of one of `rules`, which it removes."""
         cost = accepted.change.cost
-        if cost.n_repeats:
+        if cost.kind == 'read':
+            what = f'{format_bytes(cost.bytes)} of {", ".join(cost.of)}'
+            text = f'{cost.n_repeats} devices read the same {what} from HBM'
+        elif cost.n_repeats:
             text = f'{cost.n_repeats} devices repeat the matmuls in this line'
         else:
             axes = ', '.join(cost.mesh_axes)
@@ -225,6 +233,9 @@ class Fixes:
                 call = f"einshard(..., '{placement}')"
                 texts.append(f'constrain {what} in {line}: {call}{mapped}')
         texts += self._moves(change.edits)
+        if change.added:
+            texts[-1] += f' (adds {format_bytes(change.added)} to the memory of each device'
+            texts[-1] += ')' if facts.chip else ', of an unknown chip: check that they have it)'
         texts += self._through(change.edits)
         return ', and '.join(texts)
 

@@ -16,8 +16,9 @@ from ..findings.expressions import expression_of
 from ..findings.facts import Facts
 from ..findings.gathered_axes import gathered_operations
 from ..findings.values import Axis, Value
-from ..report_rows import Finding, Tried
+from ..report_rows import Finding
 from .patch import source_of
+from .search import as_tried
 from .trials import Edits, Trials
 
 _MIN_GAIN = 0.03  # of the sum of the bounds, as for other changes
@@ -61,9 +62,10 @@ def try_per_device(trials: Trials) -> list[tuple[Finding, PerDevice]]:
             if not changes or n_tried == _MAX_TRIES:
                 break
             n_tried += 1
-            after = trials.on_target(Edits(per_device=(*(one for _, one in found), *changes)))
-            if after is None or after.bound > (1 - _MIN_GAIN) * before.bound:
+            trial = trials.on_target(Edits(per_device=(*(one for _, one in found), *changes)))
+            if trial is None or trial[0].bound > (1 - _MIN_GAIN) * before.bound:
                 continue
+            after = trial[0]
             n_bytes = sum(c.total_bytes for c in collectives)
             array, what = facts.traced.values[v], op.primitive.replace('_', ' ')
             along = ', '.join(name for _, entry in changes[0].axes for name in entry)
@@ -75,7 +77,7 @@ def try_per_device(trials: Trials) -> list[tuple[Finding, PerDevice]]:
                 n_bytes,
                 ', and '.join(_suggestion(facts, one, values) for one in ops),
                 tuple(c.name for c in collectives),
-                Tried(after.network_bytes, after.memory, after.flops, after.bound, before),
+                as_tried(before, after),
             )
             found += [(finding, change) for change in changes]
             before = after

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from jax.sharding import Mesh
 
+from ..._program.cost.bounds import NO_BOUNDS, Bounds
 from ..._progress import progress
 from ..findings.facts import Facts
 from ..report_rows import Figures, Tried
@@ -38,6 +41,7 @@ class Search:
         n_tried: how many changes were compiled.
         cut: why the search stopped early, or ''.
         target: the costs on the target without and with all accepted changes, or None.
+        bounds: those on the target with all accepted changes.
     """
 
     trials: Trials
@@ -48,6 +52,7 @@ class Search:
     n_tried: int = 0
     cut: str = ''
     target: tuple[Figures, Figures] | None = None
+    bounds: Bounds = NO_BOUNDS
     _rejected: dict[Any, None] = field(default_factory=dict)
 
     @property
@@ -84,18 +89,18 @@ class Search:
         proposals = Candidates(self.trials.facts, current, self.moves)
         for cost in find_costs(self.trials.facts, current):
             best: Accepted | None = None
-            n_of_cost = 0
-            for change in proposals.of(cost):
-                key = self._key(change)
-                if key in self._rejected or self._is_undone(change):
-                    continue
-                if used >= tries or n_of_cost >= _TRIES_PER_COST:
+            # replicated weights take memory, so other changes come first
+            for change in itertools.chain(
+                itertools.islice(self._untried(proposals.of(cost)), _TRIES_PER_COST),
+                itertools.islice(self._untried(proposals.replicated(cost)), 2),
+            ):
+                if used >= tries:
                     break
                 if end is not None and time.monotonic() > end:
                     self.cut = 'seconds'
                     break
-                self._rejected[key] = None
-                used, n_of_cost = used + 1, n_of_cost + 1
+                self._rejected[self._key(change)] = None
+                used += 1
                 self.n_tried += 1
                 with progress(f'trying {change.kind} at {cost.line}'):
                     trial = self.trials.run(self.edits | change.edits)
@@ -117,6 +122,11 @@ class Search:
             if used >= tries or self.cut:
                 break
         return -used
+
+    def _untried(self, changes: Iterator[Change]) -> Iterator[Change]:
+        for change in changes:
+            if self._key(change) not in self._rejected and not self._is_undone(change):
+                yield change
 
     def _is_undone(self, change: Change) -> bool:
         """Whether it places what an accepted change moves in two steps to its placement."""
@@ -142,20 +152,22 @@ class Search:
 
     def confirm(self) -> None:
         """Compiles the accepted changes for the target. Drops them if they do not help there."""
-        before = self.trials.as_compiled().figures
+        compiled = self.trials.as_compiled()
+        before = compiled.figures, compiled.bounds
         without = before if self.first == Edits() else self.trials.on_target(self.first)
         after = self.trials.on_target(self.edits)
-        if after is None or without is None:
+        if after is None or without is None or not self._fits(after[0]):
             self.accepted.clear()
             return
-        if after.bound > (1 - MIN_GAIN) * without.bound:
+        if after[0].bound > (1 - MIN_GAIN) * without[0].bound:
             self.accepted.clear()
             return
-        self.target = before, after
+        self.target, self.bounds = (before[0], after[0]), after[1]
 
 
 def as_tried(before: Figures, after: Figures, is_simulated: bool = False) -> Tried:
-    return Tried(after.network_bytes, after.memory, after.flops, after.bound, before, is_simulated)
+    costs = after.network_bytes, after.memory, after.flops, after.bound
+    return Tried(*costs, before, is_simulated, after.hbm)
 
 
 def make_trials(facts: Facts) -> Trials | None:

@@ -172,7 +172,7 @@ class Trials:
             is_cpu,
         )
 
-    def on_target(self, edits: Edits) -> Figures | None:
+    def on_target(self, edits: Edits) -> tuple[Figures, Bounds] | None:
         """Compiles the program with changes for its own devices."""
         with self._scope():
             try:
@@ -185,7 +185,7 @@ class Trials:
                 return None
         products, devices = product_rows(graph), list(self.facts.devices)
         bounds = find_bounds(self.chip, devices, graph, products, collectives)
-        return _figures(collectives, memory, products, bounds)
+        return _figures(collectives, memory, products, bounds), bounds
 
     def _scope(self) -> Any:
         scope = self.facts.stages.scope
@@ -212,7 +212,7 @@ class Trials:
         if not self.is_slow:
             axes = [(str(name), size) for name, size in mesh.shape.items()]
             try:
-                request, kept = export(replace(facts.stages, traced=traced), axes)
+                request, kept = export(replace(facts.stages, traced=traced), axes, mesh.axis_types)
             except Exception:  # it has a kernel for the target, or a callback
                 self.is_slow = True
             else:
@@ -292,4 +292,5 @@ def _figures(
         memory and memory.total,
         sum(row.flops for row in products),
         sum(bound.seconds for bound in bounds),
+        next((bound.seconds for bound in bounds if bound.resource == 'HBM'), 0.0),
     )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .graph import Graph, Node
-from .integers import Unknown, evaluate, find_counter
+from .integers import Unknown, count_trips, evaluate, find_counter
 from .text import ArrayType
 
 _OTHER_MEMORY = re.compile(r'\{[^}]*S\([1-9]')  # host memory, or the VMEM of a TPU
@@ -27,14 +27,21 @@ def min_hbm_bytes(graph: Graph) -> int:
     that are updated in place, and reads of unknown size (by a gather, in a branch of a conditional,
     or in a Pallas kernel). A loop with an unknown trip count counts as one iteration.
     """
-    reads, total = _Reads(graph), 0
-    for node in graph.parameters.values():
-        if is_in_hbm(node.type):
-            total += _min_covered_bytes(node.array, reads.of(node))
+    total = sum(min_bytes_read(graph).values())
     for node in graph.outputs:
         if is_in_hbm(node.type) and _is_written(node):
             total += node.array.bytes
     return total
+
+
+def min_bytes_read(graph: Graph) -> dict[int, int]:
+    """Returns the part of `min_hbm_bytes` of each argument, by parameter number."""
+    reads = _Reads(graph)
+    return {
+        number: _min_covered_bytes(node.array, reads.of(node))
+        for number, node in graph.parameters.items()
+        if is_in_hbm(node.type)
+    }
 
 
 # --- results ------------------------------------------------------------------------------------
@@ -122,14 +129,16 @@ class _Reads:
         is_read_outside = any(user.scope.fusion is not fusion for user in node.users)
         return fusion is not None and (is_read_outside or node in self._outputs)
 
-    def _read_by(self, user: Node, node: Node) -> list[_Region]:
-        """Returns the regions of `node` that `user`, or a use of its result, reads."""
+    def _read_by(self, user: Node, node: Node, is_updated: bool = False) -> list[_Region]:
+        """Returns the regions of `node` that `user`, or a use of its result, reads.
+
+        `is_updated` is whether `node` is an array that was updated in place.
+        """
         at = user.inputs.index(node)
         # a value that a fusion passes on to its own operations
         in_fusion = user.scope.fusion is not None
-        if user.scope.in_branch or (
-            node.scope.fusion is not None and user.scope.fusion is not node.scope.fusion
-        ):
+        leaves = node.scope.fusion is not None and user.scope.fusion is not node.scope.fusion
+        if user.scope.in_branch or (leaves and not is_updated):
             return []  # unknown, or counted as a result of the fusion
         match user.opcode.removesuffix('-start'):
             case 'phi':
@@ -143,7 +152,9 @@ class _Reads:
             case 'dynamic-slice' if at == 0:
                 needed = not in_fusion or self._read_for(user, node)
                 return [self._dynamic_slice(node, user)] if needed else []
-            case 'gather' | 'dynamic-update-slice' | 'scatter' if at == 0:
+            case 'dynamic-update-slice' | 'scatter' if at == 0:
+                return self._read_updated(user, node)
+            case 'gather' if at == 0:
                 return []
             case 'pad' if re.search(r'padding=\S*-', user.attributes):
                 return []  # negative padding drops elements
@@ -161,6 +172,28 @@ class _Reads:
             return [_all_of(array)]
         n = [region.n_elements for region in needed if prod(region.shape) == prod(array.shape)]
         return [_Region(array.shape, (), max(n))] if n else []
+
+    def _read_updated(self, updated: Node, node: Node) -> list[_Region]:
+        """Returns what is read of `node` after an update in place: all but what the update writes.
+
+        A cache is read in this way.
+        """
+        n_updates = [count_trips(loop) for loop in updated.loops]
+        if None in n_updates or (updated.opcode == 'scatter' and len(updated.inputs) != 3):
+            return []
+        update = updated.inputs[1 if updated.opcode == 'dynamic-update-slice' else 2]
+        n_written = prod(update.array.shape) * prod(n or 0 for n in n_updates)
+        waiting, n_read = [updated], 0
+        while waiting:
+            value = waiting.pop()
+            for user in value.users:
+                if user.opcode == 'bitcast':
+                    waiting.append(user)
+                else:
+                    regions = self._read_by(user, value, is_updated=True)
+                    n_read = max((n_read, *(region.n_elements for region in regions)))
+        n = n_read - n_written
+        return [_Region(node.array.shape, (), n)] if n > 0 else []
 
     def _dynamic_slice(self, node: Node, sliced: Node) -> _Region:
         """Returns the region that a dynamic-slice reads in all iterations of its loop."""
