@@ -1034,7 +1034,7 @@ def test_collectives_name_the_weights_and_results(weights):
     for row in report.collectives:
         paths.setdefault(row.kind, set()).update(row.of)
     given, updated = ({f'{at}/layers/{i}/w' for i in (0, 1)} for at in ('params', 'result/1'))
-    if weights == 'i o -> * i o':  # data parallelism: only gradients, and 4 B of the loss, are summed
+    if weights == 'i o -> * i o':  # data parallelism: sums gradients, and 4 B of loss
         assert paths == {'all-reduce': updated}
         assert 'of result/1/layers/0-1/w (gradients)' in str(report)
     else:
