@@ -277,19 +277,24 @@ def _with_missing(expression: Expression) -> str:
 
 
 def _only_on_right(expression: Expression, term: Term) -> EinshardError:
-    name = str(term.name)
+    name, start = str(term.name), term.span[0]
+    before, after = expression.text[:start], expression.text[start + len(name) :]
     known = [other for other in expression.names if other != ELLIPSIS]
-    similar = difflib.get_close_matches(name, known, n=1) if name != ELLIPSIS else []
-    fix = None
-    if similar:
-        start, _ = term.span
-        end = start + len(name)
-        fix = Suggestion(f'{expression.text[:start]}{similar[0]}{expression.text[end:]}')
+    others: list[str] = []
+    if name != ELLIPSIS:
+        others = difflib.get_close_matches(name, known, n=1)
+        placed = {other.name for other in expression.right}
+        missing = [other for other in known if other not in placed]
+        if len(missing) == 1 and len(placed - {*known, None, ELLIPSIS}) == 1:
+            by_count = any(other.is_counted for other in expression.right)
+            # 'b d -> b data' probably names a mesh axis, as PartitionSpecs do
+            others += [f'{missing[0]}@{name}'] * (term == Term(name) and not by_count) + missing
+    fixes = [f'{before}{other}{after}' for other in dict.fromkeys(others)]
     return expression.error(
         f"'{name}' is not on the left side",
         [term],
         code='axis-names',
-        fix=fix,
+        fix=Suggestion(fixes[0], fixes[1:]) if fixes else None,
         left_side=' '.join(expression.names) or 'no axes (a scalar)',
     )
 

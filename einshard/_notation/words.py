@@ -69,6 +69,7 @@ def read_mesh_axes(text: str, start: int, at: int, end: int, count: str) -> tupl
     names = written[1:-1].split(',') if is_grouped else [written]
     axes = tuple(name.strip() for name in names)
     if not all(map(is_mesh_axis, axes)):
+        by_space = written[1:-1].replace(',', ' ').split()
         fix, sentence = None, f"'{word}' needs a mesh axis after '@', or several in parentheses"
         if is_star:
             fix = f'{text[:at]}{written}{text[end:]}'
@@ -82,6 +83,9 @@ def read_mesh_axes(text: str, start: int, at: int, end: int, count: str) -> tupl
         elif ',' in written and not is_grouped:
             fix = f'{text[: at + 1]}({written}){text[end:]}'
             sentence = f"'{word}' is not a valid term: several mesh axes need parentheses"
+        elif is_grouped and all(axes) and all(map(is_mesh_axis, by_space)):
+            fix = f'{text[: at + 1]}({",".join(by_space)}){text[end:]}'
+            sentence = f"'{word}' is not a valid term: commas separate mesh axes"
         elif is_grouped and (wrong := next((a for a in axes if a and not is_mesh_axis(a)), None)):
             sentence = f"'{wrong}' is not a valid mesh axis name"
         raise EinshardError(
@@ -155,17 +159,20 @@ def _about_dots(word: str) -> str:
 
 def _wrong_arrow(text: str, at: int, rest: str) -> EinshardError:
     """Returns the error for a wrong arrow, as in 'a => a2', or half an arrow, as in 'a - > a2'."""
-    if rest[0] in '->':
-        sentence = f"'{rest[0]}' alone is not part of the notation; the arrow is '->'"
-        return EinshardError(sentence, code='syntax', expression=text, spans=[(at, at + 1)])
+    is_part = rest[0] in '->'
     arrow = rest[: 2 if rest[0] == '=' else 1]
-    end = at + len(arrow)
+    start, end = at, at + len(arrow)
+    if is_part:
+        parts = re.finditer(r'[->](?:\s*[->])*', text)
+        start, end = next(match.span() for match in parts if at in range(*match.span()))
+    # not the hyphen of a name, as in 'batch-size d'
+    is_arrow = len(text[start:end]) > 1 or not text[start - 1 : end + 1].strip(' ->')
     return EinshardError(
-        f"'{arrow}' is not part of the notation; the arrow is '->'",
+        f"'{arrow}' {'alone ' if is_part else ''}is not part of the notation; the arrow is '->'",
         code='syntax',
         expression=text,
-        spans=[(at, end)],
-        fix=Suggestion(f'{text[:at]}->{text[end:]}'),
+        spans=[(at, at + len(arrow))],
+        fix=Suggestion(f'{text[:start]}->{text[end:]}') if is_arrow or not is_part else None,
     )
 
 
