@@ -23,7 +23,6 @@ from jax.sharding import (
 from .._errors import EinshardError, Suggestion, quoted
 from .._notation.axis_positions import axis_positions
 from .._notation.expression import ELLIPSIS, Expression, axis_letters
-from .._program.jaxpr.names import constraint_scope
 from .._sharding.context import USE_MESH_IN_CONTEXT, is_staging, user_stacklevel
 from .._sharding.describe import find_expression
 from .._sharding.mesh import (
@@ -68,6 +67,8 @@ def constrain(x: Any, placement: Placement) -> Any:
 
 def _scope(x: Any, placement: Placement) -> Any:
     """Names the axes of a constraint, for `explain` and `to_jax`."""
+    from .._program.jaxpr.names import constraint_scope  # concrete arrays need no `_program`
+
     names, without_rule = placement.expression.names, placement.names_without_rule
     return jax.named_scope(constraint_scope(names, np.ndim(x), without_rule))
 
