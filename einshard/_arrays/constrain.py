@@ -21,9 +21,14 @@ from jax.sharding import (
 )
 
 from .._errors import EinshardError, Suggestion, quoted
-from .._notation.axis_positions import axis_positions
 from .._notation.expression import ELLIPSIS, Expression, axis_letters
-from .._sharding.context import USE_MESH_IN_CONTEXT, is_staging, user_stacklevel
+from .._notation.layout import axis_positions
+from .._sharding.context import (
+    USE_MESH_IN_CONTEXT,
+    device_mismatch_error,
+    is_staging,
+    user_stacklevel,
+)
 from .._sharding.describe import find_expression
 from .._sharding.mesh import (
     AnyMesh,
@@ -34,7 +39,6 @@ from .._sharding.mesh import (
     partition_spec,
     spec_axes,
 )
-from .._sharding.program_mesh import device_mismatch_error
 from .._sharding.resolve import Placement
 from .reshard import reshard
 

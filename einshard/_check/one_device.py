@@ -18,10 +18,10 @@ from .._arrays.gather import gather
 from .._errors import EinshardError
 from .._explain.frameworks import JITTED, is_jitted, positional_parameters, unbound
 from .._functions.bound_method import BoundMethod, sharded_call
-from .._functions.lost_updates import module_leaves
 from .._functions.place_arguments import place_arguments
 from .._functions.program import Program
 from .._functions.sharded_function import ShardedFunction
+from .._functions.traced_function import module_leaves
 from .._program.cost.chips import find_chip
 from .._program.hlo.memory import read_memory
 from .._progress import progress

@@ -11,12 +11,10 @@ from types import MappingProxyType
 from typing import Any
 
 from .._errors import EinshardError
-from .._notation.axis_positions import axis_positions
 from .._notation.counts import prime_factors
 from .._notation.expression import ELLIPSIS, Expression, parse
 from .._notation.fit import spec_entries
-from .._notation.layout import lay_out
-from .._notation.mesh_text import as_count, no_mesh_text
+from .._notation.layout import as_count, axis_positions, lay_out, no_mesh_text
 from .._suggestions import with_working_fix
 from .blocks import blocks_on_mesh
 from .caption import describe_device_order, describe_shards

@@ -13,7 +13,7 @@ from .._arrays.place import einshard
 from .._draw.show import checked_shape
 from .._errors import EinshardError, plural, printable, public
 from .._explain.lowered import Stages, trace_call
-from .._notation.axis_positions import needs_rank
+from .._notation.layout import needs_rank
 from .._plan.result import Plan
 from .._sharding.context import Context, current_context, mesh_scope
 from .._sharding.leaf_spec import (

@@ -21,8 +21,8 @@ import jax.tree_util as jtu
 from jax.core import Tracer
 
 from .._errors import EinshardError, quoted
-from .._notation.axis_positions import axis_positions
 from .._notation.expression import ELLIPSIS, Expression
+from .._notation.layout import axis_positions
 from .._sharding.context import Context
 from .._sharding.leaf_spec import as_leaf_spec
 from .._sharding.mesh import AnyMesh, is_canonical_mesh, spec_axes

@@ -15,8 +15,7 @@ from .._sharding.mesh import AnyMesh, is_partial
 from .._trees.specs import is_none
 from .parameters import CallSignature, Declaration
 from .promise import CheckedJit
-from .setup import Setup
-from .traced_function import TracedFunction, has_partial_axes
+from .traced_function import Setup, TracedFunction, has_partial_axes
 
 
 @dataclass(eq=False)

@@ -21,8 +21,7 @@ from .parameters import CallSignature
 from .place_arguments import place_arguments
 from .program import Program, ProgramCache
 from .promise import Limits
-from .setup import Setup
-from .traced_function import HasModules, TracedFunction, WrongShardings
+from .traced_function import HasModules, Setup, TracedFunction, WrongShardings
 
 P = ParamSpec('P')
 Q = ParamSpec('Q')

@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding
 
 from .._arrays.constrain import constrain, place_constant
 from .._errors import EinshardError, combine_errors
-from .._notation.axis_positions import axis_positions
 from .._notation.expression import ELLIPSIS, Expression
+from .._notation.layout import axis_positions
 from .._sharding.context import Context
 from .._sharding.leaf_spec import LeafSpec
 from .._sharding.resolve import Placement, resolve

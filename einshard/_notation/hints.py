@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection
 
 from .._errors import printable, quoted
 from .._suggestions import works
-from .expression import ELLIPSIS, Expression, Term
-from .write import write, write_short
+from .expression import ELLIPSIS, Expression, Term, write, write_short
 
 
 def spacing_hint(expression: Expression, attempt: Callable[[str], object]) -> str | None:

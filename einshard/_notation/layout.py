@@ -1,4 +1,4 @@
-"""The device grid of an expression."""
+"""The device grid of an expression, and the positions of its axes in an array."""
 
 from __future__ import annotations
 
@@ -10,12 +10,100 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from types import MappingProxyType
 
-from .._errors import Suggestion
-from .axis_positions import axis_positions, terms_of_axis
+from .._errors import Suggestion, plural, quoted
 from .counts import Devices, solve_counts
 from .expression import ELLIPSIS, Expression, Term
-from .mesh_text import as_count, count_hint, mesh_size_text, mesh_text, no_mesh_text
 from .repairs import repairs, with_terms
+
+
+def mesh_text(axis_sizes: Mapping[str, int]) -> str:
+    """Formats mesh axes: "'data': 4, 'tp': 2"."""
+    return ', '.join(f"'{name}': {size}" for name, size in axis_sizes.items())
+
+
+def mesh_size_text(mesh_axes: Sequence[str]) -> str:
+    kind = 'size of mesh axis' if len(mesh_axes) == 1 else 'product of mesh axes'
+    return f'the {kind} {quoted(mesh_axes)}'
+
+
+def no_mesh_text(terms: Sequence[Term]) -> str:
+    """Returns the sentence of the error for terms with mesh axes when there is no mesh."""
+    names = 'names' if len(terms) == 1 else 'name'
+    axes = 'mesh axes' if sum(len(term.mesh_axes) for term in terms) > 1 else 'a mesh axis'
+    count = next(filter(None, map(as_count, terms)), None)
+    hint = count_hint(count) if count else ''
+    return f'{quoted(map(str, terms))} {names} {axes}, but there is no mesh{hint}'
+
+
+def as_count(term: Term) -> Term | None:
+    """Converts 'a@8' to 'a8', or returns None if the term has anything else after '@'."""
+    (axis, *others) = term.mesh_axes
+    is_count = not others and re.fullmatch('[1-9][0-9]*', axis)
+    return replace(term, count=int(axis), mesh_axes=()) if is_count else None
+
+
+def count_hint(count: Term) -> str:
+    use = (
+        'for a count' if count.name is None else f"to split '{count.name}' into {count.count} parts"
+    )
+    return f"; {use}, write '{count}'"
+
+
+def axis_positions(
+    expression: Expression, ndim: int | None, rank_text: str | None = None
+) -> dict[str, int]:
+    """Returns the position of each named axis in an array of `ndim` dimensions.
+
+    If `ndim` is None, '...' counts as no axes, and a sharded axis after it is an error. Errors
+    quote `rank_text`, such as 'ndim=3'. Default: 'the array has 3 dimensions'.
+    """
+    names = expression.names
+    rank_text = rank_text or f'the array has {plural(ndim or 0, "dimension")}'
+    if ELLIPSIS not in names:
+        if ndim is not None and ndim != len(names):
+            raise expression.error(
+                f'the expression names {plural(len(names), "axis")}, but {rank_text}',
+                expression.left if not expression.short else expression.right,
+                code='ndim',
+                fix=repairs(expression, ndim=ndim),
+            )
+        return {name: i for i, name in enumerate(names)}
+    before = names.index(ELLIPSIS)
+    after = len(names) - before - 1
+    if ndim is None:
+        if needs_rank(expression):
+            come = 'comes' if after == 1 else 'come'
+            raise expression.error(
+                f"{quoted(names[before + 1 :])} {come} after '...', so the sharding depends on "
+                'ndim, which is unknown',
+                [t for t in expression.left if t.name == ELLIPSIS],
+                code='ndim',
+                expected='ndim=x.ndim, for an array x',
+            )
+        ndim = len(names) - 1
+    if ndim < before + after:
+        raise expression.error(
+            f"the expression names {plural(before + after, 'axis')} and '...', but {rank_text}",
+            [t for t in expression.left if t.name != ELLIPSIS],
+            code='ndim',
+        )
+    first = {name: i for i, name in enumerate(names[:before])}
+    last = {name: ndim - after + i for i, name in enumerate(names[before + 1 :])}
+    return first | last
+
+
+def terms_of_axis(expression: Expression, axis: int, ndim: int) -> tuple[str, list[Term]]:
+    """Returns the name of an array axis and its terms on the right side."""
+    positions = axis_positions(expression, ndim)
+    name = next(name for name, position in positions.items() if position == axis)
+    return name, [term for term in expression.right if term.name == name]
+
+
+def needs_rank(expression: Expression) -> bool:
+    """Whether the sharding depends on ndim: a sharded axis comes after '...' on the left side."""
+    names = expression.names
+    after = names[names.index(ELLIPSIS) + 1 :] if ELLIPSIS in names else ()
+    return any(term.name in after and term.spans_devices for term in expression.right)
 
 
 @dataclass(frozen=True, slots=True)

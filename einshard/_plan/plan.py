@@ -18,16 +18,15 @@ from .._sharding.axis_rules import AxisPlacement, check_option
 from .._sharding.context import current_context, mesh_scope
 from .._sharding.mesh import MeshLike, is_canonical_mesh, mesh_fact
 from .._text import name_of
+from .candidate import Objective
 from .estimate import Estimator
 from .evaluate import Function, Partitioner, as_sharded, copy_sharded, has_rules
-from .evaluation import Objective
 from .find_candidates import find_candidates
 from .make_plan import make_plan
 from .model import Model, find_model
-from .placements import read_candidate, read_pins
 from .result import Plan
 from .search import Search
-from .space import AXES, Space
+from .space import AXES, Space, read_candidate, read_pins
 
 # the sizes of the mesh axes, and the placement of each axis name
 UserCandidate: TypeAlias = tuple[Mapping[str, int], Mapping[str, AxisPlacement]]

@@ -13,8 +13,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from .candidate import Candidate
-from .evaluation import Evaluation, Objective
+from .candidate import Candidate, Evaluation, Objective
 
 # compiles candidates one after another, and yields the evaluation of each
 EvaluateAll: TypeAlias = Callable[[Sequence[Candidate]], Generator[Evaluation, None, None]]

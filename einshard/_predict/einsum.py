@@ -17,8 +17,8 @@ from .._arrays.constrain import constrain, restrict_to_type
 from .._arrays.place import einshard
 from .._arrays.reshard import reshard
 from .._errors import EinshardError, RuleSuggestion, Suggestion, public, quoted
-from .._notation.axis_positions import axis_positions
 from .._notation.expression import ELLIPSIS, Expression, Term
+from .._notation.layout import axis_positions
 from .._program.jaxpr.names import einsum_scope
 from .._sharding.axis_rules import axis_rules
 from .._sharding.context import Context, current_context, is_tracing

@@ -13,10 +13,9 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding
 
 from .._errors import EinshardError, public
-from .._notation.expression import ELLIPSIS, Expression, Term, axis_letters
+from .._notation.expression import ELLIPSIS, Expression, Term, axis_letters, with_unsharded, write
 from .._notation.layout import Layout, Split, merge_neighbors
 from .._notation.words import is_mesh_axis
-from .._notation.write import with_unsharded, write
 from .collective_axes import named_sharding
 from .leaf_spec import signed_terms, with_memory_kind
 from .mesh import (

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from .._cache import cached
 from .._errors import EinshardError, public
 from .._notation.counts import prime_factors
-from .._notation.mesh_text import mesh_text
+from .._notation.layout import mesh_text
 from .axis_sizes import solve_sizes
 from .libtpu import load_libtpu
 

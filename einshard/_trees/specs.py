@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._errors import EinshardError, quoted
-from .._notation.axis_positions import needs_rank
+from .._notation.layout import needs_rank
 from .._sharding.context import Context, context_on, mesh_scope
 from .._sharding.leaf_spec import LEAF_SPECS, AnySpec, LeafSpec, as_leaf_spec, convert_jax_spec
 from .._sharding.mesh import AnyMesh, mesh_fact
