@@ -176,7 +176,8 @@ def lay_out(
             named = [positions[name] for name in replicate_indivisible]
             axes = tuple(axis for axis in axes if axis in named)
         if axes:
-            layout = replace(replicate_axes(layout, axes), replicated_axes=axes)
+            splits = [replace(s, axis=None) if s.axis in axes else s for s in layout.splits]
+            layout = Layout(tuple(merge_neighbors(splits)), axes)
     check_divisible(expression, layout, shape, n_devices)
     return layout
 
@@ -245,12 +246,18 @@ def _axis_size(expression: Expression, term: Term, axis: str, sizes: Mapping[str
         return sizes[axis]
     used = {name for other in expression.right for name in other.mesh_axes}
     count = as_count(term)
-    meant = count or _similar_axes(term, axis, sizes.keys() - used)
-    instead = ''
+    meant, instead = count, ''
     if count:
         instead = count_hint(count)
-    elif meant and len(meant.mesh_axes) > len(term.mesh_axes):
-        instead = '; several mesh axes are written in parentheses, with commas'
+    else:
+        free = sizes.keys() - used
+        names = re.findall(r'\w+', axis)  # 'data+tp' means '(data,tp)'
+        if len(names) == 1 or not {*names} <= free:
+            names = difflib.get_close_matches(axis, free, n=1)
+        axes = [name for old in term.mesh_axes for name in (names if old == axis else [old])]
+        meant = replace(term, mesh_axes=tuple(axes)) if names else None
+        if len(names) > 1:
+            instead = '; several mesh axes are written in parentheses, with commas'
     raise expression.error(
         f"the mesh has no axis '{axis}'{instead}",
         [term],
@@ -258,21 +265,6 @@ def _axis_size(expression: Expression, term: Term, axis: str, sizes: Mapping[str
         fix=Suggestion(with_terms(expression, [(term, meant)])) if meant else None,
         mesh=mesh_text(sizes),
     )
-
-
-def _similar_axes(term: Term, axis: str, free: Collection[str]) -> Term | None:
-    """Corrects the mesh axis `axis` of a term, or returns None if no free axis is similar."""
-    meant = re.findall(r'\w+', axis)  # 'data+tp' means '(data,tp)'
-    if len(meant) == 1 or not {*meant} <= {*free}:
-        meant = difflib.get_close_matches(axis, free, n=1)
-    axes = [name for old in term.mesh_axes for name in (meant if old == axis else [old])]
-    return replace(term, mesh_axes=tuple(axes)) if meant else None
-
-
-def replicate_axes(layout: Layout, axes: Collection[int]) -> Layout:
-    """Returns the layout with these array axes replicated."""
-    splits = [replace(s, axis=None) if s.axis in axes else s for s in layout.splits]
-    return Layout(tuple(merge_neighbors(splits)))
 
 
 def merge_neighbors(splits: Sequence[Split]) -> list[Split]:
@@ -303,9 +295,14 @@ def check_divisible(
                     code='not-divisible',
                     expected=f"a multiple of {n_shards}, such as symbolic_shape('{n_shards}*n')",
                 )
-            facts = _shard_counts(size, n_devices)
             if _mesh_axes_of(layout, axis):
                 facts = _padding_facts(expression, layout, shape, axis)
+            else:
+                common = math.gcd(size, n_devices)
+                *most, last = [str(n) for n in range(1, common + 1) if common % n == 0]
+                both = f'both {size} and {n_devices}' if n_devices != size else str(size)
+                shards = f'{", ".join(most)} or {last} shards, the divisors of {both}'
+                facts = {'works with': shards if most else '1 shard (unsharded)'}
             left = n_devices // math.prod(x.count for x in layout.splits if x.mesh_axes)
             raise expression.error(
                 _indivisible_text(expression, layout, shape, axis),
@@ -351,13 +348,3 @@ def _padding_facts(
         f'next multiple of {n_shards[axis]}': str(shape[axis] + padding[axis]),
         'to pad': f'jnp.pad(x, {widths})',
     }
-
-
-def _shard_counts(size: int, n_devices: int) -> dict[str, str]:
-    """Returns a fact: the numbers of shards that divide both the size and the device count."""
-    common = math.gcd(size, n_devices)
-    *most, last = [str(n) for n in range(1, common + 1) if common % n == 0]
-    if not most:
-        return {'works with': '1 shard (unsharded)'}
-    both = f'both {size} and {n_devices}' if n_devices != size else str(size)
-    return {'works with': f'{", ".join(most)} or {last} shards, the divisors of {both}'}
