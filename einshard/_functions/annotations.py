@@ -379,10 +379,10 @@ def _make_check(spec: str) -> Callable[[Any], bool]:
     def check(x: Any) -> bool:  # returns True or raises
         if not isinstance(x, jax.Array):
             return True
-        sharding = _known_sharding(x)
-        if sharding is None:
-            return True
+        sharding: Any = jax.typeof(x).sharding if isinstance(x, Tracer) else x.sharding
         mesh = sharding.mesh if isinstance(x, Tracer) else None
+        if mesh is not None and set(mesh.axis_types) != {AxisType.Explicit}:
+            return True  # the type of a traced value does not have its sharding
         context = current_context(mesh)
         shape = x.shape if context.replicates_indivisible else x.ndim
         try:
@@ -420,11 +420,3 @@ def _annotation_error_class() -> type[EinshardError]:
 
 def _as_annotation_error(error: EinshardError) -> EinshardError:
     return _annotation_error_class()(**error.parts())
-
-
-def _known_sharding(x: Any) -> Any:
-    """Returns the sharding of an array, or None for a tracer unless all mesh axes are explicit."""
-    if not isinstance(x, Tracer):
-        return x.sharding
-    sharding: Any = jax.typeof(x).sharding
-    return sharding if set(sharding.mesh.axis_types) == {AxisType.Explicit} else None

@@ -16,6 +16,7 @@ from .._trees.specs import is_none
 from .parameters import CallSignature, Declaration
 from .promise import CheckedJit
 from .traced_function import Setup, TracedFunction, has_partial_axes
+from .value_spec import as_struct
 
 
 @dataclass(eq=False)
@@ -59,10 +60,6 @@ class Program:
             return self.nested(*values)
         return self.runnable(*values)
 
-    def run_placed(self, *values: Any) -> Any:
-        """Runs with the arguments that `place_arguments` returns."""
-        return self.constrained(*values) if is_tracing() else self.run(*values)
-
     def is_for(self, values: Sequence[Any]) -> bool:
         """Whether the shardings of this program are right for a call with these values."""
         return (
@@ -70,11 +67,6 @@ class Program:
             and shardings_of(values, self.without_spec) == self.shardings_without_spec
             and self.traced.matches_result(values)
         )
-
-    def is_same_as(self, other: Program) -> bool:
-        """Whether another thread has made `other` at the same time for the same call."""
-        shardings = self.shardings_without_spec
-        return self.traced is other.traced and shardings == other.shardings_without_spec
 
     def must_place_arguments(self) -> bool:
         """Whether `place_arguments` must run in each call.
@@ -116,7 +108,7 @@ class Program:
         traced, names = self.traced, dict(enumerate(order, n_positional))
         context = traced.setup.context()
         structs = [
-            value if i in traced.static else argument.as_structs(value, context)
+            value if i in traced.static else argument.map_leaves(as_struct, value, context)
             for i, (argument, value) in enumerate(zip(traced.arguments, values, strict=True))
         ]
 
@@ -177,7 +169,11 @@ def make_program(traced: TracedFunction, values: Sequence[Any]) -> Program:
         )
         runnable = checked.call
         rows = enumerate(traced.in_shardings)
-        without_spec = [i for i, x in rows if i not in traced.static and _lacks_spec(x)]
+        without_spec = [
+            i
+            for i, x in rows
+            if i not in traced.static and None in jtu.tree_leaves(x, is_leaf=is_none)
+        ]
     shardings_without_spec = shardings_of(values, without_spec)
     return Program(
         traced,
@@ -261,11 +257,6 @@ def _choose_by_type(nested: Any, without_shardings: Any) -> Callable[..., Any]:
     return call
 
 
-def _lacks_spec(in_shardings: Any) -> bool:
-    """Whether an argument with these in_shardings, or one of its leaves, has no spec."""
-    return any(map(is_none, jtu.tree_leaves(in_shardings, is_leaf=is_none)))
-
-
 def shardings_of(values: Sequence[Any], positions: Sequence[int]) -> tuple[Any, ...]:
     """Returns the sharding of each leaf of `values[i]` for `i` in `positions`, or () in a trace.
 
@@ -333,8 +324,11 @@ class ProgramCache:
                         break
                 else:
                     program = make_program(traced, values)
+                    # another thread may have made it at the same time
+                    shardings = program.shardings_without_spec
                     for other in list(programs.values()):
-                        program = other if other.is_same_as(program) else program
+                        if other.traced is traced and other.shardings_without_spec == shardings:
+                            program = other
                 programs[inner_key] = program
             finally:
                 self._in_progress.pop(key, None)
@@ -364,19 +358,15 @@ def _leaves_key(
     key: list[Any] = []
     for argument, value in zip(arguments, values, strict=True):
         if uses_all and argument.name in declaration.static:
-            key.append(_static_key(value))
+            try:
+                hash(value)
+            except TypeError:  # jit raises
+                value = type(value)
+            key.append(value)
         elif uses_all or argument.needs_leaves(context):
             leaves, treedef = jtu.tree_flatten(value)
             key.append((treedef, tuple(map(_shape_and_dtype, leaves))))
     return tuple(key)
-
-
-def _static_key(value: Any) -> Any:
-    try:
-        hash(value)
-    except TypeError:  # jit raises
-        return type(value)
-    return value
 
 
 def _shape_and_dtype(leaf: Any) -> Any:

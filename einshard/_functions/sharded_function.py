@@ -315,11 +315,9 @@ class ShardedFunction(Generic[P, R]):
         placed = place_arguments(program.traced, values, get_method is _run)
         if placed is values:
             raise error
-        return (
-            join(program.run_placed(*placed))
-            if get_method is _run
-            else get_method(program)(*placed)
-        )
+        if get_method is not _run:
+            return get_method(program)(*placed)
+        return join((program.constrained if is_tracing() else program.run)(*placed))
 
     def _traced_function(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -88,13 +88,12 @@ def kind_not_read(hint: Any) -> str | None:
     cls = typing.get_origin(hint) or hint
     if typing.is_typeddict(cls):
         return f'the TypedDict {name_of(cls)}'
-    if any(typing.get_origin(x) is typing.Unpack or _is_starred(x) for x in items):
+    if any(
+        typing.get_origin(x) is typing.Unpack or (type(x) is types.GenericAlias and x.__unpacked__)
+        for x in items
+    ):
         return 'an unpacked type, such as *args: *tuple[...],'
     return None
-
-
-def _is_starred(hint: Any) -> bool:
-    return type(hint) is types.GenericAlias and hint.__unpacked__
 
 
 def _evaluate(owner: Any, hint: Any) -> Any:

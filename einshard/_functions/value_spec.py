@@ -127,11 +127,13 @@ class ValueSpec:
                 yield [names.get(i, '') for i in range(np.ndim(leaf))], placement.sharding
 
     def constrain(self, value: Any, context: Context) -> Any:
-        return self._map_leaves(_constrain_leaf, value, context)
-
-    def as_structs(self, value: Any, context: Context) -> Any:
-        """Replaces each leaf that has a spec with a ShapeDtypeStruct with the spec's sharding."""
-        return self._map_leaves(as_struct, value, context)
+        return self.map_leaves(
+            lambda leaf, placement: (constrain if isinstance(leaf, Tracer) else place_constant)(
+                leaf, placement
+            ),
+            value,
+            context,
+        )
 
     def leaf_text(self, path: Sequence[Any], leaf: Any) -> str:
         """Formats a leaf for errors: "float32[6,8], parameter 'params/w' of step"."""
@@ -162,9 +164,10 @@ class ValueSpec:
             facts=facts,
         )
 
-    def _map_leaves(
+    def map_leaves(
         self, change: Callable[[Any, Placement], Any], value: Any, context: Context
     ) -> Any:
+        """Replaces each leaf that has a spec with `change(leaf, placement)`."""
         if self.spec is None:
             return value
         leaves = [
@@ -191,10 +194,6 @@ class ValueSpec:
 
 def _has_names_after_ellipsis(expression: Expression) -> bool:
     return expression.short and ELLIPSIS in expression.names[:-1]
-
-
-def _constrain_leaf(leaf: Any, placement: Placement) -> Any:
-    return (constrain if isinstance(leaf, Tracer) else place_constant)(leaf, placement)
 
 
 def as_struct(leaf: Any, placement: Placement) -> jax.ShapeDtypeStruct:
