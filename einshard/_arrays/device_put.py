@@ -171,8 +171,8 @@ def _put_global(x: Any, sharding: NamedSharding, donate: bool) -> Any:
     # `make_array_from_callback` would drop the weak type. In host memory, JAX 0.8.1 would fail.
     is_weak = type(x) in (int, float, complex)
     if isinstance(x, jax.Array):
-        is_weak = x.weak_type and not x.committed
-    if not is_key and is_weak and sharding.memory_kind == 'device':
+        is_weak = not is_key and x.weak_type and not x.committed
+    if is_weak and sharding.memory_kind == 'device':
         return jax.jit(_identity, out_shardings=sharding)(x)
     full = x if is_key else as_host(x)
     # without dtype=, this fails in a process that has no device of the mesh

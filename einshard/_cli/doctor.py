@@ -54,10 +54,6 @@ def _versions() -> dict[str, str]:
     return {name: version for name, version in found.items() if version}
 
 
-def _features() -> list[Feature]:
-    return [_tpu(), _gpu(), _plan(), _rich()]
-
-
 def check(asked: Sequence[str]) -> dict[str, Any]:
     """Returns what the command prints. `missing` lists the features in `asked` that don't work."""
     for name in asked:
@@ -67,7 +63,7 @@ def check(asked: Sequence[str]) -> dict[str, Any]:
                 code='command',
                 facts={'features': ', '.join(FEATURES)},
             )
-    found = _features()
+    found = [_tpu(), _gpu(), _plan(), _rich()]
     return {
         'schema': 1,
         'versions': _versions(),

@@ -120,7 +120,11 @@ def per_device(
     mesh, axis_names = copied(mesh), copied(axis_names)
     spec_mesh = mesh_of([in_specs, out, named])
     mesh = spec_mesh if mesh is None else mesh
-    in_specs, out, named = map(_without_jax_specs, (in_specs, out, named))
+    in_specs, out, named = jtu.tree_map(  # PartitionSpecs and NamedShardings to expressions
+        lambda x: _leaf_spec(x) if isinstance(x, NamedSharding | PartitionSpec) else x,
+        (in_specs, out, named),
+        is_leaf=is_none,
+    )
 
     @public
     def decorate(*functions: Any, **unexpected: Any) -> Any:
@@ -162,15 +166,6 @@ def per_device(
         )
 
     return decorate
-
-
-def _without_jax_specs(specs: Any) -> Any:
-    """Converts the PartitionSpecs and NamedShardings in a pytree of specs to expressions."""
-    return jtu.tree_map(
-        lambda x: _leaf_spec(x) if isinstance(x, NamedSharding | PartitionSpec) else x,
-        specs,
-        is_leaf=is_none,
-    )
 
 
 def _leaf_spec(spec: Any) -> Any:
