@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
@@ -19,7 +18,6 @@ from .traced_function import Setup, TracedFunction, has_partial_axes
 from .value_spec import as_struct
 
 
-@dataclass(eq=False)
 class Program:
     """A function jitted with the shardings of its specs.
 
@@ -38,16 +36,49 @@ class Program:
         args_checked: whether `place_arguments` has run for a call.
     """
 
-    traced: TracedFunction
-    options: Mapping[str, Any]
-    jitted: Any
-    nested: Any
-    constrained: Any
-    runnable: Any
-    checked: CheckedJit | None
-    without_spec: Sequence[int]
-    shardings_without_spec: tuple[Any, ...]
-    args_checked: bool = False
+    def __init__(self, traced: TracedFunction, values: Sequence[Any]):
+        """Traces the function if its out_shardings depend on the shapes of the result."""
+        setup = traced.setup
+        traced.out_shardings = traced.result_shardings(values)
+        options: dict[str, Any] = {**setup.jit_options, 'static_argnums': tuple(traced.static)}
+        donated = traced.positions(setup.declaration.donated)
+        if donated:
+            options['donate_argnums'] = tuple(donated)
+        in_shardings: dict[str, Any] = {}
+        budget = setup.budget
+        dynamic = [s for i, s in enumerate(traced.in_shardings) if i not in traced.static]
+        if jtu.tree_leaves(dynamic):
+            in_shardings['in_shardings'] = tuple(map(traced.for_jit, dynamic))
+            if traced.mesh.size == 1:  # the in_shardings keep the program on this device
+                budget = budget and budget.on_one_device()
+        with_shardings = options | in_shardings
+        if traced.out_shardings is not None:
+            with_shardings['out_shardings'] = traced.for_jit(traced.out_shardings)
+        self.traced = traced
+        self.options = options
+        self.jitted: Any = jax.jit(traced.wrapper, **with_shardings)
+        self.constrained = _constrained(traced, options, constrain_arguments=True)
+        self.nested = _make_nested(traced, self.jitted, self.constrained, options, in_shardings)
+        self.runnable, self.checked = self.jitted, None
+        self.without_spec: Sequence[int] = ()
+        if budget is not None:
+            self.checked = CheckedJit(
+                budget,
+                traced.wrapper,
+                traced.sharded_by,
+                lambda: traced.setup.context().lowering_mesh,
+                with_shardings,
+                self.nested,
+            )
+            self.runnable = self.checked.call
+            rows = enumerate(traced.in_shardings)
+            self.without_spec = [
+                i
+                for i, x in rows
+                if i not in traced.static and None in jtu.tree_leaves(x, is_leaf=is_none)
+            ]
+        self.shardings_without_spec = shardings_of(values, self.without_spec)
+        self.args_checked = False
 
     @property
     def is_abstract(self) -> bool:
@@ -134,58 +165,6 @@ class Program:
             options['out_shardings'] = traced.for_jit(traced.out_shardings)
         by_keyword = {name: structs[i] for i, name in names.items() if name in keywords}
         return jax.jit(as_called, **options).trace(*structs[:n_args], **by_keyword)
-
-
-def make_program(traced: TracedFunction, values: Sequence[Any]) -> Program:
-    """Traces the function if its out_shardings depend on the shapes of the result."""
-    setup = traced.setup
-    traced.out_shardings = traced.result_shardings(values)
-    options: dict[str, Any] = {**setup.jit_options, 'static_argnums': tuple(traced.static)}
-    donated = traced.positions(setup.declaration.donated)
-    if donated:
-        options['donate_argnums'] = tuple(donated)
-    in_shardings: dict[str, Any] = {}
-    budget = setup.budget
-    dynamic = [s for i, s in enumerate(traced.in_shardings) if i not in traced.static]
-    if jtu.tree_leaves(dynamic):
-        in_shardings['in_shardings'] = tuple(map(traced.for_jit, dynamic))
-        if traced.mesh.size == 1:  # the in_shardings keep the program on this device
-            budget = budget and budget.on_one_device()
-    with_shardings = options | in_shardings
-    if traced.out_shardings is not None:
-        with_shardings['out_shardings'] = traced.for_jit(traced.out_shardings)
-    jitted = jax.jit(traced.wrapper, **with_shardings)
-    constrained = _constrained(traced, options, constrain_arguments=True)
-    nested = _make_nested(traced, jitted, constrained, options, in_shardings)
-    runnable, checked, without_spec = jitted, None, list[int]()
-    if budget is not None:
-        checked = CheckedJit(
-            budget,
-            traced.wrapper,
-            traced.sharded_by,
-            lambda: traced.setup.context().lowering_mesh,
-            with_shardings,
-            nested,
-        )
-        runnable = checked.call
-        rows = enumerate(traced.in_shardings)
-        without_spec = [
-            i
-            for i, x in rows
-            if i not in traced.static and None in jtu.tree_leaves(x, is_leaf=is_none)
-        ]
-    shardings_without_spec = shardings_of(values, without_spec)
-    return Program(
-        traced,
-        options,
-        jitted,
-        nested,
-        constrained,
-        runnable,
-        checked,
-        without_spec,
-        shardings_without_spec,
-    )
 
 
 def _make_nested(
@@ -323,7 +302,7 @@ class ProgramCache:
                     if program.runnable is not rejected and program.is_for(values):
                         break
                 else:
-                    program = make_program(traced, values)
+                    program = Program(traced, values)
                     # another thread may have made it at the same time
                     shardings = program.shardings_without_spec
                     for other in list(programs.values()):

@@ -133,7 +133,7 @@ class TracedFunction:
         static: the positions of static arguments.
         in_shardings: the sharding or pytree of shardings of each argument, or None without a spec.
         out_shardings: the sharding or pytree of shardings of the result, or None without a spec.
-            It is `UNKNOWN` until `make_program` sets it.
+            It is `UNKNOWN` until `Program` sets it.
         wrapper: the function for `jax.jit`.
     """
 

@@ -24,7 +24,16 @@ from dataclasses import dataclass, field, replace
 from .._cache import cached
 from .._errors import EinshardError, Span, Suggestion, quoted
 from .._suggestions import with_working_fix
-from .words import ELLIPSIS, SIGNS, not_a_term, read_digits, read_mesh_axes, read_name, read_sign
+from .words import (
+    ELLIPSIS,
+    SIGNS,
+    not_a_term,
+    read_digits,
+    read_mesh_axes,
+    read_name,
+    read_sign,
+    syntax_error,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,19 +196,11 @@ def _term(text: str, start: int, end: int) -> Term:
     if at < end:
         raise not_a_term(text, start, at, end)
     if len(count) > _MAX_DIGITS:
-        raise EinshardError(
-            f'the count has {len(count)} digits; at most {_MAX_DIGITS} are allowed',
-            code='syntax',
-            expression=text,
-            spans=[(start, end)],
-        )
+        sentence = f'the count has {len(count)} digits; at most {_MAX_DIGITS} are allowed'
+        raise syntax_error(sentence, text, (start, end))
     if count and int(count) == 0:
-        raise EinshardError(
-            f"'{text[start:end]}' has count 0; counts must be at least 1",
-            code='syntax',
-            expression=text,
-            spans=[(start, end)],
-        )
+        sentence = f"'{text[start:end]}' has count 0; counts must be at least 1"
+        raise syntax_error(sentence, text, (start, end))
     return Term(name or None, int(count) if count else None, star, mesh_axes, sign, (start, end))
 
 
@@ -241,13 +242,9 @@ def _check_same_axes(expression: Expression) -> None:
     left, right = expression.left, expression.right
     if not right:
         end = len(expression.text)
-        raise EinshardError(
-            "the right side is empty; list every axis after '->', and '*' to replicate",
-            code='syntax',
-            expression=expression.text,
-            spans=[(end, end + 1)],
-            fix=Suggestion(' '.join([*map(str, left), '->', '*', *map(str, left)])),
-        )
+        sentence = "the right side is empty; list every axis after '->', and '*' to replicate"
+        fix = ' '.join([*map(str, left), '->', '*', *map(str, left)])
+        raise syntax_error(sentence, expression.text, (end, end + 1), fix=fix)
     for term in right:
         if term.name is not None and term.name not in expression.names:
             raise _only_on_right(expression, term)
