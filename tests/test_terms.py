@@ -27,8 +27,7 @@ from einshard import (
 
 # private: a new field of Term fails this test
 from einshard._notation.expression import Term, parse, write
-from einshard._notation.fit import fit
-from einshard._notation.layout import lay_out
+from einshard._notation.layout import fit, lay_out
 from einshard._notation.words import SIGNS
 
 MESH = mesh_of(p=2, q=4)

@@ -13,8 +13,7 @@ from typing import Any
 from .._errors import EinshardError
 from .._notation.counts import prime_factors
 from .._notation.expression import ELLIPSIS, Expression, parse
-from .._notation.fit import spec_entries
-from .._notation.layout import as_count, axis_positions, lay_out, no_mesh_text
+from .._notation.layout import as_count, axis_positions, lay_out, no_mesh_text, spec_entries
 from .._suggestions import with_working_fix
 from .blocks import blocks_on_mesh
 from .caption import describe_device_order, describe_shards

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from .._cache import cached
 from .._errors import EinshardError, quoted
 from .._notation.expression import Expression, Term, parse, write, write_short
-from .._notation.fit import fit
-from .._notation.layout import Layout, Split, check_divisible, lay_out, mesh_text
+from .._notation.layout import Layout, Split, check_divisible, fit, lay_out, mesh_text
 from .._notation.repairs import repairs
 from .._suggestions import keep_working_suggestions, works
 from .spec_axes import MeshAxis, SpecAxes, grid_of, leading_replicas

@@ -14,9 +14,16 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from .._cache import cached
 from .._errors import EinshardError, Suggestion, public, quoted
 from .._notation.expression import ELLIPSIS, Expression, Term, write_short
-from .._notation.fit import fit, fitting_sizes, misfit_error, signed_axes, spec_entries
 from .._notation.hints import mesh_axes_hint, spacing_hint
-from .._notation.layout import Layout, lay_out
+from .._notation.layout import (
+    Layout,
+    fit,
+    fitting_sizes,
+    lay_out,
+    misfit_error,
+    signed_axes,
+    spec_entries,
+)
 from .._notation.words import SIGNS
 from .._suggestions import keep_working_suggestions, with_working_fix, works
 from .apply_axis_rules import AppliedRules, apply_axis_rules, fix_in_axis_rules
