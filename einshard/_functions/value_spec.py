@@ -127,13 +127,10 @@ class ValueSpec:
                 yield [names.get(i, '') for i in range(np.ndim(leaf))], placement.sharding
 
     def constrain(self, value: Any, context: Context) -> Any:
-        return self.map_leaves(
-            lambda leaf, placement: (constrain if isinstance(leaf, Tracer) else place_constant)(
-                leaf, placement
-            ),
-            value,
-            context,
-        )
+        def constrain_leaf(leaf: Any, placement: Placement) -> Any:
+            return (constrain if isinstance(leaf, Tracer) else place_constant)(leaf, placement)
+
+        return self.map_leaves(constrain_leaf, value, context)
 
     def leaf_text(self, path: Sequence[Any], leaf: Any) -> str:
         """Formats a leaf for errors: "float32[6,8], parameter 'params/w' of step"."""

@@ -39,8 +39,7 @@ def metadata_names(tree: Any) -> list[MetadataNames | None]:
             tuple(str(name) for name in group if name not in (None, *UNCONSTRAINED))
             for group in groups
         )
-        names = None if entries is None else names
-        found += [names] * len(jtu.tree_leaves(node))
+        found += [None if entries is None else names] * len(jtu.tree_leaves(node))
     return found
 
 
