@@ -27,9 +27,8 @@ from einshard._plan.estimate import Estimator
 from einshard._plan.evaluate import Function, Partitioner
 from einshard._plan.find_candidates import find_candidates
 from einshard._plan.model import find_model
-from einshard._plan.placements import read_candidate
 from einshard._plan.search import Search
-from einshard._plan.space import Space
+from einshard._plan.space import Space, read_candidate
 from einshard._program.cost.chips import as_chip
 
 SEQ, HEAD, BLOCK, DEVICES = 2048, 128, 256, 256

@@ -45,7 +45,8 @@ def with_working_fix(error: EinshardError, retry: Callable[[str], object]) -> Ei
         if not isinstance(fix, Suggestion):
             break
         other: EinshardError | None = None
-        for text in (fix.expression, *fix.alternatives):
+        texts = [fix.expression, *fix.alternatives]
+        for i, text in enumerate(texts):
             try:
                 retry(text)
             except EinshardError as failure:
@@ -53,7 +54,8 @@ def with_working_fix(error: EinshardError, retry: Callable[[str], object]) -> Ei
             else:
                 facts = {'also wrong': '; '.join(also_wrong)} if also_wrong else {}
                 facts = {**error.facts, **facts}
-                return EinshardError(**error.parts(fix=Suggestion(text), facts=facts))
+                working = Suggestion(text, texts[i + 1 :])  # the rest may work on another mesh
+                return EinshardError(**error.parts(fix=working, facts=facts))
         assert other is not None
         # if only the order of terms in `fix` was wrong, `other` is not about the user's code
         is_reordered = _terms(other.fix) == _terms(fix)

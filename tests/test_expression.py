@@ -9,8 +9,7 @@ from hypothesis import given
 from einshard import EinshardError
 
 # private: the grammar: terms, which placements alone do not tell apart
-from einshard._notation.expression import ELLIPSIS, Expression, Term, parse
-from einshard._notation.write import write, write_short
+from einshard._notation.expression import ELLIPSIS, Expression, Term, parse, write, write_short
 
 # ------------------------------------------------------------------------------------- the grammar
 

@@ -18,8 +18,7 @@ from einshard import EinshardError, clear_caches, einshard, make_sharding
 
 # private: 100,000 layouts; with a sharding for each, this would take minutes
 from einshard._notation.expression import parse
-from einshard._notation.fit import fit
-from einshard._notation.layout import lay_out
+from einshard._notation.layout import fit, lay_out
 
 pytestmark = oracle.ANY_SPACING
 

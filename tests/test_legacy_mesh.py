@@ -26,7 +26,7 @@ def legacy_mesh():
 
 
 def test_jax_raises_runtime_error_for_a_constraint_without_a_mesh():
-    # einshard/_sharding/legacy_mesh.py relies on it
+    # einshard/_sharding/context.py relies on it
     def constrain(x):
         return jax.lax.with_sharding_constraint(x, jax.P())
 
@@ -36,7 +36,7 @@ def test_jax_raises_runtime_error_for_a_constraint_without_a_mesh():
 
 @pytest.mark.usefixtures('legacy_mesh')
 def test_jax_accepts_a_constraint_under_a_legacy_mesh():
-    # legacy_mesh asks by it; get_mesh does not see this mesh
+    # einshard asks by it; get_mesh does not see this mesh
     assert jax.sharding.get_abstract_mesh().empty
     jax.eval_shape(lambda x: jax.lax.with_sharding_constraint(x, jax.P()), 1.0)
 

@@ -15,8 +15,7 @@ from einshard._plan import find_candidates as candidates
 from einshard._plan.estimate import Estimator
 from einshard._plan.find_candidates import find_candidates
 from einshard._plan.model import find_model
-from einshard._plan.placements import read_pins
-from einshard._plan.space import AXES, Space
+from einshard._plan.space import AXES, Space, read_pins
 from einshard._program.cost.chips import as_chip
 
 V5E, V5P = as_chip('TPU v5e'), as_chip('TPU v5p')

@@ -8,12 +8,10 @@ import pytest
 from refusal import refusal
 
 # private: the order of a search with costs known beforehand
-from einshard._plan.candidate import Candidate
-from einshard._plan.evaluation import Evaluation
+from einshard._plan.candidate import Candidate, Evaluation
 from einshard._plan.make_plan import _notes, make_plan
-from einshard._plan.plot import scatter_svg
+from einshard._plan.result import scatter_svg, why_worse
 from einshard._plan.search import Search, is_neighbor
-from einshard._plan.why_worse import why_worse
 from einshard._program.cost.bounds import Bound, Bounds
 
 NAMES = ('batch', 'embed', 'mlp')

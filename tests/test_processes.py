@@ -235,7 +235,8 @@ def test_each_process_raises_its_own_error(run, n):
             '    batch d -> batch* e\n'
             '                      ^\n'
             "  array:     float32[8,4], leaf 'x'\n"
-            '  left side: batch d'
+            '  left side: batch d\n'
+            "  try:       'batch d -> batch* d'"
         )
         assert texts['global'] == (
             'the array is already global: its shards are on several processes\n'

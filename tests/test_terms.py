@@ -26,11 +26,9 @@ from einshard import (
 )
 
 # private: a new field of Term fails this test
-from einshard._notation.expression import Term, parse
-from einshard._notation.fit import fit
-from einshard._notation.layout import lay_out
+from einshard._notation.expression import Term, parse, write
+from einshard._notation.layout import fit, lay_out
 from einshard._notation.words import SIGNS
-from einshard._notation.write import write
 
 MESH = mesh_of(p=2, q=4)
 EXPLICIT = jax.make_mesh((2, 4), ('p', 'q'), (AxisType.Explicit,) * 2, devices=jax.devices()[:8])

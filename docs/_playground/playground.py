@@ -13,10 +13,16 @@ from einshard._draw.picture import Picture
 from einshard._errors import EinshardError, Suggestion
 from einshard._notation.counts import prime_factors
 from einshard._notation.expression import Expression, parse
-from einshard._notation.fit import fit, fitting_sizes, misfit_error, signed_axes, spec_entries
 from einshard._notation.hints import mesh_axes_hint, spacing_hint
-from einshard._notation.layout import lay_out
-from einshard._notation.mesh_text import mesh_text
+from einshard._notation.layout import (
+    fit,
+    fitting_sizes,
+    lay_out,
+    mesh_text,
+    misfit_error,
+    signed_axes,
+    spec_entries,
+)
 from einshard._suggestions import keep_working_suggestions
 
 _MAX_DEVICES = 4096  # a picture of more takes seconds on a phone

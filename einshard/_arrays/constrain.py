@@ -21,10 +21,14 @@ from jax.sharding import (
 )
 
 from .._errors import EinshardError, Suggestion, quoted
-from .._notation.axis_positions import axis_positions
 from .._notation.expression import ELLIPSIS, Expression, axis_letters
-from .._program.jaxpr.names import constraint_scope
-from .._sharding.context import USE_MESH_IN_CONTEXT, is_staging, user_stacklevel
+from .._notation.layout import axis_positions
+from .._sharding.context import (
+    USE_MESH_IN_CONTEXT,
+    device_mismatch_error,
+    is_staging,
+    user_stacklevel,
+)
 from .._sharding.describe import find_expression
 from .._sharding.mesh import (
     AnyMesh,
@@ -35,7 +39,6 @@ from .._sharding.mesh import (
     partition_spec,
     spec_axes,
 )
-from .._sharding.program_mesh import device_mismatch_error
 from .._sharding.resolve import Placement
 from .reshard import reshard
 
@@ -51,16 +54,22 @@ def constrain(x: Any, placement: Placement) -> Any:
     expressions = constraints_of_trace.get()
     if expressions is not None:
         expressions.append(placement.expression)
+    sharding = placement.sharding
     if isinstance(x, jax.Ref):
-        return _checked_ref(x, placement)
+        if set(sharding.mesh.axis_types) == {AxisType.Explicit} and type_matches(x, sharding):
+            return x
+        raise placement.expression.error(
+            'a jax.Ref cannot be constrained: its sharding is fixed when it is created',
+            code='array',
+            instead=f"constrain its value: einshard(ref[...], '{placement.expression.text}')",
+        )
     # under jax.grad or jax.vmap outside jit, on a mesh with Auto and Explicit axes,
     # with_sharding_constraint removes the Explicit axes from the type
-    is_mixed = len({*placement.sharding.mesh.axis_types}) > 1
+    is_mixed = len({*sharding.mesh.axis_types}) > 1
     try:
         with _scope(x, placement):
-            if is_mixed and not is_staging():
-                return _constrain_in_jit(x, placement.sharding)
-            return _constrain(x, placement.sharding)
+            in_jit = is_mixed and not is_staging()
+            return (_constrain_in_jit if in_jit else _constrain)(x, sharding)
     except ValueError as error:
         # a tracer of jax.grad outside jit does not show which devices its value is on
         raise _cannot_constrain(placement, error) from error
@@ -68,6 +77,8 @@ def constrain(x: Any, placement: Placement) -> Any:
 
 def _scope(x: Any, placement: Placement) -> Any:
     """Names the axes of a constraint, for `explain` and `to_jax`."""
+    from .._program.jaxpr.names import constraint_scope  # concrete arrays need no `_program`
+
     names, without_rule = placement.expression.names, placement.names_without_rule
     return jax.named_scope(constraint_scope(names, np.ndim(x), without_rule))
 
@@ -98,17 +109,6 @@ def warn_replicated(placement: Placement) -> None:
         f'mesh {mesh_fact(placement.sharding.mesh)}; to replicate it on purpose, write '
         f"'{' '.join(placement.expression.names)} -> {text}'",
         stacklevel=user_stacklevel(),
-    )
-
-
-def _checked_ref(ref: Any, placement: Placement) -> Any:
-    sharding = placement.sharding
-    if set(sharding.mesh.axis_types) == {AxisType.Explicit} and type_matches(ref, sharding):
-        return ref
-    raise placement.expression.error(
-        'a jax.Ref cannot be constrained: its sharding is fixed when it is created',
-        code='array',
-        instead=f"constrain its value: einshard(ref[...], '{placement.expression.text}')",
     )
 
 
@@ -270,7 +270,12 @@ def _check_context(x: Any, placement: Placement) -> None:
     ]
     for entry, in_order in zip(entries, explicit_first, strict=True):
         if entry != in_order:
-            fix = _expression_of(explicit_first, placement, np.ndim(x))
+            positions = axis_positions(placement.expression, np.ndim(x))
+            names = {i: name for name, i in positions.items() if name != ELLIPSIS}
+            letters = (letter for letter in axis_letters() if letter not in positions)
+            all_names = [names.get(i) or next(letters) for i in range(np.ndim(x))]
+            in_jax_order = NamedSharding(mesh, partition_spec(explicit_first))
+            fix = find_expression(in_jax_order, np.ndim(x), all_names)
             raise error(
                 f'an array axis is sharded over {quoted(map(str, entry))}, with an Auto mesh axis '
                 'before an Explicit one; JAX requires Explicit axes first',
@@ -278,20 +283,6 @@ def _check_context(x: Any, placement: Placement) -> None:
                 mesh=mesh_fact(mesh),
                 fix=fix and Suggestion(fix.text),
             )
-
-
-def _expression_of(
-    entries: Sequence[tuple[Any, ...]], placement: Placement, ndim: int
-) -> Expression | None:
-    """Finds an expression that shards each array axis over its mesh axes in `entries`.
-
-    Names the array axes as `placement` does.
-    """
-    positions = axis_positions(placement.expression, ndim)
-    names = {i: name for name, i in positions.items() if name != ELLIPSIS}
-    letters = (letter for letter in axis_letters() if letter not in positions)
-    sharding = NamedSharding(placement.sharding.mesh, partition_spec(entries))
-    return find_expression(sharding, ndim, [names.get(i) or next(letters) for i in range(ndim)])
 
 
 def _cannot_constrain(placement: Placement, error: ValueError) -> EinshardError:

@@ -75,16 +75,6 @@ def _reshard(x: Any, sharding: NamedSharding) -> Any:
         return reshard(x, sharding)
 
 
-def _put_partial(x: Any, sharding: NamedSharding, donate: bool) -> Any:
-    """Places an array with a sharding that `device_put` rejects, because it is partial."""
-    mesh = sharding.mesh
-    is_on_mesh = isinstance(x, jax.Array) and getattr(x.sharding, 'mesh', None) == mesh
-    if not is_on_mesh or x.sharding.memory_kind != sharding.memory_kind:
-        spec = partition_spec(spec_axes(sharding.spec))
-        x = put_array(x, NamedSharding(mesh, spec, memory_kind=sharding.memory_kind), donate)
-    return _reshard(x, sharding)
-
-
 def put(leaves: list[Any], shardings: list[NamedSharding], donate: bool = False) -> list[Any]:
     """Places concrete leaves with one `jax.device_put`.
 
@@ -105,8 +95,13 @@ def put(leaves: list[Any], shardings: list[NamedSharding], donate: bool = False)
 
 def put_array(x: Any, sharding: NamedSharding, donate: bool = False) -> Any:
     _check_devices(sharding)
-    if is_partial(sharding):
-        return _put_partial(x, sharding, donate)
+    if is_partial(sharding):  # which `device_put` rejects
+        mesh, kind = sharding.mesh, sharding.memory_kind
+        is_on_mesh = isinstance(x, jax.Array) and getattr(x.sharding, 'mesh', None) == mesh
+        if not is_on_mesh or x.sharding.memory_kind != kind:
+            spec = partition_spec(spec_axes(sharding.spec))
+            x = put_array(x, NamedSharding(mesh, spec, memory_kind=kind), donate)
+        return _reshard(x, sharding)
     x = make_movable(x, sharding)
     if process_count() > 1:
         return _put_global(x, sharding, donate)
@@ -174,20 +169,16 @@ def _put_global(x: Any, sharding: NamedSharding, donate: bool) -> Any:
     if is_global or sharding.is_fully_addressable:
         return jax.device_put(x, sharding, donate=donate)
     # `make_array_from_callback` would drop the weak type. In host memory, JAX 0.8.1 would fail.
-    if not is_key and _is_weakly_typed(x) and sharding.memory_kind == 'device':
+    is_weak = type(x) in (int, float, complex)
+    if isinstance(x, jax.Array):
+        is_weak = not is_key and x.weak_type and not x.committed
+    if is_weak and sharding.memory_kind == 'device':
         return jax.jit(_identity, out_shardings=sharding)(x)
     full = x if is_key else as_host(x)
     # without dtype=, this fails in a process that has no device of the mesh
     return jax.make_array_from_callback(
         full.shape, sharding, lambda index: full[index], dtype=full.dtype
     )
-
-
-def _is_weakly_typed(x: Any) -> bool:
-    """Whether `x` is a number, or a weakly typed array that jit may place."""
-    if isinstance(x, jax.Array):
-        return x.weak_type and not x.committed
-    return type(x) in (int, float, complex)
 
 
 def _identity(x: Any) -> Any:

@@ -15,8 +15,7 @@ from jax.typing import ArrayLike
 
 from .._cache import cached
 from .._errors import EinshardError, public
-from .._notation.axis_positions import terms_of_axis
-from .._notation.layout import Layout
+from .._notation.layout import Layout, terms_of_axis
 from .._sharding.context import Context, current_context, is_tracing
 from .._sharding.leaf_spec import AnySpec, as_leaf_spec
 from .._sharding.mesh import AnyMesh, MeshLike, is_partial, mesh_fact, process_count

@@ -17,7 +17,7 @@ from .._cache import cached
 from .._errors import EinshardError, combine_errors, hide_frames
 from .._notation.expression import Expression
 from .._sharding.axis_rules import check_option
-from .._sharding.context import Context, Fallback, changed, current_context, is_tracing
+from .._sharding.context import Context, Fallback, changed, current_context, in_memory, is_tracing
 from .._sharding.describe import describe
 from .._sharding.leaf_spec import AnySpec, with_memory_kind
 from .._sharding.mesh import AnyMesh, MeshLike
@@ -134,7 +134,7 @@ def einshard(
             context = changed(context, missing=missing, indivisible=indivisible)
         if memory_kind is not None:
             check_memory_kind(spec, memory_kind)
-            context = changed(context, memory_kind=memory_kind)
+            context = in_memory(context, memory_kind)
         if type(spec) is str:
             placed = _place_array(x, spec, context, donate, check_processes)
             if placed is not None:

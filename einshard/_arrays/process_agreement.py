@@ -49,7 +49,16 @@ def check_same_contents(arrays: Sequence[tuple[PlannedArray, Any]], mesh: Mesh) 
 
     An EinshardError in place of the values tells the other processes that this one failed.
     """
-    records = [(f'{text}{_contents(x)}', expression) for (text, expression), x in arrays]
+    records: list[PlannedArray] = []
+    for (text, expression), x in arrays:
+        if isinstance(x, EinshardError):
+            records.append((f'{text}: {x.sentence}', expression))
+            continue
+        if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+        digest = hashlib.blake2b(data.data, digest_size=4).hexdigest()
+        records.append((f'{text}, contents {digest}', expression))
     try:
         check_same_plan(records, mesh)
     except EinshardError as error:
@@ -65,17 +74,6 @@ def mesh_to_compare_on(x: Any, mesh: AnyMesh) -> Mesh | None:
     if not mesh.local_devices or isinstance(x, Tracer | jax.ShapeDtypeStruct | jax.Ref):
         return None
     return None if isinstance(x, jax.Array) and not x.is_fully_addressable else mesh
-
-
-def _contents(x: Any) -> str:
-    return f': {x.sentence}' if isinstance(x, EinshardError) else f', contents {_digest(x)}'
-
-
-def _digest(x: Any) -> str:
-    if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    return hashlib.blake2b(data.data, digest_size=4).hexdigest()
 
 
 def _all_gather_bytes(data: bytes, mesh: Mesh) -> dict[int, bytes]:

@@ -245,7 +245,14 @@ class _Check:
         """Compares the gradients of a weighted sum of `results` with those on one device."""
         random = np.random.default_rng(0)
         weights = {i: random.normal(size=x.shape).astype(x.dtype) for i, x in results.items()}
-        weights_on_devices = {i: _put_cotangent(weights[i], x.sharding) for i, x in results.items()}
+        weights_on_devices: dict[int, Any] = dict(weights)
+        for i, x in results.items():
+            if isinstance(x.sharding, NamedSharding):
+                # in JAX, the cotangent of an unreduced value is reduced, and vice versa
+                old = x.sharding.spec
+                spec = partition_spec(spec_axes(old), unreduced=old.reduced, reduced=old.unreduced)
+                sharding = NamedSharding(x.sharding.mesh, spec)
+                weights_on_devices[i] = put_array(weights[i], sharding)
         weights_on_one = {
             i: jax.device_put(weights[i], sharding_on(x.sharding, self.device))
             for i, x in results.items()
@@ -300,15 +307,6 @@ class _Check:
         )
 
 
-def _put_cotangent(cotangent: Any, result_sharding: jax.sharding.Sharding) -> Any:
-    if not isinstance(result_sharding, NamedSharding):
-        return cotangent
-    # in JAX, the cotangent of an unreduced value is reduced, and vice versa
-    old = result_sharding.spec
-    spec = partition_spec(spec_axes(old), unreduced=old.reduced, reduced=old.unreduced)
-    return put_array(cotangent, NamedSharding(result_sharding.mesh, spec))
-
-
 def _perturb(arrays: Arrays, unit: float, seed: int) -> Arrays:
     """Returns copies in which each float is multiplied by 1 + e or 1 - e, at random.
 
@@ -324,16 +322,16 @@ def _perturb(arrays: Arrays, unit: float, seed: int) -> Arrays:
     return changed
 
 
-def _difference_text(row: ComparedRow) -> str:
-    if row.relative_to == 'elements':
-        return f'differs in {row.difference:.1e} of the elements'
-    return f'differs by {row.difference:.1e} relative to the {row.relative_to}'
-
-
 def _make_error(comparison: Comparison, has_reference: bool) -> DifferentResults:
     wrong = [row for row in comparison.rows if not row.same]
+
+    def difference(row: ComparedRow) -> str:
+        if row.relative_to == 'elements':
+            return f'differs in {row.difference:.1e} of the elements'
+        return f'differs by {row.difference:.1e} relative to the {row.relative_to}'
+
     facts = {
-        row.path: f'{row.array} {_difference_text(row)}; '
+        row.path: f'{row.array} {difference(row)}; '
         f'tolerance: {row.tolerance:.1e} ({row.because})'
         f'{"; its replicas differ" * row.replicas_differ}'
         for row in wrong[:_MAX_ROWS]

@@ -18,10 +18,10 @@ from .._arrays.gather import gather
 from .._errors import EinshardError
 from .._explain.frameworks import JITTED, is_jitted, positional_parameters, unbound
 from .._functions.bound_method import BoundMethod, sharded_call
-from .._functions.lost_updates import module_leaves
 from .._functions.place_arguments import place_arguments
 from .._functions.program import Program
 from .._functions.sharded_function import ShardedFunction
+from .._functions.traced_function import module_leaves
 from .._program.cost.chips import find_chip
 from .._program.hlo.memory import read_memory
 from .._progress import progress
@@ -108,7 +108,12 @@ def make_call(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     fn = sharded_call(fn)
     fn, args, kwargs = unbound(fn, args, kwargs)
     if isinstance(fn, ShardedFunction):
-        args, kwargs = join(fn._call(args, kwargs, _make_placer))  # type: ignore[reportPrivateUsage]
+
+        def placer(program: Program) -> Callable[..., Any]:
+            traced = program.traced
+            return lambda *values: traced.call.split(place_arguments(traced, values, running=False))
+
+        args, kwargs = join(fn._call(args, kwargs, placer))  # type: ignore[reportPrivateUsage]
     names = dict(enumerate(positional_parameters(fn)))
     treedef = jtu.tree_structure((tuple(args), dict(kwargs)))
     with_paths = leaves_with_paths((tuple(args), dict(kwargs)))
@@ -121,12 +126,6 @@ def make_call(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     may_update = is_jitted(fn) and not isinstance(fn, JITTED | ShardedFunction)
     updated = [*module_leaves((tuple(args), dict(kwargs)))] if may_update else []
     return Call(fn, name, [leaf for _, leaf in with_paths], treedef, paths, updated)
-
-
-def _make_placer(program: Program) -> Callable[..., Any]:
-    """Returns a function that places the arguments of a call and returns them as (args, kwargs)."""
-    traced = program.traced
-    return lambda *values: traced.call.split(place_arguments(traced, values, running=False))
 
 
 def is_inexact(array: Any) -> bool:
@@ -149,19 +148,15 @@ def on_one_device(call: Call, function: Callable[..., Any], mesh: Mesh) -> Call:
         function = ShardedFunction(function._setup)  # type: ignore[reportPrivateUsage]
     elif isinstance(function, JITTED):
         function = function.__wrapped__  # type: ignore[reportFunctionMemberAccess]
-    leaves = [
-        _put_on_one_device(x, mesh) if i in call.paths else x for i, x in enumerate(call.leaves)
-    ]
+    leaves = [*call.leaves]
+    for i in call.paths:
+        sharding = getattr(leaves[i], 'sharding', None)
+        if not isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(mesh, PartitionSpec())
+        # device_put rejects partial sums
+        array = gather(leaves[i]) if is_partial(sharding) else leaves[i]
+        leaves[i] = jax.device_put(array, sharding_on(sharding, mesh.devices.flat[0]))
     return replace(call, function=function, leaves=leaves)
-
-
-def _put_on_one_device(array: Any, mesh: Mesh) -> Any:
-    sharding = getattr(array, 'sharding', None)
-    if not isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(mesh, PartitionSpec())
-    if is_partial(sharding):  # device_put rejects partial sums
-        array = gather(array)
-    return jax.device_put(array, sharding_on(sharding, mesh.devices.flat[0]))
 
 
 def sharding_on(sharding: Any, device: Device) -> NamedSharding:
@@ -209,7 +204,10 @@ class OneDeviceProgram:
             lowered = traced.lower()
             with progress(f'compiling {name} for one device'):
                 compiled = lowered.compile()
-            _check_memory(name, mesh.devices.flat[0], read_memory(compiled))
+            memory, capacity = read_memory(compiled), _capacity(mesh.devices.flat[0])
+            if memory is not None and capacity is not None and memory.total > capacity:
+                facts = {'needs': format_bytes(memory.total), 'device has': format_bytes(capacity)}
+                raise _too_large(name, facts)
 
     def __call__(self, *arguments: Any) -> Any:
         """Returns the results as NumPy arrays."""
@@ -238,13 +236,6 @@ class OneDeviceProgram:
                     'pass a function for one device as reference=',
                 },
             ) from error
-
-
-def _check_memory(name: str, device: Device, memory: Any) -> None:
-    capacity = _capacity(device)
-    if memory is not None and capacity is not None and memory.total > capacity:
-        facts = {'needs': format_bytes(memory.total), 'device has': format_bytes(capacity)}
-        raise _too_large(name, facts)
 
 
 def _too_large(name: str, facts: Mapping[str, str]) -> EinshardError:

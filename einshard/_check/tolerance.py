@@ -65,7 +65,9 @@ def largest_rounding(jaxpr: Any, n_devices: int, platform: str) -> Rounding:
             is_narrow = unit > rounding_unit(jnp.float32)
             terms = runs + n_devices if is_narrow else runs * _n_terms(eqn)
             found.append(Rounding(name, unit, terms, is_narrow))
-            if name == 'float32' and platform in _DOT_DTYPES and _may_round_operands(eqn):
+            is_dot = eqn.primitive.name in ('dot_general', 'conv_general_dilated')
+            may_round = is_dot and 'HIGH' not in str(eqn.params.get('precision')).upper()
+            if name == 'float32' and platform in _DOT_DTYPES and may_round:
                 found.append(Rounding(*_DOT_DTYPES[platform], runs + n_devices, is_narrow=True))
     return max(found, key=lambda rounding: rounding.tolerance)
 
@@ -106,8 +108,3 @@ def _n_terms(eqn: Any) -> int:
     if name == 'scatter-add':
         return math.prod(operands[1].shape[:-1])
     return 1
-
-
-def _may_round_operands(eqn: Any) -> bool:
-    precision = str(eqn.params.get('precision')).upper()
-    return eqn.primitive.name in ('dot_general', 'conv_general_dilated') and 'HIGH' not in precision

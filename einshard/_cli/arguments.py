@@ -293,7 +293,11 @@ def with_options(error: EinshardError, typed: Sequence[str]) -> EinshardError:
         if re.search(r'\w\(', text):  # Python code
             return text
         text = re.sub(r'\bmesh=(?! from sharded)(?=\W|$)', mesh or '--mesh', text)
-        return re.sub(rf"\b({_OPTIONS})=(?:'([^']*)'|(?=\W|$))", _option_text, text)
+        return re.sub(
+            rf"\b({_OPTIONS})=(?:'([^']*)'|(?=\W|$))",
+            lambda m: f'--{m[1]}' if m[2] is None else f'--{m[1]} {shlex.quote(m[2])}',
+            text,
+        )
 
     facts = {reworded(label): reworded(fact) for label, fact in error.facts.items()}
     facts.pop('other chips', None)  # those that Python code describes
@@ -302,13 +306,6 @@ def with_options(error: EinshardError, typed: Sequence[str]) -> EinshardError:
         facts.pop('expected', None)
         parts['fix'] = None
     return type(error)(**parts)
-
-
-def _option_text(match: re.Match[str]) -> str:
-    value = match[2]
-    if value is None:
-        return f'--{match[1]}'
-    return f'--{match[1]} {shlex.quote(value)}'
 
 
 def _simulate_devices(n_devices: int) -> list[Any]:

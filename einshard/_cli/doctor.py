@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,24 +18,6 @@ from .._explain.partition import check_flatbuffers
 from .._sharding.cuda_plugin import find_plugin
 from .._sharding.libtpu import has_libtpu
 from .._version import __version__
-
-
-@dataclass(frozen=True)
-class Feature:
-    """What a package allows.
-
-    Attributes:
-        name: what the user asks for, such as 'tpu'.
-        allows: what it is for.
-        works: whether it is installed. Nothing is compiled to find out.
-        text: the packages found, or what is missing.
-    """
-
-    name: str
-    allows: str
-    works: bool
-    text: str
-
 
 FEATURES = ('tpu', 'gpu', 'plan', 'rich')
 _OTHERS = ('flax', 'equinox', 'optax', 'orbax-checkpoint')
@@ -54,10 +35,6 @@ def _versions() -> dict[str, str]:
     return {name: version for name, version in found.items() if version}
 
 
-def _features() -> list[Feature]:
-    return [_tpu(), _gpu(), _plan(), _rich()]
-
-
 def check(asked: Sequence[str]) -> dict[str, Any]:
     """Returns what the command prints. `missing` lists the features in `asked` that don't work."""
     for name in asked:
@@ -67,16 +44,34 @@ def check(asked: Sequence[str]) -> dict[str, Any]:
                 code='command',
                 facts={'features': ', '.join(FEATURES)},
             )
-    found = _features()
+    rich = _version('rich')
+    found = {
+        'tpu': _feature(
+            "TPU slices you don't have: topology('v5e:4x4')",
+            has_libtpu(),
+            f'libtpu {_version("libtpu")}' if has_libtpu() else 'pip install libtpu',
+        ),
+        'gpu': _feature("GPU clusters you don't have: topology('h100:4x8')", *_gpu()),
+        'plan': _feature('plan, which finds a sharding', *_plan()),
+        'rich': _feature(
+            'color in terminals', rich is not None, f'rich {rich}' if rich else 'pip install rich'
+        ),
+    }
     return {
         'schema': 1,
         'versions': _versions(),
         'platforms': os.environ.get('JAX_PLATFORMS') or None,
-        'features': {
-            one.name: {'works': one.works, 'allows': one.allows, 'text': one.text} for one in found
-        },
-        'missing': [one.name for one in found if one.name in asked and not one.works],
+        'features': found,
+        'missing': [name for name, one in found.items() if name in asked and not one['works']],
     }
+
+
+def _feature(allows: str, works: bool, text: str) -> dict[str, Any]:
+    """Returns what a package allows, whether it works, and what is found or missing.
+
+    Nothing is compiled to find out.
+    """
+    return {'works': works, 'allows': allows, 'text': text}
 
 
 def as_text(found: dict[str, Any]) -> str:
@@ -91,25 +86,18 @@ def as_text(found: dict[str, Any]) -> str:
     return '\n'.join(lines)
 
 
-def _tpu() -> Feature:
-    works = has_libtpu()
-    text = f'libtpu {_version("libtpu")}' if works else 'pip install libtpu'
-    return Feature('tpu', "TPU slices you don't have: topology('v5e:4x4')", works, text)
-
-
-def _gpu() -> Feature:
-    allows = "GPU clusters you don't have: topology('h100:4x8')"
+def _gpu() -> tuple[bool, str]:
     try:
         plugin = find_plugin()
     except EinshardError as error:
         label = next((label for label in ('install', 'remove one') if label in error.facts), None)
         instead = f'; {error.facts[label]}' if label else ''
-        return Feature('gpu', allows, False, f'{error.sentence}{instead}')
+        return False, f'{error.sentence}{instead}'
     compiler = _ptx_compiler()
     if compiler is None:
-        return Feature('gpu', allows, False, 'no PTX compiler; pip install nvidia-cuda-nvcc')
+        return False, 'no PTX compiler; pip install nvidia-cuda-nvcc'
     package = f'jax-{plugin.rpartition("xla_")[2]}-plugin'
-    return Feature('gpu', allows, True, f'{package} {_version(package)}, PTX compiler {compiler}')
+    return True, f'{package} {_version(package)}, PTX compiler {compiler}'
 
 
 def _ptx_compiler() -> str | None:
@@ -125,23 +113,12 @@ def _ptx_compiler() -> str | None:
     return next((str(path) for path in paths if path.exists()), shutil.which('ptxas'))
 
 
-def _plan() -> Feature:
-    allows = 'plan, which finds a sharding'
+def _plan() -> tuple[bool, str]:
     try:
         check_flatbuffers()
     except EinshardError as error:
-        return Feature('plan', allows, False, error.facts.get('install', error.sentence))
-    return Feature('plan', allows, True, f'flatbuffers {_version("flatbuffers")}')
-
-
-def _rich() -> Feature:
-    version = _version('rich')
-    return Feature(
-        'rich',
-        'color in terminals',
-        version is not None,
-        f'rich {version}' if version else 'pip install rich',
-    )
+        return False, error.facts.get('install', error.sentence)
+    return True, f'flatbuffers {_version("flatbuffers")}'
 
 
 def _version(package: str) -> str | None:

@@ -129,8 +129,14 @@ def _run(arguments: Sequence[str]) -> tuple[str, int]:
 
 
 def _print(text: str) -> None:
+    """Prints text, with ASCII or '?' for characters that the encoding lacks."""
+    encoding = sys.stdout.encoding or 'utf-8'
     try:
-        print(_encodable(text, sys.stdout.encoding), end='', flush=True)
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = text.translate(_ASCII).encode(encoding, 'replace').decode(encoding)
+    try:
+        print(text, end='', flush=True)
     except BrokenPipeError:
         # a reader such as `head` has closed the pipe; Python flushes stdout again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -203,9 +209,7 @@ def _explain(arguments: Sequence[str]) -> tuple[str, int]:
     )
     options = parser.parse_args(arguments)
     mesh = mesh_of(options.devices, options.mesh, options.topology)
-    function = load(options.function)
-    args, kwargs = read_arguments(options.args, mesh, enter=_names_mesh(options))
-    function, kwargs = _bind_options(explain, function, kwargs)
+    function, args, kwargs = _read_call(explain, load(options.function), mesh, options)
     with _mesh_for(function, mesh, options) as mesh_option:
         tries = {} if options.tries is None else {'tries': options.tries}
         report = explain(function, *args, mesh=mesh_option, chip=options.chip, **tries, **kwargs)
@@ -258,12 +262,10 @@ def _plan(arguments: Sequence[str]) -> str:
     )
     parser.add_argument('--seconds', type=float, metavar='S', help='stop after S seconds')
     options = parser.parse_args(arguments)
-    mesh = mesh_of(options.devices, options.mesh, options.topology)
-    function = load(options.function)
-    args, kwargs = read_arguments(options.args, mesh, enter=_names_mesh(options))
     from .._plan.plan import plan  # only this command needs it
 
-    function, kwargs = _bind_options(plan, function, kwargs)
+    mesh = mesh_of(options.devices, options.mesh, options.topology)
+    function, args, kwargs = _read_call(plan, load(options.function), mesh, options)
     found = plan(
         function,
         *args,
@@ -334,8 +336,7 @@ def _eject(arguments: Sequence[str]) -> str:
     else:
         mesh = mesh_of(options.devices, options.mesh, options.topology)
     what = options.what if is_expression else load(options.what)
-    args, kwargs = read_arguments(options.args, mesh, enter=_names_mesh(options))
-    what, kwargs = _bind_options(to_jax, what, kwargs)
+    what, args, kwargs = _read_call(to_jax, what, mesh, options)
     with _mesh_for(what, mesh, options) as mesh_option:
         return to_jax(what, *args, mesh=mesh_option, shape=options.shape, **kwargs)
 
@@ -369,14 +370,18 @@ def _skill(arguments: Sequence[str]) -> str:
     return str(Path(__file__).parents[1] / '.agents' / 'skills' / 'einshard')
 
 
-def _bind_options(command: Any, function: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Binds keyword arguments of the function that have the names of options of the command."""
+def _read_call(
+    command: Any, function: Any, mesh: AnyMesh | None, options: argparse.Namespace
+) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
+    """Returns a function and its arguments.
+
+    Binds keyword arguments of the function that have the names of options of the command.
+    """
+    args, kwargs = read_arguments(options.args, mesh, enter=_names_mesh(options))
     names = inspect.signature(command).parameters
     bound = {name: value for name, value in kwargs.items() if name in names}
-    if not bound:
-        return function, kwargs
     others = {name: value for name, value in kwargs.items() if name not in names}
-    return functools.partial(function, **bound), others
+    return functools.partial(function, **bound) if bound else function, args, others
 
 
 @contextmanager
@@ -497,13 +502,3 @@ def _parser(
         help=f'a mesh of {noun}: its axes, slowest-varying first',
     )
     return parser
-
-
-def _encodable(text: str, encoding: str | None) -> str:
-    """Substitutes ASCII or '?' for characters that the encoding lacks."""
-    encoding = encoding or 'utf-8'
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return text.translate(_ASCII).encode(encoding, 'replace').decode(encoding)
-    return text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,18 +176,15 @@ def slices_of(blocks: Blocks) -> Slices:
 
 
 def _device_list(devices: Sequence[int], limit: int) -> str:
-    runs = devices if len(devices) <= limit else _runs(devices)
-    return _shorten([str(run) for run in runs], ',', limit)
+    texts = [str(device) for device in devices]
+    if len(devices) > limit:  # runs of consecutive numbers: '3', '4-7'
+        groups = itertools.groupby(enumerate(devices), lambda item: item[1] - item[0])
+        runs = [[device for _, device in group] for _, group in groups]
+        texts = [f'{run[0]}-{run[-1]}' if len(run) > 1 else f'{run[0]}' for run in runs]
+    return _shorten(texts, ',', limit)
 
 
 def _shorten(texts: list[str], separator: str, limit: int) -> str:
     if len(texts) > limit:
         texts = [*texts[:2], '..', texts[-1]] if limit > 2 else [*texts[:limit], '..']
     return separator.join(texts)
-
-
-def _runs(devices: Sequence[int]) -> Iterator[str]:
-    """Yields runs of consecutive numbers: '3', '4-7'."""
-    for _, run in itertools.groupby(enumerate(devices), lambda item: item[1] - item[0]):
-        (_, first), *rest = run
-        yield f'{first}-{rest[-1][1]}' if rest else f'{first}'

@@ -31,7 +31,8 @@ def describe_shards(blocks: Blocks, dtype: str, entries: Sequence[tuple[Any, ...
         verb = 'into' if i else 'is split into'
         clause = f'{blocks.names[axis]} {verb} {blocks.parts[axis]}{"" if i else " parts"}'
         if entries:
-            clause += f' over {_mesh_axes_text(entries[axis])}'
+            names = ','.join(map(str, entries[axis]))
+            clause += f' over {names}' if len(entries[axis]) == 1 else f' over ({names})'
         clauses.append(clause)
     shard = f'1/{n_shards} of the array'
     if blocks.sizes is not None:
@@ -90,11 +91,6 @@ _LABEL_OF_SIGN = {
     '+': 'terms of a sum',
     '=': 'replicas whose gradients are terms of a sum',
 }
-
-
-def _mesh_axes_text(mesh_axes: Sequence[Any]) -> str:
-    axes = ','.join(map(str, mesh_axes))
-    return axes if len(mesh_axes) == 1 else f'({axes})'
 
 
 def wrapped(sentences: Sequence[str], width: int) -> Iterator[str]:

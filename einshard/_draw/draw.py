@@ -11,12 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 from .._errors import EinshardError
-from .._notation.axis_positions import axis_positions
 from .._notation.counts import prime_factors
 from .._notation.expression import ELLIPSIS, Expression, parse
-from .._notation.fit import spec_entries
-from .._notation.layout import lay_out
-from .._notation.mesh_text import as_count, no_mesh_text
+from .._notation.layout import as_count, axis_positions, lay_out, no_mesh_text, spec_entries
 from .._suggestions import with_working_fix
 from .blocks import blocks_on_mesh
 from .caption import describe_device_order, describe_shards
@@ -151,7 +148,11 @@ def _find_mesh(
     if any(term.sign or (term.is_counted and not term.mesh_axes) for term in expression.right):
         return None
     n = 2 ** len(names) if n_devices is None else n_devices  # 2 for each axis
-    if n > _MAX_FACTORED or _n_factorizations(n, len(names)) > _MAX_FACTORIZATIONS:
+    if n > _MAX_FACTORED:
+        return None
+    exponents = Counter(prime_factors(n)).values()
+    n_ways = math.prod(math.comb(e + len(names) - 1, e) for e in exponents)
+    if n_ways > _MAX_FACTORIZATIONS:
         return None
     by_spread = sorted(_factorizations(n, len(names)), key=lambda s: (max(s) - min(s), -s[0]))
     for sizes in by_spread:
@@ -160,12 +161,6 @@ def _find_mesh(
             lay_out(expression, shape or drawn_ndim(expression, shape), n, mesh)
             return mesh
     return None
-
-
-def _n_factorizations(n: int, length: int) -> int:
-    """Returns how many factorizations `_factorizations` yields."""
-    exponents = Counter(prime_factors(n)).values()
-    return math.prod(math.comb(exponent + length - 1, exponent) for exponent in exponents)
 
 
 def _factorizations(n: int, length: int) -> Iterator[tuple[int, ...]]:

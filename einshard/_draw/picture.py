@@ -62,7 +62,11 @@ class Picture(ColorRepr):
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes an SVG file that follows the light or dark mode of the viewer."""
-        Path(path).write_text(_standalone(self.svg), encoding='utf-8')
+        # an SVG in a web page uses the colors of the page
+        style = 'svg { color-scheme: light dark; color: CanvasText; background: Canvas }'
+        start = self.svg.index('>') + 1
+        text = f'{self.svg[:start]}<style>{style}</style>{self.svg[start:]}\n'
+        Path(path).write_text(text, encoding='utf-8')
 
     def __str__(self) -> str:
         lines = text_lines(self.blocks, _WIDTH)
@@ -128,10 +132,3 @@ class Gallery(ColorRepr):
 
     def _more(self) -> list[str]:
         return [f'and {plural(self.rest, "more placement")}'] if self.rest else []
-
-
-def _standalone(svg: str) -> str:
-    """Adds colors for light and dark mode; an SVG in a web page uses those of the page."""
-    style = 'svg { color-scheme: light dark; color: CanvasText; background: Canvas }'
-    start = svg.index('>') + 1
-    return f'{svg[:start]}<style>{style}</style>{svg[start:]}\n'

@@ -136,17 +136,13 @@ def _slice(sheet: _Sheet, n: int) -> Iterator[str]:
             yield f'<rect x="{x}" y="{y}" {size} fill="{color}" '
             yield f'stroke="{color if is_small else _LINE}"><title>device {numbers}</title></rect>'
     if blocks.replicas > 1:
-        yield _hatching(sheet.width, sheet.height)
+        # a path, because an SVG pattern needs an id, which must be unique in the page
+        lines: list[str] = []
+        for at in range(_HATCH // 2, int(sheet.width + sheet.height), _HATCH):
+            low, high = min(at, sheet.height), max(0, at - sheet.width)
+            lines.append(f'M{_px(at - low)} {_px(low)}L{_px(at - high)} {_px(high)}')
+        yield f'<path d="{"".join(lines)}" stroke="#000" opacity="0.3" pointer-events="none"/>'
     yield from _labels(sheet, n)
-
-
-def _hatching(width: float, height: float) -> str:
-    # a path, because an SVG pattern needs an id, which must be unique in the page
-    lines: list[str] = []
-    for at in range(_HATCH // 2, int(width + height), _HATCH):
-        low, high = min(at, height), max(0, at - width)
-        lines.append(f'M{_px(at - low)} {_px(low)}L{_px(at - high)} {_px(high)}')
-    return f'<path d="{"".join(lines)}" stroke="#000" opacity="0.3" pointer-events="none"/>'
 
 
 def _labels(sheet: _Sheet, n: int) -> Iterator[str]:

@@ -144,18 +144,14 @@ def has_default_memory(sharding: NamedSharding) -> bool:
 
 
 def spec_code(spec: PartitionSpec) -> Code:
-    entries: list[Code] = [_entry_code(entry) for entry in spec_axes(spec)]
+    entries: list[Code] = []
+    for axes in spec_axes(spec):
+        names = ('P.UNCONSTRAINED',) if axes == UNCONSTRAINED else _literals(axes)
+        entries.append(Brackets('(', names) if len(names) > 1 else names[0] if names else 'None')
     for keyword, axes in (('unreduced', spec.unreduced), ('reduced', spec.reduced)):
         if axes:
             entries.append(Brackets(f'{keyword}={{', _literals(sorted(axes)), '}'))
     return Brackets('P(', tuple(entries))
-
-
-def _entry_code(axes: tuple[Any, ...]) -> Code:
-    if axes == UNCONSTRAINED:
-        return 'P.UNCONSTRAINED'
-    names = _literals(axes)
-    return Brackets('(', names) if len(names) > 1 else names[0] if names else 'None'
 
 
 def _literals(names: Iterable[Any]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from .._arrays.place import einshard
 from .._draw.show import checked_shape
 from .._errors import EinshardError, plural, printable, public
 from .._explain.lowered import Stages, trace_call
-from .._notation.axis_positions import needs_rank
+from .._notation.layout import needs_rank
 from .._plan.result import Plan
 from .._sharding.context import Context, current_context, mesh_scope
 from .._sharding.leaf_spec import (
@@ -97,7 +97,9 @@ def to_jax(
         _reject_arguments_of_plan(args, kwargs, mesh, shape)
         title = f'plan for {what.name}: {what.best.candidate}'
         return _write_function(what.trace(), what.mesh, title)
-    if _is_spec(what):
+    is_callable_spec = what is shard_largest or hasattr(what, 'for_leaves')
+    is_program = is_function(what) or isinstance(what, Lowered | Compiled | Traced)
+    if is_callable_spec or not is_program:
         if kwargs or len(args) > 1:
             raise EinshardError(
                 f'with a spec, to_jax takes the arrays by position, not as {next(iter(kwargs))}='
@@ -117,12 +119,6 @@ def to_jax(
     program = stages.program
     target = current_context(mesh).lowering_mesh if program is None else program.mesh
     return _write_function(stages, target, stages.name or 'a traced function')
-
-
-def _is_spec(what: Any) -> bool:
-    if what is shard_largest or hasattr(what, 'for_leaves'):  # specs that are callable
-        return True
-    return not (is_function(what) or isinstance(what, Lowered | Compiled | Traced))
 
 
 def _reject_arguments_of_plan(

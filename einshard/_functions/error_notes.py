@@ -21,8 +21,8 @@ import jax.tree_util as jtu
 from jax.core import Tracer
 
 from .._errors import EinshardError, quoted
-from .._notation.axis_positions import axis_positions
 from .._notation.expression import ELLIPSIS, Expression
+from .._notation.layout import axis_positions
 from .._sharding.context import Context
 from .._sharding.leaf_spec import as_leaf_spec
 from .._sharding.mesh import AnyMesh, is_canonical_mesh, spec_axes
@@ -196,7 +196,13 @@ def _sharding_facts(
     labels = ('line', 'library line')
     facts = {label: _source_line(frames[i]) for label, i in zip(labels, shown, strict=False)}
     in_jax = frames[callers[-1] + 1 :] if callers else ()
-    operands = _operands(in_jax)
+    operands: list[Any] = []
+    for frame, _ in in_jax:  # up to the outermost frame with traced arguments
+        arguments = [frame.f_locals[name] for name in _parameters(frame.f_code)]
+        tracers = {id(x): x for x in jtu.tree_leaves(arguments) if isinstance(x, Tracer)}
+        if tracers:
+            operands = [*tracers.values()]
+            break
     meshes = [jax.typeof(operand).sharding.mesh for operand in operands]
     mesh = next((operand_mesh for operand_mesh in meshes if operand_mesh.axis_names), mesh)
     by_id = {id(leaf.value): leaf for leaf in leaves}
@@ -206,7 +212,10 @@ def _sharding_facts(
         facts[f'operand {i}' if len(operands) > 1 else 'operand'] = text
     facts['try'] = _fix(str(error), in_jax, user_frames[-1:] != callers[-1:])
     if mesh is not None:
-        facts['with Auto axes'] = _auto_mesh_call(mesh)
+        sizes, names = tuple(mesh.axis_sizes), tuple(mesh.axis_names)
+        types = f'(jax.sharding.AxisType.Auto,) * {len(names)}'
+        make_mesh = f'jax.make_mesh({sizes}, {names}, axis_types={types})'
+        facts['with Auto axes'] = 'device_mesh()' if is_canonical_mesh(mesh) else make_mesh
     return facts
 
 
@@ -231,16 +240,6 @@ def _source_line(frame: _Frame) -> str:
     file, number = frame[0].f_code.co_filename, frame[1]
     source = linecache.getline(file, number, frame[0].f_globals).strip()
     return ': '.join(filter(None, [short_source(f'{file}:{number}'), source]))
-
-
-def _operands(frames: Sequence[_Frame]) -> list[Any]:
-    """Returns the traced arguments of the outermost frame that has any."""
-    for frame, _ in frames:
-        arguments = [frame.f_locals[name] for name in _parameters(frame.f_code)]
-        tracers = {id(x): x for x in jtu.tree_leaves(arguments) if isinstance(x, Tracer)}
-        if tracers:
-            return [*tracers.values()]
-    return []
 
 
 def _parameters(code: CodeType) -> tuple[str, ...]:
@@ -286,14 +285,6 @@ _FIXES = {
 _FIX_OF_CALL = f'{_RESHARD}, or jax.sharding.auto_axes(function, {_OUT_SHARDING})'
 _VALUE_ERRORS = ('all xs should be replicated', '`out_sharding` parameter')
 _PUBLIC = (jax.numpy, jax.lax, jax.nn, jax.ops, jax.random)
-
-
-def _auto_mesh_call(mesh: AnyMesh) -> str:
-    if is_canonical_mesh(mesh):
-        return 'device_mesh()'
-    sizes, names = tuple(mesh.axis_sizes), tuple(mesh.axis_names)
-    types = f'(jax.sharding.AxisType.Auto,) * {len(names)}'
-    return f'jax.make_mesh({sizes}, {names}, axis_types={types})'
 
 
 def sizes_that_differ(leaves: Iterable[SpecLeaf], message: str) -> Iterator[str]:

@@ -70,7 +70,9 @@ class Parameters:
         self.keyword_only = tuple(kinds.get(inspect.Parameter.KEYWORD_ONLY, []))
         self.var_positional = next(iter(kinds.get(inspect.Parameter.VAR_POSITIONAL, [])), None)
         self.var_keyword = next(iter(kinds.get(inspect.Parameter.VAR_KEYWORD, [])), None)
-        self.n_self = int(_is_method(function) and self.names[:1] in (('self',), ('cls',)))
+        qualname = getattr(function, '__qualname__', '').split('.')
+        is_in_class = len(qualname) > 1 and qualname[-2] != '<locals>'
+        self.n_self = int(is_in_class and self.names[:1] in (('self',), ('cls',)))
 
     def flatten_call(
         self, n_args: int, keywords: Iterable[str]
@@ -303,19 +305,16 @@ class Declaration:
             # type that is not `Sharded` says that the compiler decides.
             is_complete = self.is_annotated or not (self.specs and self.parameters.accept(call))
             default = None if is_complete else _MISSING
-            value_specs = tuple(
-                self._argument(label, default) for label in self.parameters.value_labels(call)
-            )
-            self._arguments[call] = value_specs
+            found: list[ValueSpec] = []
+            for label in self.parameters.value_labels(call):
+                # a static element of `*args` or `**kwargs` does not take their spec
+                is_static = label in self.static
+                spec = None if is_static else self.parameters.spec_for(label, self.specs, default)
+                if spec is _MISSING:
+                    raise self.parameters.no_spec_error([label], self.specs)
+                found.append(ValueSpec(self.parameters.function, label, spec))
+            value_specs = self._arguments[call] = tuple(found)
         return value_specs
-
-    def _argument(self, label: str, default: Any) -> ValueSpec:
-        # a static element of `*args` or `**kwargs` does not take their spec
-        is_static = label in self.static
-        spec = None if is_static else self.parameters.spec_for(label, self.specs, default)
-        if spec is _MISSING:
-            raise self.parameters.no_spec_error([label], self.specs)
-        return ValueSpec(self.parameters.function, label, spec)
 
     def _read(self, name: str, spec: Spec) -> Spec:
         if name in self.static and spec is not None:
@@ -333,7 +332,11 @@ class Declaration:
     def _default(self, name: str) -> Any:
         """Returns the default of a parameter, or a copy if jit donates the argument."""
         default = self._defaults[name]
-        return jtu.tree_map(_copy_array, default) if name in self.donated else default
+        if name not in self.donated:
+            return default
+        return jtu.tree_map(
+            lambda x: jax.device_put(x, may_alias=False) if isinstance(x, jax.Array) else x, default
+        )
 
     def _array_defaults(self) -> dict[str, Any]:
         """Returns {parameter: default} for parameters that have a spec and a default with arrays.
@@ -366,7 +369,14 @@ def declare(
     no specs, reads the annotations of the function. With `rules`, those of jaxtyping count for all
     parameters without a spec.
     """
-    options = _jit_options(named)
+    for option in ('in_shardings', 'out_shardings'):
+        if option in named:
+            raise EinshardError(
+                f'sharded does not take {option}=; it derives them from the specs',
+                code='spec',
+                facts={'instead': 'pass specs by position or by name, and out= for the result'},
+            )
+    options = {name: value for name, value in named.items() if name in JIT_OPTIONS}
     parameters = Parameters(function)
     specs = {name: spec for name, spec in named.items() if name not in options}
     static, donated = (parameters.pop_labels(options, prefix) for prefix in ('static', 'donate'))
@@ -384,27 +394,6 @@ def declare(
     if not is_annotated:
         parameters.check_required(specs, static)
     return options, declaration
-
-
-def _jit_options(named: Mapping[str, Any]) -> dict[str, Any]:
-    for option in ('in_shardings', 'out_shardings'):
-        if option in named:
-            raise EinshardError(
-                f'sharded does not take {option}=; it derives them from the specs',
-                code='spec',
-                facts={'instead': 'pass specs by position or by name, and out= for the result'},
-            )
-    return {name: value for name, value in named.items() if name in JIT_OPTIONS}
-
-
-def _copy_array(leaf: Any) -> Any:
-    return jax.device_put(leaf, may_alias=False) if isinstance(leaf, jax.Array) else leaf
-
-
-def _is_method(function: Any) -> bool:
-    """Whether a function is defined in a class body."""
-    parts = getattr(function, '__qualname__', '').split('.')
-    return len(parts) > 1 and parts[-2] != '<locals>'
 
 
 def copied(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
@@ -15,11 +14,10 @@ from .._sharding.mesh import AnyMesh, is_partial
 from .._trees.specs import is_none
 from .parameters import CallSignature, Declaration
 from .promise import CheckedJit
-from .setup import Setup
-from .traced_function import TracedFunction, has_partial_axes
+from .traced_function import Setup, TracedFunction, has_partial_axes
+from .value_spec import as_struct
 
 
-@dataclass(eq=False)
 class Program:
     """A function jitted with the shardings of its specs.
 
@@ -38,16 +36,49 @@ class Program:
         args_checked: whether `place_arguments` has run for a call.
     """
 
-    traced: TracedFunction
-    options: Mapping[str, Any]
-    jitted: Any
-    nested: Any
-    constrained: Any
-    runnable: Any
-    checked: CheckedJit | None
-    without_spec: Sequence[int]
-    shardings_without_spec: tuple[Any, ...]
-    args_checked: bool = False
+    def __init__(self, traced: TracedFunction, values: Sequence[Any]):
+        """Traces the function if its out_shardings depend on the shapes of the result."""
+        setup = traced.setup
+        traced.out_shardings = traced.result_shardings(values)
+        options: dict[str, Any] = {**setup.jit_options, 'static_argnums': tuple(traced.static)}
+        donated = traced.positions(setup.declaration.donated)
+        if donated:
+            options['donate_argnums'] = tuple(donated)
+        in_shardings: dict[str, Any] = {}
+        budget = setup.budget
+        dynamic = [s for i, s in enumerate(traced.in_shardings) if i not in traced.static]
+        if jtu.tree_leaves(dynamic):
+            in_shardings['in_shardings'] = tuple(map(traced.for_jit, dynamic))
+            if traced.mesh.size == 1:  # the in_shardings keep the program on this device
+                budget = budget and budget.on_one_device()
+        with_shardings = options | in_shardings
+        if traced.out_shardings is not None:
+            with_shardings['out_shardings'] = traced.for_jit(traced.out_shardings)
+        self.traced = traced
+        self.options = options
+        self.jitted: Any = jax.jit(traced.wrapper, **with_shardings)
+        self.constrained = _constrained(traced, options, constrain_arguments=True)
+        self.nested = _make_nested(traced, self.jitted, self.constrained, options, in_shardings)
+        self.runnable, self.checked = self.jitted, None
+        self.without_spec: Sequence[int] = ()
+        if budget is not None:
+            self.checked = CheckedJit(
+                budget,
+                traced.wrapper,
+                traced.sharded_by,
+                lambda: traced.setup.context().lowering_mesh,
+                with_shardings,
+                self.nested,
+            )
+            self.runnable = self.checked.call
+            rows = enumerate(traced.in_shardings)
+            self.without_spec = [
+                i
+                for i, x in rows
+                if i not in traced.static and None in jtu.tree_leaves(x, is_leaf=is_none)
+            ]
+        self.shardings_without_spec = shardings_of(values, self.without_spec)
+        self.args_checked = False
 
     @property
     def is_abstract(self) -> bool:
@@ -60,10 +91,6 @@ class Program:
             return self.nested(*values)
         return self.runnable(*values)
 
-    def run_placed(self, *values: Any) -> Any:
-        """Runs with the arguments that `place_arguments` returns."""
-        return self.constrained(*values) if is_tracing() else self.run(*values)
-
     def is_for(self, values: Sequence[Any]) -> bool:
         """Whether the shardings of this program are right for a call with these values."""
         return (
@@ -71,11 +98,6 @@ class Program:
             and shardings_of(values, self.without_spec) == self.shardings_without_spec
             and self.traced.matches_result(values)
         )
-
-    def is_same_as(self, other: Program) -> bool:
-        """Whether another thread has made `other` at the same time for the same call."""
-        shardings = self.shardings_without_spec
-        return self.traced is other.traced and shardings == other.shardings_without_spec
 
     def must_place_arguments(self) -> bool:
         """Whether `place_arguments` must run in each call.
@@ -117,7 +139,7 @@ class Program:
         traced, names = self.traced, dict(enumerate(order, n_positional))
         context = traced.setup.context()
         structs = [
-            value if i in traced.static else argument.as_structs(value, context)
+            value if i in traced.static else argument.map_leaves(as_struct, value, context)
             for i, (argument, value) in enumerate(zip(traced.arguments, values, strict=True))
         ]
 
@@ -143,54 +165,6 @@ class Program:
             options['out_shardings'] = traced.for_jit(traced.out_shardings)
         by_keyword = {name: structs[i] for i, name in names.items() if name in keywords}
         return jax.jit(as_called, **options).trace(*structs[:n_args], **by_keyword)
-
-
-def make_program(traced: TracedFunction, values: Sequence[Any]) -> Program:
-    """Traces the function if its out_shardings depend on the shapes of the result."""
-    setup = traced.setup
-    traced.out_shardings = traced.result_shardings(values)
-    options: dict[str, Any] = {**setup.jit_options, 'static_argnums': tuple(traced.static)}
-    donated = traced.positions(setup.declaration.donated)
-    if donated:
-        options['donate_argnums'] = tuple(donated)
-    in_shardings: dict[str, Any] = {}
-    budget = setup.budget
-    dynamic = [s for i, s in enumerate(traced.in_shardings) if i not in traced.static]
-    if jtu.tree_leaves(dynamic):
-        in_shardings['in_shardings'] = tuple(map(traced.for_jit, dynamic))
-        if traced.mesh.size == 1:  # the in_shardings keep the program on this device
-            budget = budget and budget.on_one_device()
-    with_shardings = options | in_shardings
-    if traced.out_shardings is not None:
-        with_shardings['out_shardings'] = traced.for_jit(traced.out_shardings)
-    jitted = jax.jit(traced.wrapper, **with_shardings)
-    constrained = _constrained(traced, options, constrain_arguments=True)
-    nested = _make_nested(traced, jitted, constrained, options, in_shardings)
-    runnable, checked, without_spec = jitted, None, list[int]()
-    if budget is not None:
-        checked = CheckedJit(
-            budget,
-            traced.wrapper,
-            traced.sharded_by,
-            lambda: traced.setup.context().lowering_mesh,
-            with_shardings,
-            nested,
-        )
-        runnable = checked.call
-        rows = enumerate(traced.in_shardings)
-        without_spec = [i for i, x in rows if i not in traced.static and _lacks_spec(x)]
-    shardings_without_spec = shardings_of(values, without_spec)
-    return Program(
-        traced,
-        options,
-        jitted,
-        nested,
-        constrained,
-        runnable,
-        checked,
-        without_spec,
-        shardings_without_spec,
-    )
 
 
 def _make_nested(
@@ -262,11 +236,6 @@ def _choose_by_type(nested: Any, without_shardings: Any) -> Callable[..., Any]:
     return call
 
 
-def _lacks_spec(in_shardings: Any) -> bool:
-    """Whether an argument with these in_shardings, or one of its leaves, has no spec."""
-    return any(map(is_none, jtu.tree_leaves(in_shardings, is_leaf=is_none)))
-
-
 def shardings_of(values: Sequence[Any], positions: Sequence[int]) -> tuple[Any, ...]:
     """Returns the sharding of each leaf of `values[i]` for `i` in `positions`, or () in a trace.
 
@@ -333,9 +302,12 @@ class ProgramCache:
                     if program.runnable is not rejected and program.is_for(values):
                         break
                 else:
-                    program = make_program(traced, values)
+                    program = Program(traced, values)
+                    # another thread may have made it at the same time
+                    shardings = program.shardings_without_spec
                     for other in list(programs.values()):
-                        program = other if other.is_same_as(program) else program
+                        if other.traced is traced and other.shardings_without_spec == shardings:
+                            program = other
                 programs[inner_key] = program
             finally:
                 self._in_progress.pop(key, None)
@@ -365,19 +337,15 @@ def _leaves_key(
     key: list[Any] = []
     for argument, value in zip(arguments, values, strict=True):
         if uses_all and argument.name in declaration.static:
-            key.append(_static_key(value))
+            try:
+                hash(value)
+            except TypeError:  # jit raises
+                value = type(value)
+            key.append(value)
         elif uses_all or argument.needs_leaves(context):
             leaves, treedef = jtu.tree_flatten(value)
             key.append((treedef, tuple(map(_shape_and_dtype, leaves))))
     return tuple(key)
-
-
-def _static_key(value: Any) -> Any:
-    try:
-        hash(value)
-    except TypeError:  # jit raises
-        return type(value)
-    return value
 
 
 def _shape_and_dtype(leaf: Any) -> Any:

@@ -26,7 +26,6 @@ from .compile_events import program_text as loaded_text
 
 if TYPE_CHECKING:
     from .._program.hlo.collective import Collective
-    from .._program.hlo.temporaries import Temporary
 
 # Functions that read programs import `_program` when they run: it takes a third of the time to
 # import einshard, and most functions have no limits.
@@ -164,19 +163,18 @@ def check_memory(name: str, compiled: Any, limit: int) -> None:
         return
     text = compiled.as_text()
     largest = largest_temporaries(Program(text), 3) if text else ()
+    sources = [f', {short_source(x.source)}' if x.source else '' for x in largest]
+    texts = [
+        f'{x.array} ({format_bytes(x.bytes)}){y}' for x, y in zip(largest, sources, strict=True)
+    ]
     raise MemoryExceeded(
         f'{name} needs {format_bytes(memory.total)} of memory on each device',
         facts={
             'allowed': format_bytes(limit),
             **memory.parts,
-            **{f'largest temporary {i}': _temporary_text(x) for i, x in enumerate(largest, 1)},
+            **{f'largest temporary {i}': temporary for i, temporary in enumerate(texts, 1)},
         },
     ) from None
-
-
-def _temporary_text(temporary: Temporary) -> str:
-    source = f', {short_source(temporary.source)}' if temporary.source else ''
-    return f'{temporary.array} ({format_bytes(temporary.bytes)}){source}'
 
 
 def exceeding(allowed: Allowed, collectives: Sequence[Collective]) -> list[Collective]:

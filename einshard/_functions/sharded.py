@@ -11,14 +11,14 @@ from jax.sharding import AbstractMesh, Mesh
 from .._errors import EinshardError, public
 from .._sharding.axis_rules import AxisPlacement, LogicalRule, check_option
 from .._sharding.axis_rules import axis_rules as rules_block
-from .._sharding.context import AxisRule, Fallback
+from .._sharding.context import Fallback
 from .._sharding.mesh import MeshLike, check_mesh
 from .._text import deferred_kind, name_of
 from .._trees.specs import Spec, check_spec_functions, is_function, mesh_of
 from .parameters import copied, declare, with_copied_options
 from .promise import Budget, Promise, read_limits
-from .setup import Options, Setup
 from .sharded_function import ShardedFunction
+from .traced_function import Options, Setup
 
 Rules: TypeAlias = rules_block | Mapping[str, AxisPlacement] | Sequence[LogicalRule]
 P = ParamSpec('P')
@@ -122,6 +122,8 @@ def sharded(
         MemoryExceeded: at a call, if the program needs more than `memory`.
     """
     check_option('indivisible', indivisible)
+    if axis_rules is not None and not isinstance(axis_rules, rules_block):
+        axis_rules = rules_block(axis_rules)
     # read once, because the decorator may decorate several functions
     named = with_copied_options(named_specs_and_jit_options)
     options = Options(
@@ -131,7 +133,7 @@ def sharded(
         collectives,
         memory,
         check_processes,
-        _read_rules(axis_rules),
+        axis_rules and axis_rules.rules,
     )
     one_function = len(in_specs) == 1 and _can_decorate(in_specs[0])
     if one_function and out is None and not named and options.are_default:
@@ -145,12 +147,6 @@ def sharded(
         return decorate(functions[0], in_specs, out, named, options)
 
     return decorator
-
-
-def _read_rules(rules: Rules | None) -> Sequence[AxisRule] | None:
-    if rules is None:
-        return None
-    return (rules if isinstance(rules, rules_block) else rules_block(rules)).rules
 
 
 def _can_decorate(x: Any) -> bool:

@@ -1,28 +1,111 @@
-"""TracedFunction: the function that a `sharded` function passes to `jax.jit`."""
+"""Setup: a decorated function; TracedFunction: the function that it passes to `jax.jit`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import sys
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from .._errors import EinshardError
+from .._errors import EinshardError, quoted
 from .._sharding.collective_axes import ShardedBy, find_sharded_by
-from .._sharding.context import Context, mesh_scope
-from .._sharding.legacy_mesh import warn_if_legacy_mesh
-from .._sharding.mesh import AnyMesh, is_partial
-from .._sharding.program_mesh import device_mismatch_error
+from .._sharding.context import (
+    AxisRule,
+    Context,
+    Fallback,
+    changed,
+    current_context,
+    device_mismatch_error,
+    is_mesh_in_context,
+    is_tracing,
+    mesh_scope,
+    warn_if_legacy_mesh,
+    with_rules,
+)
+from .._sharding.mesh import AnyMesh, MeshLike, is_partial
+from .._text import first_of
 from .._trees.partition import find_modules, join, partition_modules
+from .._trees.paths import argument_path, leaves_with_paths
 from .._trees.specs import is_none
 from .error_notes import ErrorNotes
-from .lost_updates import check_updates, module_leaves
-from .parameters import CallSignature, positional_signature
-from .setup import Setup, abstract_mesh
+from .parameters import CallSignature, Declaration, positional_signature
+from .promise import Budget, Promise
 from .value_spec import ValueSpec
+
+# Given an error, a call and its values, returns the error without fixes that do not work for them.
+TryFixes: TypeAlias = Callable[[EinshardError, CallSignature, Sequence[Any]], EinshardError]
+
+
+class Options(NamedTuple):
+    """The options of `sharded` and `per_device`, and what `per_device` asks of `sharded`."""
+
+    mesh: MeshLike | None = None
+    reshard: bool = False
+    indivisible: Fallback = 'error'
+    collectives: Promise | None = None
+    memory: str | int | None = None
+    check_processes: bool = True
+    axis_rules: Sequence[AxisRule] | None = None  # if given, jaxtyping annotations are specs
+    # whether calls in traces leave a mapped axis of `jax.vmap` as it is, where `jax.jit` with
+    # `in_shardings` replicates it
+    keeps_mapped_axes: bool = False
+    try_fixes: TryFixes | None = None  # for errors of spec functions
+
+    @property
+    def are_default(self) -> bool:
+        return all(x is default for x, default in zip(self, Options(), strict=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Setup:
+    """A decorated function, its specs and its options."""
+
+    function: Callable[..., Any]
+    name: str
+    declaration: Declaration
+    options: Options
+    mesh: MeshLike | None  # of the options or the specs; None: the mesh in context at each call
+    jit_options: Mapping[str, Any]  # except those that select parameters
+    budget: Budget | None  # None: no limits on collectives and memory
+    # Set once a call has a module of Equinox, in its arguments or its result. From then on, calls
+    # convert them to `Partitioned`. Functions without modules do not look for them in each call.
+    has_modules: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def axis_rules(self) -> Sequence[AxisRule]:
+        """The rules for the specs and the body of the function."""
+        return self.options.axis_rules or ()
+
+    def context(self) -> Context:
+        """Returns the mesh and axis rules. In a trace, a mesh from `jax.set_mesh` is abstract."""
+        try:
+            context = with_rules(current_context(self.mesh), self.axis_rules)
+            indivisible = self.options.indivisible
+            return changed(context, indivisible=indivisible) if indivisible != 'error' else context
+        except EinshardError as error:
+            raise error.about(function=self.name) from None
+
+    def mesh_key(self, context: Context) -> tuple[AnyMesh, bool]:
+        """Returns a cache key: the mesh, in abstract form if ambient, and whether it is ambient."""
+        mesh = context.lowering_mesh
+        is_ambient = self.is_ambient(mesh)
+        return (abstract_mesh(mesh) if is_ambient else mesh), is_ambient
+
+    def is_ambient(self, mesh: AnyMesh) -> bool:
+        """Whether the mesh is from `jax.set_mesh`. If so, jit resolves PartitionSpecs on it."""
+        if isinstance(mesh, AbstractMesh) and not is_tracing():
+            return False  # from jax.sharding.use_abstract_mesh, without devices
+        return self.mesh is None and is_mesh_in_context(mesh)
+
+
+def abstract_mesh(mesh: AnyMesh) -> AbstractMesh:
+    return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
 
 
 class WrongShardings(ValueError):
@@ -50,7 +133,7 @@ class TracedFunction:
         static: the positions of static arguments.
         in_shardings: the sharding or pytree of shardings of each argument, or None without a spec.
         out_shardings: the sharding or pytree of shardings of the result, or None without a spec.
-            It is `UNKNOWN` until `make_program` sets it.
+            It is `UNKNOWN` until `Program` sets it.
         wrapper: the function for `jax.jit`.
     """
 
@@ -242,3 +325,50 @@ def same_shardings(a: Any, b: Any) -> bool:
 
 def _without_devices(sharding: NamedSharding) -> Any:
     return abstract_mesh(sharding.mesh), sharding.spec
+
+
+def module_leaves(arguments: Any) -> Mapping[tuple[Any, ...], Any]:
+    """Returns the leaves of the NNX modules in `(args, kwargs)`, by path."""
+    nnx: Any = sys.modules.get('flax.nnx')
+    if nnx is None:
+        return {}
+
+    def is_module(node: Any) -> bool:
+        return isinstance(node, nnx.Pytree)
+
+    return {
+        (*path, *inner): leaf
+        for path, node in jtu.tree_leaves_with_path(arguments, is_leaf=is_module)
+        if is_module(node)
+        for inner, leaf in leaves_with_paths(node)
+    }
+
+
+def check_updates(
+    name: str,
+    names: Mapping[int, str],
+    before: Mapping[tuple[Any, ...], Any],
+    arguments: Any,
+    result: Any,
+) -> None:
+    """Raises if a function updates a module in its arguments, and does not return the new array.
+
+    The function gets copies of the modules, so the caller's modules keep their arrays.
+    """
+    after = module_leaves(arguments) if before else {}
+    returned = {id(leaf) for leaf in jtu.tree_leaves(result)}
+    lost = [
+        argument_path(path, names)
+        for path in {**before, **after}
+        if after.get(path) is not before.get(path) and id(after.get(path)) not in returned
+    ]
+    if lost:
+        raise EinshardError(
+            f'{name} updates {quoted(lost[:1])} in place, and sharded drops the update',
+            code='tracing',
+            facts={
+                'updated': first_of(lost, 8),
+                'instead': f'nnx.jit({name}), with einshard on arguments and results; '
+                'or return nnx.state(...) of the module',
+            },
+        )

@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding
 
 from .._arrays.constrain import constrain, place_constant
 from .._errors import EinshardError, combine_errors
-from .._notation.axis_positions import axis_positions
 from .._notation.expression import ELLIPSIS, Expression
+from .._notation.layout import axis_positions
 from .._sharding.context import Context
 from .._sharding.leaf_spec import LeafSpec
 from .._sharding.resolve import Placement, resolve
@@ -127,11 +127,10 @@ class ValueSpec:
                 yield [names.get(i, '') for i in range(np.ndim(leaf))], placement.sharding
 
     def constrain(self, value: Any, context: Context) -> Any:
-        return self._map_leaves(_constrain_leaf, value, context)
+        def constrain_leaf(leaf: Any, placement: Placement) -> Any:
+            return (constrain if isinstance(leaf, Tracer) else place_constant)(leaf, placement)
 
-    def as_structs(self, value: Any, context: Context) -> Any:
-        """Replaces each leaf that has a spec with a ShapeDtypeStruct with the spec's sharding."""
-        return self._map_leaves(as_struct, value, context)
+        return self.map_leaves(constrain_leaf, value, context)
 
     def leaf_text(self, path: Sequence[Any], leaf: Any) -> str:
         """Formats a leaf for errors: "float32[6,8], parameter 'params/w' of step"."""
@@ -162,9 +161,10 @@ class ValueSpec:
             facts=facts,
         )
 
-    def _map_leaves(
+    def map_leaves(
         self, change: Callable[[Any, Placement], Any], value: Any, context: Context
     ) -> Any:
+        """Replaces each leaf that has a spec with `change(leaf, placement)`."""
         if self.spec is None:
             return value
         leaves = [
@@ -191,10 +191,6 @@ class ValueSpec:
 
 def _has_names_after_ellipsis(expression: Expression) -> bool:
     return expression.short and ELLIPSIS in expression.names[:-1]
-
-
-def _constrain_leaf(leaf: Any, placement: Placement) -> Any:
-    return (constrain if isinstance(leaf, Tracer) else place_constant)(leaf, placement)
 
 
 def as_struct(leaf: Any, placement: Placement) -> jax.ShapeDtypeStruct:

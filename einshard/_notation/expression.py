@@ -1,4 +1,4 @@
-"""Parses text into an Expression.
+"""Parses text into an Expression, and writes one from terms.
 
 expression  =  left '->' right            an array's axes, then their placement
             |  right                      short form: each axis once, in array order
@@ -24,7 +24,16 @@ from dataclasses import dataclass, field, replace
 from .._cache import cached
 from .._errors import EinshardError, Span, Suggestion, quoted
 from .._suggestions import with_working_fix
-from .words import ELLIPSIS, SIGNS, not_a_term, read_digits, read_mesh_axes, read_name, read_sign
+from .words import (
+    ELLIPSIS,
+    SIGNS,
+    not_a_term,
+    read_digits,
+    read_mesh_axes,
+    read_name,
+    read_sign,
+    syntax_error,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,19 +196,11 @@ def _term(text: str, start: int, end: int) -> Term:
     if at < end:
         raise not_a_term(text, start, at, end)
     if len(count) > _MAX_DIGITS:
-        raise EinshardError(
-            f'the count has {len(count)} digits; at most {_MAX_DIGITS} are allowed',
-            code='syntax',
-            expression=text,
-            spans=[(start, end)],
-        )
+        sentence = f'the count has {len(count)} digits; at most {_MAX_DIGITS} are allowed'
+        raise syntax_error(sentence, text, (start, end))
     if count and int(count) == 0:
-        raise EinshardError(
-            f"'{text[start:end]}' has count 0; counts must be at least 1",
-            code='syntax',
-            expression=text,
-            spans=[(start, end)],
-        )
+        sentence = f"'{text[start:end]}' has count 0; counts must be at least 1"
+        raise syntax_error(sentence, text, (start, end))
     return Term(name or None, int(count) if count else None, star, mesh_axes, sign, (start, end))
 
 
@@ -241,13 +242,9 @@ def _check_same_axes(expression: Expression) -> None:
     left, right = expression.left, expression.right
     if not right:
         end = len(expression.text)
-        raise EinshardError(
-            "the right side is empty; list every axis after '->', and '*' to replicate",
-            code='syntax',
-            expression=expression.text,
-            spans=[(end, end + 1)],
-            fix=Suggestion(' '.join([*map(str, left), '->', '*', *map(str, left)])),
-        )
+        sentence = "the right side is empty; list every axis after '->', and '*' to replicate"
+        fix = ' '.join([*map(str, left), '->', '*', *map(str, left)])
+        raise syntax_error(sentence, expression.text, (end, end + 1), fix=fix)
     for term in right:
         if term.name is not None and term.name not in expression.names:
             raise _only_on_right(expression, term)
@@ -277,19 +274,24 @@ def _with_missing(expression: Expression) -> str:
 
 
 def _only_on_right(expression: Expression, term: Term) -> EinshardError:
-    name = str(term.name)
+    name, start = str(term.name), term.span[0]
+    before, after = expression.text[:start], expression.text[start + len(name) :]
     known = [other for other in expression.names if other != ELLIPSIS]
-    similar = difflib.get_close_matches(name, known, n=1) if name != ELLIPSIS else []
-    fix = None
-    if similar:
-        start, _ = term.span
-        end = start + len(name)
-        fix = Suggestion(f'{expression.text[:start]}{similar[0]}{expression.text[end:]}')
+    others: list[str] = []
+    if name != ELLIPSIS:
+        others = difflib.get_close_matches(name, known, n=1)
+        placed = {other.name for other in expression.right}
+        missing = [other for other in known if other not in placed]
+        if len(missing) == 1 and len(placed - {*known, None, ELLIPSIS}) == 1:
+            by_count = any(other.is_counted for other in expression.right)
+            # 'b d -> b data' probably names a mesh axis, as PartitionSpecs do
+            others += [f'{missing[0]}@{name}'] * (term == Term(name) and not by_count) + missing
+    fixes = [f'{before}{other}{after}' for other in dict.fromkeys(others)]
     return expression.error(
         f"'{name}' is not on the left side",
         [term],
         code='axis-names',
-        fix=fix,
+        fix=Suggestion(fixes[0], fixes[1:]) if fixes else None,
         left_side=' '.join(expression.names) or 'no axes (a scalar)',
     )
 
@@ -336,3 +338,47 @@ def _repeated(terms: Sequence[Term]) -> list[Term]:
         if times > 1:
             return [term for term in terms if term.name == name]
     return []
+
+
+def write(left: Iterable[Term], right: Iterable[Term]) -> Expression:
+    """Returns the expression with these sides, as if parsed from its text."""
+    left = _with_spans(left, 0)
+    arrow = left[-1].span[1] + 1 if left else 0
+    right = _with_spans(right, arrow + len('-> '))
+    return Expression(left, right, text=f'{_text(left)} -> {_text(right)}'.lstrip())
+
+
+def write_short(right: Iterable[Term]) -> Expression:
+    """Returns the expression in the short form (without '->'), as if parsed from its text."""
+    right = _with_spans(right, 0)
+    left = tuple(Term(term.name, span=term.span) for term in right if term.name is not None)
+    return Expression(left, right, short=True, text=_text(right))
+
+
+def with_unsharded(terms: Sequence[Term], names: Sequence[str]) -> list[Term]:
+    """Adds an unsharded term for each of `names` that no term has, in the order of `names`."""
+    terms = list(terms)
+    for i, name in enumerate(names):
+        named = [term.name for term in terms]
+        if name in named:
+            continue
+        if i:
+            at = len(named) - named[::-1].index(names[i - 1])
+        else:  # the first axis goes before all others
+            at = min((named.index(other) for other in names if other in named), default=len(named))
+        terms.insert(at, Term(name))
+    return terms
+
+
+def _with_spans(terms: Iterable[Term], start: int) -> tuple[Term, ...]:
+    """Sets the span of each term, for terms written from offset `start` with a space between."""
+    spanned: list[Term] = []
+    for term in terms:
+        end = start + len(str(term))
+        spanned.append(replace(term, span=(start, end)))
+        start = end + 1
+    return tuple(spanned)
+
+
+def _text(terms: tuple[Term, ...]) -> str:
+    return ' '.join(map(str, terms))

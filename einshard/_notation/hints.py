@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection
 
 from .._errors import printable, quoted
 from .._suggestions import works
-from .expression import ELLIPSIS, Expression, Term
-from .write import write, write_short
+from .expression import ELLIPSIS, Expression, Term, write, write_short
 
 
 def spacing_hint(expression: Expression, attempt: Callable[[str], object]) -> str | None:
@@ -19,8 +18,14 @@ def spacing_hint(expression: Expression, attempt: Callable[[str], object]) -> st
     Args:
         attempt: resolves an expression or raises. The warning suggests 'a8 b' only if it resolves.
     """
-    separate = _separate_counts(expression)
-    if not separate:
+    separate = [
+        (term, after)
+        for term, after in itertools.pairwise(expression.right)
+        # not 'a1 8 b', which code such as f'a{n} {m} b' produces for n = 1
+        if term.name not in (None, ELLIPSIS) and term == Term(term.name)
+        if after.name is None and not after.sign and after.is_counted
+    ]
+    if not separate or any(term.name and term.spans_devices for term in expression.right):
         return None
     joined = expression.text
     for name, count in reversed(separate):
@@ -59,23 +64,3 @@ def mesh_axes_hint(
         f"write '{named}' to shard over the mesh {'axis' if len(same) == 1 else 'axes'}, or "
         f"'{' '.join(expression.names)} -> {expression.text}' to replicate without this warning"
     )
-
-
-def _separate_counts(expression: Expression) -> list[tuple[Term, Term]]:
-    """Returns pairs of a name and the count or star after it, or [] if any name is sharded."""
-    if any(term.name and term.spans_devices for term in expression.right):
-        return []
-    return [
-        (term, after)
-        for term, after in itertools.pairwise(expression.right)
-        if _is_bare_name(term) and _is_replica(after)
-    ]
-
-
-def _is_replica(term: Term) -> bool:
-    return term.name is None and not term.sign and term.is_counted
-
-
-def _is_bare_name(term: Term) -> bool:
-    # not 'a1 8 b', which code such as f'a{n} {m} b' produces for n = 1
-    return term.name not in (None, ELLIPSIS) and term == Term(term.name)

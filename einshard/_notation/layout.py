@@ -1,8 +1,9 @@
-"""The device grid of an expression."""
+"""The device grid of an expression, its mesh axes, and the positions of its axes in an array."""
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -10,12 +11,100 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from types import MappingProxyType
 
-from .._errors import Suggestion
-from .axis_positions import axis_positions, terms_of_axis
-from .counts import Devices, solve_counts
+from .._errors import EinshardError, Suggestion, plural, quoted
+from .counts import Devices, prime_factors, solve_counts
 from .expression import ELLIPSIS, Expression, Term
-from .mesh_text import as_count, count_hint, mesh_size_text, mesh_text, no_mesh_text
 from .repairs import repairs, with_terms
+
+
+def mesh_text(axis_sizes: Mapping[str, int]) -> str:
+    """Formats mesh axes: "'data': 4, 'tp': 2"."""
+    return ', '.join(f"'{name}': {size}" for name, size in axis_sizes.items())
+
+
+def mesh_size_text(mesh_axes: Sequence[str]) -> str:
+    kind = 'size of mesh axis' if len(mesh_axes) == 1 else 'product of mesh axes'
+    return f'the {kind} {quoted(mesh_axes)}'
+
+
+def no_mesh_text(terms: Sequence[Term]) -> str:
+    """Returns the sentence of the error for terms with mesh axes when there is no mesh."""
+    names = 'names' if len(terms) == 1 else 'name'
+    axes = 'mesh axes' if sum(len(term.mesh_axes) for term in terms) > 1 else 'a mesh axis'
+    count = next(filter(None, map(as_count, terms)), None)
+    hint = count_hint(count) if count else ''
+    return f'{quoted(map(str, terms))} {names} {axes}, but there is no mesh{hint}'
+
+
+def as_count(term: Term) -> Term | None:
+    """Converts 'a@8' to 'a8', or returns None if the term has anything else after '@'."""
+    (axis, *others) = term.mesh_axes
+    is_count = not others and re.fullmatch('[1-9][0-9]*', axis)
+    return replace(term, count=int(axis), mesh_axes=()) if is_count else None
+
+
+def count_hint(count: Term) -> str:
+    use = (
+        'for a count' if count.name is None else f"to split '{count.name}' into {count.count} parts"
+    )
+    return f"; {use}, write '{count}'"
+
+
+def axis_positions(
+    expression: Expression, ndim: int | None, rank_text: str | None = None
+) -> dict[str, int]:
+    """Returns the position of each named axis in an array of `ndim` dimensions.
+
+    If `ndim` is None, '...' counts as no axes, and a sharded axis after it is an error. Errors
+    quote `rank_text`, such as 'ndim=3'. Default: 'the array has 3 dimensions'.
+    """
+    names = expression.names
+    rank_text = rank_text or f'the array has {plural(ndim or 0, "dimension")}'
+    if ELLIPSIS not in names:
+        if ndim is not None and ndim != len(names):
+            raise expression.error(
+                f'the expression names {plural(len(names), "axis")}, but {rank_text}',
+                expression.left if not expression.short else expression.right,
+                code='ndim',
+                fix=repairs(expression, ndim=ndim),
+            )
+        return {name: i for i, name in enumerate(names)}
+    before = names.index(ELLIPSIS)
+    after = len(names) - before - 1
+    if ndim is None:
+        if needs_rank(expression):
+            come = 'comes' if after == 1 else 'come'
+            raise expression.error(
+                f"{quoted(names[before + 1 :])} {come} after '...', so the sharding depends on "
+                'ndim, which is unknown',
+                [t for t in expression.left if t.name == ELLIPSIS],
+                code='ndim',
+                expected='ndim=x.ndim, for an array x',
+            )
+        ndim = len(names) - 1
+    if ndim < before + after:
+        raise expression.error(
+            f"the expression names {plural(before + after, 'axis')} and '...', but {rank_text}",
+            [t for t in expression.left if t.name != ELLIPSIS],
+            code='ndim',
+        )
+    first = {name: i for i, name in enumerate(names[:before])}
+    last = {name: ndim - after + i for i, name in enumerate(names[before + 1 :])}
+    return first | last
+
+
+def terms_of_axis(expression: Expression, axis: int, ndim: int) -> tuple[str, list[Term]]:
+    """Returns the name of an array axis and its terms on the right side."""
+    positions = axis_positions(expression, ndim)
+    name = next(name for name, position in positions.items() if position == axis)
+    return name, [term for term in expression.right if term.name == name]
+
+
+def needs_rank(expression: Expression) -> bool:
+    """Whether the sharding depends on ndim: a sharded axis comes after '...' on the left side."""
+    names = expression.names
+    after = names[names.index(ELLIPSIS) + 1 :] if ELLIPSIS in names else ()
+    return any(term.name in after and term.spans_devices for term in expression.right)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +177,8 @@ def lay_out(
             named = [positions[name] for name in replicate_indivisible]
             axes = tuple(axis for axis in axes if axis in named)
         if axes:
-            layout = replace(replicate_axes(layout, axes), replicated_axes=axes)
+            splits = [replace(s, axis=None) if s.axis in axes else s for s in layout.splits]
+            layout = Layout(tuple(merge_neighbors(splits)), axes)
     check_divisible(expression, layout, shape, n_devices)
     return layout
 
@@ -157,12 +247,18 @@ def _axis_size(expression: Expression, term: Term, axis: str, sizes: Mapping[str
         return sizes[axis]
     used = {name for other in expression.right for name in other.mesh_axes}
     count = as_count(term)
-    meant = count or _similar_axes(term, axis, sizes.keys() - used)
-    instead = ''
+    meant, instead = count, ''
     if count:
         instead = count_hint(count)
-    elif meant and len(meant.mesh_axes) > len(term.mesh_axes):
-        instead = '; several mesh axes are written in parentheses, with commas'
+    else:
+        free = sizes.keys() - used
+        names = re.findall(r'\w+', axis)  # 'data+tp' means '(data,tp)'
+        if len(names) == 1 or not {*names} <= free:
+            names = difflib.get_close_matches(axis, free, n=1)
+        axes = [name for old in term.mesh_axes for name in (names if old == axis else [old])]
+        meant = replace(term, mesh_axes=tuple(axes)) if names else None
+        if len(names) > 1:
+            instead = '; several mesh axes are written in parentheses, with commas'
     raise expression.error(
         f"the mesh has no axis '{axis}'{instead}",
         [term],
@@ -170,21 +266,6 @@ def _axis_size(expression: Expression, term: Term, axis: str, sizes: Mapping[str
         fix=Suggestion(with_terms(expression, [(term, meant)])) if meant else None,
         mesh=mesh_text(sizes),
     )
-
-
-def _similar_axes(term: Term, axis: str, free: Collection[str]) -> Term | None:
-    """Corrects the mesh axis `axis` of a term, or returns None if no free axis is similar."""
-    meant = re.findall(r'\w+', axis)  # 'data+tp' means '(data,tp)'
-    if len(meant) == 1 or not {*meant} <= {*free}:
-        meant = difflib.get_close_matches(axis, free, n=1)
-    axes = [name for old in term.mesh_axes for name in (meant if old == axis else [old])]
-    return replace(term, mesh_axes=tuple(axes)) if meant else None
-
-
-def replicate_axes(layout: Layout, axes: Collection[int]) -> Layout:
-    """Returns the layout with these array axes replicated."""
-    splits = [replace(s, axis=None) if s.axis in axes else s for s in layout.splits]
-    return Layout(tuple(merge_neighbors(splits)))
 
 
 def merge_neighbors(splits: Sequence[Split]) -> list[Split]:
@@ -215,9 +296,14 @@ def check_divisible(
                     code='not-divisible',
                     expected=f"a multiple of {n_shards}, such as symbolic_shape('{n_shards}*n')",
                 )
-            facts = _shard_counts(size, n_devices)
             if _mesh_axes_of(layout, axis):
                 facts = _padding_facts(expression, layout, shape, axis)
+            else:
+                common = math.gcd(size, n_devices)
+                *most, last = [str(n) for n in range(1, common + 1) if common % n == 0]
+                both = f'both {size} and {n_devices}' if n_devices != size else str(size)
+                shards = f'{", ".join(most)} or {last} shards, the divisors of {both}'
+                facts = {'works with': shards if most else '1 shard (unsharded)'}
             left = n_devices // math.prod(x.count for x in layout.splits if x.mesh_axes)
             raise expression.error(
                 _indivisible_text(expression, layout, shape, axis),
@@ -265,11 +351,66 @@ def _padding_facts(
     }
 
 
-def _shard_counts(size: int, n_devices: int) -> dict[str, str]:
-    """Returns a fact: the numbers of shards that divide both the size and the device count."""
-    common = math.gcd(size, n_devices)
-    *most, last = [str(n) for n in range(1, common + 1) if common % n == 0]
-    if not most:
-        return {'works with': '1 shard (unsharded)'}
-    both = f'both {size} and {n_devices}' if n_devices != size else str(size)
-    return {'works with': f'{", ".join(most)} or {last} shards, the divisors of {both}'}
+COUNTS_THAT_FIT = 'each count is the size of the next mesh axis, or the product of the next few'
+
+
+def fit(layout: Layout, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...] | None:
+    """Returns the mesh axes of each split, or None if the counts do not match the mesh axes.
+
+    Each split by count takes the next mesh axes, in mesh order, that the layout does not name,
+    until the product of their sizes is its count.
+    """
+    names = {axis for split in layout.splits for axis in split.mesh_axes}
+    free = [(name, size) for name, size in axis_sizes.items() if name not in names and size > 1]
+    fitted: list[tuple[str, ...]] = []
+    at = 0
+    for split in layout.splits:
+        if split.mesh_axes:
+            fitted.append(split.mesh_axes)
+            continue
+        start, count = at, 1
+        while count < split.count and at < len(free):
+            count *= free[at][1]
+            at += 1
+        if count != split.count:
+            return None
+        fitted.append(tuple(name for name, _ in free[start:at]))
+    return tuple(fitted)
+
+
+def misfit_error(expression: Expression, layout: Layout, mesh: str) -> EinshardError:
+    counts = [split.count for split in layout.splits if not split.mesh_axes]
+    grid = ' x '.join(map(str, counts))
+    return expression.error(
+        'the counts do not match the mesh axes',
+        [term for term in expression.right if term.is_counted],
+        code='device-count',
+        fix=repairs(expression, math.prod(counts)),
+        device_grid=grid,
+        mesh=mesh,
+        expected=f'from left to right, {COUNTS_THAT_FIT}',
+    )
+
+
+def fitting_sizes(layout: Layout) -> tuple[int, ...]:
+    """Returns mesh axis sizes that fit a layout: the prime factors of the count of each split."""
+    return tuple(itertools.chain.from_iterable(prime_factors(s.count) for s in layout.splits))
+
+
+def spec_entries(layout: Layout, fitted: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    """Returns the mesh axes of each array axis, major to minor, up to the last sharded axis.
+
+    `fitted` is what `fit` returns.
+    """
+    entries: dict[int, tuple[str, ...]] = {}
+    for split, mesh_axes in zip(layout.splits, fitted, strict=True):
+        if split.axis is not None:
+            entries[split.axis] = entries.get(split.axis, ()) + mesh_axes
+    last = max((axis for axis, mesh_axes in entries.items() if mesh_axes), default=-1)
+    return tuple(entries.get(axis, ()) for axis in range(last + 1))
+
+
+def signed_axes(layout: Layout, fitted: Sequence[tuple[str, ...]], sign: str) -> tuple[str, ...]:
+    """Returns the mesh axes of the terms with this sign, '+' or '='."""
+    splits = zip(layout.splits, fitted, strict=True)
+    return tuple(axis for split, axes in splits if split.sign == sign for axis in axes)

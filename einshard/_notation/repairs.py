@@ -24,43 +24,28 @@ def repairs(
         n: the number of devices that counts and stars share, if they do not fit.
         ndim: the rank of the array, if the expression does not fit it.
     """
-    edits = [*_with_ellipsis(expression, ndim)]
+    text, edits = expression.text, list[str]()
+    if (ndim or 0) > 1 and len(expression.names) == 1 and ELLIPSIS not in expression.names:
+        # 'x -> x*' to 'x ... -> x* ...'; with more names, the missing one could be any axis
+        end = len(text) if expression.short else expression.left[-1].span[1]
+        rest = '' if expression.short else f'{text[end:].rstrip()} {ELLIPSIS}'
+        edits.append(f'{text[:end].rstrip()} {ELLIPSIS}{rest}')
     if n is not None:
-        edits += [*_with_star_last(expression), *_with_star(expression, n)]
+        counted = [term for term in expression.right if term.is_counted]
+        if len(counted) > 1 and text[slice(*counted[0].span)] == '*':
+            # '* b4 d' to 'b4 * d', which fits other mesh axes
+            (start, end), last = counted[0].span, counted[-1].span[1]
+            edits.append(f'{text[:start]}{text[end:last].lstrip()} *{text[last:]}')
+        terms = [term for term in expression.right if not term.mesh_axes]
+        product = math.prod(term.factor for term in terms)
+        if not any(term.star for term in terms) and n % product == 0 and n > product:
+            # 'b4 d' to '* b4 d' or 'b4 * d', which replicate over the remaining devices
+            start = expression.right[0].span[0]
+            end = max((term.span[1] for term in terms if term.is_counted), default=start)
+            edits += [f'{text[:start]}* {text[start:]}', f'{text[:end]} *{text[end:]}']
         edits += _with_other_counts(expression, n)
     edits = [text for text in dict.fromkeys(edits) if text != expression.text]
     return Suggestion(edits[0], edits[1:]) if edits else None
-
-
-def _with_ellipsis(expression: Expression, ndim: int | None) -> Iterator[str]:
-    """'x -> x*' to 'x ... -> x* ...'. With more names, the missing one could be any axis."""
-    if ndim is None or ndim < 2 or len(expression.names) != 1 or ELLIPSIS in expression.names:
-        return
-    text = f'{expression.text.rstrip()} {ELLIPSIS}'
-    if not expression.short:
-        end = expression.left[-1].span[1]
-        text = f'{text[:end]} {ELLIPSIS}{text[end:]}'
-    yield text
-
-
-def _with_star_last(expression: Expression) -> Iterator[str]:
-    """'* b4 d' to 'b4 * d', which fits other mesh axes."""
-    counted = [term for term in expression.right if term.is_counted]
-    text = expression.text
-    if len(counted) > 1 and text[slice(*counted[0].span)] == '*':
-        (start, end), last = counted[0].span, counted[-1].span[1]
-        yield f'{text[:start]}{text[end:last].lstrip()} *{text[last:]}'
-
-
-def _with_star(expression: Expression, n: int) -> Iterator[str]:
-    """'b4 d' to '* b4 d' or 'b4 * d', which replicate over the remaining devices."""
-    terms = [term for term in expression.right if not term.mesh_axes]
-    product = math.prod(term.factor for term in terms)
-    if not any(term.star for term in terms) and n % product == 0 and n > product:
-        start = expression.right[0].span[0]
-        yield f'{expression.text[:start]}* {expression.text[start:]}'
-        end = max((term.span[1] for term in terms if term.is_counted), default=start)
-        yield f'{expression.text[:end]} *{expression.text[end:]}'
 
 
 def _with_other_counts(expression: Expression, n: int) -> list[str]:

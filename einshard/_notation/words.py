@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
-from .._errors import EinshardError, Suggestion
+from .._errors import EinshardError, Span, Suggestion
 
 ELLIPSIS = '...'
 SIGNS = '+='  # see `Term`
 _MESH_AXIS = re.compile(r'[^\s(),@*]+')
+
+
+def syntax_error(
+    sentence: str,
+    text: str,
+    span: Span,
+    facts: Mapping[str, object] | None = None,
+    fix: str | None = None,
+) -> EinshardError:
+    """Returns an error with carets under `text[start:end]`. `fix` is an expression."""
+    suggestion = Suggestion(fix) if fix else None
+    return EinshardError(
+        sentence, code='syntax', expression=text, spans=[span], facts=facts, fix=suggestion
+    )
 
 
 def signs_text(signs: Collection[str]) -> str:
@@ -38,13 +52,8 @@ def read_sign(text: str, start: int, end: int) -> str:
         return ''
     sign = text[start]
     if end == start + 1:
-        raise EinshardError(
-            f"'{sign}' alone is not a valid term; add a count, a star or mesh axes",
-            code='syntax',
-            expression=text,
-            spans=[(start, end)],
-            facts=_sign_examples(sign),
-        )
+        sentence = f"'{sign}' alone is not a valid term; add a count, a star or mesh axes"
+        raise syntax_error(sentence, text, (start, end), _sign_examples(sign))
     return sign
 
 
@@ -69,6 +78,7 @@ def read_mesh_axes(text: str, start: int, at: int, end: int, count: str) -> tupl
     names = written[1:-1].split(',') if is_grouped else [written]
     axes = tuple(name.strip() for name in names)
     if not all(map(is_mesh_axis, axes)):
+        by_space = written[1:-1].replace(',', ' ').split()
         fix, sentence = None, f"'{word}' needs a mesh axis after '@', or several in parentheses"
         if is_star:
             fix = f'{text[:at]}{written}{text[end:]}'
@@ -82,25 +92,18 @@ def read_mesh_axes(text: str, start: int, at: int, end: int, count: str) -> tupl
         elif ',' in written and not is_grouped:
             fix = f'{text[: at + 1]}({written}){text[end:]}'
             sentence = f"'{word}' is not a valid term: several mesh axes need parentheses"
+        elif is_grouped and all(axes) and all(map(is_mesh_axis, by_space)):
+            fix = f'{text[: at + 1]}({",".join(by_space)}){text[end:]}'
+            sentence = f"'{word}' is not a valid term: commas separate mesh axes"
         elif is_grouped and (wrong := next((a for a in axes if a and not is_mesh_axis(a)), None)):
             sentence = f"'{wrong}' is not a valid mesh axis name"
-        raise EinshardError(
-            sentence,
-            code='syntax',
-            expression=text,
-            spans=[(start, end)],
-            facts={} if fix else {'examples': f"'{name}@data', '{name}@(data,fsdp)'"},
-            fix=Suggestion(fix) if fix else None,
-        )
+        facts = {} if fix else {'examples': f"'{name}@data', '{name}@(data,fsdp)'"}
+        raise syntax_error(sentence, text, (start, end), facts, fix)
     if count:
         part = 'star' if count == '*' else 'count'
-        raise EinshardError(
-            f"'{word}' has both a {part} and mesh axes; use one or the other",
-            code='syntax',
-            expression=text,
-            spans=[(start, end)],
-            facts={f'by {part}': f"'{name}{count}'", 'by name': f"'{name}@{written}'"},
-        )
+        sentence = f"'{word}' has both a {part} and mesh axes; use one or the other"
+        facts = {f'by {part}': f"'{name}{count}'", 'by name': f"'{name}@{written}'"}
+        raise syntax_error(sentence, text, (start, end), facts)
     return axes
 
 
@@ -130,15 +133,15 @@ def not_a_term(text: str, start: int, at: int, end: int) -> EinshardError:
     elif character in '0123456789':
         sentence = f"'{word}' has its count after the star; the star comes last"
         if read_digits(text, at, end) == rest:
-            fix = Suggestion(f'{text[: at - 1]}{rest}*{text[end:]}')
+            fix = f'{text[: at - 1]}{rest}*{text[end:]}'
     elif character == '@':
         sentence = f"'{word}' has no array axis before '@'"
     elif character in SIGNS and at > start:
         sentence = f"'{word}' is not a valid term: put a space before '{character}'"
-        fix = Suggestion(f'{text[:at]} {text[at:]}')
+        fix = f'{text[:at]} {text[at:]}'
     else:
         return _invalid_character(text, at)
-    return EinshardError(sentence, code='syntax', expression=text, spans=[(start, end)], fix=fix)
+    return syntax_error(sentence, text, (start, end), fix=fix)
 
 
 def _about_dots(word: str) -> str:
@@ -155,18 +158,18 @@ def _about_dots(word: str) -> str:
 
 def _wrong_arrow(text: str, at: int, rest: str) -> EinshardError:
     """Returns the error for a wrong arrow, as in 'a => a2', or half an arrow, as in 'a - > a2'."""
-    if rest[0] in '->':
-        sentence = f"'{rest[0]}' alone is not part of the notation; the arrow is '->'"
-        return EinshardError(sentence, code='syntax', expression=text, spans=[(at, at + 1)])
+    is_part = rest[0] in '->'
     arrow = rest[: 2 if rest[0] == '=' else 1]
-    end = at + len(arrow)
-    return EinshardError(
-        f"'{arrow}' is not part of the notation; the arrow is '->'",
-        code='syntax',
-        expression=text,
-        spans=[(at, end)],
-        fix=Suggestion(f'{text[:at]}->{text[end:]}'),
-    )
+    start, end = at, at + len(arrow)
+    if is_part:
+        parts = re.finditer(r'[->](?:\s*[->])*', text)
+        start, end = next(match.span() for match in parts if at in range(*match.span()))
+    # not the hyphen of a name, as in 'batch-size d'
+    is_arrow = len(text[start:end]) > 1 or not text[start - 1 : end + 1].strip(' ->')
+    alone = 'alone ' if is_part else ''
+    sentence = f"'{arrow}' {alone}is not part of the notation; the arrow is '->'"
+    fix = f'{text[:start]}->{text[end:]}' if is_arrow or not is_part else None
+    return syntax_error(sentence, text, (at, at + len(arrow)), fix=fix)
 
 
 def _wrong_separator(text: str, start: int, at: int, end: int) -> EinshardError:
@@ -177,16 +180,16 @@ def _wrong_separator(text: str, start: int, at: int, end: int) -> EinshardError:
     sentence, span = f"'{character}' is not part of the notation; {instead}", (at, at + 1)
     if character == '=':  # part of the notation, as a sign
         sentence, span = f"'{text[start:end]}' is not a valid term; {instead}", (start, end)
-    fix = Suggestion(f'{text[:at]}{"" if is_count else "@"}{text[at + 1 :]}')
-    return EinshardError(sentence, code='syntax', expression=text, spans=[span], fix=fix)
+    fix = f'{text[:at]}{"" if is_count else "@"}{text[at + 1 :]}'
+    return syntax_error(sentence, text, span, fix=fix)
 
 
 def _invalid_character(text: str, at: int) -> EinshardError:
     """Returns the error for a character that is not valid at `at`, as in 'a, b' or 'a%'."""
-    character, spans = text[at], [(at, at + 1)]
+    character, span = text[at], (at, at + 1)
     if character.isdigit():
         sentence = f"'{character}' is not a valid digit; counts use the digits 0 to 9"
-        return EinshardError(sentence, code='syntax', expression=text, spans=spans)
+        return syntax_error(sentence, text, span)
     written = f"'{character}'"
     if not character.isprintable():
         written = f'unprintable character U+{ord(character):04X}'
@@ -201,23 +204,15 @@ def _invalid_character(text: str, at: int) -> EinshardError:
     else:
         terms = "'a'  'a2'  'a*'  'a2*'  'a@x'  'a@(x,y)'  '...'  '2'  '*'  '2*'"
         facts = {'valid terms': f"{terms}  '+2'  '+@x'  '=2'  '=@x'"}
-    return EinshardError(
-        f'{written} is not {where}', code='syntax', expression=text, spans=spans, facts=facts
-    )
+    return syntax_error(f'{written} is not {where}', text, span, facts)
 
 
 def _signed_name(text: str, start: int, at: int, end: int) -> EinshardError:
     """Returns the error for a sign right before a name, as in '+tp'."""
-    sign, rest = text[start], text[at:end]
-    fix = Suggestion(f'{text[:start]}{sign}@{rest}{text[end:]}') if is_mesh_axis(rest) else None
-    return EinshardError(
-        f"'{text[start:end]}' is not a valid term: '{sign}' is followed by a count, a star or '@'",
-        code='syntax',
-        expression=text,
-        spans=[(start, end)],
-        facts=_sign_examples(sign),
-        fix=fix,
-    )
+    word, sign, rest = text[start:end], text[start], text[at:end]
+    sentence = f"'{word}' is not a valid term: '{sign}' is followed by a count, a star or '@'"
+    fix = f'{text[:start]}{sign}@{rest}{text[end:]}' if is_mesh_axis(rest) else None
+    return syntax_error(sentence, text, (start, end), _sign_examples(sign), fix)
 
 
 def _sign_examples(sign: str) -> dict[str, str]:
@@ -241,6 +236,4 @@ def _two_terms(text: str, start: int, at: int, end: int) -> EinshardError:
         sentence = f"'{word}' is not a valid term: a {part} comes after the name"
         if read_name(text, at, end) == rest:
             facts['as one term'] = f"'{rest}{head}'"
-    return EinshardError(
-        sentence, code='syntax', expression=text, spans=[(start, end)], facts=facts
-    )
+    return syntax_error(sentence, text, (start, end), facts)

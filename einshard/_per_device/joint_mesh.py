@@ -9,12 +9,9 @@ from dataclasses import dataclass, replace
 
 from .._cache import cached
 from .._errors import EinshardError, quoted
-from .._notation.expression import Expression, Term, parse
-from .._notation.fit import fit
-from .._notation.layout import Layout, Split, check_divisible, lay_out
-from .._notation.mesh_text import mesh_text
+from .._notation.expression import Expression, Term, parse, write, write_short
+from .._notation.layout import Layout, Split, check_divisible, fit, lay_out, mesh_text
 from .._notation.repairs import repairs
-from .._notation.write import write, write_short
 from .._suggestions import keep_working_suggestions, works
 from .spec_axes import MeshAxis, SpecAxes, grid_of, leading_replicas
 
@@ -244,7 +241,12 @@ class _Specs:
         facts = {**_expression_facts(self.specs), 'devices': str(n_devices)}
         if len(sharded) > 1 and self.axis_sizes is None:
             (first, _), (second, _) = sharded[:2]
-            if works(self.sharing_devices(first, second).try_shapes):
+            shared: list[SpecAxes] = []  # with `second@first` in place of the count of `second`
+            for spec in self.specs:
+                term, other = spec.defines.get(second), Term(second, mesh_axes=(first,))
+                right = tuple(other if t is term else t for t in spec.expression.right)
+                shared.append(replace(spec, expression=replace(spec.expression, right=right)))
+            if works(replace(self, specs=tuple(shared)).try_shapes):
                 fact = f"'{second}@{first}', which shards {second} over the devices of {first}"
                 facts['to share devices'] = fact
         terms = quoted(f'{name}{count}' for name, count in sharded)
@@ -259,16 +261,6 @@ class _Specs:
                 f'the number of devices ({n_devices}) is not divisible by {factors} ({terms})'
             )
         return EinshardError(sentence, code='axis-names', facts=facts)
-
-    def sharing_devices(self, first: str, second: str) -> _Specs:
-        """Returns a copy in which `second@first` replaces the count of `second`."""
-        changed: list[SpecAxes] = []
-        for spec in self.specs:
-            term = spec.defines.get(second)
-            shared = Term(second, mesh_axes=(first,))
-            right = tuple(shared if t is term else t for t in spec.expression.right)
-            changed.append(replace(spec, expression=replace(spec.expression, right=right)))
-        return replace(self, specs=tuple(changed))
 
     def unused_devices(self, counts: Mapping[str, int]) -> EinshardError:
         n_devices = self.n_devices
@@ -341,13 +333,17 @@ class _Specs:
                 break
         subject = 'two expressions' if len(conflicting) == 2 else 'the expressions'
         sizes = mesh_text({name: count for name, count in counts.items() if count > 1})
+
+        def order_text(spec: SpecAxes) -> str:
+            grid = spec.grid(counts, self.n_devices)
+            axes = [mesh_text({name: n}) if name else f'{n} replicas' for name, n in grid]
+            return f', device order: {", ".join(axes)}' if axes else ''
+
         return conflicting[0].expression.error(
             f'{subject} disagree on the device order',
             [term for term in conflicting[0].expression.right if term.spans_devices],
             code='axis-names',
-            **_expression_facts(
-                conflicting, lambda spec: _order_text(spec.grid(counts, self.n_devices))
-            ),
+            **_expression_facts(conflicting, order_text),
             devices=f'{self.n_devices} ({sizes})',
         )
 
@@ -393,9 +389,3 @@ def _expression_facts(
     first = {spec.expression: spec for spec in reversed(specs)}
     shown = [spec for spec in specs if first[spec.expression] is spec]
     return {spec.owner: f"'{spec.expression.text}'{note(spec)}" for spec in shown}
-
-
-def _order_text(grid: Sequence[MeshAxis]) -> str:
-    """Returns ", device order: 'b': 4, 2 replicas" for an error, or '' for an empty grid."""
-    axes = [mesh_text({name: count}) if name else f'{count} replicas' for name, count in grid]
-    return f', device order: {", ".join(axes)}' if axes else ''

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -13,8 +13,13 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from .._errors import EinshardError, public
-from .._functions.error_notes import SpecLeaf
+from .._errors import EinshardError, public, quoted
+from .._functions.error_notes import (
+    SpecLeaf,
+    is_jax_error,
+    sizes_that_differ,
+    unbound_axis,
+)
 from .._functions.parameters import (
     JIT_OPTIONS,
     CallSignature,
@@ -24,22 +29,24 @@ from .._functions.parameters import (
     with_copied_options,
 )
 from .._functions.promise import Promise
-from .._functions.setup import Options
 from .._functions.sharded import check_traceable, no_function_error
 from .._functions.sharded import decorate as decorate_sharded
 from .._functions.sharded_function import ShardedFunction
-from .._notation.axis_positions import axis_positions
+from .._functions.traced_function import Options
 from .._notation.expression import Expression
-from .._notation.mesh_text import mesh_text
-from .._sharding.context import USE_MESH_IN_CONTEXT, context_on, current_context
+from .._notation.layout import axis_positions, mesh_text
+from .._sharding.context import (
+    USE_MESH_IN_CONTEXT,
+    context_on,
+    current_context,
+    with_legacy_mesh_note,
+)
 from .._sharding.leaf_spec import LeafSpec, as_leaf_spec, unconstrained_error
-from .._sharding.legacy_mesh import with_legacy_mesh_note
 from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact, sizes_of, spec_axes
 from .._text import array_text, name_of
 from .._trees.partition import join, partition_modules, with_static_nodes
 from .._trees.paths import leaf_text, leaves_with_paths, path_text
 from .._trees.specs import Spec, check_specs, is_array, is_none, leaf_specs, mesh_of
-from .body_errors import explain_different_sizes, explain_unknown_axis
 from .replication import read_varying, suggest_fixes
 from .resolver import Resolver, make_resolver
 from .spec_axes import SpecAxes
@@ -113,7 +120,11 @@ def per_device(
     mesh, axis_names = copied(mesh), copied(axis_names)
     spec_mesh = mesh_of([in_specs, out, named])
     mesh = spec_mesh if mesh is None else mesh
-    in_specs, out, named = map(_without_jax_specs, (in_specs, out, named))
+    in_specs, out, named = jtu.tree_map(  # PartitionSpecs and NamedShardings to expressions
+        lambda x: _leaf_spec(x) if isinstance(x, NamedSharding | PartitionSpec) else x,
+        (in_specs, out, named),
+        is_leaf=is_none,
+    )
 
     @public
     def decorate(*functions: Any, **unexpected: Any) -> Any:
@@ -155,15 +166,6 @@ def per_device(
         )
 
     return decorate
-
-
-def _without_jax_specs(specs: Any) -> Any:
-    """Converts the PartitionSpecs and NamedShardings in a pytree of specs to expressions."""
-    return jtu.tree_map(
-        lambda x: _leaf_spec(x) if isinstance(x, NamedSharding | PartitionSpec) else x,
-        specs,
-        is_leaf=is_none,
-    )
 
 
 def _leaf_spec(spec: Any) -> Any:
@@ -530,3 +532,76 @@ def _no_spec_error(owner: str, leaf: Any) -> EinshardError:
         code='spec',
         facts={'array': array_text(leaf), 'try': f"'{_REPLICATED}' as its spec, to replicate it"},
     )
+
+
+_MAX_ARGUMENTS = 4  # listed in an error
+
+
+def explain_different_sizes(
+    function: str, error: Exception, shards: Iterable[SpecLeaf]
+) -> EinshardError | None:
+    """Rewrites a JAX error about an axis that has different sizes in two arguments.
+
+    Returns None for other errors.
+
+    Args:
+        shards: the leaves of the arguments, with the shapes that the body sees.
+    """
+    if not is_jax_error(error):
+        return None
+    shards = list(shards)
+    sizes = '; '.join(sizes_that_differ(shards, str(error)))
+    if not sizes:
+        return None
+    facts = {'function': function}
+    for name, shard, expression in shards[:_MAX_ARGUMENTS]:
+        spec = f", '{expression.text}'" if expression else ''
+        facts[f"parameter '{name}'"] = f'{array_text(shard)} per device{spec}'
+    facts['JAX says'] = str(error).splitlines()[0]
+    return EinshardError(f'the shards of the arguments do not match: {sizes}', facts=facts)
+
+
+def explain_unknown_axis(
+    function: str,
+    resolver: Resolver,
+    manual: Collection[str],
+    mapped: Callable[..., Any],
+    arguments: Sequence[Any],
+) -> EinshardError | None:
+    """Returns an error if a collective uses a mesh axis that does not exist or is not manual.
+
+    Returns None otherwise.
+
+    Args:
+        manual: the mesh axes in `axis_names=`, or an empty collection for all mesh axes.
+        mapped: a partial of `jax.shard_map` that lacks only `out_specs` and `check_vma`.
+        arguments: the arguments of the function, as global arrays.
+    """
+    try:
+        # with check_vma, JAX raises AssertionError or KeyError instead of NameError
+        unchecked = mapped(out_specs=PartitionSpec(), check_vma=False)
+        jax.eval_shape(unchecked, *arguments)
+    except NameError as error:
+        axis = unbound_axis(error)
+        return _unknown_axis_error(function, resolver, manual, axis) if axis else None
+    except Exception:
+        return None  # the caller reraises JAX's error
+    return None
+
+
+def _unknown_axis_error(
+    function: str, resolver: Resolver, manual: Collection[str], axis: str
+) -> EinshardError:
+    facts = {'mesh axes': mesh_text(resolver.axes) or 'none'}
+    if manual:
+        facts['axis_names='] = quoted(sorted(manual))
+    sentence = f"{function} uses mesh axis '{axis}', but the mesh has no such axis"
+    if axis in resolver.axes:
+        sentence = f"{function} uses mesh axis '{axis}', which is not in axis_names="
+    elif resolver.uses_array_names:
+        sentence = f"{function} uses axis '{axis}', but no expression shards an axis of that name"
+    else:
+        facts['note'] = 'if a mesh is passed or in context, collectives use its axis names'
+        if axis in resolver.joint.named_sizes:
+            facts[f"'{axis}' is sharded over"] = resolver.mesh_axes_of(axis)
+    return EinshardError(sentence, facts={'function': function, **facts})

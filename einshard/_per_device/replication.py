@@ -109,7 +109,10 @@ def suggest_fixes(
 
     def trace_body(*values: Any) -> None:
         jaxpr, shapes = jax.make_jaxpr(body, return_shape=True)(*values)
-        arguments_axes = [_sharded_axes(spec) for spec in jtu.tree_leaves(in_specs)]
+        arguments_axes = [
+            VaryingAxes(frozenset(axis for entry in spec for axis in entry_axes(entry)))
+            for spec in jtu.tree_leaves(in_specs)
+        ]
         results_axes = _varying_axes(jaxpr.jaxpr, arguments_axes)
         leaves = jtu.tree_leaves_with_path(shapes)
         for (path, leaf), axes in zip(leaves, results_axes, strict=True):
@@ -141,10 +144,6 @@ def suggest_fixes(
         label = f'along {", ".join(varying)}' if gathered else 'try'
         facts |= {label: each + ', or '.join(fixes)} if fixes else {}
     return facts
-
-
-def _sharded_axes(spec: PartitionSpec) -> VaryingAxes:
-    return VaryingAxes(frozenset(axis for entry in spec for axis in entry_axes(entry)))
 
 
 def _replicating_gather(axes: Sequence[str], shard_map: Callable[..., Any]) -> str | None:

@@ -12,10 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .._cache import cached
 from .._errors import EinshardError, quoted
-from .._notation.axis_positions import axis_positions, needs_rank
-from .._notation.expression import Expression, Term
-from .._notation.layout import check_divisible, lay_out
-from .._notation.write import write_short
+from .._notation.expression import Expression, Term, write_short
+from .._notation.layout import axis_positions, check_divisible, lay_out, needs_rank
 from .._sharding.apply_axis_rules import apply_axis_rules
 from .._sharding.context import AxisRules, current_context
 from .._sharding.leaf_spec import LeafSpec

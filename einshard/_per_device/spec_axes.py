@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .._errors import EinshardError, quoted
-from .._notation.axis_positions import axis_positions
 from .._notation.expression import ELLIPSIS, Expression, Term
-from .._notation.layout import lay_out
+from .._notation.layout import axis_positions, lay_out
 from .._notation.words import signs_text
 
 MeshAxis = tuple[str | None, int]  # name and size; the name is None for replicas

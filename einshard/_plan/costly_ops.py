@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .._program.jaxpr.graph import Op, Program
-from .._program.jaxpr.op_sharding_rule import Einsum
 from .live_sets import Roots
 from .names import AxisNames
 
@@ -106,19 +105,16 @@ def _costly_ops(
         usage.share_of_result(out) if is_contraction else 1.0,
         usage.role_of_result(out),
     )
-    if einsum.flops or _may_communicate(operands, einsum):
-        dtype = _hlo_dtype(program.values[values[0]].dtype)
-        kind = 'contraction' if is_contraction else 'reduction'
-        yield CostlyOp(kind, operands, result, einsum.flops, dtype, 1)
-
-
-def _may_communicate(operands: Sequence[OpArray], einsum: Einsum) -> bool:
     # any named axis of a gather or scatter may communicate, but only reduced axes of a reduction
-    return any(
-        names and (len(operands) > 1 or index not in einsum.out)
+    may_communicate = any(
+        names and (is_contraction or index not in einsum.out)
         for operand in operands
         for index, names in zip(operand.indices, operand.names, strict=True)
     )
+    if einsum.flops or may_communicate:
+        dtype = _hlo_dtype(program.values[values[0]].dtype)
+        kind = 'contraction' if is_contraction else 'reduction'
+        yield CostlyOp(kind, operands, result, einsum.flops, dtype, 1)
 
 
 def _reshard(

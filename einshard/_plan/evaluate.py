@@ -32,8 +32,7 @@ from .._sharding.collective_axes import along_text
 from .._sharding.mesh import partition_spec
 from .._trees.axis_names import MetadataNames
 from .._trees.paths import leaves_with_paths, path_text
-from .candidate import Candidate
-from .evaluation import CostSource, Evaluation
+from .candidate import Candidate, CostSource, Evaluation
 
 
 @dataclass(frozen=True)

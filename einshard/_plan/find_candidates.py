@@ -14,9 +14,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from .candidate import Candidate
+from .candidate import Candidate, Objective
 from .estimate import Estimator, Totals
-from .evaluation import Objective
 from .space import NameSet, Point, Sizes, Space
 
 T = TypeVar('T')

@@ -75,7 +75,12 @@ def find_live_sets(program: Program, names: Sequence[tuple[AxisNames, ...]]) -> 
         live = [b.stored for b in buffers if b.start <= end <= b.end and b.stored[1] > least]
         found[tuple(sorted(Counter(live).items(), key=repr))] = None
     largest = sorted(found, key=lambda live: -sum(n * stored[1] for stored, n in live))
-    return tuple(_without_subsets(largest[: 4 * _MAX_LIVE_SETS])[:_MAX_LIVE_SETS])
+    kept_sets: list[tuple[LiveSet, Counter[StoredArray]]] = []
+    for live_set in largest[: 4 * _MAX_LIVE_SETS]:
+        counted = Counter(dict(live_set))
+        if not any(counted <= other for _, other in kept_sets):  # not a subset
+            kept_sets.append((live_set, counted))
+    return tuple(live_set for live_set, _ in kept_sets[:_MAX_LIVE_SETS])
 
 
 def _unfused_values(ops: Iterable[Op]) -> Iterator[int]:
@@ -136,12 +141,3 @@ def _outermost_within(loop: int, outer: int, parent_loops: Sequence[int]) -> int
     while loop != outer and loop:
         found, loop = loop, parent_loops[loop]
     return found if loop == outer else 0
-
-
-def _without_subsets(live_sets: Sequence[LiveSet]) -> list[LiveSet]:
-    kept: list[tuple[LiveSet, Counter[StoredArray]]] = []
-    for live_set in live_sets:
-        counted = Counter(dict(live_set))
-        if not any(counted <= other for _, other in kept):
-            kept.append((live_set, counted))
-    return [live_set for live_set, _ in kept]

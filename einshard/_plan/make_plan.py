@@ -9,8 +9,8 @@ from .._errors import EinshardError, plural, quoted
 from .._text import format_bytes
 from .._trees.axis_names import invalid_names, misfits
 from .._trees.paths import leaf_text
+from .candidate import Evaluation
 from .evaluate import Function
-from .evaluation import Evaluation
 from .find_candidates import Candidates
 from .model import Model
 from .result import Plan

@@ -37,7 +37,15 @@ def name_axes(
     # twice, because the first pass finds the names of the values that loops carry
     for _ in range(2):
         for op in reversed(program.ops):
-            _name_operands(op, required)
+            # contractions, reductions and 'scan_axis' require no names of their operands
+            if op.primitive == _CONSTRAINT:
+                for old, new in zip(op.arrays_in, op.arrays_out, strict=True):
+                    required.fill(old, required.specs[new])
+            elif op.rule.einsum is None and op.primitive != 'scan_axis':
+                for i, axis, o, out_axis in op.rule.links:
+                    old, new = op.ins[i], op.outs[o]
+                    if old is not None and new is not None and required.names[old][axis] is None:
+                        required.names[old][axis] = required.names[new][out_axis]
     forward = _NameTable(program)
     for value, names in zip(program.arguments, arguments, strict=True):
         if value is not None:
@@ -59,22 +67,6 @@ class _NameTable:
         for axis, axis_names in enumerate(names or ()):
             if self.names[value][axis] is None:
                 self.names[value][axis] = axis_names
-
-
-def _name_operands(op: Op, required: _NameTable) -> None:
-    """Adds to `required` the axis names that an operation requires of its operands.
-
-    A constraint requires the names in its spec. Contractions, reductions and 'scan_axis' require no
-    names. Other operations require of their operands the names that are required of their results.
-    """
-    if op.primitive == _CONSTRAINT:
-        for old, new in zip(op.arrays_in, op.arrays_out, strict=True):
-            required.fill(old, required.specs[new])
-    elif op.rule.einsum is None and op.primitive != 'scan_axis':
-        for i, axis, o, out_axis in op.rule.links:
-            old, new = op.ins[i], op.outs[o]
-            if old is not None and new is not None and required.names[old][axis] is None:
-                required.names[old][axis] = required.names[new][out_axis]
 
 
 def _name_results(op: Op, forward: _NameTable, required: _NameTable) -> None:

@@ -18,16 +18,15 @@ from .._sharding.axis_rules import AxisPlacement, check_option
 from .._sharding.context import current_context, mesh_scope
 from .._sharding.mesh import MeshLike, is_canonical_mesh, mesh_fact
 from .._text import name_of
+from .candidate import Objective
 from .estimate import Estimator
 from .evaluate import Function, Partitioner, as_sharded, copy_sharded, has_rules
-from .evaluation import Objective
 from .find_candidates import find_candidates
 from .make_plan import make_plan
 from .model import Model, find_model
-from .placements import read_candidate, read_pins
 from .result import Plan
 from .search import Search
-from .space import AXES, Space
+from .space import AXES, Space, read_candidate, read_pins
 
 # the sizes of the mesh axes, and the placement of each axis name
 UserCandidate: TypeAlias = tuple[Mapping[str, int], Mapping[str, AxisPlacement]]
@@ -106,14 +105,24 @@ def plan(
     fn = copy_sharded(fn, axis_rules=())
     devices = _devices(mesh)
     chip = _find_chip(chip, devices, objective)
-    limit = _memory_limit(memory, chip, devices)
-    _check_search_limits(compilations, seconds)
+    limit = None if chip is None else int(chip.memory * chip.share(devices.devices.flat[0]))
+    if memory is not None:
+        limit = parse_bytes(memory, 'memory=')
+    given: tuple[Any, Any] = compilations, seconds
+    if type(given[0]) is not int or compilations < 1:
+        raise EinshardError(
+            f'compilations= must be a positive integer, not {compilations!r}', code='plan'
+        )
+    is_number = isinstance(given[1], int | float) and not isinstance(given[1], bool)
+    if seconds is not None and not (is_number and seconds > 0):
+        raise EinshardError(f'seconds= must be a positive number, not {seconds!r}', code='plan')
     mesh_axes = None if is_canonical_mesh(devices) else tuple(devices.shape.items())
     mesh_axis_names = [name for name, _ in mesh_axes or ()]
     with mesh_scope(devices):
         model = find_model(fn, arguments, keywords, mesh_axis_names)
     pinned = read_pins(pin or {}, mesh_axis_names or AXES)
-    space = Space(model, devices.size, _n_slices(devices), mesh_axes, pinned)
+    slices = {getattr(device, 'slice_index', None) for device in devices.devices.flat}
+    space = Space(model, devices.size, len(slices), mesh_axes, pinned)
     user_candidates = [
         read_candidate(i, pair, model, devices.size) for i, pair in enumerate(candidates)
     ]
@@ -170,12 +179,6 @@ def _find_chip(chip: Chip | str | None, devices: Mesh, objective: Objective) -> 
     return found
 
 
-def _memory_limit(memory: str | int | None, chip: Chip | None, devices: Mesh) -> int | None:
-    if memory is not None:
-        return parse_bytes(memory, 'memory=')
-    return None if chip is None else int(chip.memory * chip.share(devices.devices.flat[0]))
-
-
 def _check_has_no_mesh(fn: Any) -> None:
     function = as_sharded(fn)
     if function is not None and function.has_mesh:
@@ -199,17 +202,3 @@ def _nothing_to_shard(model: Model, devices: Mesh) -> EinshardError:
             'expected': 'an axis whose size is divisible by the size of a mesh axis',
         },
     )
-
-
-def _n_slices(devices: Mesh) -> int:
-    return len({getattr(device, 'slice_index', None) for device in devices.devices.flat})
-
-
-def _check_search_limits(compilations: object, seconds: object) -> None:
-    if isinstance(compilations, bool) or not isinstance(compilations, int) or compilations < 1:
-        raise EinshardError(
-            f'compilations= must be a positive integer, not {compilations!r}', code='plan'
-        )
-    is_positive = isinstance(seconds, int | float) and seconds > 0
-    if seconds is not None and (isinstance(seconds, bool) or not is_positive):
-        raise EinshardError(f'seconds= must be a positive number, not {seconds!r}', code='plan')

@@ -13,8 +13,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from .candidate import Candidate
-from .evaluation import Evaluation, Objective
+from .candidate import Candidate, Evaluation, Objective
 
 # compiles candidates one after another, and yields the evaluation of each
 EvaluateAll: TypeAlias = Callable[[Sequence[Candidate]], Generator[Evaluation, None, None]]
@@ -105,17 +104,15 @@ class Search:
         first = list(dict.fromkeys([*self.user_candidates, *by_estimate]))
         self._compile(self.partitioner, first[: self.compilations])
         while not self.stopped and (left := self.compilations - len(self.evaluated)) > 0:
-            batch = self._next_batch(min(left, max(2, self.compilations // 8)))
+            # up to half of a batch are neighbors of the best candidate, the others by estimate
+            n = min(left, max(2, self.compilations // 8))
+            new = [one.candidate for one in self.estimates if one.candidate not in self.evaluated]
+            best = self.ranking()[0].candidate
+            neighbors = [candidate for candidate in new if is_neighbor(best, candidate)]
+            batch = list(dict.fromkeys([*neighbors[: (n + 1) // 2], *new]))[:n]
             if not batch:
                 return
             self._compile(self.partitioner, batch)
-
-    def _next_batch(self, n: int) -> list[Candidate]:
-        """Chooses up to n candidates by estimate. Up to n/2 neighbors of the best come first."""
-        new = [one.candidate for one in self.estimates if one.candidate not in self.evaluated]
-        best = self.ranking()[0].candidate
-        neighbors = [candidate for candidate in new if is_neighbor(best, candidate)]
-        return list(dict.fromkeys([*neighbors[: (n + 1) // 2], *new]))[:n]
 
     # --- the target's compiler -------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import jax
 import jax.tree_util as jtu
 from jax.sharding import Mesh
 
-from .._notation.write import write_short
+from .._notation.expression import write_short
 from .._sharding.leaf_spec import LEAF_SPECS, as_leaf_spec, with_memory_kind
 from .._sharding.mesh import Device, position
 from .._trees.rules import Rules

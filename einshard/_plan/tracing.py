@@ -168,7 +168,13 @@ def no_names_error(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> E
         first_trace(sharded(*specs)(fn), args, kwargs, ())
     except EinshardError:
         return error
-    return error.with_fix(f'sharded({", ".join(map(_spec_text, specs))})({name_of(fn)})')
+    texts = [
+        f'Rules({list(spec.rules)!r}, default={REPLICATED!r})'
+        if isinstance(spec, Rules)
+        else repr(spec)
+        for spec in specs
+    ]
+    return error.with_fix(f'sharded({", ".join(texts)})({name_of(fn)})')
 
 
 # the axis names in suggested specs: the first argument, if it is an array, is taken to be the data
@@ -189,9 +195,3 @@ def _example_spec(arg: Any, number: int) -> Any:
     if len(leaves) < 2 or not names:
         return names or None
     return Rules([(f'{re.escape(path.rpartition("/")[2])}$', names)], default=REPLICATED)
-
-
-def _spec_text(spec: Any) -> str:
-    if isinstance(spec, Rules):
-        return f'Rules({list(spec.rules)!r}, default={REPLICATED!r})'
-    return repr(spec)

@@ -11,8 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .._notation.expression import Term
-from .._notation.write import with_unsharded
+from .._notation.expression import Term, with_unsharded
 from .._program.cost.contraction import Step, reshard, restrict
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from .._cache import cached
 from .._errors import EinshardError, Span, Suggestion, plural, quoted
-from .._notation.axis_positions import axis_positions
 from .._notation.expression import ELLIPSIS, Expression, parse
+from .._notation.layout import axis_positions
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,11 @@ from .._arrays.constrain import constrain, restrict_to_type
 from .._arrays.place import einshard
 from .._arrays.reshard import reshard
 from .._errors import EinshardError, RuleSuggestion, Suggestion, public, quoted
-from .._notation.axis_positions import axis_positions
 from .._notation.expression import ELLIPSIS, Expression, Term
+from .._notation.layout import axis_positions
 from .._program.jaxpr.names import einsum_scope
 from .._sharding.axis_rules import axis_rules
-from .._sharding.context import Context, current_context, is_tracing
+from .._sharding.context import current_context, is_tracing
 from .._sharding.mesh import MeshLike, device_mesh, partition_spec, sizes_of, spec_axes
 from .._sharding.resolve import Placement, may_use_rules, resolve
 from .._suggestions import keep_working_suggestions, works
@@ -89,7 +89,9 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
             if is_placed(current):
                 operands[i] = einshard(arrays[i], placement_text(current), mesh=mesh)
         current = contraction.result
-        if is_placed(current) or _is_placed_by_rules(current, context):
+        # inside shard_map with all mesh axes Manual, each device has its own result
+        by_rules = may_use_rules(current, context) and bool(sizes_of(context.lowering_mesh))
+        if is_placed(current) or by_rules:
             placement = resolve(placement_text(current), shape, context)
             if not context.on_one_device:  # on one device, '+' is ignored: there is nothing to sum
                 _check_partial_sum(contraction, operands, placement)
@@ -106,11 +108,6 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
     scope = jax.named_scope(einsum_scope(contraction.plain())) if tracing else nullcontext()
     with scope:
         return contract(subscripts, placement, tuple(options.items()), *operands)
-
-
-def _is_placed_by_rules(result: Expression, context: Context) -> bool:
-    # inside shard_map with all mesh axes Manual, each device has its own result
-    return may_use_rules(result, context) and bool(sizes_of(context.lowering_mesh))
 
 
 def _with_working_fix(

@@ -11,9 +11,7 @@ from dataclasses import replace
 from .._errors import EinshardError, quoted
 from .._notation.counts import prime_factors
 from .._notation.expression import Expression
-from .._notation.fit import COUNTS_THAT_FIT, fit
-from .._notation.layout import lay_out
-from .._notation.mesh_text import mesh_text
+from .._notation.layout import COUNTS_THAT_FIT, fit, lay_out, mesh_text
 from .contraction import Contraction, is_placed, placement_text
 
 

@@ -277,8 +277,10 @@ def _analyze_once(
     array_axes = {
         label: array_axes_of(expression, mesh_shape) for label, expression in expressions.items()
     }
-    axis_sizes = None if sizes is None else _checked_sizes(contraction, sizes)
-    space = Space(contraction.names, mesh_shape, axis_sizes, item_bytes)
+    missing = [name for name in contraction.names if sizes is not None and name not in sizes]
+    if missing:
+        raise contraction.error(f'sizes= has no size for {quoted(missing)}')
+    space = Space(contraction.names, mesh_shape, sizes, item_bytes)
     *operands, result = [
         ShardedArray(label, expression.names, array_axes[label], space)
         for label, expression in expressions.items()
@@ -377,13 +379,6 @@ def _read_options(
 def _is_int(value: Any, minimum: int = 1) -> bool:
     is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     return is_int and int(value) >= minimum
-
-
-def _checked_sizes(contraction: Contraction, sizes: Mapping[str, int]) -> Mapping[str, int]:
-    missing = [name for name in contraction.names if name not in sizes]
-    if missing:
-        raise contraction.error(f'sizes= has no size for {quoted(missing)}')
-    return sizes
 
 
 def _check_divisible(contraction: Contraction, array: ShardedArray) -> None:

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from .._cache import cached
 from .._errors import EinshardError, RuleSuggestion, Suggestion
-from .._notation.expression import Expression, Term, check_mesh_axes, parse
-from .._notation.write import write_short
+from .._notation.expression import Expression, Term, check_mesh_axes, parse, write_short
 from .._suggestions import works
 from .context import AxisRule, AxisRules, Context, Fallback
 from .leaf_spec import AnySpec, as_leaf_spec
@@ -44,7 +43,10 @@ def apply_axis_rules(
     if expression.short and rules:
         expression = _with_placements(expression, pairs, axis_sizes)
     if on_missing == 'replicate' and missing:
-        expression = _without_missing(expression, axis_sizes)
+        right = tuple(_keep_mesh_axes(term, axis_sizes) for term in expression.right)
+        if not any(term.spans_devices for term in right):  # '*' replicates
+            right = (Term(star=True), *right)
+        expression = replace(expression, right=right)
     return AppliedRules(expression, missing, frozenset(may_replicate))
 
 
@@ -144,14 +146,6 @@ def _is_misspelled(name: str, other: str) -> bool:
 def _common_prefix_length(name: str, other: str) -> int:
     pairs = zip(name, other, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def _without_missing(expression: Expression, mesh_axes: Container[str]) -> Expression:
-    """Removes mesh axes that the mesh lacks. If no placement is left, adds '*' to replicate."""
-    right = tuple(_keep_mesh_axes(term, mesh_axes) for term in expression.right)
-    if not any(term.spans_devices for term in right):
-        right = (Term(star=True), *right)
-    return replace(expression, right=right)
 
 
 def _keep_mesh_axes(term: Term, mesh_axes: Container[str]) -> Term:

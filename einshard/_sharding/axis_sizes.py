@@ -96,17 +96,14 @@ def _fitting_sizes(sizes: Mapping[str, int], n_devices: int) -> Iterator[dict[st
         product, remainder = divmod(n_devices, rest)
         if remainder:
             continue
-        for size in _divisors(product) if first != second else (product,):
+        small = [d for d in range(1, math.isqrt(product) + 1) if product % d == 0]
+        divisors = [*small, *(product // d for d in reversed(small) if d * d != product)]
+        for size in divisors if first != second else (product,):
             second_size = product // size if first != second else size
             candidates.append({**requested, first: size, second: second_size})
     first, *others = requested
     candidates.append({first: n_devices, **dict.fromkeys(others, 1)})
     yield from {tuple(found.items()): found for found in candidates}.values()
-
-
-def _divisors(n: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return [*small, *(n // d for d in reversed(small) if d * d != n)]
 
 
 def _distance(sizes: Mapping[str, int], other: Mapping[str, int]) -> float:

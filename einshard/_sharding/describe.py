@@ -13,10 +13,9 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding
 
 from .._errors import EinshardError, public
-from .._notation.expression import ELLIPSIS, Expression, Term, axis_letters
+from .._notation.expression import ELLIPSIS, Expression, Term, axis_letters, with_unsharded, write
 from .._notation.layout import Layout, Split, merge_neighbors
 from .._notation.words import is_mesh_axis
-from .._notation.write import with_unsharded, write
 from .collective_axes import named_sharding
 from .leaf_spec import signed_terms, with_memory_kind
 from .mesh import (
@@ -24,7 +23,6 @@ from .mesh import (
     device_mesh,
     has_valid_names,
     is_canonical_mesh,
-    is_partial,
     partial_axes,
     position,
     sizes_of,
@@ -194,11 +192,16 @@ def find_expression(
     if unreduced_kind(spec) != 'sum' or None in entries or not has_valid_names(mesh):
         return None
     axes, rest = _axis_names(sharding, ndim, names)
-    can_use_names = (any(entries) or is_partial(sharding)) and _can_name_mesh_axes(sharding)
+    sizes, sets = sizes_of(mesh), (*entries, spec.unreduced, spec.reduced)
+    used = [str(axis) for axes in sets for axis in axes or ()]
+    can_use_names = bool(used) and all(axis in sizes and is_mesh_axis(axis) for axis in used)
     # on a user's mesh, use counts only if the spec has no mesh axes, or one whose name the notation
     # cannot write
     if _fits_counts(sharding) and (is_canonical_mesh(mesh) or not can_use_names):
-        right = (*_terms_by_count(sharding, axes), *map(Term, rest))
+        splits = _device_grid(sharding)
+        pairs = ((None if s.axis is None else axes[s.axis], s) for s in splits)
+        counted = [Term(name, s.count, sign=s.sign) for name, s in pairs]
+        right = (*with_unsharded(counted, axes), *map(Term, rest))
     elif can_use_names:
         signed = signed_terms(spec, mesh.axis_names)
         right = (*_terms_by_name(sharding, axes), *map(Term, rest), *signed)
@@ -225,23 +228,6 @@ def _terms_by_name(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
     entries = [*_entries(sharding), *[()] * len(axes)]
     pairs = zip(axes, entries, strict=False)
     return [Term(axis, mesh_axes=tuple(map(str, entry or ()))) for axis, entry in pairs]
-
-
-def _can_name_mesh_axes(sharding: NamedSharding) -> bool:
-    sizes = sizes_of(sharding.mesh)
-    spec = sharding.spec
-    entries = [*_entries(sharding), spec.unreduced, spec.reduced]
-    used = [str(axis) for entry in entries for axis in entry or ()]
-    return all(axis in sizes and is_mesh_axis(axis) for axis in used)
-
-
-def _terms_by_count(sharding: NamedSharding, axes: Sequence[str]) -> list[Term]:
-    """Returns the terms of the array axes and of replicas, with counts, as in '2 a8 b'."""
-    terms = [
-        Term(None if s.axis is None else axes[s.axis], s.count, sign=s.sign)
-        for s in _device_grid(sharding)
-    ]
-    return with_unsharded(terms, axes)
 
 
 def _fits_counts(sharding: NamedSharding) -> bool:

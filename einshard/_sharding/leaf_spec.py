@@ -19,9 +19,9 @@ from .._notation.expression import (
     axis_letters,
     check_mesh_axes,
     parse,
+    write,
 )
 from .._notation.words import SIGNS
-from .._notation.write import write
 from .context import Fallback
 from .mesh import UNCONSTRAINED, AnyMesh, partition_text, spec_axes, unreduced_kind
 

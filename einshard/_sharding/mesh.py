@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from .._cache import cached
 from .._errors import EinshardError, public
 from .._notation.counts import prime_factors
-from .._notation.mesh_text import mesh_text
+from .._notation.layout import mesh_text
 from .axis_sizes import solve_sizes
 from .libtpu import load_libtpu
 
@@ -321,7 +321,12 @@ UNCONSTRAINED = (PartitionSpec.UNCONSTRAINED,)  # P.UNCONSTRAINED in the result 
 
 def partition_text(spec: PartitionSpec) -> str:
     """Formats a PartitionSpec as P('data', None). Its repr differs between versions of JAX."""
-    texts = [_entry_text(entry) for entry in spec_axes(spec)]
+    texts = [
+        'P.UNCONSTRAINED'
+        if entry == UNCONSTRAINED
+        else repr(entry[0] if len(entry) == 1 else entry or None)
+        for entry in spec_axes(spec)
+    ]
     keywords = {'unreduced': spec.unreduced, 'reduced': spec.reduced}
     texts += [
         f'{keyword}={{{", ".join(sorted(map(repr, axes)))}}}'
@@ -329,12 +334,6 @@ def partition_text(spec: PartitionSpec) -> str:
         if axes
     ]
     return f'P({", ".join(texts)})'
-
-
-def _entry_text(entry: tuple[Any, ...]) -> str:
-    if entry == UNCONSTRAINED:
-        return 'P.UNCONSTRAINED'
-    return repr(entry[0] if len(entry) == 1 else entry or None)
 
 
 def is_canonical_mesh(mesh: AnyMesh) -> bool:

@@ -13,15 +13,28 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .._cache import cached
 from .._errors import EinshardError, Suggestion, public, quoted
-from .._notation.expression import ELLIPSIS, Expression, Term
-from .._notation.fit import fit, fitting_sizes, misfit_error, signed_axes, spec_entries
+from .._notation.expression import ELLIPSIS, Expression, Term, write_short
 from .._notation.hints import mesh_axes_hint, spacing_hint
-from .._notation.layout import Layout, lay_out
+from .._notation.layout import (
+    Layout,
+    fit,
+    fitting_sizes,
+    lay_out,
+    misfit_error,
+    signed_axes,
+    spec_entries,
+)
 from .._notation.words import SIGNS
-from .._notation.write import write_short
 from .._suggestions import keep_working_suggestions, with_working_fix, works
 from .apply_axis_rules import AppliedRules, apply_axis_rules, fix_in_axis_rules
-from .context import Context, changed, context_on, current_context, user_stacklevel
+from .context import (
+    Context,
+    changed,
+    context_on,
+    current_context,
+    user_stacklevel,
+    with_legacy_mesh_note,
+)
 from .leaf_spec import (
     AnySpec,
     LeafSpec,
@@ -30,7 +43,6 @@ from .leaf_spec import (
     with_expression,
     with_ndim,
 )
-from .legacy_mesh import with_legacy_mesh_note
 from .mesh import (
     UNCONSTRAINED,
     AnyMesh,

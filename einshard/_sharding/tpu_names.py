@@ -102,10 +102,11 @@ def _convert(name: str) -> str:
         counts = [str(chips * cores) for chips in _CLOUD_CHIPS[generation]]
         shown = ', '.join(counts if len(counts) < 12 else [*counts[:7], '...', counts[-1]])
         unit = 'TensorCores' if cores == 2 else 'chips'
+        shape = '4x4' if _GENERATIONS[generation] == 2 else '2x2x2'
         raise EinshardError(
             f"'{name}' is not a Cloud accelerator type",
             code='topology',
-            facts={f'valid numbers of {unit}': shown, 'or by shape': f"'{_example(generation)}'"},
+            facts={f'valid numbers of {unit}': shown, 'or by shape': f"'{generation}:{shape}'"},
         )
     return _shape_name(generation, _default_shape(chips, _GENERATIONS[generation]))
 
@@ -127,10 +128,6 @@ def _default_shape(chips: int, ndim: int) -> tuple[int, ...]:
     shapes = itertools.combinations_with_replacement(divisors, ndim)
     best = min((shape for shape in shapes if math.prod(shape) == n), key=sum)
     return tuple(unit * size for size in best)
-
-
-def _example(generation: str) -> str:
-    return f'{generation}:{"4x4" if _GENERATIONS[generation] == 2 else "2x2x2"}'
 
 
 def _check_name(name: str) -> None:

@@ -32,10 +32,14 @@ def metadata_names(tree: Any) -> list[MetadataNames | None]:
     which they name only if asked.
     """
     found: list[MetadataNames | None] = []
-    for node in jtu.tree_leaves(tree, is_leaf=_has_names):
+    for node in jtu.tree_leaves(tree, is_leaf=lambda x: _names(x) is not None):
         entries = _names(node)
-        names = None if entries is None else tuple(map(_as_tuple, entries))
-        found += [names] * len(jtu.tree_leaves(node))
+        groups = [entry if isinstance(entry, tuple | list) else (entry,) for entry in entries or ()]
+        names = tuple(
+            tuple(str(name) for name in group if name not in (None, *UNCONSTRAINED))
+            for group in groups
+        )
+        found += [None if entries is None else names] * len(jtu.tree_leaves(node))
     return found
 
 
@@ -156,10 +160,6 @@ def _names_text(names: MetadataNames) -> str:
     return ', '.join(quoted(axis) if axis else 'None' for axis in names)
 
 
-def _has_names(node: Any) -> bool:
-    return _names(node) is not None
-
-
 def _names(node: Any) -> Sequence[Any] | None:
     """Returns the names in a box, variable or named array, or None if the node has none."""
     if isinstance(node, type):
@@ -179,8 +179,3 @@ def _names(node: Any) -> Sequence[Any] | None:
     found = [x.spec if isinstance(x, NamedSharding) else x for x in found]
     found = [spec_axes(x) if isinstance(x, PartitionSpec) else x for x in found]
     return next((names for names in found if isinstance(names, tuple | list)), None)
-
-
-def _as_tuple(entry: Any) -> tuple[str, ...]:
-    names = entry if isinstance(entry, tuple | list) else (entry,)
-    return tuple(str(name) for name in names if name not in (None, *UNCONSTRAINED))

@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding
 
 from .._cache import cached
 from .._errors import EinshardError, quoted
-from .._notation.axis_positions import axis_positions
 from .._notation.expression import axis_letters, parse
+from .._notation.layout import axis_positions
 from .._sharding.context import Context
 from .._sharding.describe import find_expression
 from .._sharding.leaf_spec import REPLICATED, AnySpec, LeafSpec, as_leaf_spec

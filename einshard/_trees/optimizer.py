@@ -176,7 +176,10 @@ class StateSpec:
             elif self._default:
                 result.append(('default', self._default(path, leaf)))
             else:
-                unmatched.append(self._unmatched_text(path, leaf))
+                found = (self._by_path[x] for x, _ in _subpaths(path) if x in self._by_path)
+                i = next(found, None)
+                of = '' if i is None else f' (its parameter is {array_text(self._leaves[i])})'
+                unmatched.append(f'{path_and_array(path, leaf)}{of}')
         if unmatched:
             raise self._no_parameter_error(unmatched)
         return result
@@ -233,17 +236,12 @@ class StateSpec:
                 'array': leaf_text(path, leaf),
                 'parameter': leaf_text(self._paths[i], parameter, 'parameter'),
                 'could be': ' or '.join(f"'{text}'" for text in candidates),
-                'instead': _ambiguity_advice(path),
+                'instead': f"Rules([(r'{re.escape(path)}$', spec), ('', for_optimizer(...))]), "
+                'where spec is one of the specs above'
+                if path
+                else 'pass one of the specs above for this array',
             },
         )
-
-    def _unmatched_text(self, path: str, leaf: Any) -> str:
-        matches = (self._by_path[sub] for sub, _ in _subpaths(path) if sub in self._by_path)
-        i = next(matches, None)
-        text = path_and_array(path, leaf)
-        if i is None:
-            return text
-        return f'{text} (its parameter is {array_text(self._leaves[i])})'
 
     def _no_parameter_error(self, unmatched: Sequence[str]) -> EinshardError:
         parameters = [path_and_array(path, self._leaves[i]) for path, i in self._by_path.items()]
@@ -257,13 +255,6 @@ class StateSpec:
                 'try': "default='... -> * ...' in for_optimizer, to replicate such arrays",
             },
         )
-
-
-def _ambiguity_advice(path: str) -> str:
-    if not path:
-        return 'pass one of the specs above for this array'
-    rules = f"Rules([(r'{re.escape(path)}$', spec), ('', for_optimizer(...))])"
-    return f'{rules}, where spec is one of the specs above'
 
 
 def _subpaths(path: str) -> Iterator[tuple[str, Sequence[str]]]:

@@ -49,7 +49,10 @@ def leaves_with_paths(
     Flax keeps each array in a box with its metadata: `nnx.Param`, or `Partitioned` of Linen. JAX
     adds the key 'value' for it, which the user does not write.
     """
-    boxes = _box_types()
+    # Flax is not imported for this
+    nnx: Any = sys.modules.get('flax.nnx')
+    meta: Any = sys.modules.get('flax.core.meta')
+    boxes = (*((nnx.Variable,) if nnx else ()), *((meta.AxisMetadata,) if meta else ()))
 
     def is_node(node: Any) -> bool:
         return isinstance(node, boxes) or (is_leaf is not None and is_leaf(node))
@@ -61,13 +64,6 @@ def leaves_with_paths(
             inner = jtu.tree_leaves_with_path(node)
         pairs += [((*path, *keys[1:]), leaf) for keys, leaf in inner]
     return [(tuple(itertools.chain.from_iterable(map(_keys, path))), x) for path, x in pairs]
-
-
-def _box_types() -> tuple[type, ...]:
-    """Returns the boxes of Flax, which is not imported for this."""
-    nnx: Any = sys.modules.get('flax.nnx')
-    meta: Any = sys.modules.get('flax.core.meta')
-    return (*((nnx.Variable,) if nnx else ()), *((meta.AxisMetadata,) if meta else ()))
 
 
 def _keys(key: Any) -> tuple[Any, ...]:

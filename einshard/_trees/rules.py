@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 
 from .._cache import cached, remember
 from .._errors import EinshardError, combine_errors, plural, public, quoted
-from .._notation.axis_positions import axis_positions
+from .._notation.layout import axis_positions
 from .._sharding.axis_rules import check_option
 from .._sharding.context import Fallback, current_context, mesh_scope
 from .._sharding.leaf_spec import (

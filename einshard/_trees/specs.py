@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._errors import EinshardError, quoted
-from .._notation.axis_positions import needs_rank
+from .._notation.layout import needs_rank
 from .._sharding.context import Context, context_on, mesh_scope
 from .._sharding.leaf_spec import LEAF_SPECS, AnySpec, LeafSpec, as_leaf_spec, convert_jax_spec
 from .._sharding.mesh import AnyMesh, mesh_fact
@@ -145,24 +145,20 @@ def check_spec_functions(specs: Sequence[Spec]) -> None:
     For example, in `sharded(spec, f)`, the user means f as the function to shard, not as a spec.
     """
     for spec in specs:
-        if is_function(spec) and not _takes_path_and_leaf(spec):
+        if not is_function(spec):
+            continue
+        try:
+            signature = inspect.signature(spec)
+        except (TypeError, ValueError):  # some C functions have no signature
+            continue
+        try:
+            signature.bind('path', None)
+        except TypeError:
             raise EinshardError(
                 f'{name_of(spec)} is read as a spec function, but does not take (path, leaf)',
                 code='spec',
                 facts={'try': f'sharded(...)({name_of(spec)})'},
-            )
-
-
-def _takes_path_and_leaf(function: Callable[..., Any]) -> bool:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some C functions have no signature
-        return True
-    try:
-        signature.bind('path', None)
-    except TypeError:
-        return False
-    return True
+            ) from None
 
 
 def read_specs(spec: Spec) -> Spec:

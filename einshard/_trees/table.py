@@ -106,7 +106,17 @@ class Table:
         return page_html(self._page())
 
     def _page(self) -> Page:
-        rows = tuple(map(_cells, self.rows))
+        rows = tuple(
+            (
+                row.path,
+                f'{row.dtype}{shape_text(row.shape)}',
+                row.rule,
+                row.expression or 'no spec',
+                shape_text(row.shard_shape),
+                format_bytes(row.bytes),
+            )
+            for row in self.rows
+        )
         return Page(
             '', (Section('', _COLUMNS, rows, has_rule=True), Section('', lines=self._notes()))
         )
@@ -235,15 +245,4 @@ def _row(path: str, aval: Any, rule: str, placement: Placement | None) -> Row:
         total_bytes=math.prod(shape) * itemsize,
         replicated_axes=placement.layout.replicated_axes if placement else (),
         missing_axes=placement.missing_axes if placement else (),
-    )
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    return (
-        row.path,
-        f'{row.dtype}{shape_text(row.shape)}',
-        row.rule,
-        row.expression or 'no spec',
-        shape_text(row.shard_shape),
-        format_bytes(row.bytes),
     )
