@@ -280,7 +280,10 @@ def test_costs_stay_findings_where_no_change_can_be_tried(monkeypatch):
         monkeypatch.setattr(owner, name, value)
         report = explain(step, WEIGHTS, TABLE, REPLICATED, tries=8)
         assert report.findings == expected.findings
-        assert report.notes == expected.notes
+        *others, note = report.notes
+        assert tuple(others) == expected.notes
+        assert note.kind == 'not tried'
+        assert note.text.startswith('no change of the program could be tried: ')
         assert report.patch() == ''
 
 
@@ -820,6 +823,39 @@ def test_on_explicit_axes_values_are_not_constrained():
     report = explain(jax.jit(gated), x, w, tries=8)
     assert 'sliced axis' in [finding.kind for finding in report.findings]
     assert not any('constrain' in finding.suggestion for finding in report.findings)
+
+
+def test_changes_that_do_not_compile_are_said():
+    x, w = (
+        struct((2048, 4096), 'b d -> b@data d@tensor', EXPLICIT),
+        struct((4096, 512), 'd f@tensor', EXPLICIT),
+    )
+    report = explain(jax.jit(silu_of_product), x, w, tries=8)
+    (note,) = report.notes
+    assert note.kind == 'not tried'
+    # what the note names, and what JAX says then
+    assert "shard w with 'a b -> a@tensor b'" in note.text
+    with pytest.raises(Exception, match='the output sharding via the `out_sharding` parameter'):
+        jax.jit(silu_of_product).trace(x, struct((4096, 512), 'd@tensor f', EXPLICIT))
+    assert 'the output sharding via the `out_sharding` parameter' in note.text
+
+    @jax.jit  # with what JAX says, the change is tried
+    def product(x, w):
+        return jnp.einsum('bd,df->bf', x, w, out_sharding=P('data', 'tensor'))
+
+    with jax.set_mesh(EXPLICIT):
+        report = explain(product, x, w, tries=8)
+    assert [finding.suggestion for finding in report.findings] == [
+        "shard w with 'a b -> a@tensor b'"
+    ]
+    assert 'not tried' not in [note.kind for note in report.notes]
+
+
+def test_a_traced_program_is_not_changed():
+    traced = jax.jit(drops_batch).trace(X, IN, OUT)
+    assert 'not tried' not in [note.kind for note in explain(traced, tries=0).notes]
+    (note,) = [note for note in explain(traced, tries=8).notes if note.kind == 'not tried']
+    assert note.text.endswith('pass the function instead of the traced program')
 
 
 # --- planted mistakes ---------------------------------------------------------------------------
