@@ -161,7 +161,7 @@ def _find_roles(
     numbers = [i for i, (_, dtype) in enumerate(inputs) if re.match(pattern, dtype)]
     kept = set() if is_train_step else _returned_inputs(graph)
     pairs = {(output, i) for output, indices in by_output.items() for i in indices}
-    updated = {i for output, i in pairs - kept}
+    updated = {i for _, i in pairs - kept}
     roles = dict.fromkeys(range(len(inputs)), 'activations')
     updates_none = updated.isdisjoint(numbers)
     for i in numbers:

@@ -19,7 +19,7 @@ from ..findings.trace import mesh_entries
 from ..findings.values import Axis
 from ..report import Report
 from ..report_rows import Finding, changes
-from .candidates import Change
+from .candidates import Change, find_costs
 from .patch import make_patch, operand_text, placement_of, source_of
 from .per_device import try_per_device
 from .search import (
@@ -31,7 +31,7 @@ from .search import (
     make_trials,
     start_search,
 )
-from .trials import Edits, Trials
+from .trials import Edits, Trial, Trials
 
 # They do not depend on what a change costs: the program does not run, or code has no effect.
 _FACTS = ('does not fit', 'promise broken', 'no effect', 'names without a rule')
@@ -141,6 +141,9 @@ class Fixes:
             after |= {row.source for row in self._search.current.products}
             before = {c.source or '' for c in self._search.base.collectives}
             explained |= before - after
+            repeats = [self._repeats(each) for each in (self._search.base, self._search.current)]
+        else:
+            repeats = [set[str](), set[str]()]
         is_left = self._search is None or bool(self._search.current.reshards)
         findings, notes = [*found], list[Finding]()
         for finding in rules:
@@ -152,6 +155,8 @@ class Fixes:
                 findings.append(finding)
             elif found and finding.kind == 'full rematerialization' and not is_left:
                 continue
+            elif finding.kind == 'replicated compute' and finding.source in repeats[0] - repeats[1]:
+                continue
             elif explained.isdisjoint((*finding.explains, finding.source or '')):
                 stays = self._facts.is_explicit or not self._can_try
                 (findings if stays else notes).append(finding)
@@ -160,6 +165,10 @@ class Fixes:
                 notes.append(note)
         findings.sort(key=lambda one: one.kind not in _FACTS[:2])
         return tuple(findings), tuple(notes)
+
+    def _repeats(self, trial: Trial) -> set[str]:
+        """Returns the lines of the products that several devices repeat."""
+        return {cost.line for cost in find_costs(self._facts, trial) if cost.n_repeats}
 
     def _pin(self, finding: Finding) -> str:
         """Returns the change after which the next call of a program does not compile again."""
