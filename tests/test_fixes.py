@@ -769,6 +769,32 @@ def test_no_change_of_the_constraint_of_a_helper_for_several_ndims():
     assert 'change the constraint' not in ' '.join(one.suggestion for one in report.findings)
 
 
+def test_all_calls_of_a_helper_that_a_suggestion_changes():
+    """The line of the constraint is that of a helper, which two expressions call."""
+
+    def by_helper(x, w_in, w_out):
+        h = held(jax.nn.relu(x @ w_in), 'data')
+        return held(h @ w_out, 'data')
+
+    def inline(x, w_in, w_out):
+        at = NamedSharding(WIDE, P('data'))
+        h = jax.lax.with_sharding_constraint(jax.nn.relu(x @ w_in), at)
+        return jax.lax.with_sharding_constraint(h @ w_out, at)
+
+    args = (
+        struct((4096, 1024), 'b d -> b@data d', WIDE),
+        struct((1024, 8192), 'd f -> d f@tensor', WIDE),
+        struct((8192, 1024), 'f d -> f@tensor d', WIDE),
+    )
+    suggestions = [
+        explain(jax.jit(function), *args, tries=8, chip='H100').findings[0].suggestion
+        for function in (by_helper, inline)
+    ]
+    assert all("'a b -> a@data b@tensor'" in text for text in suggestions)
+    ends = [text.endswith(' (changes all 2 calls of this function)') for text in suggestions]
+    assert ends == [True, False]
+
+
 def test_no_constraint_where_a_helper_computes_values_of_several_ndims():
     mesh = mesh_of(data=8)
     m = struct((8, 256, 256), 'l i o -> 8 l i o', mesh)

@@ -141,9 +141,14 @@ class Fixes:
             after |= {row.source for row in self._search.current.products}
             before = {c.source or '' for c in self._search.base.collectives}
             explained |= before - after
-            repeats = [self._repeats(each) for each in (self._search.base, self._search.current)]
-        else:
-            repeats = [set[str](), set[str]()]
+            left = self._repeats(self._search.current)
+            rules = [
+                rule
+                for rule in rules
+                if rule.kind != 'replicated compute'
+                or rule.source in left
+                or rule.source not in self._repeats(self._search.base)
+            ]
         is_left = self._search is None or bool(self._search.current.reshards)
         findings, notes = [*found], list[Finding]()
         for finding in rules:
@@ -154,8 +159,6 @@ class Fixes:
             elif finding.kind in _FACTS:
                 findings.append(finding)
             elif found and finding.kind == 'full rematerialization' and not is_left:
-                continue
-            elif finding.kind == 'replicated compute' and finding.source in repeats[0] - repeats[1]:
                 continue
             elif explained.isdisjoint((*finding.explains, finding.source or '')):
                 stays = self._facts.is_explicit or not self._can_try
@@ -243,6 +246,8 @@ class Fixes:
             else:
                 call = f"einshard(..., '{placement}')"
                 texts.append(f'constrain {what} in {line}: {call}{mapped}')
+            if point.n_calls > 1:
+                texts[-1] += f' (changes all {point.n_calls} calls of this function)'
         texts += self._moves(change.edits)
         texts += self._through(change.edits)
         return ', and '.join(texts)
