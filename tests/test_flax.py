@@ -700,10 +700,6 @@ def call(model, x):
     return model(x)
 
 
-def call_both(model, holder, x):
-    return model(x) + x @ holder.part.kernel[...]
-
-
 def call_shared(model, holder, x):
     return model(x), holder.part
 
@@ -725,15 +721,6 @@ def test_changes_of_modules_are_tried(types, is_shared):
     assert tried[0].tried.network_bytes == by_hand.network_bytes < report.network_bytes / 2
     assert tried[0].tried.flops == by_hand.flops
     assert 'not tried' not in [note.kind for note in report.notes]
-
-
-def test_an_array_of_two_arguments_is_changed_once():
-    model, x, _ = contracted(AxisType.Auto, 'f d@tensor')
-    report = explain(nnx.jit(call_both), model, Holder(model.down), x, tries=2)
-    assert "shard model/down/kernel with 'a b -> a@tensor b'" in report.findings[0].suggestion
-    model, x, _ = contracted(AxisType.Auto, 'f@tensor d')
-    by_hand = explain(nnx.jit(call_both), model, Holder(model.down), x, tries=0)
-    assert report.findings[0].tried.network_bytes == by_hand.network_bytes
 
 
 def test_weights_that_nnx_jit_returns_are_weights():
