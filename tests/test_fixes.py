@@ -280,7 +280,10 @@ def test_costs_stay_findings_where_no_change_can_be_tried(monkeypatch):
         monkeypatch.setattr(owner, name, value)
         report = explain(step, WEIGHTS, TABLE, REPLICATED, tries=8)
         assert report.findings == expected.findings
-        assert report.notes == expected.notes
+        *others, note = report.notes
+        assert tuple(others) == expected.notes
+        assert note.kind == 'not tried'
+        assert note.text.startswith('no change of the program could be tried: ')
         assert report.patch() == ''
 
 
@@ -767,6 +770,32 @@ def test_no_change_of_the_constraint_of_a_helper_for_several_ndims():
     assert 'change the constraint' not in ' '.join(one.suggestion for one in report.findings)
 
 
+def test_all_calls_of_a_helper_that_a_suggestion_changes():
+    """The line of the constraint is that of a helper, which two expressions call."""
+
+    def by_helper(x, w_in, w_out):
+        h = held(jax.nn.relu(x @ w_in), 'data')
+        return held(h @ w_out, 'data')
+
+    def inline(x, w_in, w_out):
+        at = NamedSharding(WIDE, P('data'))
+        h = jax.lax.with_sharding_constraint(jax.nn.relu(x @ w_in), at)
+        return jax.lax.with_sharding_constraint(h @ w_out, at)
+
+    args = (
+        struct((4096, 1024), 'b d -> b@data d', WIDE),
+        struct((1024, 8192), 'd f -> d f@tensor', WIDE),
+        struct((8192, 1024), 'f d -> f@tensor d', WIDE),
+    )
+    suggestions = [
+        explain(jax.jit(function), *args, tries=8, chip='H100').findings[0].suggestion
+        for function in (by_helper, inline)
+    ]
+    assert all("'a b -> a@data b@tensor'" in text for text in suggestions)
+    ends = [text.endswith(' (changes all 2 calls of this function)') for text in suggestions]
+    assert ends == [True, False]
+
+
 def test_no_constraint_where_a_helper_computes_values_of_several_ndims():
     mesh = mesh_of(data=8)
     m = struct((8, 256, 256), 'l i o -> 8 l i o', mesh)
@@ -1015,6 +1044,39 @@ def test_a_cache_with_fewer_heads_than_devices_is_sharded_along_another_axis():
     by_hand = explain(*sharded_length, chip='H100', tries=0)
     found = report.findings[-1].tried.bound
     assert found < 1.05 * sum(bound.seconds for bound in by_hand.bounds)
+
+
+def test_changes_that_do_not_compile_are_said():
+    x, w = (
+        struct((2048, 4096), 'b d -> b@data d@tensor', EXPLICIT),
+        struct((4096, 512), 'd f@tensor', EXPLICIT),
+    )
+    report = explain(jax.jit(silu_of_product), x, w, tries=8)
+    (note,) = report.notes
+    assert note.kind == 'not tried'
+    # what the note names, and what JAX says then
+    assert "shard w with 'a b -> a@tensor b'" in note.text
+    with pytest.raises(Exception, match='the output sharding via the `out_sharding` parameter'):
+        jax.jit(silu_of_product).trace(x, struct((4096, 512), 'd@tensor f', EXPLICIT))
+    assert 'the output sharding via the `out_sharding` parameter' in note.text
+
+    @jax.jit  # with what JAX says, the change is tried
+    def product(x, w):
+        return jnp.einsum('bd,df->bf', x, w, out_sharding=P('data', 'tensor'))
+
+    with jax.set_mesh(EXPLICIT):
+        report = explain(product, x, w, tries=8)
+    assert [finding.suggestion for finding in report.findings] == [
+        "shard w with 'a b -> a@tensor b'"
+    ]
+    assert 'not tried' not in [note.kind for note in report.notes]
+
+
+def test_a_traced_program_is_not_changed():
+    traced = jax.jit(drops_batch).trace(X, IN, OUT)
+    assert 'not tried' not in [note.kind for note in explain(traced, tries=0).notes]
+    (note,) = [note for note in explain(traced, tries=8).notes if note.kind == 'not tried']
+    assert note.text.endswith('pass the function instead of the traced program')
 
 
 # --- planted mistakes ---------------------------------------------------------------------------

@@ -14,10 +14,22 @@ from counting import counted
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from placed import MESH, check_equal, check_placed
 
-from einshard import EinshardError, Rules, axis_rules, describe, einshard, explain, plan, sharded
+from einshard import (
+    EinshardError,
+    Rules,
+    axis_rules,
+    describe,
+    device_mesh,
+    einshard,
+    explain,
+    plan,
+    sharded,
+)
+from einshard._explain.lowered import Stages
 
 X = np.float32(np.random.default_rng(0).normal(size=(16, 8)))
 CLOSE = {'rtol': 1e-4, 'atol': 1e-5}
@@ -649,3 +661,86 @@ def test_reports_name_the_layer():
     # JAX before 0.10 writes only the innermost line outside JAX
     if jax.__version_info__ >= (0, 10):
         assert {row.source for row in rows} == {f'{__file__}:{line}'}
+
+
+# --- suggestions for nnx.jit --------------------------------------------------------------------
+
+
+def contracted(types, at):
+    """Returns a model with one weight, placed as `at` says, its data and its mesh."""
+    mesh = device_mesh(jax.devices()[:8], axis_types=types, data=2, tensor=4)
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.down = nnx.Linear(4096, 512, use_bias=False, rngs=rngs)
+
+        def __call__(self, x):
+            kernel = self.down.kernel[...]
+            if types == AxisType.Auto:
+                return x @ kernel
+            return jnp.einsum('bf,fd->bd', x, kernel, out_sharding=P('data', None))
+
+    def struct(shape, spec):
+        return einshard(jax.ShapeDtypeStruct(shape, jnp.float32), spec, mesh=mesh)
+
+    model = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
+    model.down.kernel.set_value(struct((4096, 512), f'f d -> {at}'))
+    return model, struct((2048, 4096), 'b f -> b@data f@tensor'), mesh
+
+
+TYPES = pytest.mark.parametrize('types', [AxisType.Auto, AxisType.Explicit])
+
+
+class Holder(nnx.Module):
+    def __init__(self, part):
+        self.part = part
+
+
+def call(model, x):
+    return model(x)
+
+
+def call_shared(model, holder, x):
+    return model(x), holder.part
+
+
+@TYPES
+@pytest.mark.parametrize('is_shared', [False, True])
+def test_changes_of_modules_are_tried(types, is_shared):
+    def report_for(at, tries):
+        model, x, mesh = contracted(types, at)
+        args = (model, Holder(model.down), x) if is_shared else (model, x)
+        function = call_shared if is_shared else call
+        with jax.set_mesh(mesh):
+            return explain(nnx.jit(function), *args, tries=tries)
+
+    report = report_for('f d@tensor', 8)
+    tried = [finding for finding in report.findings if finding.tried]
+    assert "shard model/down/kernel with 'a b -> a@tensor b'" in tried[0].suggestion
+    by_hand = report_for('f@tensor d', 0)
+    assert tried[0].tried.network_bytes == by_hand.network_bytes < report.network_bytes / 2
+    assert tried[0].tried.flops == by_hand.flops
+    assert 'not tried' not in [note.kind for note in report.notes]
+
+
+def test_weights_that_nnx_jit_returns_are_weights():
+    """Those of `jax.jit`, which returns no state, have the same finding."""
+    model, x, _ = contracted(AxisType.Auto, 'f d@tensor')
+    of_jax, of_nnx = (explain(jit(call), model, x, tries=0) for jit in (jax.jit, nnx.jit))
+    (expected,), (finding,) = of_jax.findings, of_nnx.findings
+    assert (finding.kind, finding.text) == (expected.kind, expected.text)
+    assert finding.kind == 'contracted axis'
+
+
+def test_the_way_out_where_a_call_of_nnx_cannot_be_traced_again(monkeypatch):
+    model, x, mesh = contracted(AxisType.Explicit, 'f d@tensor')
+    graphdef, state = nnx.split(model)
+    with jax.set_mesh(mesh):
+        with monkeypatch.context() as patch:
+            patch.setattr(Stages, 'call', None)
+            report = explain(nnx.jit(call), model, x, tries=8)
+        (note,) = [note for note in report.notes if note.kind == 'not tried']
+        assert 'graphdef, state = nnx.split(...)' in note.text
+        of_state = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x))
+        report = explain(of_state, state, x, tries=8)
+    assert "down/kernel with 'a b -> a@tensor b'" in report.findings[0].suggestion

@@ -172,6 +172,35 @@ def trace_filtered(
     return jitted.trace(*positional, **keywords), (jitted, positional, keywords)
 
 
+class _Graph:
+    """The structure of a pytree with objects of NNX."""
+
+    def __init__(self, nodes: Sequence[Any], treedef: Any, is_object: Sequence[bool]):
+        nnx: Any = sys.modules['flax.nnx']
+        self._merge, self._treedef, self._is_object = nnx.merge, treedef, is_object
+        objects = [node for node, is_object in zip(nodes, is_object, strict=True) if is_object]
+        self._graphdef, state = nnx.split(objects)
+        self._others = [x for x, is_object in zip(nodes, is_object, strict=True) if not is_object]
+        self.leaves, self._state = jtu.tree_flatten((state, self._others))
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        state, others = self._state.unflatten(leaves)
+        objects, rest = iter(self._merge(self._graphdef, state)), iter(others)
+        return self._treedef.unflatten(next(objects if each else rest) for each in self._is_object)
+
+
+def flatten_graph(tree: Any) -> tuple[list[Any], Any]:
+    """Flattens a pytree whose objects of NNX may share arrays. Such an array is one leaf.
+
+    As pytrees, each of these objects would have its own.
+    """
+    nnx: Any = sys.modules['flax.nnx']
+    kinds = nnx.Pytree, nnx.Variable
+    nodes, treedef = jtu.tree_flatten(tree, is_leaf=lambda x: isinstance(x, kinds))
+    graph = _Graph(nodes, treedef, [isinstance(node, kinds) for node in nodes])
+    return graph.leaves, graph
+
+
 def _has_leaf(tree: Any, kind: type) -> bool:
     leaves = jtu.tree_leaves(tree, is_leaf=lambda x: isinstance(x, kind))
     return any(isinstance(leaf, kind) for leaf in leaves)

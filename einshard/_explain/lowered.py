@@ -42,6 +42,7 @@ from .frameworks import (
     can_filter_jit,
     equinox_jaxpr,
     equinox_paths,
+    flatten_graph,
     framework_of,
     has_shapes,
     is_jitted,
@@ -107,10 +108,13 @@ class Stages:
         result_tree = None
         if self.framework is None and self.traced is not None:
             result_tree = jtu.tree_structure(self.traced.out_info)
+        flatten = flatten_graph if self.framework == 'nnx' else jtu.tree_flatten
         with nullcontext() if self.scope is None else mesh_scope(self.scope):
-            call = read_call(*self.jitted, result_tree, numbers_are_static=self.is_equinox)
+            call = read_call(
+                *self.jitted, result_tree, numbers_are_static=self.is_equinox, flatten=flatten
+            )
         # a `sharded` function reshards its arguments as its specs say
-        return call and replace(call, function=call.function if self.program is None else None)
+        return replace(call, trace_again=None) if call and self.program is not None else call
 
     def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -152,13 +152,16 @@ def _find_roles(
     """Returns the role of each parameter: 'weights', 'cache' or 'activations'.
 
     In a train step, weights are the updated arguments, also optimizer states, or all arguments if
-    none is updated. In inference, updated arguments are caches, and all others are weights. Only
+    none is updated. In inference, updated arguments are caches, and all others are weights, also
+    those that are returned as they are: `nnx.jit` returns the state of its modules. Only
     floating-point arrays count and, in inference, arrays of int8 and int4.
     """
     is_train_step = _is_train_step(graph)
     pattern = r'b?float' if is_train_step else r'b?float|int[48]\b'
     numbers = [i for i, (_, dtype) in enumerate(inputs) if re.match(pattern, dtype)]
-    updated = {i for indices in by_output.values() for i in indices}
+    kept = set() if is_train_step else _returned_inputs(graph)
+    pairs = {(output, i) for output, indices in by_output.items() for i in indices}
+    updated = {i for _, i in pairs - kept}
     roles = dict.fromkeys(range(len(inputs)), 'activations')
     updates_none = updated.isdisjoint(numbers)
     for i in numbers:
@@ -167,6 +170,12 @@ def _find_roles(
         else:
             roles[i] = 'cache' if i in updated else 'weights'
     return roles
+
+
+def _returned_inputs(graph: Graph) -> set[tuple[int, int]]:
+    """Returns (output, parameter) for each output that is a parameter."""
+    sources = ((output, strip(node)) for output, node in enumerate(graph.outputs))
+    return {(o, int(n.op.operand_text)) for o, n in sources if n.opcode == 'parameter'}
 
 
 def _is_train_step(graph: Graph) -> bool:

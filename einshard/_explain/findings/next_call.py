@@ -76,8 +76,11 @@ def compiles_again(facts: Facts) -> Iterator[Finding]:
 
 
 def pin_text(facts: Facts, it: str, placements: str) -> str:
-    """Says how to place results. `eqx.filter_jit` has no `out_shardings=`."""
-    if facts.stages.is_equinox:
+    """Says how to place results.
+
+    `eqx.filter_jit` has no `out_shardings=`, and that of `nnx.jit` does not place what is updated.
+    """
+    if facts.stages.is_equinox or facts.stages.framework == 'nnx':
         return f'constrain {it} with einshard before the function returns: {placements}'
     return f'pin {it} with out= or out_shardings=: {placements}'
 

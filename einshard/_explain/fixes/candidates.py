@@ -76,6 +76,8 @@ class Point:
         mapped: the position of the axis that the outermost `jax.vmap` adds, which a matmul may put
             last.
         is_alone: whether `spmd_axis_name=` in that `jax.vmap` changes no other constraints.
+        n_calls: how many expressions call the function that computes it. A change of the function
+            changes all of these calls.
     """
 
     span: Span
@@ -85,6 +87,7 @@ class Point:
     of_operand: bool = False
     mapped: int = 0
     is_alone: bool = True
+    n_calls: int = 1
 
     @property
     def seen(self) -> tuple[tuple[Axis, ...], tuple[str, ...]] | None:
@@ -792,8 +795,11 @@ class Candidates:
             if other.site.n_mapped and other.site.frames[0] != span
             for v in other.arrays_out
         )
+        same = (each.site.frames for each in self.by_line[span.source])
+        callers = {frames[1:2] for frames in same if frames[0] == span}
         is_constraint, n_mapped = op.primitive == _CONSTRAINT, op.site.n_mapped
-        return edits, Point(span, named, is_constraint, n_mapped, of_operand, mapped, is_alone)
+        of = is_constraint, n_mapped, of_operand, mapped, is_alone, len(callers)
+        return edits, Point(span, named, *of)
 
     def _mapped(self, v: int) -> int:
         """Returns the axis that the outermost `jax.vmap` adds: the first axis of the data."""

@@ -19,6 +19,7 @@ from ..findings.trace import mesh_entries
 from ..findings.values import Axis
 from ..report import Report
 from ..report_rows import Finding, changes
+from .candidates import Change, find_costs
 from .patch import make_patch, operand_text, placement_of, source_of
 from .per_device import try_per_device
 from .search import (
@@ -30,7 +31,7 @@ from .search import (
     make_trials,
     start_search,
 )
-from .trials import Edits, Trials
+from .trials import Edits, Trial, Trials
 
 # They do not depend on what a change costs: the program does not run, or code has no effect.
 _FACTS = ('does not fit', 'promise broken', 'no effect', 'names without a rule')
@@ -117,6 +118,15 @@ class Fixes:
                     f'{search.n_tried} changes tried ({search.cut}: the search was stopped)'
                 )
         findings, notes = self._others(found, rules)
+        if search is not None and not accepted and len(search.failed) == search.n_tried > 0:
+            # the most promising change, or one after which JAX names what to write
+            named = (each for each in search.failed if 'out_sharding' in each[1])
+            change, error = next(named, search.failed[0])
+            text = (
+                f'none of the changes that were tried compiles ({search.n_tried}), such as: '
+                f'{self._suggestion(change)}. JAX says: {error}'
+            )
+            notes = (*notes, Finding('not tried', text))
         return replace(
             report, findings=findings, notes=notes, total=tuple(lines) or report.total, fixes=self
         )
@@ -136,6 +146,14 @@ class Fixes:
             after |= {row.source for row in self._search.current.products}
             before = {c.source or '' for c in self._search.base.collectives}
             explained |= before - after
+            left = self._repeats(self._search.current)
+            rules = [
+                rule
+                for rule in rules
+                if rule.kind != 'replicated compute'
+                or rule.source in left
+                or rule.source not in self._repeats(self._search.base)
+            ]
         is_left = self._search is None or bool(self._search.current.reshards)
         findings, notes = [*found], list[Finding]()
         for finding in rules:
@@ -155,6 +173,10 @@ class Fixes:
                 notes.append(note)
         findings.sort(key=lambda one: one.kind not in _FACTS[:2])
         return tuple(findings), tuple(notes)
+
+    def _repeats(self, trial: Trial) -> set[str]:
+        """Returns the lines of the products that several devices repeat."""
+        return {cost.line for cost in find_costs(self._facts, trial) if cost.n_repeats}
 
     def _pin(self, finding: Finding) -> str:
         """Returns the change after which the next call of a program does not compile again."""
@@ -207,13 +229,13 @@ class Fixes:
             text,
             source,
             n_bytes,
-            self._suggestion(accepted),
+            self._suggestion(change),
             tuple(names),
             accepted.tried,
         )
 
-    def _suggestion(self, accepted: Accepted) -> str:
-        facts, change = self._facts, accepted.change
+    def _suggestion(self, change: Change) -> str:
+        facts = self._facts
         assert facts.mesh is not None
         texts: list[str] = []
         for point in change.points:
@@ -232,6 +254,8 @@ class Fixes:
             else:
                 call = f"einshard(..., '{placement}')"
                 texts.append(f'constrain {what} in {line}: {call}{mapped}')
+            if point.n_calls > 1:
+                texts[-1] += f' (changes all {point.n_calls} calls of this function)'
         texts += self._moves(change.edits)
         if change.added:
             texts[-1] += f' (adds {format_bytes(change.added)} to the memory of each device'
@@ -331,11 +355,11 @@ def _through(value: str, placement: str, where: str) -> str:
 def with_fixes(report: Report, facts: Facts, tries: int, seconds: float | None) -> Report:
     """Tries changes of a program, and returns the report with those that help.
 
-    If the program cannot be edited, the report stays as it is.
+    If the program cannot be edited, the report stays as it is, with a note that says why.
     """
     trials = make_trials(facts)
-    if trials is None:
-        return report
+    if isinstance(trials, str):
+        return _not_tried(report, trials) if trials and report.network_bytes else report
     per_device, needs_search = try_per_device(trials), has_candidates(trials)
     first = Edits(per_device=tuple(change for _, change in per_device))
     search = start_search(trials, first) if needs_search else None
@@ -345,5 +369,13 @@ def with_fixes(report: Report, facts: Facts, tries: int, seconds: float | None) 
         search.run(tries, seconds)
         if search.accepted:
             search.confirm()
+    elif needs_search:
+        report = _not_tried(report, f'it does not compile again. JAX says: {trials.error}')
+        fixes = Fixes(report, facts, search, per_device, can_try)
     fixes.try_pins()
     return fixes.report()
+
+
+def _not_tried(report: Report, reason: str) -> Report:
+    note = Finding('not tried', f'no change of the program could be tried: {reason}')
+    return replace(report, notes=(*report.notes, note))

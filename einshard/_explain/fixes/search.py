@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from ..._program.cost.bounds import NO_BOUNDS, Bounds
 from ..._progress import progress
 from ..findings.facts import Facts
+from ..lowered import Stages
 from ..report_rows import Figures, Tried
 from .candidates import Candidates, Change, find_costs
 from .moves import Moves
@@ -39,6 +40,7 @@ class Search:
         first: the changes that are part of `base`.
         accepted: the changes that were kept, in order. Each was tried on top of those before.
         n_tried: how many changes were compiled.
+        failed: those that did not compile, and why.
         cut: why the search stopped early, or ''.
         target: the costs on the target without and with all accepted changes, or None.
         bounds: those on the target with all accepted changes.
@@ -50,6 +52,7 @@ class Search:
     first: Edits = field(default_factory=Edits)
     accepted: list[Accepted] = field(default_factory=list)
     n_tried: int = 0
+    failed: list[tuple[Change, str]] = field(default_factory=list)
     cut: str = ''
     target: tuple[Figures, Figures] | None = None
     bounds: Bounds = NO_BOUNDS
@@ -104,6 +107,8 @@ class Search:
                 self.n_tried += 1
                 with progress(f'trying {change.kind} at {cost.line}'):
                     trial = self.trials.run(self.edits | change.edits)
+                if trial is None and self.trials.error:
+                    self.failed.append((change, self.trials.error))
                 if trial is None or not self._fits(trial.figures):
                     continue
                 before, after = current.figures, trial.figures
@@ -170,14 +175,28 @@ def as_tried(before: Figures, after: Figures, is_simulated: bool = False) -> Tri
     return Tried(*costs, before, is_simulated, after.hbm)
 
 
-def make_trials(facts: Facts) -> Trials | None:
-    """Returns None if the program cannot be edited."""
-    mesh, call = facts.mesh, None
-    if facts.trace is not None and isinstance(mesh, Mesh):
-        call = facts.stages.call
+def make_trials(facts: Facts) -> Trials | str:
+    """Returns why the program cannot be edited if it cannot; '' if another note says so."""
+    stages, call = facts.stages, None
+    if stages.jaxpr is None or facts.n_devices == 1:
+        return ''
+    if facts.trace is None or not isinstance(facts.mesh, Mesh):
+        return 'only programs whose arguments and results are on one mesh are changed'
+    if stages.jitted is None:
+        return 'pass the function instead of the traced program'
+    call = stages.call
     if call is None or len(call.dynamic) != len(facts.arguments):
-        return None
+        return f'{stages.name} cannot be traced again as a call of its arrays{_instead(stages)}'
     return Trials(facts, call)
+
+
+def _instead(stages: Stages) -> str:
+    if stages.framework == 'nnx':
+        return (
+            '. Pass a function of jax.jit that takes the state: graphdef, state = nnx.split(...), '
+            'and nnx.merge(graphdef, state) in the function'
+        )
+    return '. Pass a function of jax.jit' if stages.is_equinox else ''
 
 
 def has_candidates(trials: Trials) -> bool:

@@ -104,12 +104,17 @@ class Trial:
 
 
 class Trials:
-    """Compiles one program with different changes."""
+    """Compiles one program with different changes.
+
+    Attributes:
+        error: why the last program did not compile, or ''.
+    """
 
     def __init__(self, facts: Facts, call: JittedCall):
         self.facts, self.call = facts, call
         self.chip = facts.chip or default_chip()
         self.is_slow = importlib.util.find_spec('flatbuffers') is None
+        self.error = ''
 
     def as_compiled(self) -> Trial:
         """Returns the program that the report is about."""
@@ -132,7 +137,7 @@ class Trials:
 
     def run(self, edits: Edits) -> Trial | None:
         """Compiles the program with changes. Returns None if it does not compile."""
-        facts = self.facts
+        facts, self.error = self.facts, ''
         with self._scope():
             try:
                 edited = self._apply(edits)
@@ -140,7 +145,8 @@ class Trials:
                     return None
                 traced = edited.function.trace(*edited.args, **edited.kwargs)
                 collectives, graph, memory, is_cpu = self._compile(traced)
-            except Exception:  # JAX has no public name for the ShardingTypeError of a trace
+            except Exception as error:  # the ShardingTypeError of a trace has no public name
+                self.error = str(error).strip().partition('\n')[0] or type(error).__name__
                 return None
         products = product_rows(graph)
         devices = list(facts.devices)

@@ -66,7 +66,8 @@ class JittedCall:
         leaves: the leaves of the arguments `(args, kwargs)`.
         operands: for each operand of the equation, the index of the leaf that it is, or a constant.
         args_tree, result_tree: the structures of the arguments and of the result.
-        function: what is jitted. None if it cannot be called with other shardings.
+        trace_again: returns the call with other leaves, such as ShapeDtypeStructs with other
+            shardings. None if it cannot be called with other shardings.
     """
 
     eqn: Any
@@ -74,7 +75,7 @@ class JittedCall:
     operands: Sequence[int | _Constant]
     args_tree: Any
     result_tree: Any
-    function: Callable[..., Any] | None = None
+    trace_again: Callable[[Sequence[Any]], JittedCall] | None = None
 
     @property
     def jaxpr(self) -> Any:
@@ -102,6 +103,7 @@ def read_call(
     result_tree: Any,
     *,
     numbers_are_static: bool = False,
+    flatten: Callable[[Any], tuple[list[Any], Any]] = jtu.tree_flatten,
 ) -> JittedCall | None:
     """Traces a call of a jitted function as one equation. Returns None if it is not one.
 
@@ -112,12 +114,13 @@ def read_call(
         result_tree: the structure of the result. None for a function that a framework jits, which
             rearranges its arguments and results: then the call takes and returns leaves.
         numbers_are_static: whether Python's numbers are static, as in Equinox.
+        flatten: returns the leaves of the call, and what unflattens them.
     """
     # a function of Equinox may have arrays, which are arguments of the program
     called = (jitted if result_tree is None else None, tuple(args), dict(kwargs))
-    leaves, args_tree = jtu.tree_flatten(called)
+    leaves, args_tree = flatten(called)
 
-    def trace(is_dynamic: Callable[[Any], bool]) -> JittedCall:
+    def trace(leaves: Sequence[Any], is_dynamic: Callable[[Any], bool]) -> JittedCall:
         dynamic = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
 
         # it returns nothing, because functions of frameworks also return leaves other than arrays
@@ -139,25 +142,31 @@ def read_call(
         if not _is_jaxpr(eqn.params.get('jaxpr')):
             raise ValueError('not a call of a jitted function')
         if result_tree is not None:
-            function = getattr(jitted, '__wrapped__', None)
             _, *of_args = args_tree.children()
-            tree = jtu.treedef_tuple(of_args)
-            return JittedCall(eqn, leaves, operands, tree, result_tree, function)
-        order = [i for i in operands if isinstance(i, int)]
+            tree, order = jtu.treedef_tuple(of_args), [*range(len(leaves))]
+        else:
+            order = [i for i in operands if isinstance(i, int)]
+            tree = jtu.tree_structure((tuple(order), {}))
         renamed = {leaf: i for i, leaf in enumerate(order)}
+
+        def trace_again(changed: Sequence[Any]) -> JittedCall:
+            new = dict(zip(order, changed, strict=True))
+            return trace([new.get(i, leaf) for i, leaf in enumerate(leaves)], is_dynamic)
+
         return JittedCall(
             eqn,
             [leaves[i] for i in order],
             [renamed[i] if isinstance(i, int) else i for i in operands],
-            jtu.tree_structure((tuple(order), {})),
-            jtu.tree_structure(tuple(eqn.outvars)),
+            tree,
+            jtu.tree_structure(tuple(eqn.outvars)) if result_tree is None else result_tree,
+            trace_again,
         )
 
     # Python's numbers are arguments, unless they are static: then a tracer has no hash
     options = [_is_array] if numbers_are_static else [_is_number_or_array, _is_array]
     for is_dynamic in options:
         try:
-            return trace(is_dynamic)
+            return trace(leaves, is_dynamic)
         except (TypeError, ValueError, KeyError):
             continue
     return None
@@ -210,19 +219,7 @@ def apply(
         per_device: operations that each device is to run on its shard.
     """
     arguments, results = arguments or {}, results or {}
-    # the types in its jaxpr are those of its arguments
-    is_traced_again = any(map(_has_explicit_axes, arguments.values()))
-    if is_traced_again and (values or call.function is None):
-        raise ValueError('on Explicit mesh axes, only arguments and results of jax.jit can change')
-    params, splicer = call.eqn.params, _Splicer(values)
-    jaxpr = splicer.splice(call.jaxpr) if values else call.jaxpr
-    n_per_device: list[int] = []
-    for each in per_device:
-        sharder = _Sharder(each)
-        jaxpr = sharder.edit(jaxpr, Site())
-        n_per_device.append(0 if sharder.has_failed else sharder.n_changed)
-    run = jex.jaxpr_as_fun(jaxpr)
-    by_leaf = call.arguments
+    params, by_leaf = call.eqn.params, call.arguments
 
     def sharding_of(leaf: int) -> Sharding | None:
         given = params['in_shardings'][by_leaf[leaf]] if leaf in by_leaf else None
@@ -237,6 +234,19 @@ def apply(
         _struct(leaf, in_shardings[i]) if i in by_leaf else leaf
         for i, leaf in enumerate(call.leaves)
     ]
+    # the types in its jaxpr are those of its arguments
+    if any(map(_has_explicit_axes, arguments.values())):
+        if values or call.trace_again is None:
+            raise ValueError('on Explicit mesh axes, only arguments and results can change')
+        call = call.trace_again(structs)
+    splicer = _Splicer(values)
+    jaxpr = splicer.splice(call.jaxpr) if values else call.jaxpr
+    n_per_device: list[int] = []
+    for each in per_device:
+        sharder = _Sharder(each)
+        jaxpr = sharder.edit(jaxpr, Site())
+        n_per_device.append(0 if sharder.has_failed else sharder.n_changed)
+    run = jex.jaxpr_as_fun(jaxpr)
     args, kwargs = call.args_tree.unflatten(structs)
     numbers: tuple[tuple[Any, ...], dict[str, Any]] = call.args_tree.unflatten(
         range(len(call.leaves))
@@ -272,8 +282,6 @@ def apply(
         ]
 
     def edited(*args: Any, **kwargs: Any) -> Any:
-        if is_traced_again and call.function is not None:
-            return call.function(*args, **kwargs)
         leaves = constrained(jtu.tree_leaves((args, kwargs)), through[0])
         operands = [leaves[each] if isinstance(each, int) else each.value for each in call.operands]
         return call.result_tree.unflatten(constrained(run(*operands), through[1]))
