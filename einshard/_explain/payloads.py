@@ -241,7 +241,7 @@ def _updated_bare(graph: Graph, inputs: Sequence[int], outputs: Sequence[int]) -
         # several that replace the same parameter are ambiguous
         counts = Counter(single.values())
         updated |= {output: i for output, i in single.items() if counts[i] == 1}
-        for output, found in candidates.items():
+        for found in candidates.values():
             found -= {*counts}
     return updated
 

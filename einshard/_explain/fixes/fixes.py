@@ -13,6 +13,7 @@ from ..._program.jaxpr.edits import FixedFunction, PerDevice
 from ..._text import first_of, format_bytes, short_source
 from ..findings.expressions import expression_of, shard_text
 from ..findings.facts import Facts
+from ..findings.gathered_axes import IN_TWO_LEVELS
 from ..findings.gathers import reshard_text
 from ..findings.next_call import next_arguments, pin_text, results_to_pin
 from ..findings.trace import mesh_entries
@@ -326,6 +327,9 @@ def with_fixes(report: Report, facts: Facts, tries: int, seconds: float | None) 
     if trials is None:
         return report
     per_device, needs_search = try_per_device(trials), has_candidates(trials)
+    if not facts.is_explicit:  # two levels that were tried and do not help
+        notes = (replace(n, text=n.text.partition(IN_TWO_LEVELS)[0]) for n in report.notes)
+        report = replace(report, notes=tuple(notes))
     first = Edits(per_device=tuple(change for _, change in per_device))
     search = start_search(trials, first) if needs_search else None
     can_try = search is not None or not needs_search

@@ -11,10 +11,12 @@ from jax.sharding import Mesh
 from ..._program.jaxpr.edits import PerDevice
 from ..._program.jaxpr.graph import Op
 from ..._program.jaxpr.op_sharding_rule import BatchAxis, batch_axes
+from ..._program.jaxpr.two_levels import code_in_two_levels
+from ..._sharding.mesh import is_canonical_mesh
 from ..._text import format_bytes, shape_text, short_source
 from ..findings.expressions import expression_of
 from ..findings.facts import Facts
-from ..findings.gathered_axes import gathered_operations
+from ..findings.gathered_axes import along_of, gathered_operations
 from ..findings.values import Axis, Value
 from ..report_rows import Finding, Tried
 from .patch import source_of
@@ -34,10 +36,33 @@ def try_per_device(trials: Trials) -> list[tuple[Finding, PerDevice]]:
         return []
     before, n_tried = trials.as_compiled().figures, 0
     gathered = gathered_operations(facts, facts.collectives)
-    for collectives, op, v, _, values in sorted(
+    for collectives, op, v, dim, values in sorted(
         gathered, key=lambda one: -sum(c.total_bytes for c in one[0])
     ):
         sent = {name for c in collectives for name in c.mesh_axes}
+        along = along_of(op, values)
+        if not sent.isdisjoint(along) and n_tried < _MAX_TRIES:
+            n_tried += 1
+            span = op.site.frames[0]
+            change = PerDevice(span, op.primitive, _sharded(op, values), facts.mesh, along)
+            after = trials.on_target(Edits(per_device=(*(one for _, one in found), change)))
+            if after is not None and after.bound <= (1 - _MIN_GAIN) * before.bound:
+                n_bytes = sum(c.total_bytes for c in collectives)
+                array, which = facts.traced.values[v], values[v].axes[dim].name
+                finding = Finding(
+                    'gathered for an operation',
+                    f'{op.primitive.replace("_", " ")} of {array.dtype}{shape_text(array.shape)}, '
+                    f'whose axis {repr(which) if which else dim} is sharded along '
+                    f'{", ".join(values[v].axes[dim].mesh_axes)}: {format_bytes(n_bytes)} sent',
+                    span.source,
+                    n_bytes,
+                    _in_two_levels(facts, op, values, along),
+                    tuple(c.name for c in collectives),
+                    Tried(after.network_bytes, after.memory, after.flops, after.bound, before),
+                )
+                found.append((finding, change))
+                before = after
+                continue
         if sent.isdisjoint(name for _, entry in _sharded(op, values) for name in entry):
             continue
         # the gather may only move on to the next operation of this kind, as between an FFT and its
@@ -81,6 +106,25 @@ def try_per_device(trials: Trials) -> list[tuple[Finding, PerDevice]]:
             before = after
             break
     return found
+
+
+def _in_two_levels(facts: Facts, op: Op, values: Sequence[Value], along: tuple[str, ...]) -> str:
+    """Returns the code of an operation in two levels. x is its operand."""
+    assert facts.mesh is not None
+    mesh, (v,) = facts.mesh, op.arrays_in
+    used = {*along, *(name for _, entry in _sharded(op, values) for name in entry)}
+    axes = [axis.without_mesh_axes({*axis.mesh_axes} - used) for axis in values[v].axes]
+    placement = expression_of(axes, mesh).rpartition('-> ')[2]
+    names, span = along, op.site.frames[0]
+    if is_canonical_mesh(mesh):  # there, collectives name array axes
+        (axis,) = (i for i, each in enumerate(axes) if each.mesh_axes == along)
+        names = (expression_of(axes, mesh).split(' ')[axis],)
+    n, source = prod(mesh.shape[name] for name in along), source_of(span)
+    is_short = source and len(source) < 60 and '\n' not in source
+    return (
+        f'run {f"`{source}`" if is_short else op.primitive} in {short_source(span.source)} in two '
+        f'levels, where x is its operand: {code_in_two_levels(op.eqn, placement, names, n)}'
+    )
 
 
 def _sharded(op: Op, values: Sequence[Value]) -> tuple[tuple[int | str, tuple[str, ...]], ...]:
