@@ -326,3 +326,26 @@ def test_note_says_what_two_levels_send():
     )
     by_hand = explain(jax.jit(lambda x: jnp.cumsum(x, 0)), x, tries=1).findings[0].tried
     assert by_hand.network_bytes == 7 * 64 * 4
+
+
+def test_operation_along_a_sharded_axis_moves_to_another_axis():
+    def low(x):
+        return jnp.fft.fft(jnp.tanh(x)).real
+
+    x = struct((512, 512), None, 'data', mesh=FLAT)
+    jitted = jax.jit(low, out_shardings=x.sharding)
+    report = explain(jitted, x, tries=1)
+    finding = report.findings[0]
+    assert finding.kind == 'gathered for an operation'
+    assert "sharded: per_device('a@data b', out='a@data b')" in finding.suggestion
+    assert finding.tried.network_bytes < 0.5 * report.network_bytes
+    check_values(report.fixed_function(), low, (x,))
+
+
+def test_sort_whose_axis_the_compiler_moves_itself():
+    def ranked(x):
+        return jnp.tanh(jnp.sort(jnp.tanh(x), axis=1))
+
+    x = struct((512, 512), None, 'data', mesh=FLAT)
+    report = explain(jax.jit(ranked, out_shardings=x.sharding), x, tries=1)
+    assert 'gathered for an operation' not in {finding.kind for finding in report.findings}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
 from jax.sharding import Mesh
 
+from ..._program.hlo.collective import Collective
 from ..._program.jaxpr.edits import PerDevice
 from ..._program.jaxpr.graph import Op
 from ..._program.jaxpr.op_sharding_rule import BatchAxis, batch_axes
@@ -18,7 +20,7 @@ from ..findings.expressions import expression_of
 from ..findings.facts import Facts
 from ..findings.gathered_axes import along_of, gathered_operations
 from ..findings.values import Axis, Value
-from ..report_rows import Finding, Tried
+from ..report_rows import Figures, Finding, Tried
 from .patch import source_of
 from .trials import Edits, Trials
 
@@ -47,23 +49,29 @@ def try_per_device(trials: Trials) -> list[tuple[Finding, PerDevice]]:
             change = PerDevice(span, op.primitive, _sharded(op, values), facts.mesh, along)
             after = trials.on_target(Edits(per_device=(*(one for _, one in found), change)))
             if after is not None and after.bound <= (1 - _MIN_GAIN) * before.bound:
-                n_bytes = sum(c.total_bytes for c in collectives)
-                array, which = facts.traced.values[v], values[v].axes[dim].name
-                finding = Finding(
-                    'gathered for an operation',
-                    f'{op.primitive.replace("_", " ")} of {array.dtype}{shape_text(array.shape)}, '
-                    f'whose axis {repr(which) if which else dim} is sharded along '
-                    f'{", ".join(values[v].axes[dim].mesh_axes)}: {format_bytes(n_bytes)} sent',
-                    span.source,
-                    n_bytes,
-                    _in_two_levels(facts, op, values, along),
-                    tuple(c.name for c in collectives),
-                    Tried(after.network_bytes, after.memory, after.flops, after.bound, before),
-                )
+                text = _text(facts, v, dim, op, values)
+                suggestion = _in_two_levels(facts, op, values, along)
+                finding = _finding(collectives, op, text, suggestion, after, before)
                 found.append((finding, change))
                 before = after
                 continue
         if sent.isdisjoint(name for _, entry in _sharded(op, values) for name in entry):
+            for axes in itertools.islice(_moved(facts, op, values, sent), _MAX_TRIES - n_tried):
+                n_tried += 1
+                change = PerDevice(op.site.frames[0], op.primitive, axes, facts.mesh)
+                after = trials.on_target(Edits(per_device=(*(one for _, one in found), change)))
+                # XLA itself moves the axis of a sort
+                if (
+                    after is not None
+                    and after.bound <= (1 - _MIN_GAIN) * before.bound
+                    and after.network_bytes <= (1 - _MIN_GAIN) * before.network_bytes
+                ):
+                    text, suggestion = _text(facts, v, dim, op, values), _moving(facts, op, axes)
+                    found.append(
+                        (_finding(collectives, op, text, suggestion, after, before), change)
+                    )
+                    before = after
+                    break
             continue
         # the gather may only move on to the next operation of this kind, as between an FFT and its
         # inverse
@@ -89,23 +97,89 @@ def try_per_device(trials: Trials) -> list[tuple[Finding, PerDevice]]:
             after = trials.on_target(Edits(per_device=(*(one for _, one in found), *changes)))
             if after is None or after.bound > (1 - _MIN_GAIN) * before.bound:
                 continue
-            n_bytes = sum(c.total_bytes for c in collectives)
             array, what = facts.traced.values[v], op.primitive.replace('_', ' ')
             along = ', '.join(name for _, entry in changes[0].axes for name in entry)
-            finding = Finding(
-                'gathered for an operation',
+            text = (
                 f'{what} of {array.dtype}{shape_text(array.shape)}, of which {along} shards only '
-                f'batch axes, is gathered: {format_bytes(n_bytes)} sent',
-                op.site.frames[0].source,
-                n_bytes,
-                ', and '.join(_suggestion(facts, one, values) for one in ops),
-                tuple(c.name for c in collectives),
-                Tried(after.network_bytes, after.memory, after.flops, after.bound, before),
+                'batch axes, is gathered:'
             )
+            suggestion = ', and '.join(_suggestion(facts, one, values) for one in ops)
+            finding = _finding(collectives, op, text, suggestion, after, before)
             found += [(finding, change) for change in changes]
             before = after
             break
     return found
+
+
+def _finding(
+    collectives: Sequence[Collective],
+    op: Op,
+    text: str,
+    suggestion: str,
+    after: Figures,
+    before: Figures,
+) -> Finding:
+    n_bytes = sum(c.total_bytes for c in collectives)
+    return Finding(
+        'gathered for an operation',
+        f'{text} {format_bytes(n_bytes)} sent',
+        op.site.frames[0].source,
+        n_bytes,
+        suggestion,
+        tuple(c.name for c in collectives),
+        Tried(after.network_bytes, after.memory, after.flops, after.bound, before),
+    )
+
+
+def _text(facts: Facts, v: int, dim: int, op: Op, values: Sequence[Value]) -> str:
+    assert facts.traced is not None
+    array, axis = facts.traced.values[v], values[v].axes[dim]
+    return (
+        f'{op.primitive.replace("_", " ")} of {array.dtype}{shape_text(array.shape)}, whose '
+        f'axis {repr(axis.name) if axis.name else dim} is sharded along '
+        f'{", ".join(axis.mesh_axes)}:'
+    )
+
+
+def _moved(
+    facts: Facts, op: Op, values: Sequence[Value], sent: Collection[str]
+) -> Iterator[tuple[tuple[int | str, tuple[str, ...]], ...]]:
+    """Yields batch axes that can be sharded in place of those along which an operation runs."""
+    if op.eqn is None or op.site.n_shards or op.site.n_mapped or op.ins[0] is None:
+        return
+    assert facts.mesh is not None
+    known, current, shape = _batch_axes(op), dict(_sharded(op, values)), op.eqn.invars[0].aval.shape
+    used = {name for entry in current.values() for name in entry}
+    batch = {axis.ins[0] for axis in known.values()}
+    names = tuple(
+        name
+        for d, axis in enumerate(values[op.ins[0]].axes)
+        for name in axis.mesh_axes
+        if d not in batch and name not in used
+    )
+    for key, axis in known.items():
+        d, entry = axis.ins[0], (*current.get(key, ()), *names)
+        n = prod(facts.mesh.shape[name] for name in entry)
+        is_same = not axis.groups and not axis.is_summed and d is not None
+        if is_same and not {*names}.isdisjoint(sent) and shape[d] % n == 0:
+            yield tuple({**current, key: entry}.items())
+
+
+def _moving(facts: Facts, op: Op, axes: tuple[tuple[int | str, tuple[str, ...]], ...]) -> str:
+    """Returns what to write to reshard the operand of an operation to other axes first."""
+    assert facts.mesh is not None
+    known, span = _batch_axes(op), op.site.frames[0]
+    placed = {known[key].ins[0]: entry for key, entry in axes}
+    ndim, source = len(op.eqn.invars[0].aval.shape), source_of(span)
+    text = expression_of([Axis('', placed.get(d, ())) for d in range(ndim)], facts.mesh)
+    placement = text.rpartition('-> ')[2]
+    is_short = source and len(source) < 60 and '\n' not in source
+    what = f'`{source}`' if is_short else op.primitive
+    specs = ', '.join([f"'{placement}'"] * len(op.ins))
+    return (
+        f'run {what} in {short_source(span.source)} with another axis sharded: '
+        f"per_device({specs}, out='{placement}'), with the axes as {op.primitive} has them"
+    )
 
 
 def _in_two_levels(facts: Facts, op: Op, values: Sequence[Value], along: tuple[str, ...]) -> str:
