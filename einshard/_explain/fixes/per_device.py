@@ -42,10 +42,11 @@ def try_per_device(trials: Trials) -> list[tuple[Finding, PerDevice]]:
         gathered, key=lambda one: -sum(c.total_bytes for c in one[0])
     ):
         sent = {name for c in collectives for name in c.mesh_axes}
-        along = along_of(op, values)
-        if not sent.isdisjoint(along) and n_tried < _MAX_TRIES:
+        span, along = op.site.frames[0], along_of(op, values)
+        if (span, op.primitive) in {(one.span, one.primitive) for _, one in found}:
+            continue
+        if along and n_tried < _MAX_TRIES:  # also where the gather is over its batch
             n_tried += 1
-            span = op.site.frames[0]
             change = PerDevice(span, op.primitive, _sharded(op, values), facts.mesh, along)
             after = trials.on_target(Edits(per_device=(*(one for _, one in found), change)))
             if after is not None and after.bound <= (1 - _MIN_GAIN) * before.bound:
