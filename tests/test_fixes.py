@@ -1102,3 +1102,45 @@ def test_nothing_is_suggested_that_was_not_compiled():
         report = explain(make_step(c, ON_BOTH), *arguments(), tries=0)
         assert report.findings
         assert {each.suggestion for each in (*report.findings, *report.notes)} == {''}
+
+
+def momentum(weights, m, x, y):
+    def loss(w):
+        return jnp.mean((jax.nn.relu(x @ w['up']) @ w['down'] - y) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(weights)
+    m = jax.tree.map(lambda m, g: 0.9 * m + g, m, grads)
+    return jax.tree.map(lambda w, m: w - 0.01 * m, weights, m), m, value
+
+
+def with_adam(weights, state, x, y):
+    optax = pytest.importorskip('optax')
+
+    def loss(w):
+        return jnp.mean((jax.nn.relu(x @ w['up']) @ w['down'] - y) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(weights)
+    updates, state = optax.adam(1e-3).update(grads, state, weights)
+    return optax.apply_updates(weights, updates), state, value
+
+
+@pytest.mark.parametrize('step', [momentum, with_adam])
+def test_replicated_states_are_sharded_as_their_weights(step):
+    weights = {'up': IN, 'down': OUT}
+    state = {k: struct(w.shape, 'a b -> a b', MESH) for k, w in weights.items()}
+    if step is with_adam:
+        optax = pytest.importorskip('optax')
+        empty = jax.eval_shape(optax.adam(1e-3).init, state)
+        state = jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(MESH, P())),
+            empty,
+        )
+    report = explain(jax.jit(step), weights, state, X, X, tries=2)
+    (finding,) = [f for f in report.findings if f.kind == 'unsharded states']
+    assert "'a b -> a b@tensor'" in finding.suggestion
+    assert "'a b -> a@tensor b'" in finding.suggestion
+    assert finding.tried.memory < 0.95 * finding.tried.before.memory
+    after = explain(report.fixed_function(), weights, state, X, X, tries=0)
+    assert 'unsharded states' not in {f.kind for f in after.findings}
+    assert 'second compile' not in {f.kind for f in after.findings}
+    assert after.memory.total == finding.tried.memory or len(report.findings) > 1

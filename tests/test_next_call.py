@@ -94,6 +94,67 @@ def test_large_state_that_is_not_donated():
     assert 'donation' not in kinds(report.notes)
 
 
+def bare_adam(w, m, v, x):
+    """Adam of an array that is passed bare, as are its states."""
+    value, g = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    m = 0.9 * m + 0.1 * g
+    v = 0.99 * v + 0.01 * g**2
+    return w - 0.1 * m / jnp.sqrt(v + 1e-8), m, v, value
+
+
+def test_states_that_are_passed_bare_and_not_donated():
+    w = struct((4096, 4096), 'd f -> d f@model')
+    x = struct((64, 4096), 'b d -> b@data d')
+    report = explain(jax.jit(bare_adam), w, w, w, x)
+    (note,) = [n for n in report.notes if n.kind == 'donation']
+    assert note.text.startswith('{w,m,v} are replaced by results, and not donated')
+    assert note.bytes == 3 * 4096 * 2048 * 4
+    report = explain(jax.jit(bare_adam, donate_argnums=(1, 2)), w, w, w, x)
+    (note,) = [n for n in report.notes if n.kind == 'donation']
+    assert note.text.startswith('w is replaced by results, and not donated')
+    report = explain(jax.jit(bare_adam, donate_argnums=(0, 1, 2)), w, w, w, x)
+    assert 'donation' not in kinds(report.notes)
+
+
+@pytest.mark.parametrize('write', [jax.lax.dynamic_update_slice, None])
+def test_cache_that_is_passed_bare_and_not_donated(write):
+    def decode(w, cache, x, at):
+        key = x @ w
+        if write is None:
+            cache = cache.at[:, at].set(key)
+        else:
+            cache = write(cache, key[:, None], (0, at, 0))
+        return jnp.einsum('bd,bsd->bs', key, cache), cache
+
+    cache = struct((64, 4096, 256), 'b s d -> b@data s d')
+    w, x = struct((256, 256), 'd f -> d f'), struct((64, 256), 'b d -> b@data d')
+    at = jax.ShapeDtypeStruct((), jnp.int32)
+    (note,) = [n for n in explain(jax.jit(decode), w, cache, x, at).notes if n.kind == 'donation']
+    assert note.text.startswith('cache is replaced by results, and not donated')
+    report = explain(jax.jit(decode, donate_argnums=1), w, cache, x, at)
+    assert 'donation' not in kinds(report.notes)
+
+
+def test_results_that_replace_nothing():
+    """Of two equal updates of an argument, either may replace it; a layer returns no state."""
+
+    def both(w, x):
+        g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - 0.1 * g, w + 0.1 * g
+
+    def layer(x, w):
+        return x + jax.nn.relu(x @ w)
+
+    def gradient(w, x):
+        return jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+    w = struct((4096, 4096), 'd f -> d f@model')
+    x = struct((4096, 4096), 'b d -> b@data d')
+    for function, *arguments in ((both, w, x), (layer, x, w), (gradient, w, x)):
+        report = explain(jax.jit(function), *arguments)
+        assert 'donation' not in kinds(report.notes), function
+
+
 def test_donation_that_frees_nothing():
     def cast(state, x):
         return {'w': (state['w'] + x.sum()).astype(jnp.bfloat16)}

@@ -22,6 +22,7 @@ from .._program.jaxpr.spans import Span
 _Arrays: TypeAlias = tuple[tuple[str, ...], ...]
 # kinds of collectives that send their operand without summing it
 _MOVES = ('all-gather', 'all-to-all', 'collective-broadcast', 'collective-permute')
+_BARE_RESULT = re.compile(r'result(/\d+)*')
 _MIN_NAMED = 0.01  # of the bytes of a collective, for arrays without the role of most bytes
 
 
@@ -191,6 +192,9 @@ def _updated_inputs(
     An output replaces a parameter that is donated to it. It also replaces parameters with a
     matching path, such as 'state/w' for 'result/state/w', 'result/w' or 'result/1/0/w'. In
     inference, these parameters must also have the shape and dtype of the output.
+
+    Arrays that are passed and returned bare, as by `w, m, loss = step(w, m, batch)`, have no path
+    in common: see `_updated_bare`.
     """
     by_path: dict[str, list[int]] = {}
     for i, (path, _) in enumerate(inputs):
@@ -200,9 +204,6 @@ def _updated_inputs(
     types = {number: node.arrays for number, node in graph.parameters.items()}
     results = [node.arrays for node in graph.outputs]
     updated: dict[int, list[int]] = defaultdict(list)
-    for output, parameter in graph.program.aliases.items():
-        if parameter < len(inputs):
-            updated[output].append(parameter)
     for output, path in outputs.items():
         ends = [path.partition('/')[2]]  # without 'result'
         while ends[-1].partition('/')[0].isdecimal() or len(ends) == 1:  # and without positions
@@ -211,7 +212,61 @@ def _updated_inputs(
             for i in by_path.get(end, ()):
                 if is_train_step or types.get(i) == results[output]:
                     updated[output].append(i)
+    numbers = {i for replaced in updated.values() for i in replaced}
+    bare = [i for i, (path, _) in enumerate(inputs) if '/' not in path and i not in numbers]
+    rest = [
+        output
+        for output, path in outputs.items()
+        if output not in updated and output < len(results) and _BARE_RESULT.fullmatch(path)
+    ]
+    found = _updated_bare(graph, bare, rest)
+    updated |= {output: [i] for output, i in found.items()}
+    # JAX donates an argument to the first result of its type, which may replace another argument
+    for output, parameter in graph.program.aliases.items():
+        if parameter < len(inputs) and output not in found and parameter not in found.values():
+            updated[output].insert(0, parameter)
     return updated
+
+
+def _updated_bare(graph: Graph, inputs: Sequence[int], outputs: Sequence[int]) -> dict[int, int]:
+    """Returns {output number: the parameter that the output replaces}, by what is computed.
+
+    In a train step, an output replaces a parameter of its shard's shape and dtype that elementwise
+    operations update: `w - lr * g`. New weights depend on the states of the optimizer, too, so the
+    outputs that can replace only one parameter take theirs first. In inference, an output replaces
+    a parameter if only slices of it are updated, as in a cache. What stays ambiguous is left out.
+    """
+    has_backward = '/transpose(' in graph.program.text
+    candidates: dict[int, set[int]] = {}
+    for output in outputs:
+        node = graph.outputs[output]
+        found = origins(node, elementwise=True) if has_backward else _updated_in_place(node)
+        numbers = {int(n.op.operand_text) for n in found if n.opcode == 'parameter'}
+        candidates[output] = {
+            i for i in numbers & {*inputs} if graph.parameters[i].arrays == node.arrays
+        }
+    updated: dict[int, int] = {}
+    while single := {o: min(found) for o, found in candidates.items() if len(found) == 1}:
+        # several that replace the same parameter are ambiguous
+        counts = Counter(single.values())
+        updated |= {output: i for output, i in single.items() if counts[i] == 1}
+        for found in candidates.values():
+            found -= {*counts}
+    return updated
+
+
+def _updated_in_place(node: Node) -> Sequence[Node]:
+    """Returns the array of which an output has updated slices, or () if there is not one."""
+    seen, pending, is_updated, found = {node}, [node], False, list[Node]()
+    for node in pending:
+        node = strip(node)
+        is_update = node.opcode in ('dynamic-update-slice', 'scatter')
+        is_updated |= is_update
+        sources = node.inputs[:1] if is_update else node.inputs if node.opcode == 'phi' else ()
+        found += [node] * (not sources)
+        pending += [source for source in sources if source not in seen]
+        seen.update(sources)
+    return found if is_updated and len(found) == 1 else ()
 
 
 # the axis names of a constraint also hold for elementwise operations on its source line

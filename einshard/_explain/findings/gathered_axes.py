@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from math import prod
 
 from ..._program.hlo.collective import Collective
 from ..._program.hlo.queries import COPIES
 from ..._program.jaxpr.graph import Op
+from ..._program.jaxpr.two_levels import axis_in_two_levels, bytes_in_two_levels
 from ..._text import format_bytes, shape_text
 from ..report_rows import Finding
 from .expressions import expression_of
@@ -23,6 +25,8 @@ _ALONG_AN_AXIS = re.compile(
     r'|custom_call|ffi_call|pure_callback|io_callback|eigh?|svd|qr|lu|cholesky|triangular_solve'
     r'|schur|hessenberg|tridiagonal|tridiagonal_solve|householder_product'
 )
+IN_TWO_LEVELS = '. In two levels, with per_device, each device sends '
+_CUMULATIVE = {'cumsum', 'cumprod', 'cummax', 'cummin', 'cumlogsumexp'}
 # What one element of a result depends on is known to the function that they call.
 _CALLS = ('pure_callback', 'io_callback', 'custom_call', 'ffi_call')
 
@@ -42,7 +46,7 @@ def gathered_for_operation(facts: Facts) -> Iterator[Finding]:
         )
         yield Finding(
             'gathered for an operation',
-            text + _if_independent(facts, op, dim, axes),
+            text + _if_independent(facts, op, dim, axes) + _if_in_two_levels(facts, op, values),
             op.site.frames[0].source,
             sum(c.total_bytes for c in several),
             '',
@@ -102,7 +106,11 @@ def _words(collective: Collective) -> set[str]:
             names.append(user.op.op_name)
             if (user.opcode == 'element' or user.opcode in COPIES) and user not in pending:
                 pending.append(user)
-    return {word for name in names for word in re.findall(r'[\w-]+', name)}
+    words = {word for name in names for word in re.findall(r'[\w-]+', name)}
+    # JAX runs cumulative operations in other ones
+    if any(word.startswith(('reduce_window', 'associative_scan')) for word in words):
+        words |= _CUMULATIVE
+    return words
 
 
 def _if_independent(facts: Facts, op: Op, dim: int, axes: Sequence[Axis]) -> str:
@@ -119,3 +127,32 @@ def _if_independent(facts: Facts, op: Op, dim: int, axes: Sequence[Axis]) -> str
         f'. If it computes each element of this axis on its own, per_device('
         f"'{placement}', out='{out} ...') around the call sends nothing (not tried)"
     )
+
+
+def along_of(op: Op, values: Sequence[Value]) -> tuple[str, ...]:
+    """Returns the mesh axes that shard the axis of an operation that can run in two levels.
+
+    Returns () in a `shard_map` and under `jax.vmap`, where the code does not see all axes.
+    """
+    if op.eqn is None or op.site.n_shards or op.site.n_mapped or len(op.ins) != 1:
+        return ()
+    (v,), ndim = op.ins, len(op.eqn.invars[0].aval.shape)
+    axis = axis_in_two_levels(op.primitive, op.eqn.params, ndim)
+    return () if v is None or axis is None else values[v].axes[axis].mesh_axes
+
+
+def _if_in_two_levels(facts: Facts, op: Op, values: Sequence[Value]) -> str:
+    """Says what the operation sends in two levels, with `per_device`."""
+    names = along_of(op, values)
+    if not names:
+        return ''
+    assert facts.mesh is not None
+    aval, (v,) = op.eqn.invars[0].aval, op.arrays_in
+    shard = [
+        size // prod(facts.mesh.shape[name] for name in axis.mesh_axes)
+        for size, axis in zip(aval.shape, values[v].axes, strict=True)
+    ]
+    n = prod(facts.mesh.shape[name] for name in names)
+    sent = bytes_in_two_levels(op.primitive, op.eqn.params, shard, aval.dtype.itemsize, n)
+    sent *= op.site.runs or 1
+    return f'{IN_TWO_LEVELS}{format_bytes(sent)} (computed, not tried)'

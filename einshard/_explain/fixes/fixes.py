@@ -11,8 +11,10 @@ from jax.sharding import NamedSharding
 from ..._errors import EinshardError
 from ..._program.jaxpr.edits import FixedFunction, PerDevice
 from ..._text import first_of, format_bytes, short_source
+from ..findings.arguments import states_of_parameters
 from ..findings.expressions import expression_of, shard_text
 from ..findings.facts import Facts
+from ..findings.gathered_axes import IN_TWO_LEVELS
 from ..findings.gathers import reshard_text
 from ..findings.next_call import next_arguments, pin_text, results_to_pin
 from ..findings.trace import mesh_entries
@@ -52,11 +54,15 @@ class Fixes:
         search: Search | None,
         per_device: Sequence[tuple[Finding, PerDevice]] = (),
         can_try: bool = True,
+        states: tuple[Finding, Edits] | None = None,
     ):
         self._report, self._facts, self._search = report, facts, search
         self._can_try = can_try
         self._per_device = [*dict.fromkeys(finding for finding, _ in per_device)]
         self._first = Edits(per_device=tuple(change for _, change in per_device))
+        if states is not None:
+            self._per_device.append(states[0])
+            self._first |= states[1]
         self._pins, self._pinned = Edits(), None
 
     def try_pins(self) -> None:
@@ -361,17 +367,23 @@ def with_fixes(report: Report, facts: Facts, tries: int, seconds: float | None) 
     if isinstance(trials, str):
         return _not_tried(report, trials) if trials and report.network_bytes else report
     per_device, needs_search = try_per_device(trials), has_candidates(trials)
+    if not facts.is_explicit:  # two levels that were tried and do not help
+        notes = (replace(n, text=n.text.partition(IN_TWO_LEVELS)[0]) for n in report.notes)
+        report = replace(report, notes=tuple(notes))
     first = Edits(per_device=tuple(change for _, change in per_device))
+    states = _try_states(report, trials, first)
+    if states is not None:
+        first |= states[1]
     search = start_search(trials, first) if needs_search else None
     can_try = search is not None or not needs_search
-    fixes = Fixes(report, facts, search, per_device, can_try)
+    fixes = Fixes(report, facts, search, per_device, can_try, states)
     if search is not None:
         search.run(tries, seconds)
         if search.accepted:
             search.confirm()
     elif needs_search:
         report = _not_tried(report, f'it does not compile again. JAX says: {trials.error}')
-        fixes = Fixes(report, facts, search, per_device, can_try)
+        fixes = Fixes(report, facts, search, per_device, can_try, states)
     fixes.try_pins()
     return fixes.report()
 
@@ -379,3 +391,33 @@ def with_fixes(report: Report, facts: Facts, tries: int, seconds: float | None) 
 def _not_tried(report: Report, reason: str) -> Report:
     note = Finding('not tried', f'no change of the program could be tried: {reason}')
     return replace(report, notes=(*report.notes, note))
+
+
+def _try_states(report: Report, trials: Trials, first: Edits) -> tuple[Finding, Edits] | None:
+    """Tries to shard replicated states of the optimizer as their parameters.
+
+    Keeps that if it saves memory and raises no cost: states are in memory between steps.
+    """
+    facts = trials.facts
+    rule = next((each for each in report.findings if each.kind == 'unsharded states'), None)
+    if rule is None:
+        return None
+    parameters, shardings = states_of_parameters(facts), dict[int, NamedSharding]()
+    for state, i in parameters.items():
+        sharding = facts.arguments[i].sharding
+        if facts.arguments[state].path in rule.explains and isinstance(sharding, NamedSharding):
+            shardings[state] = sharding
+    replaced = next_arguments(facts).items()
+    results = {r: shardings[state] for r, state in replaced if state in shardings}
+    edits = Edits(arguments=shardings, results=results)
+    before, after = trials.on_target(first), trials.on_target(first | edits)
+    if before is None or after is None or after.bound > before.bound:
+        return None
+    if (after.memory or 0) > (1 - MIN_GAIN) * (before.memory or 0):
+        return None
+    placements = {
+        facts.arguments[state].path: facts.argument_rows[parameters[state]].placement
+        for state in shardings
+    }
+    tried = as_tried(before, after)
+    return replace(rule, suggestion=shard_text(placements), tried=tried), edits

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
 from jax.sharding import Mesh
 
+from ..._program.hlo.collective import Collective
 from ..._program.jaxpr.edits import PerDevice
 from ..._program.jaxpr.graph import Op
 from ..._program.jaxpr.op_sharding_rule import BatchAxis, batch_axes
+from ..._program.jaxpr.two_levels import code_in_two_levels
+from ..._sharding.mesh import is_canonical_mesh
 from ..._text import format_bytes, shape_text, short_source
 from ..findings.expressions import expression_of
 from ..findings.facts import Facts
-from ..findings.gathered_axes import gathered_operations
+from ..findings.gathered_axes import along_of, gathered_operations
 from ..findings.values import Axis, Value
-from ..report_rows import Finding
+from ..report_rows import Figures, Finding
 from .patch import source_of
 from .search import as_tried
 from .trials import Edits, Trials
@@ -35,11 +39,41 @@ def try_per_device(trials: Trials) -> list[tuple[Finding, PerDevice]]:
         return []
     before, n_tried = trials.as_compiled().figures, 0
     gathered = gathered_operations(facts, facts.collectives)
-    for collectives, op, v, _, values in sorted(
+    for collectives, op, v, dim, values in sorted(
         gathered, key=lambda one: -sum(c.total_bytes for c in one[0])
     ):
         sent = {name for c in collectives for name in c.mesh_axes}
+        span, along = op.site.frames[0], along_of(op, values)
+        if (span, op.primitive) in {(one.span, one.primitive) for _, one in found}:
+            continue
+        if along and n_tried < _MAX_TRIES:  # also where the gather is over its batch
+            n_tried += 1
+            change = PerDevice(span, op.primitive, _sharded(op, values), facts.mesh, along)
+            after = trials.on_target(Edits(per_device=(*(one for _, one in found), change)))
+            if after is not None and after.bound <= (1 - _MIN_GAIN) * before.bound:
+                text = _text(facts, v, dim, op, values)
+                suggestion = _in_two_levels(facts, op, values, along)
+                finding = _finding(collectives, op, text, suggestion, after, before)
+                found.append((finding, change))
+                before = after
+                continue
         if sent.isdisjoint(name for _, entry in _sharded(op, values) for name in entry):
+            for axes in itertools.islice(_moved(facts, op, values, sent), _MAX_TRIES - n_tried):
+                n_tried += 1
+                change = PerDevice(op.site.frames[0], op.primitive, axes, facts.mesh)
+                after = trials.on_target(Edits(per_device=(*(one for _, one in found), change)))
+                # XLA itself moves the axis of a sort
+                if (
+                    after is not None
+                    and after.bound <= (1 - _MIN_GAIN) * before.bound
+                    and after.network_bytes <= (1 - _MIN_GAIN) * before.network_bytes
+                ):
+                    text, suggestion = _text(facts, v, dim, op, values), _moving(facts, op, axes)
+                    found.append(
+                        (_finding(collectives, op, text, suggestion, after, before), change)
+                    )
+                    before = after
+                    break
             continue
         # the gather may only move on to the next operation of this kind, as between an FFT and its
         # inverse
@@ -62,27 +96,111 @@ def try_per_device(trials: Trials) -> list[tuple[Finding, PerDevice]]:
             if not changes or n_tried == _MAX_TRIES:
                 break
             n_tried += 1
-            trial = trials.on_target(Edits(per_device=(*(one for _, one in found), *changes)))
-            if trial is None or trial[0].bound > (1 - _MIN_GAIN) * before.bound:
+            after = trials.on_target(Edits(per_device=(*(one for _, one in found), *changes)))
+            if after is None or after.bound > (1 - _MIN_GAIN) * before.bound:
                 continue
-            after = trial[0]
-            n_bytes = sum(c.total_bytes for c in collectives)
             array, what = facts.traced.values[v], op.primitive.replace('_', ' ')
             along = ', '.join(name for _, entry in changes[0].axes for name in entry)
-            finding = Finding(
-                'gathered for an operation',
+            text = (
                 f'{what} of {array.dtype}{shape_text(array.shape)}, of which {along} shards only '
-                f'batch axes, is gathered: {format_bytes(n_bytes)} sent',
-                op.site.frames[0].source,
-                n_bytes,
-                ', and '.join(_suggestion(facts, one, values) for one in ops),
-                tuple(c.name for c in collectives),
-                as_tried(before, after),
+                'batch axes, is gathered:'
             )
+            suggestion = ', and '.join(_suggestion(facts, one, values) for one in ops)
+            finding = _finding(collectives, op, text, suggestion, after, before)
             found += [(finding, change) for change in changes]
             before = after
             break
     return found
+
+
+def _finding(
+    collectives: Sequence[Collective],
+    op: Op,
+    text: str,
+    suggestion: str,
+    after: Figures,
+    before: Figures,
+) -> Finding:
+    n_bytes = sum(c.total_bytes for c in collectives)
+    return Finding(
+        'gathered for an operation',
+        f'{text} {format_bytes(n_bytes)} sent',
+        op.site.frames[0].source,
+        n_bytes,
+        suggestion,
+        tuple(c.name for c in collectives),
+        as_tried(before, after),
+    )
+
+
+def _text(facts: Facts, v: int, dim: int, op: Op, values: Sequence[Value]) -> str:
+    assert facts.traced is not None
+    array, axis = facts.traced.values[v], values[v].axes[dim]
+    return (
+        f'{op.primitive.replace("_", " ")} of {array.dtype}{shape_text(array.shape)}, whose '
+        f'axis {repr(axis.name) if axis.name else dim} is sharded along '
+        f'{", ".join(axis.mesh_axes)}:'
+    )
+
+
+def _moved(
+    facts: Facts, op: Op, values: Sequence[Value], sent: Collection[str]
+) -> Iterator[tuple[tuple[int | str, tuple[str, ...]], ...]]:
+    """Yields batch axes that can be sharded in place of those along which an operation runs."""
+    if op.eqn is None or op.site.n_shards or op.site.n_mapped or op.ins[0] is None:
+        return
+    assert facts.mesh is not None
+    known, current, shape = _batch_axes(op), dict(_sharded(op, values)), op.eqn.invars[0].aval.shape
+    used = {name for entry in current.values() for name in entry}
+    batch = {axis.ins[0] for axis in known.values()}
+    names = tuple(
+        name
+        for d, axis in enumerate(values[op.ins[0]].axes)
+        for name in axis.mesh_axes
+        if d not in batch and name not in used
+    )
+    for key, axis in known.items():
+        d, entry = axis.ins[0], (*current.get(key, ()), *names)
+        n = prod(facts.mesh.shape[name] for name in entry)
+        is_same = not axis.groups and not axis.is_summed and d is not None
+        if is_same and not {*names}.isdisjoint(sent) and shape[d] % n == 0:
+            yield tuple({**current, key: entry}.items())
+
+
+def _moving(facts: Facts, op: Op, axes: tuple[tuple[int | str, tuple[str, ...]], ...]) -> str:
+    """Returns what to write to reshard the operand of an operation to other axes first."""
+    assert facts.mesh is not None
+    known, span = _batch_axes(op), op.site.frames[0]
+    placed = {known[key].ins[0]: entry for key, entry in axes}
+    ndim, source = len(op.eqn.invars[0].aval.shape), source_of(span)
+    text = expression_of([Axis('', placed.get(d, ())) for d in range(ndim)], facts.mesh)
+    placement = text.rpartition('-> ')[2]
+    is_short = source and len(source) < 60 and '\n' not in source
+    what = f'`{source}`' if is_short else op.primitive
+    specs = ', '.join([f"'{placement}'"] * len(op.ins))
+    return (
+        f'run {what} in {short_source(span.source)} with another axis sharded: '
+        f"per_device({specs}, out='{placement}'), with the axes as {op.primitive} has them"
+    )
+
+
+def _in_two_levels(facts: Facts, op: Op, values: Sequence[Value], along: tuple[str, ...]) -> str:
+    """Returns the code of an operation in two levels. x is its operand."""
+    assert facts.mesh is not None
+    mesh, (v,) = facts.mesh, op.arrays_in
+    used = {*along, *(name for _, entry in _sharded(op, values) for name in entry)}
+    axes = [axis.without_mesh_axes({*axis.mesh_axes} - used) for axis in values[v].axes]
+    placement = expression_of(axes, mesh).rpartition('-> ')[2]
+    names, span = along, op.site.frames[0]
+    if is_canonical_mesh(mesh):  # there, collectives name array axes
+        (axis,) = (i for i, each in enumerate(axes) if each.mesh_axes == along)
+        names = (expression_of(axes, mesh).split(' ')[axis],)
+    n, source = prod(mesh.shape[name] for name in along), source_of(span)
+    is_short = source and len(source) < 60 and '\n' not in source
+    return (
+        f'run {f"`{source}`" if is_short else op.primitive} in {short_source(span.source)} in two '
+        f'levels, where x is its operand: {code_in_two_levels(op.eqn, placement, names, n)}'
+    )
 
 
 def _sharded(op: Op, values: Sequence[Value]) -> tuple[tuple[int | str, tuple[str, ...]], ...]:

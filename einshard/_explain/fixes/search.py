@@ -157,17 +157,17 @@ class Search:
 
     def confirm(self) -> None:
         """Compiles the accepted changes for the target. Drops them if they do not help there."""
-        compiled = self.trials.as_compiled()
-        before = compiled.figures, compiled.bounds
+        before = self.trials.as_compiled().figures
         without = before if self.first == Edits() else self.trials.on_target(self.first)
-        after = self.trials.on_target(self.edits)
-        if after is None or without is None or not self._fits(after[0]):
+        found = self.trials.bounds_on_target(self.edits)
+        if found is None or without is None or not self._fits(found[0]):
             self.accepted.clear()
             return
-        if after[0].bound > (1 - MIN_GAIN) * without[0].bound:
+        after, bounds = found
+        if after.bound > (1 - MIN_GAIN) * without.bound:
             self.accepted.clear()
             return
-        self.target, self.bounds = (before[0], after[0]), after[1]
+        self.target, self.bounds = (before, after), bounds
 
 
 def as_tried(before: Figures, after: Figures, is_simulated: bool = False) -> Tried:

@@ -178,8 +178,12 @@ class Trials:
             is_cpu,
         )
 
-    def on_target(self, edits: Edits) -> tuple[Figures, Bounds] | None:
+    def on_target(self, edits: Edits) -> Figures | None:
         """Compiles the program with changes for its own devices."""
+        found = self.bounds_on_target(edits)
+        return None if found is None else found[0]
+
+    def bounds_on_target(self, edits: Edits) -> tuple[Figures, Bounds] | None:
         with self._scope():
             try:
                 edited = self._apply(edits)

@@ -19,6 +19,7 @@ from ..._sharding.mesh import partition_spec, spec_axes
 from .graph import Site
 from .op_sharding_rule import BatchAxis, batch_axes
 from .spans import Frames, Span
+from .two_levels import axis_in_two_levels, run_in_two_levels
 
 _CONSTRAINT = 'sharding_constraint'
 # These pass a cotangent on to their operands: no equation of the backward pass is theirs.
@@ -49,12 +50,15 @@ class PerDevice(NamedTuple):
     Attributes:
         span: the expression that calls it. Its gradients there are changed alike.
         axes: pairs of a batch axis and the mesh axes that shard it; see `batch_axes`.
+        along: the mesh axes that shard the axis along which it operates, which then runs in two
+            levels; see `run_in_two_levels`.
     """
 
     span: Span
     primitive: str
     axes: tuple[tuple[int | str, tuple[str, ...]], ...]
     mesh: Mesh
+    along: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -762,6 +766,8 @@ class _Sharder:
         return _closed_like(closed, jaxpr.replace(eqns=eqns))
 
     def run_on_shards(self, eqn: Any) -> Any:
+        if self.change.along:
+            return self.run_in_two_levels(eqn)
         mesh, params = self.change.mesh, dict(eqn.params)
         ins, outs = ([tuple(v.aval.shape) for v in vs] for vs in (eqn.invars, eqn.outvars))
         known = batch_axes(eqn.primitive.name, eqn.params, ins, outs)
@@ -802,6 +808,25 @@ class _Sharder:
         )
         structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
         (new,) = _open(jax.make_jaxpr(local)(*structs)).eqns
+        self.n_changed += 1
+        return new.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+
+    def run_in_two_levels(self, eqn: Any) -> Any:
+        (operand,), mesh, along = eqn.invars, self.change.mesh, self.change.along
+        shape = tuple(operand.aval.shape)
+        axis = axis_in_two_levels(eqn.primitive.name, eqn.params, len(shape))
+        entries = [dict(self.change.axes).get(d, ()) for d in range(len(shape))]
+        if axis is None:
+            self.has_failed = True
+            return eqn
+        entries[axis] = along
+        sizes = (math.prod(mesh.shape[name] for name in entry) for entry in entries)
+        if any(size % n for size, n in zip(shape, sizes, strict=True)):
+            self.has_failed = True
+            return eqn
+        function = run_in_two_levels(eqn, mesh, entries)
+        struct = jax.ShapeDtypeStruct(shape, operand.aval.dtype)
+        (new,) = _open(jax.make_jaxpr(function)(struct)).eqns
         self.n_changed += 1
         return new.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
 
