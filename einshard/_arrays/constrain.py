@@ -53,12 +53,15 @@ def constrain(x: Any, placement: Placement) -> Any:
         expressions.append(placement.expression)
     if isinstance(x, jax.Ref):
         return _checked_ref(x, placement)
-    # under jax.grad or jax.vmap outside jit, on a mesh with Auto and Explicit axes,
-    # with_sharding_constraint removes the Explicit axes from the type
+    # outside jit, on a mesh with Auto and Explicit axes, with_sharding_constraint removes the
+    # Explicit axes from the type: under jax.grad and jax.vmap, and when jax.checkpoint runs what
+    # it has staged
     is_mixed = len({*placement.sharding.mesh.axis_types}) > 1
     try:
         with _scope(x, placement):
-            if is_mixed and not is_staging():
+            if is_mixed and is_staging():  # a new function, because a cached trace has an old line
+                return jax.jit(lambda x: _constrain(x, placement.sharding))(x)
+            if is_mixed:
                 return _constrain_in_jit(x, placement.sharding)
             return _constrain(x, placement.sharding)
     except ValueError as error:
