@@ -338,3 +338,13 @@ def test_nested_functions_on_the_canonical_mesh():
     inner = per_device('a b -> a b@b', out='a b -> a b')(psum('b'))
     outer = per_device('a b -> a8 b2', out='a b -> a8 2 b', axis_names='a')(lambda x: inner(x))
     np.testing.assert_array_equal(outer(X), X.reshape(8, 2, 4).sum(1))
+
+
+@pytest.mark.parametrize('types', [('Auto', 'Explicit'), ('Explicit', 'Auto')])
+def test_checkpoint_outside_jit_keeps_both_kinds_of_axes(types):
+    mesh = jax.make_mesh((2, 4), ('data', 'tp'), axis_types=tuple(AxisType[t] for t in types))
+    x = np.arange(128, dtype=np.float32).reshape(8, 16)
+    with jax.set_mesh(mesh):
+        y = jax.checkpoint(lambda x: einshard(x * 2, 'a b -> a@data b@tp'))(x)
+    assert y.sharding.is_equivalent_to(jax.NamedSharding(mesh, P('data', 'tp')), 2)
+    np.testing.assert_array_equal(y, x * 2)

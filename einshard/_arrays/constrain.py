@@ -63,13 +63,15 @@ def constrain(x: Any, placement: Placement) -> Any:
             code='array',
             instead=f"constrain its value: einshard(ref[...], '{placement.expression.text}')",
         )
-    # under jax.grad or jax.vmap outside jit, on a mesh with Auto and Explicit axes,
-    # with_sharding_constraint removes the Explicit axes from the type
+    # outside jit, on a mesh with Auto and Explicit axes, with_sharding_constraint removes the
+    # Explicit axes from the type: under jax.grad and jax.vmap, and when jax.checkpoint runs what
+    # it has staged
     is_mixed = len({*sharding.mesh.axis_types}) > 1
     try:
         with _scope(x, placement):
-            in_jit = is_mixed and not is_staging()
-            return (_constrain_in_jit if in_jit else _constrain)(x, sharding)
+            if is_mixed and is_staging():  # a new function, because a cached trace has an old line
+                return jax.jit(lambda x: _constrain(x, sharding))(x)
+            return (_constrain_in_jit if is_mixed else _constrain)(x, sharding)
     except ValueError as error:
         # a tracer of jax.grad outside jit does not show which devices its value is on
         raise _cannot_constrain(placement, error) from error

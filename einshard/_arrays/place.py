@@ -261,6 +261,8 @@ def _placement_of_leaf(
         return None
     options = {'traced': False} if kind in ('struct', 'ref') else {}
     placement = find(spec, () if kind == 'number' else leaf.shape, **options)
+    if kind == 'number':
+        _check_number(placement.expression, leaf)
     if kind == 'numpy':
         check_dtype(placement.expression, leaf.dtype)
     return placement
@@ -342,6 +344,13 @@ def check_dtype(expression: Expression, dtype: np.dtype[Any]) -> None:
         raise EinshardError(
             f'JAX does not support dtype {dtype}', code='array', expression=expression.text
         )
+
+
+def _check_number(expression: Expression, number: complex) -> None:
+    try:
+        jax.typeof(number)
+    except OverflowError as error:
+        raise EinshardError(str(error), code='array', expression=expression.text) from None
 
 
 @cached
