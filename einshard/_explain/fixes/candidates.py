@@ -154,6 +154,7 @@ def _sends(facts: Facts, trial: Trial) -> Iterator[Cost]:
     numbers = {trial.values[v].argument for op in lookups for v in op.arrays_in[:1]} - {None}
     numbers |= {trial.values[v].argument for v in _looped(trial)}
     paths = {facts.arguments[i].path for i in numbers if i is not None}
+    paths |= _unsharded_states(facts, trial).paths(facts)
     assert facts.mesh is not None
     names = [str(name) for name in facts.mesh.axis_names]
     reshard_of = {node: reshard for reshard in trial.reshards.values() for node in reshard.gathers}
@@ -161,7 +162,8 @@ def _sends(facts: Facts, trial: Trial) -> Iterator[Cost]:
     for c in trial.collectives:
         reshard = next((reshard_of[node] for node in c.nodes if node in reshard_of), None)
         # gathering weights that are sharded like the batch, and adding up their gradients, is what
-        # data parallelism costs, except for the rows of a table, and layers that a loop runs over
+        # data parallelism costs, except for the rows of a table, layers that a loop runs over, and
+        # states that are not sharded like their weights
         is_of_weights = facts.is_training and c.role in ('weights', 'gradients')
         is_of_table = c.source in lines or not paths.isdisjoint(c.of)
         if is_of_weights and not (is_of_table or reshard):
@@ -184,6 +186,22 @@ def _sends(facts: Facts, trial: Trial) -> Iterator[Cost]:
             tuple(c.name for c in several),
             reshard,
         )
+
+
+def _unsharded_states(facts: Facts, trial: Trial) -> Edits:
+    """Shards the replicated states of sharded parameters, and their new values, like these."""
+    shardings = [array.sharding for array in trial.arguments]
+    states = {
+        state: sharding
+        for state, parameter in states_of_parameters(facts).items()
+        if isinstance(sharding := shardings[parameter], NamedSharding)
+        and not sharding.is_fully_replicated
+        and shardings[state] is not None
+        and shardings[state].is_fully_replicated
+    }
+    replaced = next_arguments(facts).items()
+    results = {result: states[i] for result, i in replaced if i in states}
+    return Edits(arguments=states, results=results)
 
 
 def _looped(trial: Trial) -> list[int]:
@@ -354,6 +372,9 @@ class Candidates:
         forward.sort(key=lambda op: -self._weight_of(op))
         yield from self._dropped(cost)
         yield from self._loops(cost)
+        states = _unsharded_states(self.facts, self.trial)
+        if not states.paths(self.facts).isdisjoint(cost.of):
+            yield Change('unsharded states', cost, states)
         if is_part:  # the weight of these calls, such as an output layer
             yield from itertools.islice(self._weights(cost, cost.mesh_axes, forward[0]), 1)
         # a send may be for the product that uses its line

@@ -17,6 +17,7 @@ from ..findings.gathers import reshard_text
 from ..findings.next_call import next_arguments, pin_text, results_to_pin
 from ..findings.trace import mesh_entries
 from ..findings.values import Axis
+from ..fold_layers import fold_paths
 from ..report import Report
 from ..report_rows import Finding, changes
 from .patch import make_patch, operand_text, placement_of, source_of
@@ -180,14 +181,15 @@ class Fixes:
         if accepted.trial.is_simulated and not cost.n_repeats:
             text += ' (on simulated CPUs)'
         lines = {cost.line, *(point.span.source for point in change.points)}
+        moved = change.edits.paths(self._facts)
         for rule in rules:
             if rule.kind == 'no effect':
                 continue
-            if rule.kind == change.kind == 'full rematerialization':
-                # on the target, its all-gathers may have other names and lines
-                is_same = not cost.line or rule.source in lines
-            else:
-                is_same = rule.source == cost.line
+            is_same = rule.source == cost.line
+            if rule.kind == change.kind:
+                # on the target, its collectives may have other names and lines
+                is_same |= rule.source in lines or not moved.isdisjoint(rule.explains)
+                is_same |= kind == 'full rematerialization' and not cost.line
             if is_same or {*rule.explains} & {*names}:
                 if rule.kind == change.kind == 'full rematerialization':
                     source, n_bytes = rule.source, rule.bytes  # of all its all-gathers
@@ -224,7 +226,12 @@ class Fixes:
             else:
                 call = f"einshard(..., '{placement}')"
                 texts.append(f'constrain {what} in {line}: {call}{mapped}')
-        texts += self._moves(change.edits)
+        if change.kind == 'unsharded states':
+            states = (facts.arguments[i].path for i in change.edits.arguments)
+            listed = first_of(fold_paths(states), 3)
+            texts.append(f'shard {listed} like their parameters, as for_optimizer does')
+        else:
+            texts += self._moves(change.edits)
         texts += self._through(change.edits)
         return ', and '.join(texts)
 
