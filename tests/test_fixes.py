@@ -17,7 +17,17 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mistakes import BOTH, MEGATRON, Choices, arguments, make_step
 
-from einshard import Chip, EinshardError, device_mesh, einshard, explain, sharded, topology
+from einshard import (
+    Chip,
+    EinshardError,
+    Rules,
+    device_mesh,
+    einshard,
+    explain,
+    for_optimizer,
+    sharded,
+    topology,
+)
 from einshard._cli.main import main
 from einshard._explain.fixes import trials
 from einshard._explain.lowered import Stages
@@ -1144,3 +1154,47 @@ def test_replicated_states_are_sharded_as_their_weights(step):
     assert 'unsharded states' not in {f.kind for f in after.findings}
     assert 'second compile' not in {f.kind for f in after.findings}
     assert after.memory.total == finding.tried.memory or len(report.findings) > 1
+
+
+# --- states -------------------------------------------------------------------------------------
+
+
+def test_replicated_states_of_sharded_parameters():
+    n_layers, rules = 4, Rules([('up', 'l d f -> l d@data f@tensor'), ('b', 'd -> d')])
+
+    def update(params, state, x):
+        def loss(params):
+            x_out, _ = jax.lax.scan(
+                lambda x, w: (jnp.tanh(x @ w), None), x + params['b'], params['up']
+            )
+            return jnp.mean(x_out**2)
+
+        grads = jax.grad(loss)(params)
+        state = {
+            'mu': jax.tree.map(lambda m, g: 0.9 * m + g, state['mu'], grads),
+            'nu': jax.tree.map(lambda v, g: 0.9 * v + g * g, state['nu'], grads),
+        }
+        change = jax.tree.map(lambda m, v: m / jnp.sqrt(v + 1e-6), state['mu'], state['nu'])
+        return jax.tree.map(lambda w, c: w - 0.1 * c, params, change), state
+
+    def step(states):
+        specs = rules, states, 'b d -> b@data d'
+        return sharded(*specs, out=(rules, states), donate_argnums=(0, 1), mesh=MESH)(update)
+
+    shape = jax.ShapeDtypeStruct
+    params = {'up': shape((n_layers, 256, 256), jnp.float32), 'b': shape((256,), jnp.float32)}
+    arguments = params, {'mu': params, 'nu': params}, shape((64, 256), jnp.float32)
+    report = explain(step('... -> ...'), *arguments, tries=4)
+    (finding,) = report.findings
+    assert finding.kind == 'unsharded states'
+    assert 'state/{mu,nu}/up are replicated' in finding.text
+    placement = "'l d f -> l d@data f@tensor'"
+    assert finding.suggestion == f'shard state/{{mu,nu}}/up with {placement}, as for_optimizer does'
+    # nothing repeats what the finding says
+    assert not any('{mu,nu}' in note.text for note in report.notes)
+    by_hand = explain(step(for_optimizer(params, rules)), *arguments, tries=0)
+    assert finding.tried.network_bytes == by_hand.network_bytes < 0.5 * report.network_bytes
+    assert finding.tried.memory == by_hand.memory.total
+    fixed = explain(report.fixed_function(), *arguments, tries=0)
+    assert fixed.network_bytes == by_hand.network_bytes
+    assert placement in report.patch()

@@ -216,14 +216,15 @@ class Fixes:
         if accepted.trial.is_simulated and not cost.n_repeats:
             text += ' (on simulated CPUs)'
         lines = {cost.line, *(point.span.source for point in change.points)}
+        moved = change.edits.paths(self._facts)
         for rule in rules:
             if rule.kind == 'no effect':
                 continue
-            if rule.kind == change.kind == 'full rematerialization':
-                # on the target, its all-gathers may have other names and lines
-                is_same = not cost.line or rule.source in lines
-            else:
-                is_same = rule.source == cost.line
+            is_same = rule.source == cost.line
+            if rule.kind == change.kind:
+                # on the target, its collectives may have other names and lines
+                is_same |= rule.source in lines or not moved.isdisjoint(rule.explains)
+                is_same |= kind == 'full rematerialization' and not cost.line
             if is_same or {*rule.explains} & {*names}:
                 if rule.kind == change.kind == 'full rematerialization':
                     source, n_bytes = rule.source, rule.bytes  # of all its all-gathers
@@ -420,4 +421,5 @@ def _try_states(report: Report, trials: Trials, first: Edits) -> tuple[Finding, 
         for state in shardings
     }
     tried = as_tried(before, after)
-    return replace(rule, suggestion=shard_text(placements), tried=tried), edits
+    suggestion = f'{shard_text(placements)}, as for_optimizer does'
+    return replace(rule, suggestion=suggestion, tried=tried), edits

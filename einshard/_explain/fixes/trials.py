@@ -65,6 +65,11 @@ class Edits:
     leaving: Mapping[int, NamedSharding] = field(default_factory=dict)
     per_device: tuple[PerDevice, ...] = ()
 
+    def paths(self, facts: Facts) -> set[str]:
+        """The arguments and results that get new shardings."""
+        arguments = {facts.arguments[i].path for i in self.arguments}
+        return arguments | {facts.results[i].path for i in self.results}
+
     def __or__(self, later: Edits) -> Edits:
         edited = {(edit.span, edit.of_operand) for edit in later.values}
         kept = (edit for edit in self.values if (edit.span, edit.of_operand) not in edited)
