@@ -217,7 +217,8 @@ def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
                 x, sharding = _before_vmap(eqn, sharding, len(names))
             axes = f' {" ".join(names)!r}' if names and all(names) else ''
             call = f'{_CONSTRAINTS[op.primitive]}(x, {writer.sharding(sharding)})'
-            found.setdefault((line_of(eqn), call), f'{array_text(x)}{axes}')
+            line = op.site.frames[0].source if op.site.frames else line_of(eqn)
+            found.setdefault((line, call), f'{array_text(x)}{axes}')
     name = stages.name or 'the function'
     text = [comment(f'Constraints inside {name}, instead of einshard(x, ...):')]
     for (line, call), array in found.items():

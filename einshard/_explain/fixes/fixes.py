@@ -21,7 +21,8 @@ from ..findings.trace import mesh_entries
 from ..findings.values import Axis
 from ..report import Report
 from ..report_rows import Finding, changes
-from .candidates import Change, find_costs
+from .candidates import Change
+from .costs import find_costs
 from .patch import make_patch, operand_text, placement_of, source_of
 from .per_device import try_per_device
 from .search import (

@@ -15,7 +15,8 @@ from ..._progress import progress
 from ..findings.facts import Facts
 from ..lowered import Stages
 from ..report_rows import Figures, Tried
-from .candidates import Candidates, Change, find_costs
+from .candidates import Candidates, Change
+from .costs import find_costs
 from .moves import Moves
 from .trials import Edits, Trial, Trials
 
