@@ -188,6 +188,8 @@ def _identity(x: Any) -> Any:
 def as_host(x: Any) -> np.ndarray[Any, Any]:
     """Converts an array or a number to NumPy, with the dtype that JAX uses for it."""
     reject_masked_array(x)
-    # an int that is too large for JAX raises OverflowError here, as in device_put
-    host = np.asarray(jax.numpy.asarray(x) if type(x) is int else x)
+    try:
+        host = np.asarray(jax.numpy.asarray(x) if type(x) is int else x)
+    except OverflowError as error:
+        raise EinshardError(str(error), code='array') from None
     return host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
