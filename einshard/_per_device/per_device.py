@@ -42,7 +42,7 @@ from .._sharding.context import (
     with_legacy_mesh_note,
 )
 from .._sharding.leaf_spec import LeafSpec, as_leaf_spec, unconstrained_error
-from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact, sizes_of, spec_axes
+from .._sharding.mesh import AnyMesh, MeshLike, has_equal_axes, mesh_fact, sizes_of, spec_axes
 from .._text import array_text, name_of
 from .._trees.partition import join, partition_modules, with_static_nodes
 from .._trees.paths import leaf_text, leaves_with_paths, path_text
@@ -324,8 +324,7 @@ class _PerDeviceFunction:
             if self.spec_mesh is not None:
                 context = context_on(self.spec_mesh, context)
             mesh, rules = context.lowering_mesh, context.axis_rules
-            abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-            if not ambient.empty and ambient != abstract:
+            if not ambient.empty and not has_equal_axes(mesh, ambient):
                 raise EinshardError(
                     'mesh= must match the mesh in context',
                     code='mesh',
@@ -336,6 +335,8 @@ class _PerDeviceFunction:
                     },
                 )
             is_in_context = not ambient.empty
+            if is_in_context and isinstance(mesh, AbstractMesh):
+                mesh = ambient  # it may have another `abstract_device`, see has_equal_axes
             specs = self.spec_axes
             if shapes:
                 specs = tuple(
