@@ -29,7 +29,15 @@ from .._sharding.mesh import MeshLike
 from .._text import first_of
 from .axis_names import rules_from_names
 from .paths import leaf_paths, leaf_text, path_and_array
-from .specs import Spec, check_registered_pytree, context_of, is_function, meshes_of, shape_of
+from .specs import (
+    Spec,
+    check_registered_pytree,
+    check_signature,
+    context_of,
+    is_function,
+    meshes_of,
+    shape_of,
+)
 
 if TYPE_CHECKING:
     from .table import Table
@@ -353,7 +361,9 @@ def _check_rule_spec(spec: Spec, facts: dict[str, str]) -> None:
     try:
         if isinstance(spec, LEAF_SPECS):
             as_leaf_spec(spec)
-        elif spec is not None and not is_function(spec):
+        elif spec is not None and is_function(spec):
+            check_signature(spec)
+        elif spec is not None:
             raise EinshardError(
                 f'{spec!r} is not a spec for a rule', code='rules', facts={'expected': _SPECS}
             )
