@@ -35,6 +35,7 @@ from .._functions.sharded_function import ShardedFunction
 from .._functions.traced_function import Options
 from .._notation.expression import Expression
 from .._notation.layout import axis_positions, mesh_text
+from .._sharding.axis_rules import check_flag
 from .._sharding.context import (
     USE_MESH_IN_CONTEXT,
     context_on,
@@ -116,6 +117,8 @@ def per_device(
             is inside a per-device function in which all mesh axes are manual.
         UnexpectedCollectives: at a call, if the program has collectives that are not allowed.
     """
+    check_flag('reshard', reshard)
+    check_flag('check_processes', check_processes)
     named = with_copied_options(named_specs_and_jit_options)
     mesh, axis_names = copied(mesh), copied(axis_names)
     spec_mesh = mesh_of([in_specs, out, named])

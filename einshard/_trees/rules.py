@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 from .._cache import cached, remember
 from .._errors import EinshardError, combine_errors, plural, public, quoted
 from .._notation.layout import axis_positions
-from .._sharding.axis_rules import check_option
+from .._sharding.axis_rules import check_flag, check_option
 from .._sharding.context import Fallback, current_context, mesh_scope
 from .._sharding.leaf_spec import (
     LEAF_SPECS,
@@ -114,6 +114,7 @@ class Rules:
         self.indivisible: Fallback = indivisible
         self.missing: Fallback = missing
         self.min_size = read_min_size(min_size, 'min_size=', 'elements')
+        check_flag('strict', strict, 'rules')
         self.strict = strict
         self.meshes = meshes_of([spec for _, spec in self.rules] + [default])
         self.patterns = [re.compile(pattern) for pattern, _ in self.rules]
