@@ -621,6 +621,56 @@ def test_another_abstract_mesh_in_context():
         assert make_sharding('a b -> a@u b@v').mesh == other
 
 
+# JAX's own abstract mesh differs from one with the same axes in its `abstract_device`
+@pytest.mark.parametrize('types', [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    'function',
+    [
+        lambda mesh: lambda x: einshard(x, 'a@data b@tp', mesh=mesh),
+        lambda mesh: lambda x: einshard(x, jax.sharding.NamedSharding(mesh, P('data', 'tp'))),
+        # in Explicit mode, both terms need one mesh in their types
+        lambda mesh: (
+            lambda x: einshard(x, 'a@data b@tp', mesh=mesh) * 0.5 + einshard(x, 'a@data b@tp') * 0.5
+        ),
+        lambda mesh: (
+            lambda x: einshard(
+                einshard(jnp.asarray(X), 'a@data b@tp', mesh=mesh) + 0 * x, 'a@data b@tp'
+            )
+        ),
+        lambda mesh: sharded('a@data b@tp', out='a@data b@tp', mesh=mesh)(
+            lambda x: einshard(x, 'a@data b', mesh=mesh)
+        ),
+        lambda mesh: per_device('a@data b@tp', out='a@data b@tp', mesh=mesh)(lambda x: x),
+    ],
+    ids=['einshard', 'NamedSharding', 'two', 'constant', 'sharded', 'per_device'],
+)
+def test_an_abstract_mesh_with_the_axes_of_the_mesh_in_context(function, types):
+    mesh = mesh_of(data=4, tp=2, types=types)
+    given = AbstractMesh((4, 2), ('data', 'tp'), axis_types=(types,) * 2)
+    with jax.set_mesh(mesh):
+        result = jax.jit(function(given))(X)
+    assert result.sharding.is_equivalent_to(make_sharding('a@data b@tp', mesh=mesh), 2)
+    np.testing.assert_array_equal(result, X)
+    traced = [given, mesh.abstract_mesh]
+    for in_context, other in (traced, traced[::-1]):
+        with jax.sharding.use_abstract_mesh(in_context):
+            assert jax.eval_shape(function(other), X).shape == X.shape
+
+
+@pytest.mark.parametrize(
+    'given',
+    [
+        AbstractMesh((4, 2), ('data', 'tp'), axis_types=(AxisType.Explicit,) * 2),
+        AbstractMesh((2, 4), ('data', 'tp'), axis_types=(AxisType.Auto,) * 2),
+        AbstractMesh((2, 4), ('tp', 'data'), axis_types=(AxisType.Auto,) * 2),
+    ],
+)
+def test_an_abstract_mesh_with_other_axes_than_the_mesh_in_context(given):
+    with jax.set_mesh(MESH):
+        error = refusal(jax.jit(lambda x: einshard(x, 'a@data b', mesh=given)), X)
+    assert error.sentence == 'mesh= must match the mesh in context'
+
+
 # ------------------------------------------------------------------------- a mesh given as a spec
 
 

@@ -32,6 +32,7 @@ from .._sharding.context import (
 from .._sharding.describe import find_expression
 from .._sharding.mesh import (
     AnyMesh,
+    has_equal_axes,
     is_partial,
     memory_kind_of,
     mesh_fact,
@@ -50,11 +51,10 @@ constraints_of_trace: ContextVar[list[Expression] | None] = ContextVar(
 
 def constrain(x: Any, placement: Placement) -> Any:
     """Constrains a traced array, or checks the sharding of a traced `jax.Ref`."""
-    _check_context(x, placement)
+    sharding = _sharding_in_context(x, placement)
     expressions = constraints_of_trace.get()
     if expressions is not None:
         expressions.append(placement.expression)
-    sharding = placement.sharding
     if isinstance(x, jax.Ref):
         if set(sharding.mesh.axis_types) == {AxisType.Explicit} and type_matches(x, sharding):
             return x
@@ -87,8 +87,7 @@ def _scope(x: Any, placement: Placement) -> Any:
 
 def place_constant(x: Any, placement: Placement) -> Any:
     """Places or constrains a concrete array that a traced function closes over."""
-    _check_context(x, placement)
-    sharding = placement.sharding
+    sharding = _sharding_in_context(x, placement)
     try:
         # device_put needs devices, and fails for unconstrained, unreduced or reduced axes
         is_abstract = isinstance(sharding.mesh, AbstractMesh)
@@ -209,7 +208,7 @@ def elements_match(x: Any, sharding: NamedSharding) -> bool:
     if not isinstance(batched, NamedSharding):
         return False
     if isinstance(sharding.mesh, AbstractMesh):
-        if batched.mesh.abstract_mesh != sharding.mesh:
+        if not has_equal_axes(batched.mesh, sharding.mesh):
             return False
         sharding = NamedSharding(batched.mesh, sharding.spec)
     spec = PartitionSpec(*spec_axes(batched.spec)[n_batch_axes:])
@@ -232,8 +231,11 @@ def _identity(x: Any) -> Any:
     return x
 
 
-def _check_context(x: Any, placement: Placement) -> None:
-    """Raises if JAX would ignore, misread or reject a constraint in the current context."""
+def _sharding_in_context(x: Any, placement: Placement) -> NamedSharding:
+    """Returns the sharding of a constraint, on the mesh in context if its own mesh is abstract.
+
+    Raises if JAX would ignore, misread or reject the constraint in the current context.
+    """
     sharding = placement.sharding
     error = placement.expression.error
     mesh = sharding.mesh
@@ -253,7 +255,7 @@ def _check_context(x: Any, placement: Placement) -> None:
             instead="use 'with jax.set_mesh(mesh):', or pass a Mesh with devices",
         )
     has_explicit = AxisType.Explicit in (*mesh.axis_types, *context.axis_types)
-    differs = not context.empty and context != (mesh if is_abstract else mesh.abstract_mesh)
+    differs = not context.empty and not has_equal_axes(mesh, context)
     if differs and (is_abstract or has_explicit):
         raise error(
             'mesh= must match the mesh in context',
@@ -285,6 +287,9 @@ def _check_context(x: Any, placement: Placement) -> None:
                 mesh=mesh_fact(mesh),
                 fix=fix and Suggestion(fix.text),
             )
+    if is_abstract and mesh != context:
+        return NamedSharding(context, sharding.spec, memory_kind=sharding.memory_kind)
+    return sharding
 
 
 def _cannot_constrain(placement: Placement, error: ValueError) -> EinshardError:

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from .._cache import cached
 from .._errors import EinshardError, combine_errors, hide_frames
 from .._notation.expression import Expression
-from .._sharding.axis_rules import check_option
+from .._sharding.axis_rules import check_flag, check_option
 from .._sharding.context import Context, Fallback, changed, current_context, in_memory, is_tracing
 from .._sharding.describe import describe
 from .._sharding.leaf_spec import AnySpec, with_memory_kind
@@ -132,6 +132,9 @@ def einshard(
             check_option('missing', missing)
             check_option('indivisible', indivisible)
             context = changed(context, missing=missing, indivisible=indivisible)
+        if check_processes is not True or donate is not False:
+            check_flag('check_processes', check_processes)
+            check_flag('donate', donate)
         if memory_kind is not None:
             check_memory_kind(spec, memory_kind)
             context = in_memory(context, memory_kind)

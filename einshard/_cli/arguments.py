@@ -31,7 +31,7 @@ _ARRAY = re.compile(r'(\w+)\[([\d,\s]*)\]')
 _KEYWORD = re.compile(r'([^\W\d]\w*)=(.*)', re.DOTALL)
 _SHORT_DTYPE = re.compile(r'^(bf|f|i|u|c)(?=\d+$)|^pred$')
 # parameters of functions that are options of the command with the same name
-_OPTIONS = 'chip|compilations|devices|memory|mesh|objective|pin|seconds|shape'
+_OPTIONS = 'chip|compilations|devices|memory|mesh|objective|pin|seconds|shape|tries'
 _DTYPES = {'bf': 'bfloat', 'f': 'float', 'i': 'int', 'u': 'uint', 'c': 'complex', 'pred': 'bool'}
 
 

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding, Sharding
 from jax.stages import Compiled
 
-from .._errors import public
+from .._errors import EinshardError, public
 from .._functions.promise import program_text
 from .._program.cost.chips import Chip, as_chip, find_chip
 from .._program.hlo.find_collectives import find_collectives
@@ -100,6 +100,8 @@ def explain(
             backend does not return the HLO of the compiled program; or `mesh` is given for a
             function of `jax.jit`, or one that has its own mesh.
     """
+    if isinstance(tries, bool) or not isinstance(tries, int) or tries < 0:
+        raise EinshardError(f'tries= must be a non-negative integer, not {tries!r}')
     with suggest_partial(fn, 'chip'):
         chip = None if chip is None else as_chip(chip)
     stages = trace_to_compile(fn, args, kwargs, mesh)

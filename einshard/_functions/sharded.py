@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 from jax.sharding import AbstractMesh, Mesh
 
 from .._errors import EinshardError, public
-from .._sharding.axis_rules import AxisPlacement, LogicalRule, check_option
+from .._sharding.axis_rules import AxisPlacement, LogicalRule, check_flag, check_option
 from .._sharding.axis_rules import axis_rules as rules_block
 from .._sharding.context import Fallback
 from .._sharding.mesh import MeshLike, check_mesh
@@ -122,6 +122,8 @@ def sharded(
         MemoryExceeded: at a call, if the program needs more than `memory`.
     """
     check_option('indivisible', indivisible)
+    check_flag('reshard', reshard)
+    check_flag('check_processes', check_processes)
     if axis_rules is not None and not isinstance(axis_rules, rules_block):
         axis_rules = rules_block(axis_rules)
     # read once, because the decorator may decorate several functions

@@ -98,10 +98,11 @@ class Setup:
         return (abstract_mesh(mesh) if is_ambient else mesh), is_ambient
 
     def is_ambient(self, mesh: AnyMesh) -> bool:
-        """Whether the mesh is from `jax.set_mesh`. If so, jit resolves PartitionSpecs on it."""
+        """Whether the mesh is that of `jax.set_mesh`. If so, jit resolves PartitionSpecs on it."""
         if isinstance(mesh, AbstractMesh) and not is_tracing():
             return False  # from jax.sharding.use_abstract_mesh, without devices
-        return self.mesh is None and is_mesh_in_context(mesh)
+        may_be = self.mesh is None or isinstance(self.mesh, AbstractMesh)
+        return may_be and is_mesh_in_context(mesh)
 
 
 def abstract_mesh(mesh: AnyMesh) -> AbstractMesh:

@@ -35,6 +35,7 @@ from .._functions.sharded_function import ShardedFunction
 from .._functions.traced_function import Options
 from .._notation.expression import Expression
 from .._notation.layout import axis_positions, mesh_text
+from .._sharding.axis_rules import check_flag
 from .._sharding.context import (
     USE_MESH_IN_CONTEXT,
     context_on,
@@ -42,7 +43,7 @@ from .._sharding.context import (
     with_legacy_mesh_note,
 )
 from .._sharding.leaf_spec import LeafSpec, as_leaf_spec, unconstrained_error
-from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact, sizes_of, spec_axes
+from .._sharding.mesh import AnyMesh, MeshLike, has_equal_axes, mesh_fact, sizes_of, spec_axes
 from .._text import array_text, name_of
 from .._trees.partition import join, partition_modules, with_static_nodes
 from .._trees.paths import leaf_text, leaves_with_paths, path_text
@@ -116,6 +117,8 @@ def per_device(
             is inside a per-device function in which all mesh axes are manual.
         UnexpectedCollectives: at a call, if the program has collectives that are not allowed.
     """
+    check_flag('reshard', reshard)
+    check_flag('check_processes', check_processes)
     named = with_copied_options(named_specs_and_jit_options)
     mesh, axis_names = copied(mesh), copied(axis_names)
     spec_mesh = mesh_of([in_specs, out, named])
@@ -324,8 +327,7 @@ class _PerDeviceFunction:
             if self.spec_mesh is not None:
                 context = context_on(self.spec_mesh, context)
             mesh, rules = context.lowering_mesh, context.axis_rules
-            abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-            if not ambient.empty and ambient != abstract:
+            if not ambient.empty and not has_equal_axes(mesh, ambient):
                 raise EinshardError(
                     'mesh= must match the mesh in context',
                     code='mesh',
@@ -336,6 +338,8 @@ class _PerDeviceFunction:
                     },
                 )
             is_in_context = not ambient.empty
+            if is_in_context and isinstance(mesh, AbstractMesh):
+                mesh = ambient  # it may have another `abstract_device`, see has_equal_axes
             specs = self.spec_axes
             if shapes:
                 specs = tuple(

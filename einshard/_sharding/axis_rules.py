@@ -260,6 +260,12 @@ def check_option(
         )
 
 
+def check_flag(option: str, value: object, code: str = 'argument') -> None:
+    """Raises if an option is not True or False. `reshard='no'` would be true."""
+    if not isinstance(value, bool):
+        raise EinshardError(f'{option}= must be True or False, not {value!r}', code=code)
+
+
 def _rule_for_axis_named(option: str) -> dict[str, str]:
     return {f'for an axis named {option}': f"axis_rules({{'{option}': '@tp'}})"}
 

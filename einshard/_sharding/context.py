@@ -33,6 +33,7 @@ from .mesh import (
     check_mesh,
     check_one_topology,
     device_mesh,
+    has_equal_axes,
     is_reordered,
     is_reshaped,
     mesh_fact,
@@ -146,7 +147,9 @@ def current_context(mesh: MeshLike | None = None) -> Context:
     given_mesh = mesh if isinstance(mesh, Mesh | AbstractMesh) else device_mesh(mesh)
     if enclosing.on_one_device:
         given_mesh = shrink_mesh(given_mesh, enclosing.lowering_mesh)
-    if AxisType.Manual in ambient.axis_types and given_mesh != ambient:
+    if AxisType.Manual in ambient.axis_types and not (
+        isinstance(given_mesh, AbstractMesh) and has_equal_axes(given_mesh, ambient)
+    ):
         raise EinshardError(
             'inside shard_map, mesh= must match the mesh in context',
             code='mesh',
@@ -167,7 +170,8 @@ def context_on(mesh: AnyMesh, context: Context) -> Context:
     if context.on_one_device:
         mesh = shrink_mesh(mesh, context.lowering_mesh)
     elif expected_mesh is not None:
-        if mesh in (expected_mesh, getattr(expected_mesh, 'abstract_mesh', None)):
+        is_abstract = isinstance(mesh, AbstractMesh)
+        if mesh == expected_mesh or (is_abstract and has_equal_axes(mesh, expected_mesh)):
             return context
         may_differ = context.mesh_is_ambient and AxisType.Manual not in expected_mesh.axis_types
         if not (may_differ or is_reshaped(mesh, expected_mesh)):
@@ -205,7 +209,7 @@ def is_mesh_in_context(mesh: AnyMesh) -> bool:
     """
     ambient = get_abstract_mesh()
     if isinstance(mesh, AbstractMesh):
-        return mesh == ambient
+        return has_equal_axes(mesh, ambient)
     return not ambient.empty and _enclosing_context().mesh is None
 
 

@@ -353,6 +353,19 @@ def is_reshaped(mesh: AnyMesh, other: AnyMesh) -> bool:
     return reshape_canonical_mesh(other, mesh.axis_sizes) == mesh
 
 
+def has_equal_axes(mesh: AnyMesh, other: AnyMesh) -> bool:
+    """Whether two meshes have the same axes, with the same sizes and types, in the same order.
+
+    In JAX 0.8.1 to 0.12, an `AbstractMesh` that the user creates differs from that of
+    `jax.set_mesh` only in its `abstract_device`. JAX accepts either in place of the other.
+    """
+    return (mesh.axis_names, mesh.axis_sizes, mesh.axis_types) == (
+        other.axis_names,
+        other.axis_sizes,
+        other.axis_types,
+    )
+
+
 def is_reordered(mesh: AnyMesh, other: AnyMesh) -> bool:
     """Whether two meshes have the same devices in different orders."""
     if isinstance(mesh, AbstractMesh) or isinstance(other, AbstractMesh):

@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 from .._cache import cached, remember
 from .._errors import EinshardError, combine_errors, plural, public, quoted
 from .._notation.layout import axis_positions
-from .._sharding.axis_rules import check_option
+from .._sharding.axis_rules import check_flag, check_option
 from .._sharding.context import Fallback, current_context, mesh_scope
 from .._sharding.leaf_spec import (
     LEAF_SPECS,
@@ -29,7 +29,15 @@ from .._sharding.mesh import MeshLike
 from .._text import first_of
 from .axis_names import rules_from_names
 from .paths import leaf_paths, leaf_text, path_and_array
-from .specs import Spec, check_registered_pytree, context_of, is_function, meshes_of, shape_of
+from .specs import (
+    Spec,
+    check_registered_pytree,
+    check_signature,
+    context_of,
+    is_function,
+    meshes_of,
+    shape_of,
+)
 
 if TYPE_CHECKING:
     from .table import Table
@@ -106,6 +114,7 @@ class Rules:
         self.indivisible: Fallback = indivisible
         self.missing: Fallback = missing
         self.min_size = read_min_size(min_size, 'min_size=', 'elements')
+        check_flag('strict', strict, 'rules')
         self.strict = strict
         self.meshes = meshes_of([spec for _, spec in self.rules] + [default])
         self.patterns = [re.compile(pattern) for pattern, _ in self.rules]
@@ -353,7 +362,9 @@ def _check_rule_spec(spec: Spec, facts: dict[str, str]) -> None:
     try:
         if isinstance(spec, LEAF_SPECS):
             as_leaf_spec(spec)
-        elif spec is not None and not is_function(spec):
+        elif spec is not None and is_function(spec):
+            check_signature(spec)
+        elif spec is not None:
             raise EinshardError(
                 f'{spec!r} is not a spec for a rule', code='rules', facts={'expected': _SPECS}
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import reprlib
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
@@ -134,7 +134,9 @@ def check_specs(spec: Spec, order: ArgumentOrder | None = None, expected: str = 
                 as_leaf_spec(leaf)
             except EinshardError as error:
                 raise (error.about(path_in_spec=repr(path_text(path))) if path else error) from None
-        elif not (leaf is None or is_function(leaf)):
+        elif leaf is not None and is_function(leaf):
+            check_signature(leaf)
+        elif leaf is not None:
             swapped = order if all(shape_of(leaf) is not None for _, leaf in leaves) else None
             raise _not_a_spec(path, leaf, swapped, expected)
 
@@ -142,23 +144,27 @@ def check_specs(spec: Spec, order: ArgumentOrder | None = None, expected: str = 
 def check_spec_functions(specs: Sequence[Spec]) -> None:
     """Raises if a function in `specs` does not take (path, leaf).
 
-    For example, in `sharded(spec, f)`, the user means f as the function to shard, not as a spec.
+    In `sharded(spec, f)`, the user means f as the function to shard, not as a spec.
     """
     for spec in specs:
-        if not is_function(spec):
-            continue
-        try:
-            signature = inspect.signature(spec)
-        except (TypeError, ValueError):  # some C functions have no signature
-            continue
-        try:
-            signature.bind('path', None)
-        except TypeError:
-            raise EinshardError(
-                f'{name_of(spec)} is read as a spec function, but does not take (path, leaf)',
-                code='spec',
-                facts={'try': f'sharded(...)({name_of(spec)})'},
-            ) from None
+        if is_function(spec):
+            check_signature(spec, {'try': f'sharded(...)({name_of(spec)})'})
+
+
+def check_signature(spec: Any, facts: Mapping[str, str] | None = None) -> None:
+    """Raises if a spec function does not take (path, leaf)."""
+    try:
+        signature = inspect.signature(spec)
+    except (TypeError, ValueError):  # some C functions have no signature
+        return
+    try:
+        signature.bind('path', None)
+    except TypeError:
+        raise EinshardError(
+            f'{name_of(spec)} is read as a spec function, but does not take (path, leaf)',
+            code='spec',
+            facts=facts or {'expected': 'a function (path, leaf) -> spec'},
+        ) from None
 
 
 def read_specs(spec: Spec) -> Spec:
