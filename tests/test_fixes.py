@@ -8,6 +8,7 @@ import textwrap
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from mistakes import BOTH, MEGATRON, Choices, arguments, make_step
 
 from einshard import Chip, EinshardError, device_mesh, einshard, explain, sharded, topology
 from einshard._cli.main import main
-from einshard._explain.fixes import trials
+from einshard._explain.fixes import search, trials
 from einshard._explain.lowered import Stages
 from einshard._explain.report_rows import Figures, Finding, Tried
 
@@ -1144,3 +1145,41 @@ def test_replicated_states_are_sharded_as_their_weights(step):
     assert 'unsharded states' not in {f.kind for f in after.findings}
     assert 'second compile' not in {f.kind for f in after.findings}
     assert after.memory.total == finding.tried.memory or len(report.findings) > 1
+
+
+@pytest.mark.parametrize(
+    ('weight', 'kept', 'n_tried'),
+    [
+        # to shard the batch over more axes leaves 70 of 100, and nothing for the weight to lower
+        (20, ['weight'], 2),
+        (68, ['batch'], 2),
+        # what removes as much as both costs are is not compared
+        (0, ['batch'], 1),
+    ],
+)
+def test_changes_of_two_costs_as_large_are_compared(monkeypatch, weight, kept, n_tried):
+    bounds = {'batch': 70 if weight else 0, 'weight': weight}
+    sends = SimpleNamespace(seconds=50, line='send', name='batch')
+    gathers = SimpleNamespace(seconds=45, line='gather', name='weight')
+
+    def trial_of(edits):
+        names = ['batch', 'weight']
+        bound = min([100, *(bounds[names[i]] for i in edits.arguments)])
+        return SimpleNamespace(figures=Figures(0, 0, 0, bound), is_simulated=True)
+
+    def of(cost):
+        edits = search.Edits(arguments={[sends, gathers].index(cost): X.sharding})
+        return iter([search.Change(cost.name, cost, edits)])
+
+    def find(facts, trial):
+        return [sends, gathers] if trial.figures.bound == 100 else []
+
+    monkeypatch.setattr(search, 'find_costs', find)
+    candidates = SimpleNamespace(of=of, replicated=lambda cost: iter([]))
+    monkeypatch.setattr(search, 'Candidates', lambda *_: candidates)
+    chip = SimpleNamespace(memory=1, share=lambda device: 1)
+    fake = SimpleNamespace(facts=SimpleNamespace(devices=[0]), chip=chip, run=trial_of, error='')
+    found = search.Search(fake, trial_of(search.Edits()), SimpleNamespace())
+    found.run(8, None)
+    assert [one.change.kind for one in found.accepted] == kept
+    assert found.n_tried == n_tried
