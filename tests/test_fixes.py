@@ -1183,3 +1183,37 @@ def test_changes_of_two_costs_as_large_are_compared(monkeypatch, weight, kept, n
     found.run(8, None)
     assert [one.change.kind for one in found.accepted] == kept
     assert found.n_tried == n_tried
+
+
+def test_changes_are_compiled_with_the_options_of_the_function():
+    options = {'xla_disable_hlo_passes': 'fusion'}
+
+    def memory_of(function, tries, **kwargs):
+        jitted = jax.jit(function, static_argnames='scale', donate_argnames='x', **kwargs)
+        report = explain(jitted, X, w_out=OUT, w_in=IN, scale=2, tries=tries)
+        return report, report.memory.total
+
+    def wrong(x, w_in, w_out, scale):
+        return drops_batch(x, w_in, w_out) * scale
+
+    def right(x, w_in, w_out, scale):
+        return correct(x, w_in, w_out) * scale
+
+    report, _ = memory_of(wrong, 8, compiler_options=options)
+    (finding,) = report.findings
+    _, by_hand = memory_of(right, 0, compiler_options=options)
+    assert by_hand > memory_of(right, 0)[1]
+    assert finding.tried.memory == by_hand
+    fixed = explain(report.fixed_function(), X, w_out=OUT, w_in=IN, scale=2, tries=0)
+    assert fixed.memory.total == by_hand
+
+
+def test_changes_of_a_sharded_function_with_compiler_options():
+    options = {'xla_disable_hlo_passes': 'fusion'}
+
+    def fixed(**kwargs):
+        step = sharded('b@data d', 'd f@tensor', 'f@tensor d', mesh=MESH, **kwargs)(drops_batch)
+        report = explain(step, X, IN, OUT, tries=8)
+        return report.findings[0].tried
+
+    assert fixed(compiler_options=options).memory > fixed().memory
