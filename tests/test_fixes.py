@@ -1217,3 +1217,34 @@ def test_changes_of_a_sharded_function_with_compiler_options():
         return report.findings[0].tried
 
     assert fixed(compiler_options=options).memory > fixed().memory
+
+
+def test_results_are_not_pinned_where_the_program_does_not():
+    mesh = mesh_of(data=2, tensor=4)
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(weights, momentum, x):
+        @jax.checkpoint
+        def layer(w, x):
+            return x + jax.nn.gelu(x @ w['up']) @ w['down']
+
+        def loss(weights):
+            h = x
+            for w in weights:
+                h = layer(w, h)
+            return jnp.mean((h - 1) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+        return jax.tree.map(lambda w, m: w - 0.1 * m, weights, momentum), momentum, value
+
+    def layers(down):
+        up = struct((512, 2048), 'd f@tensor', mesh)
+        return [{'up': up, 'down': struct((2048, 512), down, mesh)}] * 4
+
+    x = struct((2048, 512), 'b@data d', mesh)
+    wrong, right = layers('f d@tensor'), layers('f@tensor d')
+    finding = explain(step, wrong, wrong, x, tries=4).findings[0]
+    by_hand = explain(step, right, right, x, tries=0)
+    assert finding.tried.network_bytes == by_hand.network_bytes
+    assert finding.tried.memory == by_hand.memory.total
