@@ -8,6 +8,7 @@ import textwrap
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from einshard import (
     topology,
 )
 from einshard._cli.main import main
-from einshard._explain.fixes import trials
+from einshard._explain.fixes import search, trials
 from einshard._explain.lowered import Stages
 from einshard._explain.report_rows import Figures, Finding, Tried
 
@@ -1198,3 +1199,106 @@ def test_replicated_states_of_sharded_parameters():
     fixed = explain(report.fixed_function(), *arguments, tries=0)
     assert fixed.network_bytes == by_hand.network_bytes
     assert placement in report.patch()
+
+
+@pytest.mark.parametrize(
+    ('weight', 'kept', 'n_tried'),
+    [
+        # to shard the batch over more axes leaves 70 of 100, and nothing for the weight to lower
+        (20, ['weight'], 2),
+        (68, ['batch'], 2),
+        # what removes as much as both costs are is not compared
+        (0, ['batch'], 1),
+    ],
+)
+def test_changes_of_two_costs_as_large_are_compared(monkeypatch, weight, kept, n_tried):
+    bounds = {'batch': 70 if weight else 0, 'weight': weight}
+    sends = SimpleNamespace(seconds=50, line='send', name='batch')
+    gathers = SimpleNamespace(seconds=45, line='gather', name='weight')
+
+    def trial_of(edits):
+        names = ['batch', 'weight']
+        bound = min([100, *(bounds[names[i]] for i in edits.arguments)])
+        return SimpleNamespace(figures=Figures(0, 0, 0, bound), is_simulated=True)
+
+    def of(cost):
+        edits = search.Edits(arguments={[sends, gathers].index(cost): X.sharding})
+        return iter([search.Change(cost.name, cost, edits)])
+
+    def find(facts, trial):
+        return [sends, gathers] if trial.figures.bound == 100 else []
+
+    monkeypatch.setattr(search, 'find_costs', find)
+    candidates = SimpleNamespace(of=of, replicated=lambda cost: iter([]))
+    monkeypatch.setattr(search, 'Candidates', lambda *_: candidates)
+    chip = SimpleNamespace(memory=1, share=lambda device: 1)
+    fake = SimpleNamespace(facts=SimpleNamespace(devices=[0]), chip=chip, run=trial_of, error='')
+    found = search.Search(fake, trial_of(search.Edits()), SimpleNamespace())
+    found.run(8, None)
+    assert [one.change.kind for one in found.accepted] == kept
+    assert found.n_tried == n_tried
+
+
+def test_changes_are_compiled_with_the_options_of_the_function():
+    options = {'xla_disable_hlo_passes': 'fusion'}
+
+    def memory_of(function, tries, **kwargs):
+        jitted = jax.jit(function, static_argnames='scale', donate_argnames='x', **kwargs)
+        report = explain(jitted, X, w_out=OUT, w_in=IN, scale=2, tries=tries)
+        return report, report.memory.total
+
+    def wrong(x, w_in, w_out, scale):
+        return drops_batch(x, w_in, w_out) * scale
+
+    def right(x, w_in, w_out, scale):
+        return correct(x, w_in, w_out) * scale
+
+    report, _ = memory_of(wrong, 8, compiler_options=options)
+    (finding,) = report.findings
+    _, by_hand = memory_of(right, 0, compiler_options=options)
+    assert by_hand > memory_of(right, 0)[1]
+    assert finding.tried.memory == by_hand
+    fixed = explain(report.fixed_function(), X, w_out=OUT, w_in=IN, scale=2, tries=0)
+    assert fixed.memory.total == by_hand
+
+
+def test_changes_of_a_sharded_function_with_compiler_options():
+    options = {'xla_disable_hlo_passes': 'fusion'}
+
+    def fixed(**kwargs):
+        step = sharded('b@data d', 'd f@tensor', 'f@tensor d', mesh=MESH, **kwargs)(drops_batch)
+        report = explain(step, X, IN, OUT, tries=8)
+        return report.findings[0].tried
+
+    assert fixed(compiler_options=options).memory > fixed().memory
+
+
+def test_results_are_not_pinned_where_the_program_does_not():
+    mesh = mesh_of(data=2, tensor=4)
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(weights, momentum, x):
+        @jax.checkpoint
+        def layer(w, x):
+            return x + jax.nn.gelu(x @ w['up']) @ w['down']
+
+        def loss(weights):
+            h = x
+            for w in weights:
+                h = layer(w, h)
+            return jnp.mean((h - 1) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+        return jax.tree.map(lambda w, m: w - 0.1 * m, weights, momentum), momentum, value
+
+    def layers(down):
+        up = struct((512, 2048), 'd f@tensor', mesh)
+        return [{'up': up, 'down': struct((2048, 512), down, mesh)}] * 4
+
+    x = struct((2048, 512), 'b@data d', mesh)
+    wrong, right = layers('f d@tensor'), layers('f@tensor d')
+    finding = explain(step, wrong, wrong, x, tries=4).findings[0]
+    by_hand = explain(step, right, right, x, tries=0)
+    assert finding.tried.network_bytes == by_hand.network_bytes
+    assert finding.tried.memory == by_hand.memory.total

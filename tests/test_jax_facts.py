@@ -260,6 +260,18 @@ def test_lowered_programs_keep_their_devices_and_shardings_in_private():
     assert in_context._lowering.compile_args['context_mesh'] == ONE_AXIS
 
 
+def test_compiler_options_are_in_private():
+    # _program.jaxpr.edits reads them there
+    options = {'xla_cpu_enable_fast_math': False}
+    jitted = jax.jit(lambda x: x + 1, compiler_options=options)
+    with pytest.raises(ValueError, match='`compiler_options` can only be passed to top-level'):
+        jax.make_jaxpr(lambda x: jitted(x))(X)
+    params = jitted.trace(X)._params
+    assert dict(params['compiler_options_kvs']) == options
+    plain = jax.jit(lambda x: x + 1)
+    assert {*params} == {*jax.make_jaxpr(lambda x: plain(x))(X).eqns[0].params}
+
+
 def test_programs_with_refs_keep_their_shardings_in_private():
     # _explain.lowered.compiled_shardings reads them there; if the first two properties work, use
     # them alone

@@ -16,12 +16,15 @@ from ..findings.facts import Facts
 from ..lowered import Stages
 from ..report_rows import Figures, Tried
 from .candidates import Candidates, Change
-from .costs import find_costs
+from .costs import Cost, find_costs
 from .moves import Moves
 from .trials import Edits, Trial, Trials
 
 MIN_GAIN = 0.03  # of the sum of the bounds
 _TRIES_PER_COST = 5
+# other costs whose first change is compared with the best one, and by how much it must be better
+_MAX_COMPARED = 2
+_MIN_BETTER = 0.1
 
 
 @dataclass(frozen=True)
@@ -87,33 +90,42 @@ class Search:
     def _improve(self, tries: int, end: float | None) -> int:
         """Accepts the best change for the largest cost that one lowers.
 
+        That change may work around the cause of another cost, so it is compared with the first
+        changes of costs about as large.
+
         Returns how many changes it tried; minus that if none is accepted.
         """
-        used, current = 0, self.current
+        n_before, current = self.n_tried, self.current
         proposals = Candidates(self.trials.facts, current, self.moves)
+        best: Accepted | None = None
+        n_compared = 0
         for cost in find_costs(self.trials.facts, current):
-            best: Accepted | None = None
-            # replicated weights take memory, so other changes come first
-            for change in itertools.chain(
-                itertools.islice(self._untried(proposals.of(cost)), _TRIES_PER_COST),
-                itertools.islice(self._untried(proposals.replicated(cost)), 2),
-            ):
-                if used >= tries:
+            changes = self._untried(proposals.of(cost))
+            if best is None:
+                # replicated weights take memory, so other changes come first
+                replicated = self._untried(proposals.replicated(cost))
+                changes = itertools.chain(
+                    itertools.islice(changes, _TRIES_PER_COST), itertools.islice(replicated, 2)
+                )
+            elif n_compared == _MAX_COMPARED or not self._is_comparable(cost, best):
+                break
+            else:
+                changes = itertools.islice(changes, 1)
+                n_compared += 1
+            first = best
+            for change in changes:
+                if self.n_tried - n_before >= tries:
                     break
                 if end is not None and time.monotonic() > end:
                     self.cut = 'seconds'
                     break
-                self._rejected[self._key(change)] = None
-                used += 1
-                self.n_tried += 1
-                with progress(f'trying {change.kind} at {cost.line}'):
-                    trial = self.trials.run(self.edits | change.edits)
-                if trial is None and self.trials.error:
-                    self.failed.append((change, self.trials.error))
+                trial = self._try(change)
                 if trial is None or not self._fits(trial.figures):
                     continue
                 before, after = current.figures, trial.figures
                 if after.bound > (1 - MIN_GAIN) * before.bound:
+                    continue
+                if first is not None and after.bound > (1 - _MIN_BETTER) * first.tried.bound:
                     continue
                 if best is None or after.bound < best.tried.bound:
                     tried = as_tried(before, after, trial.is_simulated)
@@ -121,13 +133,29 @@ class Search:
                 # it has removed most of the cost
                 if before.bound - after.bound > 0.6 * cost.seconds:
                     break
-            if best is not None:
-                self.accepted.append(best)
-                self._rejected.clear()
-                return used
-            if used >= tries or self.cut:
+            if self.n_tried - n_before >= tries or self.cut:
                 break
-        return -used
+        used = self.n_tried - n_before
+        if best is None:
+            return -used
+        self.accepted.append(best)
+        self._rejected.clear()
+        return used
+
+    def _is_comparable(self, cost: Cost, best: Accepted) -> bool:
+        """Whether a change for another cost may lower the bound more than the best one so far."""
+        largest, tried = best.change.cost.seconds, best.tried
+        is_left = tried.before.bound - tried.bound < largest + cost.seconds
+        return is_left and cost.seconds > 0.5 * largest
+
+    def _try(self, change: Change) -> Trial | None:
+        self._rejected[self._key(change)] = None
+        self.n_tried += 1
+        with progress(f'trying {change.kind} at {change.cost.line}'):
+            trial = self.trials.run(self.edits | change.edits)
+        if trial is None and self.trials.error:
+            self.failed.append((change, self.trials.error))
+        return trial
 
     def _untried(self, changes: Iterator[Change]) -> Iterator[Change]:
         for change in changes:

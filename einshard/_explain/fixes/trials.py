@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from ..._functions.promise import program_text
 from ..._program.cost.bounds import Bounds, find_bounds
@@ -29,6 +29,7 @@ from ..._program.jaxpr.graph import flatten
 from ..._sharding.collective_axes import along_text, mesh_axes_of
 from ..._sharding.context import mesh_scope
 from ..findings.facts import Facts
+from ..findings.next_call import next_arguments
 from ..findings.trace import argument_values, propagate
 from ..findings.values import Value
 from ..partition import WORKER_FILE, Worker, export
@@ -215,7 +216,17 @@ class Trials:
         arguments = {leaves[i]: sharding for i, sharding in edits.arguments.items()}
         entering = {leaves[i]: sharding for i, sharding in edits.entering.items()}
         through = entering, edits.leaving
-        shardings = arguments, edits.results
+        given = self.call.eqn.params['out_shardings']
+        # suggestions name the arguments that these results replace; the compiler shards the results
+        # likewise, and temporaries may take more memory if they are pinned
+        implied = {
+            i
+            for i, argument in next_arguments(self.facts).items()
+            if argument in edits.arguments and not isinstance(given[i], Sharding)
+        }
+        is_auto = not self.facts.is_explicit
+        results = {i: s for i, s in edits.results.items() if not (is_auto and i in implied)}
+        shardings = arguments, results
         return apply(self.call, edits.values, *shardings, through, edits.per_device)
 
     def _compile(self, traced: Any) -> tuple[Sequence[Collective], Graph, Memory | None, bool]:

@@ -6,9 +6,11 @@ import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import Tracer
 from jax.extend import core as jex
@@ -112,7 +114,7 @@ def read_call(
     """Traces a call of a jitted function as one equation. Returns None if it is not one.
 
     This is public, where the shardings, the donation and the name of a `jax.stages.Traced` are not.
-    The compiler options of the function are lost.
+    Only of a function with compiler options, which JAX does not trace in another one, that is read.
 
     Args:
         result_tree: the structure of the result. None for a function that a framework jits, which
@@ -134,15 +136,27 @@ def read_call(
             function, args, kwargs = args_tree.unflatten(merged)
             (jitted if function is None else function)(*args, **kwargs)
 
-        closed = jax.make_jaxpr(call)(*(leaves[i] for i in dynamic))
-        outer = _open(closed)
-        (eqn,) = outer.eqns
-        known: dict[Any, Any] = dict(zip(outer.invars, dynamic, strict=True))
-        constants = zip(outer.constvars, closed.consts, strict=True)
-        known |= {v: _Constant(value) for v, value in constants}
-        operands = [
-            _Constant(v.val) if isinstance(v, jex.Literal) else known[v] for v in eqn.invars
-        ]
+        operands: list[int | _Constant]
+        try:
+            closed = jax.make_jaxpr(call)(*(leaves[i] for i in dynamic))
+        except ValueError as error:
+            if result_tree is None or 'compiler_options' not in str(error):
+                raise
+            _, args, kwargs = args_tree.unflatten(leaves)
+            eqn: Any = SimpleNamespace(params=jitted.trace(*args, **kwargs)._params)  # type: ignore[reportFunctionMemberAccess]
+            operands = [*dynamic]
+            shapes = [aval.shape for aval in eqn.params['jaxpr'].in_avals]
+            if shapes != [jnp.shape(leaves[i]) for i in dynamic]:
+                raise
+        else:
+            outer = _open(closed)
+            (eqn,) = outer.eqns
+            known: dict[Any, Any] = dict(zip(outer.invars, dynamic, strict=True))
+            constants = zip(outer.constvars, closed.consts, strict=True)
+            known |= {v: _Constant(value) for v, value in constants}
+            operands = [
+                _Constant(v.val) if isinstance(v, jex.Literal) else known[v] for v in eqn.invars
+            ]
         if not _is_jaxpr(eqn.params.get('jaxpr')):
             raise ValueError('not a call of a jitted function')
         if result_tree is not None:
@@ -270,6 +284,7 @@ def apply(
         'donate_argnums': [i for i, tree in enumerate(numbers[0]) if is_donated(tree)],
         'donate_argnames': [name for name, tree in numbers[1].items() if is_donated(tree)],
         'keep_unused': params['keep_unused'],
+        'compiler_options': dict(params['compiler_options_kvs']) or None,
     }
     if any(s is not None for s in in_shardings) and not kwargs:
         dynamic = [tree for i, tree in enumerate(numbers[0]) if i not in options['static_argnums']]
