@@ -328,6 +328,23 @@ def test_note_says_what_two_levels_send():
     assert by_hand.network_bytes == 7 * 64 * 4
 
 
+def test_operand_that_another_line_computes():
+    """There, JAX 0.12 gives the gather the line of the operand."""
+
+    def places(x):
+        chosen = jax.nn.one_hot(jnp.argmax(x, -1), 64, dtype=jnp.int32)
+        place = jnp.cumsum(chosen, axis=0) - 1
+        return jnp.sum(place * chosen, -1)
+
+    x = struct((4096, 64), 'data', mesh=FLAT)
+    out = NamedSharding(FLAT, P('data'))
+    report = explain(jax.jit(places, out_shardings=out), x, tries=1)
+    (finding,) = report.findings
+    assert 'run `jnp.cumsum(chosen, axis=0)`' in finding.suggestion
+    assert finding.tried.network_bytes == 7 * 64 * 4  # the totals of a shard, to 7 others
+    check_values(report.fixed_function(), places, (x,))
+
+
 def test_operation_along_a_sharded_axis_moves_to_another_axis():
     def low(x):
         return jnp.fft.fft(jnp.tanh(x)).real

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from ..._program.hlo.collective import Collective
+from ..._program.hlo.graph import Node
 from ..._program.hlo.queries import COPIES
 from ..._program.jaxpr.graph import Op
 from ..._program.jaxpr.two_levels import axis_in_two_levels, bytes_in_two_levels
@@ -65,31 +66,57 @@ def gathered_operations(
     if facts.traced is None or facts.mesh is None:
         return
     values = propagate(facts.traced, facts.values, facts.mesh)
-    sends: dict[tuple[str, int], list[Collective]] = defaultdict(list)
-    for c in collectives:
-        if c.source and c.mesh_axes and c.total_bytes >= facts.min_bytes:
-            sends[c.source, c.column].append(c)
-    words = {c.name: _words(c) for several in sends.values() for c in several}
-    for (line, column), several in sends.items():
-        for op in facts.traced.ops:
-            frames = op.site.frames
-            if not frames or frames[0].source != line or op.site.is_backward:
-                continue
-            if not _ALONG_AN_AXIS.fullmatch(op.primitive) or is_lookup(op):
-                continue
-            if column and frames[0].column != column - 1 and frames[0].line == frames[0].end_line:
-                continue
-            mine = [c for c in several if op.primitive in words[c.name]]
-            axes = {axis for c in mine for axis in c.mesh_axes}
-            sharded = [
-                (v, dim)
-                for v in op.arrays_in
-                for dim, axis in enumerate(values[v].axes)
-                if axes & {*axis.mesh_axes}
-            ]
-            if sharded:
-                yield mine, op, *sharded[0], values
-                break
+    large = [c for c in collectives if c.mesh_axes and c.total_bytes >= facts.min_bytes]
+    words = {c.name: _words(c) for c in large}
+    found = set[str]()
+    # JAX 0.12 may give a gather the line of what makes its operand, not of what reads its result
+    for lines_of in (_own_line, _lines_of_users):
+        sends: dict[tuple[str, int], list[Collective]] = defaultdict(list)
+        for c in large:
+            for line in lines_of(facts, c) if c.name not in found else ():
+                sends[line].append(c)
+        for (line, column), several in sends.items():
+            for op in facts.traced.ops:
+                frames = op.site.frames
+                if not frames or frames[0].source != line or op.site.is_backward:
+                    continue
+                if not _ALONG_AN_AXIS.fullmatch(op.primitive) or is_lookup(op):
+                    continue
+                is_on_line = frames[0].line == frames[0].end_line
+                if column and frames[0].column != column - 1 and is_on_line:
+                    continue
+                mine = [c for c in several if op.primitive in words[c.name]]
+                axes = {axis for c in mine for axis in c.mesh_axes}
+                sharded = [
+                    (v, dim)
+                    for v in op.arrays_in
+                    for dim, axis in enumerate(values[v].axes)
+                    if axes & {*axis.mesh_axes}
+                ]
+                if sharded and found.isdisjoint(c.name for c in mine):
+                    found.update(c.name for c in mine)
+                    yield mine, op, *sharded[0], values
+                    break
+
+
+def _own_line(facts: Facts, collective: Collective) -> Iterator[tuple[str, int]]:
+    if collective.source:
+        yield collective.source, collective.column
+
+
+def _lines_of_users(facts: Facts, collective: Collective) -> Iterator[tuple[str, int]]:
+    spans = [facts.graph.program.span(user.op) for user in _users(collective)]
+    yield from dict.fromkeys((span.text, span.column) for span in spans if span is not None)
+
+
+def _users(collective: Collective) -> Iterator[Node]:
+    """Yields the operations that read the result of a collective, or copies of it."""
+    pending = [*collective.nodes]
+    for node in pending:
+        for user in node.users:
+            yield user
+            if (user.opcode == 'element' or user.opcode in COPIES) and user not in pending:
+                pending.append(user)
 
 
 def _words(collective: Collective) -> set[str]:
@@ -100,12 +127,7 @@ def _words(collective: Collective) -> set[str]:
     """
     if collective.kind in ('all-reduce', 'reduce-scatter') and collective.role == 'gradients':
         return set()
-    names, pending = [collective.op_name], [*collective.nodes]
-    for node in pending:
-        for user in node.users:
-            names.append(user.op.op_name)
-            if (user.opcode == 'element' or user.opcode in COPIES) and user not in pending:
-                pending.append(user)
+    names = [collective.op_name, *(user.op.op_name for user in _users(collective))]
     words = {word for name in names for word in re.findall(r'[\w-]+', name)}
     # JAX runs cumulative operations in other ones
     if any(word.startswith(('reduce_window', 'associative_scan')) for word in words):
