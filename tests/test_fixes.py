@@ -1202,16 +1202,18 @@ def test_replicated_states_of_sharded_parameters():
 
 
 @pytest.mark.parametrize(
-    ('weight', 'kept', 'n_tried'),
+    ('weight', 'diagnosed', 'kept', 'n_tried'),
     [
         # to shard the batch over more axes leaves 70 of 100, and nothing for the weight to lower
-        (20, ['weight'], 2),
-        (68, ['batch'], 2),
+        (20, set(), ['weight'], 2),
+        (68, set(), ['batch'], 2),
+        # a weight that a finding names comes first
+        (68, {'gather'}, ['weight'], 2),
         # what removes as much as both costs are is not compared
-        (0, ['batch'], 1),
+        (0, set(), ['batch'], 1),
     ],
 )
-def test_changes_of_two_costs_as_large_are_compared(monkeypatch, weight, kept, n_tried):
+def test_changes_of_two_costs_as_large_are_compared(monkeypatch, weight, diagnosed, kept, n_tried):
     bounds = {'batch': 70 if weight else 0, 'weight': weight}
     sends = SimpleNamespace(seconds=50, line='send', name='batch')
     gathers = SimpleNamespace(seconds=45, line='gather', name='weight')
@@ -1233,7 +1235,8 @@ def test_changes_of_two_costs_as_large_are_compared(monkeypatch, weight, kept, n
     monkeypatch.setattr(search, 'Candidates', lambda *_: candidates)
     chip = SimpleNamespace(memory=1, share=lambda device: 1)
     fake = SimpleNamespace(facts=SimpleNamespace(devices=[0]), chip=chip, run=trial_of, error='')
-    found = search.Search(fake, trial_of(search.Edits()), SimpleNamespace())
+    base = trial_of(search.Edits())
+    found = search.Search(fake, base, SimpleNamespace(), diagnosed=diagnosed)
     found.run(8, None)
     assert [one.change.kind for one in found.accepted] == kept
     assert found.n_tried == n_tried

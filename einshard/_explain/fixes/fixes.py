@@ -376,7 +376,8 @@ def with_fixes(report: Report, facts: Facts, tries: int, seconds: float | None) 
     states = _try_states(report, trials, first)
     if states is not None:
         first |= states[1]
-    search = start_search(trials, first) if needs_search else None
+    diagnosed = {each.source for each in report.findings if each.kind == 'contracted axis'}
+    search = start_search(trials, first, diagnosed) if needs_search else None
     can_try = search is not None or not needs_search
     fixes = Fixes(report, facts, search, per_device, can_try, states)
     if search is not None:

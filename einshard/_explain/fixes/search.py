@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,8 @@ class Search:
 
     Attributes:
         first: the changes that are part of `base`.
+        diagnosed: the lines of weights with a wrong axis, whose costs come first: larger ones are
+            often right, such as the all-reduces of tensor parallelism.
         accepted: the changes that were kept, in order. Each was tried on top of those before.
         n_tried: how many changes were compiled.
         failed: those that did not compile, and why.
@@ -54,6 +56,7 @@ class Search:
     base: Trial
     moves: Moves
     first: Edits = field(default_factory=Edits)
+    diagnosed: Collection[str | None] = ()
     accepted: list[Accepted] = field(default_factory=list)
     n_tried: int = 0
     failed: list[tuple[Change, str]] = field(default_factory=list)
@@ -88,7 +91,7 @@ class Search:
             self.cut = 'interrupted'
 
     def _improve(self, tries: int, end: float | None) -> int:
-        """Accepts the best change for the largest cost that one lowers.
+        """Accepts the best change for the first cost that one lowers.
 
         That change may work around the cause of another cost, so it is compared with the first
         changes of costs about as large.
@@ -99,7 +102,8 @@ class Search:
         proposals = Candidates(self.trials.facts, current, self.moves)
         best: Accepted | None = None
         n_compared = 0
-        for cost in find_costs(self.trials.facts, current):
+        costs = find_costs(self.trials.facts, current)
+        for cost in sorted(costs, key=lambda cost: cost.line not in self.diagnosed):
             changes = self._untried(proposals.of(cost))
             if best is None:
                 # replicated weights take memory, so other changes come first
@@ -234,12 +238,12 @@ def has_candidates(trials: Trials) -> bool:
     return any(map(Candidates(facts, compiled).has_any, find_costs(facts, compiled)))
 
 
-def start_search(trials: Trials, first: Edits) -> Search | None:
+def start_search(trials: Trials, first: Edits, diagnosed: Collection[str | None]) -> Search | None:
     """Compiles a program for simulated devices. Returns None if that fails.
 
-    `first` are changes that are made already.
+    `first` are changes that are made already, `diagnosed` as in `Search`.
     """
     facts, base = trials.facts, trials.run(first)
     assert facts.mesh is not None
     sizes = {str(name): size for name, size in facts.mesh.shape.items()}
-    return None if base is None else Search(trials, base, Moves(sizes), first)
+    return None if base is None else Search(trials, base, Moves(sizes), first, diagnosed)
