@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from math import prod
+from typing import Any
 
 from ..._program.hlo.collective import Collective
 from ..._program.hlo.graph import Node
@@ -36,23 +37,27 @@ def gathered_for_operation(facts: Facts) -> Iterator[Finding]:
     """Notes sends for operations along a sharded axis, such as a sort."""
     for several, op, v, dim, values in gathered_operations(facts, facts.unexplained):
         assert facts.traced is not None
-        array, axes = facts.traced.values[v], values[v].axes
-        name = axes[dim].name
-        which = f"axis '{name}'" if name else f'axis {dim}'
-        along = ', '.join(axes[dim].mesh_axes)
-        text = (
-            f'{op.primitive.replace("_", " ")} of {array.dtype}{shape_text(array.shape)}, '
-            f'whose {which} is sharded along {along}: '
-            f'{format_bytes(sum(c.total_bytes for c in several))} sent'
-        )
+        axes, n_bytes = values[v].axes, sum(c.total_bytes for c in several)
+        operand = operand_text(facts.traced.values[v], op, values[v], dim)
+        text = f'{operand} {format_bytes(n_bytes)} sent'
         yield Finding(
             'gathered for an operation',
             text + _if_independent(facts, op, dim, axes) + _if_in_two_levels(facts, op, values),
             op.site.frames[0].source,
-            sum(c.total_bytes for c in several),
+            n_bytes,
             '',
             tuple(c.name for c in several),
         )
+
+
+def operand_text(array: Any, op: Op, value: Value, dim: int) -> str:
+    """Returns which axis of the operand of an operation is sharded."""
+    axis = value.axes[dim]
+    return (
+        f'{op.primitive.replace("_", " ")} of {array.dtype}{shape_text(array.shape)}, whose '
+        f'axis {repr(axis.name) if axis.name else dim} is sharded along '
+        f'{", ".join(axis.mesh_axes)}:'
+    )
 
 
 def gathered_operations(

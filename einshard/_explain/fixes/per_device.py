@@ -18,7 +18,7 @@ from ..._sharding.mesh import is_canonical_mesh
 from ..._text import format_bytes, shape_text, short_source
 from ..findings.expressions import expression_of
 from ..findings.facts import Facts
-from ..findings.gathered_axes import along_of, gathered_operations
+from ..findings.gathered_axes import along_of, gathered_operations, operand_text
 from ..findings.values import Axis, Value
 from ..report_rows import Figures, Finding
 from .patch import source_of
@@ -51,7 +51,7 @@ def try_per_device(trials: Trials) -> list[tuple[Finding, PerDevice]]:
             change = PerDevice(span, op.primitive, _sharded(op, values), facts.mesh, along)
             after = trials.on_target(Edits(per_device=(*(one for _, one in found), change)))
             if after is not None and after.bound <= (1 - _MIN_GAIN) * before.bound:
-                text = _text(facts, v, dim, op, values)
+                text = operand_text(facts.traced.values[v], op, values[v], dim)
                 suggestion = _in_two_levels(facts, op, values, along)
                 finding = _finding(collectives, op, text, suggestion, after, before)
                 found.append((finding, change))
@@ -68,7 +68,10 @@ def try_per_device(trials: Trials) -> list[tuple[Finding, PerDevice]]:
                     and after.bound <= (1 - _MIN_GAIN) * before.bound
                     and after.network_bytes <= (1 - _MIN_GAIN) * before.network_bytes
                 ):
-                    text, suggestion = _text(facts, v, dim, op, values), _moving(facts, op, axes)
+                    text, suggestion = (
+                        operand_text(facts.traced.values[v], op, values[v], dim),
+                        _moving(facts, op, axes),
+                    )
                     found.append(
                         (_finding(collectives, op, text, suggestion, after, before), change)
                     )
@@ -133,16 +136,6 @@ def _finding(
     )
 
 
-def _text(facts: Facts, v: int, dim: int, op: Op, values: Sequence[Value]) -> str:
-    assert facts.traced is not None
-    array, axis = facts.traced.values[v], values[v].axes[dim]
-    return (
-        f'{op.primitive.replace("_", " ")} of {array.dtype}{shape_text(array.shape)}, whose '
-        f'axis {repr(axis.name) if axis.name else dim} is sharded along '
-        f'{", ".join(axis.mesh_axes)}:'
-    )
-
-
 def _moved(
     facts: Facts, op: Op, values: Sequence[Value], sent: Collection[str]
 ) -> Iterator[tuple[tuple[int | str, tuple[str, ...]], ...]]:
@@ -170,16 +163,14 @@ def _moved(
 def _moving(facts: Facts, op: Op, axes: tuple[tuple[int | str, tuple[str, ...]], ...]) -> str:
     """Returns what to write to reshard the operand of an operation to other axes first."""
     assert facts.mesh is not None
-    known, span = _batch_axes(op), op.site.frames[0]
+    known = _batch_axes(op)
     placed = {known[key].ins[0]: entry for key, entry in axes}
-    ndim, source = len(op.eqn.invars[0].aval.shape), source_of(span)
+    ndim = len(op.eqn.invars[0].aval.shape)
     text = expression_of([Axis('', placed.get(d, ())) for d in range(ndim)], facts.mesh)
     placement = text.rpartition('-> ')[2]
-    is_short = source and len(source) < 60 and '\n' not in source
-    what = f'`{source}`' if is_short else op.primitive
     specs = ', '.join([f"'{placement}'"] * len(op.ins))
     return (
-        f'run {what} in {short_source(span.source)} with another axis sharded: '
+        f'{_run_text(op)} with another axis sharded: '
         f"per_device({specs}, out='{placement}'), with the axes as {op.primitive} has them"
     )
 
@@ -191,16 +182,19 @@ def _in_two_levels(facts: Facts, op: Op, values: Sequence[Value], along: tuple[s
     used = {*along, *(name for _, entry in _sharded(op, values) for name in entry)}
     axes = [axis.without_mesh_axes({*axis.mesh_axes} - used) for axis in values[v].axes]
     placement = expression_of(axes, mesh).rpartition('-> ')[2]
-    names, span = along, op.site.frames[0]
+    names = along
     if is_canonical_mesh(mesh):  # there, collectives name array axes
         (axis,) = (i for i, each in enumerate(axes) if each.mesh_axes == along)
         names = (expression_of(axes, mesh).split(' ')[axis],)
-    n, source = prod(mesh.shape[name] for name in along), source_of(span)
+    code = code_in_two_levels(op.eqn, placement, names, prod(mesh.shape[name] for name in along))
+    return f'{_run_text(op)} in two levels, where x is its operand: {code}'
+
+
+def _run_text(op: Op) -> str:
+    span = op.site.frames[0]
+    source = source_of(span)
     is_short = source and len(source) < 60 and '\n' not in source
-    return (
-        f'run {f"`{source}`" if is_short else op.primitive} in {short_source(span.source)} in two '
-        f'levels, where x is its operand: {code_in_two_levels(op.eqn, placement, names, n)}'
-    )
+    return f'run {f"`{source}`" if is_short else op.primitive} in {short_source(span.source)}'
 
 
 def _sharded(op: Op, values: Sequence[Value]) -> tuple[tuple[int | str, tuple[str, ...]], ...]:
@@ -231,9 +225,7 @@ def _suggestion(facts: Facts, op: Op, values: Sequence[Value]) -> str:
     assert facts.traced is not None
     mesh, span, known = facts.mesh, op.site.frames[0], _batch_axes(op)
     axes = {known[name]: entry for name, entry in _sharded(op, values)}
-    source = source_of(span)
-    is_short = source and len(source) < 60 and '\n' not in source
-    text = f'run {f"`{source}`" if is_short else op.primitive} in {short_source(span.source)}'
+    text = _run_text(op)
     inside = [
         other
         for other in facts.traced.ops
