@@ -16,7 +16,7 @@ def count_calls(
 ) -> tuple[int, int]:
     """Traces and compilations of the decorated function, called with each of the values.
 
-    A trace is a run of its body: from version 0.9 on, JAX reports cached traces too. Compilations
+    A trace is a run of its body: JAX reports cached traces too. Compilations
     are those that JAX reports for this function.
     """
     traced, before = 0, len(_compiled)

@@ -23,7 +23,7 @@ _heard: list[str] = []
 class Counts:
     """Names of the functions traced and of the programs compiled, in order.
 
-    From version 0.9 on, JAX reports cached traces too: then count the runs of the function's body.
+    JAX reports cached traces too: to count traces, count the runs of the function's body.
     """
 
     traced: list[str] = field(default_factory=list)

@@ -113,6 +113,9 @@ def kinds():
         array = jnp.asarray(scalar)
         assert (x.shape, x.dtype, x.weak_type) == ((), array.dtype, array.weak_type)
         check_shards(x, np.asarray(scalar, x.dtype), [(None, 8)])
+    on_host = einshard(3, '... -> * ...', memory_kind='pinned_host')
+    assert on_host.weak_type
+    check_shards(on_host, np.asarray(3, np.int32), [(None, 8)])
     x = einshard(jnp.full(16, 0.5), 'a -> a*')
     assert x.weak_type
     check_shards(x, np.full(16, 0.5, np.float32), [(0, 8)])

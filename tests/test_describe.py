@@ -214,30 +214,14 @@ def test_results_of_jit():
 
 
 @pytest.mark.parametrize('shape', [(4, 2, 8), (2, 8, 4), (64,)])
-def test_results_that_the_mesh_does_not_express(shape):
-    """A GSPMDSharding in JAX 0.8, for instance over 4 x 2 of 8 devices on one mesh axis."""
+def test_results_that_the_mesh_may_not_express(shape):
+    """XLA could shard them over 4 x 2 of 8 devices, which are on one mesh axis."""
     mesh = jax.make_mesh((8,), ('x',), axis_types=(AxisType.Auto,), devices=DEVICES[:8])
     x = einshard(np.ones((8, 8), np.float32), 'a b -> a@x b', mesh=mesh)
     y = jax.jit(lambda x: x.reshape(shape))(x)
     text = describe(y)
     described = make_sharding(text, mesh=mesh if '@' in text else DEVICES[:8])
     assert described.devices_indices_map(shape) == y.sharding.devices_indices_map(shape)
-
-
-@pytest.mark.skipif(jax.__version_info__ >= (0, 9), reason='JAX raises for what no mesh expresses')
-def test_shardings_of_other_types():
-    def constrained(first, second):
-        @jax.jit
-        def f(x):
-            x = einshard(x, first, mesh=DEVICES[:12])
-            return einshard(x * 2, second, mesh=DEVICES[:12])
-
-        return f(np.ones((12, 12)))
-
-    rows, columns = 'a b -> a4 b3', 'a b -> a3 b4'
-    assert describe(constrained(rows, columns)) == columns
-    y = constrained(columns, rows)  # the canonical mesh has the factors 3, 2, 2, in this order
-    assert describe(y) == f'sharded by a {type(y.sharding).__name__} over 12 devices'
 
 
 @pytest.mark.parametrize('x', [object(), P('x'), device_mesh(), len, jax.Array, {1, 2}])
@@ -396,6 +380,5 @@ def test_sharded_takes_the_memory():
     offload = sharded('a* b', out=words, mesh=DEVICES[:8])(lambda x: x + 1)
     fetch = sharded(words, out='a* b', mesh=DEVICES[:8])(lambda x: x)
     x = einshard(np.arange(32.0).reshape(8, 4), 'a* b', mesh=DEVICES[:8])
-    # not run: JAX 0.8.1 does not compile such programs for the CPU
     expected = make_sharding(words, mesh=DEVICES[:8])
     assert offload.out_shardings(x) == fetch.in_shardings(x)['x'] == expected

@@ -104,8 +104,6 @@ def tries(monkeypatch):
 def test_page_runs(page, monkeypatch):
     for package in PACKAGES.get(name_of(page), ()):
         pytest.importorskip(package)
-    if name_of(page) == 'recipes/states_on_host' and jax.__version_info__ < (0, 10):
-        pytest.skip('JAX 0.8.1 does not compile programs with results in host memory for the CPU')
     monkeypatch.chdir(DOCS)
     names, _ = run(page)
     assert name_of(page) in WITHOUT_CODE or len(names) > 2

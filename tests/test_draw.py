@@ -111,7 +111,7 @@ def test_arrays_are_drawn_as_jax_places_them(expression, shape, mesh):
 
 def test_compiler_chosen_shardings(devices8):
     x = einshard(np.zeros((8, 8), np.float32), 'a b -> a* b', mesh=devices8)
-    y = jax.jit(lambda x: x.reshape(4, 2, 8).T)(x)  # a GSPMDSharding in jax 0.8
+    y = jax.jit(lambda x: x.reshape(4, 2, 8).T)(x)
     assert_same_as_jax(show(y), y)
 
 

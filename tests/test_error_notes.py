@@ -200,8 +200,6 @@ CALLS = {
     'scan': (running_sum, {ROW: TABLE}, 'v d@tensor', RESHARD),
     'map': (lambda x: jax.lax.map(jnp.cumsum, x), {ROW: TABLE}, 'v@data d', RESHARD),
 }
-if jax.__version_info__ < (0, 9):
-    del CALLS['segment_sum']  # JAX 0.8 looks for the axes of the update in an empty mesh
 WITH_OPTION = {
     'indexing': lambda t, i, s: t.at[i].get(out_sharding=s),
     'segment_sum': lambda x, i, s: jax.ops.segment_sum(x, i, 16, out_sharding=s),

@@ -128,7 +128,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 
 
 def test_groups_that_the_program_does_not_list():
-    """JAX 0.8 prints {} for groups of a newer libtpu; at most, this is one group of all devices."""
+    """At most, this is one group of all devices."""
     [c] = read_collectives(NO_GROUPS)
     assert (c.groups, c.group_size, c.network_bytes) == (0, 16, 60)
     assert along_text(c.device_groups, c.pairs, [mesh_of(data=16)], {}) == ''

@@ -1,4 +1,4 @@
-"""Explicit mesh axes, the default of `jax.make_mesh` since JAX 0.9."""
+"""Explicit mesh axes, the default of `jax.make_mesh`."""
 
 import contextlib
 import functools
@@ -17,15 +17,11 @@ from einshard import EinshardError, Rules, einshard, einsum, make_sharding, per_
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 MESH = mesh_of(types=EXPLICIT, data=4, tensor=2)
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
-JAX = jax.__version_info__
 
 
 def test_default_of_make_mesh():
-    # docs/meshes.md says since when
-    warned = pytest.warns(DeprecationWarning, match='axis_types')
-    with warned if JAX < (0, 9) else contextlib.nullcontext():
-        mesh = jax.make_mesh((4, 2), ('data', 'tensor'), devices=jax.devices()[:8])
-    assert set(mesh.axis_types) == {AUTO if JAX < (0, 9) else EXPLICIT}
+    mesh = jax.make_mesh((4, 2), ('data', 'tensor'), devices=jax.devices()[:8])
+    assert set(mesh.axis_types) == {EXPLICIT}
 
 
 IDS = np.array([3, 1, 7])
@@ -73,8 +69,6 @@ OPERATIONS = {
         lambda x, y: scan(lambda x, w: einshard(x @ w, 'a@data b@tensor'), x, jnp.ones((2, 8, 8))),
     ),
 }
-if JAX < (0, 9):
-    del OPERATIONS['where']  # where() takes operands with different shardings
 
 
 @pytest.mark.parametrize('operation', OPERATIONS)
@@ -276,11 +270,7 @@ def test_inferred_specs_of_partial_sums():
 
     with jax.set_mesh(MESH):
         x, w = einshard(X, 'a b -> a@data b@tensor'), einshard(X, 'b c -> b@tensor c')
-        if JAX < (0, 9):  # psum does not take them
-            with pytest.raises(ValueError, match='unreduced'):
-                product(x, w)
-        else:
-            np.testing.assert_array_equal(product(x, w), X @ X)
+        np.testing.assert_array_equal(product(x, w), X @ X)
 
 
 @pytest.mark.parametrize('types', [(AUTO, AUTO), (EXPLICIT, AUTO)])

@@ -45,15 +45,9 @@ def mesh_for(c, platform='cpu'):
     """16 devices, along the mesh axes that the choices name."""
     axes = {'data': 4, 'tensor': 4} if 'tensor' in str(c) else {'data': 16}
     if platform == 'tpu':
-        skip_without_lines_on_tpu()
+        pytest.importorskip('libtpu')
         return topology('v5e:4x4', **axes)
     return device_mesh(jax.devices()[:16], **axes)
-
-
-def skip_without_lines_on_tpu():
-    pytest.importorskip('libtpu')
-    if jax.__version_info__ < (0, 9):
-        pytest.skip('libtpu gives this JAX no lines')
 
 
 REPORTS = {}
@@ -387,9 +381,7 @@ def test_a_replicated_result_that_feeds_the_next_step():
 
 def varying(w):
     """The weight as varying over data, so that each device keeps its own gradients."""
-    if hasattr(jax.lax, 'pcast'):
-        return jax.lax.pcast(w, 'data', to='varying')
-    return jax.lax.pvary(w, 'data')
+    return jax.lax.pcast(w, 'data', to='varying')
 
 
 def test_a_loop_over_a_sharded_batch():
@@ -690,8 +682,6 @@ def test_an_all_reduce_of_which_devices_keep_a_slice(platform):
 
         return explain(scores, struct(512, 1024), struct(1024, 256))
 
-    if jax.__version_info__ < (0, 9):
-        pytest.skip('XLA reduces in windows, which are not followed')
     mesh = mesh_for('tensor', platform)
     wrong = build('b d -> b d')
     (finding,) = [f for f in wrong.findings if f.kind == 'sliced all-reduce']
@@ -1009,7 +999,7 @@ def test_a_constraint_of_an_argument_is_not_the_choice_of_the_compiler(platform)
 
 
 def between_slices(**axes):
-    skip_without_lines_on_tpu()
+    pytest.importorskip('libtpu')
 
     @sharded('b@data d', 'd f@tensor', 'f@tensor d', mesh=topology('v5e:2x4', n_slices=2, **axes))
     def gradients(x, w_in, w_out):
@@ -1072,7 +1062,7 @@ def test_a_train_step_of_64_layers_for_256_devices(monkeypatch):
 
 
 def test_the_same_constraint_twice_under_vmap():
-    """JAX 0.8.1 cannot compare such shardings, which have no devices."""
+    """Their shardings have no devices."""
 
     def twice(row):
         row = einshard(2 * row, 'd -> d@model')
@@ -1144,8 +1134,6 @@ EXPLAINING = {
 
 @pytest.mark.parametrize('kind', EXPLAINING)
 def test_notes_do_not_speak_of_what_a_finding_explains(kind):
-    if kind == 'sliced all-reduce' and jax.__version_info__ < (0, 9):
-        pytest.skip('XLA reduces in windows, which are not followed')
     report = EXPLAINING[kind]()
     assert kind in found_in(report), found_in(report)
     collectives = {c.name: c for c in report.collectives}

@@ -123,14 +123,8 @@ STREAM = 'b s d -> b@data s d'
 CANONICAL = rules_of(embed='v* d', up='d* f', down='f d*', head='d* v')
 
 
-def skip_without_lines(library):
-    if library == 'flax' and jax.__version_info__ < (0, 9):
-        pytest.skip('HLO of this JAX has lines of Flax only')
-
-
 @LIBRARIES
 def test_a_missing_constraint(library):
-    skip_without_lines(library)
     mesh = mesh_of(data=4, tensor=4)
     wrong = report_of(library, None, BOTH, mesh=mesh)
     assert [finding.kind for finding in wrong.findings][:1] == ['missing constraint']
@@ -149,8 +143,6 @@ def test_a_missing_constraint(library):
     ],
 )
 def test_a_wrong_weight(weight, mistake, kind, more):
-    if kind == 'replicated compute':
-        skip_without_lines('flax')
     mesh = mesh_of(data=4, tensor=4)
     megatron = {name: spec.replace('@data', '') for name, spec in BOTH}
 

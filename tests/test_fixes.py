@@ -499,9 +499,6 @@ def test_a_constraint_that_a_function_under_vmap_can_have(is_nested):
     assert fixed.network_bytes == finding.tried.network_bytes < 0.5 * report.network_bytes
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason='programs of a newer libtpu have no lines'
-)
 def test_on_a_topology():
     on = topology('v5e:2x4', fsdp=8)
     weights = [
@@ -697,12 +694,7 @@ def test_no_time_for_reshards():
     'target',
     [
         pytest.param('h100:1x8', marks=pytest.mark.gpu),
-        pytest.param(
-            'v5e:2x4',
-            marks=pytest.mark.skipif(
-                jax.__version_info__ < (0, 10), reason='programs of a newer libtpu have no lines'
-            ),
-        ),
+        'v5e:2x4',
     ],
 )
 def test_reshards_in_two_steps_on_topologies(target):
@@ -921,9 +913,6 @@ def test_weights_that_inference_gathers_are_replicated(chip):
         assert report.total == (f'lower bounds with this change: {left}',)
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason='programs of a newer libtpu have no lines'
-)
 def test_explicit_axes_of_a_topology():
     """The program is compiled in another process, where all axes are Auto."""
     mesh = topology('v5e:2x4', axis_types=AxisType.Explicit, data=2, tensor=4)

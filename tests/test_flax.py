@@ -445,8 +445,6 @@ def test_rules_from_names_match_their_own_arrays():
 
 def test_a_plan_of_a_module_with_keys():
     """JAX 0.10 and 0.12 export a key without a sharding with one on an empty mesh."""
-    if jax.__version_info__ < (0, 9):
-        pytest.skip('JAX 0.8.1 does not lower keys in programs with shardings for another platform')
 
     def loss(model, x):
         return jnp.mean(model(einshard(x, 'batch d')) ** 2)
@@ -658,9 +656,7 @@ def test_reports_name_the_layer():
     assert {row.of for row in rows} == {(f'state/layers/{i}/kernel',) for i in (0, 1)}
     assert rows.counts == {'all-gather': 2}
     line = inspect.getsourcelines(Mlp.__call__)[1] + 2
-    # JAX before 0.10 writes only the innermost line outside JAX
-    if jax.__version_info__ >= (0, 10):
-        assert {row.source for row in rows} == {f'{__file__}:{line}'}
+    assert {row.source for row in rows} == {f'{__file__}:{line}'}
 
 
 # --- suggestions for nnx.jit --------------------------------------------------------------------

@@ -120,12 +120,7 @@ def test_transformer_is_that_of_hand_written_jax(name, parallelism, tied):
     row = np.arange(n).reshape(-1, model)
     partners = {str_of(numbers) for numbers in (row, row.T) if numbers.shape[1] > 1}
     found = {(kind, among) for kind, _, among in collectives(ours.lines)}
-    if name != 'cpu' and jax.__version_info__ < (0, 10):
-        # which cannot read the groups that libtpu 0.0.51 writes in the axes of a mesh
-        found.discard(('all-reduce', '{}'))
-        assert found <= {('all-reduce', among) for among in partners}
-    else:
-        assert found == {('all-reduce', among) for among in partners}
+    assert found == {('all-reduce', among) for among in partners}
 
 
 # --- the comparison ------------------------------------------------------------------------------

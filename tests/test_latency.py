@@ -172,9 +172,7 @@ def test_norm_in_the_condition_of_a_loop():
     assert note.kind == 'collective in a condition'
     assert 'needs an all-reduce of f32[] along data before each iteration' in note.text
     assert 'at least 1 us each time by the latency of TPU v5e' in note.text
-    # in HLO of JAX 0.8, conditions have the line of their loop
-    line = 'jnp.sqrt' if jax.__version_info__ >= (0, 9) else 'return lax.while_loop'
-    assert note.source.endswith(line_of(norm_in_condition, line))
+    assert note.source.endswith(line_of(norm_in_condition, 'jnp.sqrt'))
     assert note.bytes == 7  # 4 B to 7 of 8 devices, in two rounds
     assert not note.suggestion
 

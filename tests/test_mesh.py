@@ -167,7 +167,6 @@ def test_invalid_meshes_in_every_function(mesh):
         assert refusal(call).sentence.startswith('mesh= ')
 
 
-@pytest.mark.filterwarnings('ignore:The default axis_types will change')  # JAX 0.8
 @pytest.mark.parametrize('given', [(4, 2), {'data': 4}, SIXTEEN.reshape(8, 2)])
 def test_suggested_meshes_work(given):
     fix = refusal(make_sharding, 'a -> a*', mesh=given).facts['try']
@@ -380,7 +379,7 @@ def test_different_expressions_in_one_jit(in_context):
 
 # 'a b -> b12 a' is left out: compiled from these two arguments, it makes the XLA of jaxlib 0.12.0.1
 # abort the process ('Could not slice dimension 1 with size 4'), with hand-made meshes as well;
-# jaxlib 0.8.1, 0.9.2 and 0.10.2 compile it
+# jaxlib 0.10.2 compiles it
 @pytest.mark.parametrize('expression', [e for e in EXPRESSIONS_ON_12 if 'b12' not in e])
 def test_result_of_different_expressions_is_sharded_as_requested(expression):
     devices = jax.devices()[:12]

@@ -316,13 +316,11 @@ def test_gradient(wrap):
     jax.tree.map(functools.partial(close, rtol=1e-4, atol=1e-3), gradient, expected)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason='JAX cannot map a psum of shard_map')
 def test_vmap():
     xs = np.stack([X, 2 * X, -X])
     close(jax.vmap(LAYER(product), in_axes=(0, None))(xs, W), xs @ W)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason='JAX cannot map a psum of shard_map')
 @pytest.mark.parametrize('ambient', [False, True])
 @pytest.mark.parametrize('transform', [jax.jit, lambda f: f], ids=['jit', 'eager'])
 def test_vmap_keeps_an_axis_that_is_not_manual(transform, ambient):
@@ -496,10 +494,7 @@ SUM = "sum over 'a' with jax.lax.psum(result, 'a')"
 SHARD = "shard the result over 'a' in out="
 SUM_OR_SHARD = f'{SUM}, or {SHARD}'
 UNKNOWN = 'check_vma=False, if the result is in fact replicated'
-INVARIANT = 'all_gather_invariant(...)'  # JAX 0.8.1
-if not hasattr(jax.lax, 'all_gather_invariant'):
-    INVARIANT = "all_gather(..., to='invarying')"
-GATHER = f'jax.lax.{INVARIANT}, which returns a replicated value'
+GATHER = "jax.lax.all_gather(..., to='invarying'), which returns a replicated value"
 RING = [(i, (i + 1) % 4) for i in range(4)]
 LOOP = jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda _, y: gathered(y)[:2], x))
 

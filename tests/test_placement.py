@@ -406,14 +406,13 @@ def test_memory_kind_in_jit(devices8, types, old, new):
         space = memory.Space.Host if target == 'pinned_host' else memory.Space.Device
         assert jax.eval_shape(lambda x: move({'x': x})['x'], x).shape == X.shape
         assert jax.make_jaxpr(move)(x).out_avals[0].memory_space == space
-        if jax.__version_info__ >= (0, 10):  # JAX 0.8.1 keeps all values in device memory on CPU
-            moved = jax.jit(move)(x)
-            assert moved.sharding.is_equivalent_to(make_sharding('a8 b', memory_kind=target), 2)
-            assert moved.sharding.memory_kind == target
-            np.testing.assert_array_equal(moved, X)
-            gradient = jax.jit(jax.grad(lambda x: (einshard(x, 'a8 b') ** 2).sum()))(x)
-            assert gradient.sharding.memory_kind == old
-            np.testing.assert_array_equal(gradient, 2 * X)
+        moved = jax.jit(move)(x)
+        assert moved.sharding.is_equivalent_to(make_sharding('a8 b', memory_kind=target), 2)
+        assert moved.sharding.memory_kind == target
+        np.testing.assert_array_equal(moved, X)
+        gradient = jax.jit(jax.grad(lambda x: (einshard(x, 'a8 b') ** 2).sum()))(x)
+        assert gradient.sharding.memory_kind == old
+        np.testing.assert_array_equal(gradient, 2 * X)
 
 
 @pytest.mark.parametrize('kinds', [('device', 'pinned_host'), ('pinned_host', 'device')])

@@ -258,7 +258,6 @@ def test_inline(inline):
     f = sharded(None, inline=inline)(lambda x: jnp.sin(x) + 1)
     g = jax.jit(lambda x: jnp.sin(x) + 1, inline=inline)
     ours, theirs = (str(jax.make_jaxpr(lambda x, h=h: h(x))(X)) for h in (f, g))
-    # before jax 0.9 the body is in the text of the caller, later when the program is lowered
     assert ours == theirs
 
 

@@ -24,7 +24,6 @@ from einshard import (
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 EIGHT = jax.devices()[:8]
-JAX_VERSION = tuple(map(int, jax.__version__.split('.')[:2]))
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(8, 16)).astype(np.float32)
 W1 = RANDOM.normal(size=(16, 48)).astype(np.float32) / 4
@@ -399,8 +398,7 @@ def test_first_calls_in_threads_trace_and_compile_once(out, in_threads):
     for i, result in enumerate(results):
         close(result, np.sin(X + i) * i)
     assert counts.of('threaded')[1] == 1
-    # for shapes alone, JAX 0.8 traces in each thread
-    assert threaded.runs == 1 or ('...' in out and JAX_VERSION < (0, 9))
+    assert threaded.runs == 1
 
 
 def test_first_calls_in_threads_with_meshes_of_their_own(in_threads):

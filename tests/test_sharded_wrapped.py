@@ -273,9 +273,6 @@ def check_results(ours, theirs, x):
 @pytest.mark.parametrize('kind', SCALAR)
 @pytest.mark.parametrize('how', TRANSFORMED)
 def test_transformed_functions_describe_themselves(how, kind):
-    mapped = kind == 'per_device' and how in ('jacfwd', 'hessian', 'vmap')
-    if mapped and jax.__version_info__ < (0, 9):
-        pytest.skip('JAX cannot map a psum of shard_map')
     x = jnp.arange(8, dtype=np.float32) / 8
     # as with jax.jit: the attributes of the wrapped function must not describe the wrapper
     ours, theirs = (TRANSFORMED[how](f) for f in (SCALAR[kind], jax.jit(energy)))

@@ -98,9 +98,7 @@ def fits(kind):
     of = {}
     for split, axes in zip(layout.splits, fitted, strict=True):
         of.setdefault((split.axis, split.sign), []).extend(axes)
-    # JAX 0.8.1 has no `partitions`, newer versions refuse to iterate over unreduced axes
-    partitions = kind.spec.partitions if hasattr(kind.spec, 'partitions') else tuple(kind.spec)
-    entries = [e if isinstance(e, tuple) else (e,) for e in partitions if e is not None]
+    entries = [e if isinstance(e, tuple) else (e,) for e in kind.spec.partitions if e is not None]
     sharded = sorted((axis, tuple(axes)) for (axis, _), axes in of.items() if axis is not None)
     assert [axes for _, axes in sharded] == entries
     assert set(of.get((None, '+'), ())) == set(kind.spec.unreduced)

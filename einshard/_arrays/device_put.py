@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from .._errors import EinshardError
 from .._sharding.context import is_tracing
@@ -41,23 +41,11 @@ def make_movable(x: Any, sharding: NamedSharding) -> Any:
     x = without_partial_axes(x, sharding) if is_partial(x.sharding) else x
     memory_kind = x.sharding.memory_kind
     if memory_kind != sharding.memory_kind and is_reordered(sharding.mesh, mesh):
-        # In two steps: XLA cannot change the memory kind and the order of the devices at once. JAX
-        # 0.8.1 can change the order only in device memory.
+        # in two steps: XLA cannot change the memory kind and the order of the devices at once
         if memory_kind == 'device':
             return put_array(x, sharding.with_memory_kind(memory_kind))
         x = jax.device_put(x, x.sharding.with_memory_kind(sharding.memory_kind))
-    if not isinstance(mesh, Mesh) or AxisType.Explicit not in mesh.axis_types:
-        return x
-    if jax.__version_info__ >= (0, 10) or mesh.axis_names == sharding.mesh.axis_names:
-        return x
-    # JAX 0.8.1 fails, because it looks up the mesh axes of `x` in the mesh of `sharding`
-    with_auto_axes = NamedSharding(
-        Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim),
-        partition_spec(spec_axes(x.sharding.spec)),
-        memory_kind=x.sharding.memory_kind,
-    )
-    shards = [shard.data for shard in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, with_auto_axes, shards)
+    return x
 
 
 def without_partial_axes(x: Any, sharding: NamedSharding) -> Any:
@@ -69,7 +57,7 @@ def without_partial_axes(x: Any, sharding: NamedSharding) -> Any:
 
 
 def _reshard(x: Any, sharding: NamedSharding) -> Any:
-    # JAX 0.8.1 rejects arrays whose mesh is not the one in context
+    # in `reshard`, operations on complex numbers reject arrays whose mesh is not the one in context
     mesh: Any = sharding.mesh
     with nullcontext() if is_tracing() else jax.set_mesh(mesh):
         return reshard(x, sharding)
@@ -168,11 +156,11 @@ def _put_global(x: Any, sharding: NamedSharding, donate: bool) -> Any:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if is_global or sharding.is_fully_addressable:
         return jax.device_put(x, sharding, donate=donate)
-    # `make_array_from_callback` would drop the weak type. In host memory, JAX 0.8.1 would fail.
+    # `make_array_from_callback` would drop the weak type.
     is_weak = type(x) in (int, float, complex)
     if isinstance(x, jax.Array):
         is_weak = not is_key and x.weak_type and not x.committed
-    if is_weak and sharding.memory_kind == 'device':
+    if is_weak:
         return jax.jit(_identity, out_shardings=sharding)(x)
     full = x if is_key else as_host(x)
     # without dtype=, this fails in a process that has no device of the mesh

@@ -13,20 +13,16 @@ from .._errors import EinshardError
 from .._sharding.mesh import is_partial, partition_spec, partition_text, spec_axes
 from .._text import array_text
 
-# When a replicated value becomes a partial sum, JAX 0.8.1 keeps all replicas, so the sum is too
-# large. JAX 0.10.2 sets all replicas but one to zero, but XLA crashes for complex numbers.
-_KEEPS_REPLICAS = jax.__version_info__ < (0, 10)
-
 
 def reshard(x: Any, sharding: NamedSharding) -> Any:
     """Reshards a value, as `jax.sharding.reshard` does, but without its bugs for partial sums.
 
     A value that becomes a partial sum over mesh axes is replicated over them first. Without this,
-    JAX 0.8.1 to 0.12 makes some sums too large if an array axis was sharded over two mesh axes, and
-    XLA aborts the process if the call also adds up a partial sum over other mesh axes.
+    JAX makes some sums too large if an array axis was sharded over two mesh axes, and XLA aborts
+    the process if the call also adds up a partial sum over other mesh axes (JAX 0.10.2 to 0.12).
 
     A value that stays a partial sum is gathered first, over the mesh axes that no longer shard it
-    as before. Without this, JAX 0.8.1 to 0.12 adds up the wrong shards if some mesh axes take the
+    as before. Without this, JAX 0.10.2 to 0.12 adds up the wrong shards if some mesh axes take the
     place of others ('a@x +@z' to 'a@y +@z').
 
     The gradient of a reduced value is a partial sum that JAX reshards the other way around. So each
@@ -35,13 +31,12 @@ def reshard(x: Any, sharding: NamedSharding) -> Any:
     aval: Any = jax.typeof(x)
     old: Any = aval.sharding.spec
     _check_dtype(aval, sharding)
-    is_complex = jax.numpy.issubdtype(aval.dtype, jax.numpy.complexfloating)
-    if not _KEEPS_REPLICAS and not is_complex:
+    if not jax.numpy.issubdtype(aval.dtype, jax.numpy.complexfloating):
         return _reshard(x, sharding, by_hand=False)
-    is_reduced = old.reduced or sharding.spec.reduced
-    if not is_reduced or not jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact):
+    # XLA crashes when a replicated complex value becomes a partial sum
+    if not (old.reduced or sharding.spec.reduced):
         return _reshard(x, sharding, by_hand=True)
-    # JAX's gradient would keep replicas, so the gradient is resharded by hand too
+    # in its gradient, one does too
     dual = NamedSharding(sharding.mesh, partition_spec(spec_axes(old), old.reduced, old.unreduced))
     by_hand: Any = jax.custom_vjp(lambda x: _reshard(x, sharding, by_hand=True))
     by_hand.defvjp(lambda x: (by_hand(x), None), lambda _, gradient: (reshard(gradient, dual),))

@@ -197,7 +197,7 @@ class OneDeviceProgram:
         self._name = name
         self._mesh = mesh
         with self._on_one_device():
-            # `__call__` does not use `compiled`, which rejects int4 arrays in JAX 0.8.1 to 0.10
+            # `__call__` does not use `compiled`, which rejects int4 arrays in JAX 0.10
             self._jitted = jax.jit(function)
             traced = self._jitted.trace(*arguments)
             self.jaxpr = traced.jaxpr.jaxpr

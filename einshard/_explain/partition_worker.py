@@ -135,17 +135,13 @@ def _compile(lowered: Any) -> dict[str, str]:
     import jax
 
     with tempfile.TemporaryDirectory() as folder:
-        for scheduler in SCHEDULERS:
-            options = {**OPTIONS, **scheduler, 'xla_dump_to': folder}
-            try:
-                lowered.compile(compiler_options=options)
-            except jax.errors.JaxRuntimeError as error:
-                # partition.py disables passes that the CPU backend needs for dots in bf16, so
-                # compilation may fail, but only after XLA has dumped the program
-                if not (_dumped(folder, BUFFERS) or 'No such compile option' in str(error)):
-                    raise
-            if _dumped(folder, BUFFERS):
-                break
+        try:
+            lowered.compile(compiler_options={**OPTIONS, 'xla_dump_to': folder})
+        except jax.errors.JaxRuntimeError:
+            # partition.py disables passes that the CPU backend needs for dots in bf16, so
+            # compilation may fail, but only after XLA has dumped the program
+            if not _dumped(folder, BUFFERS):
+                raise
         return {'text': _dumped(folder, OPTIMIZED), 'buffers': _dumped(folder, BUFFERS)}
 
 
@@ -153,12 +149,8 @@ OPTIONS: dict[str, Any] = {
     'xla_backend_optimization_level': '0',
     'xla_llvm_disable_expensive_passes': True,
     'xla_dump_hlo_as_text': True,
+    'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED',  # as on TPU
 }
-# both schedule for low memory, as on TPU; JAX 0.8 has only the second option
-SCHEDULERS: tuple[dict[str, Any], ...] = (
-    {'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED'},
-    {'xla_cpu_enable_concurrency_optimized_scheduler': False},
-)
 OPTIMIZED, BUFFERS = '.cpu_after_optimizations.txt', '-buffer-assignment.txt'
 
 

@@ -271,6 +271,6 @@ def _must_put(leaf: Any, sharding: NamedSharding) -> bool:
 
 
 def _is_unsharded(sharding: Sharding) -> bool:
-    # JAX 0.8.1 reports a partial sum as replicated
+    # `is_fully_replicated` is true of reduced axes too
     is_replicated = sharding.is_fully_replicated and not is_partial(sharding)
     return len(sharding.device_set) == 1 or is_replicated

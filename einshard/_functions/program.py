@@ -103,8 +103,7 @@ class Program:
         """Whether `place_arguments` must run in each call.
 
         Under jax.grad or jax.vmap outside jit, `nested` accepts any sharding if it has no
-        in_shardings. Jit cannot place host data as a partial sum: it raises, or in JAX 0.8.1
-        returns a sum that is too large.
+        in_shardings. Jit cannot place host data as a partial sum: it raises.
         """
         if is_tracing():
             return self.nested is self.constrained and not is_staging()
@@ -220,7 +219,7 @@ def _choose_by_type(nested: Any, without_shardings: Any) -> Callable[..., Any]:
     """Returns a function that calls `without_shardings` if an argument is unreduced or reduced.
 
     The gradient of a reduced argument is unreduced, but JAX gives it the reduced in_sharding of the
-    argument. JAX 0.8.1 then returns a sum that is too large, and newer versions raise an error.
+    argument, and raises an error.
     """
 
     def call(*values: Any) -> Any:
@@ -294,7 +293,7 @@ class ProgramCache:
         if program is None or program.runnable is rejected:
             # No lock, because this runs user code (the function, spec functions), which may wait
             # for a thread that calls this function. Threads that make the same program share
-            # `traced`, so that JAX (except 0.8) traces once.
+            # `traced`, so that JAX traces once.
             key, traced = (outer_key, inner_key), TracedFunction(self._setup, call, values)
             traced = self._in_progress.setdefault(key, traced)
             try:

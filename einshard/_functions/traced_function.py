@@ -295,7 +295,7 @@ class TracedFunction:
                 result = partition_modules(result, 'result')
             self._check_result(result, context)
             if is_explicit and has_partial_axes(self.result.shardings(result, context)):
-                # without this, JAX 0.8.1 returns a sum that is too large
+                # without this, JAX gives the result a sharding that has no spec
                 return self.result.constrain(result, context)
             return result
 

@@ -100,8 +100,7 @@ def per_device(
         axis_names: the mesh axes that are manual, as in `jax.shard_map`. Along the other axes the
             function sees global arrays, sharded by `einshard` or the compiler. Default: all axes.
         check_vma: whether JAX checks that results are replicated where `out` says so. JAX infers
-            this for `psum`, but for `all_gather` only with `to='invarying'` (JAX 0.8:
-            `all_gather_invariant`).
+            this for `psum`, but for `all_gather` only with `to='invarying'`.
         reshard: whether to reshard arguments that are sharded differently.
         collectives: the collectives that the compiled program may have, as for `sharded`.
         check_processes: as for `sharded`.

@@ -6,7 +6,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -148,23 +148,15 @@ def suggest_fixes(
 
 def _replicating_gather(axes: Sequence[str], shard_map: Callable[..., Any]) -> str | None:
     """Returns the `all_gather` call whose result JAX infers to be replicated, or None."""
-    lax: Any = jax.lax
-    # JAX 0.8.1 has the first, newer versions have the second
-    gathers: dict[str, Callable[..., Any]] = {
-        'jax.lax.all_gather_invariant(...)': lambda x, axis: lax.all_gather_invariant(x, axis),
-        "jax.lax.all_gather(..., to='invarying')": partial(lax.all_gather, to='invarying'),
-    }
-    for text, gather in gathers.items():
 
-        def gathered(gather: Callable[..., Any] = gather) -> list[Any]:
-            return [gather(jax.lax.axis_index(axis), axis) for axis in axes]
+    def gathered() -> list[Any]:
+        return [jax.lax.all_gather(jax.lax.axis_index(axis), axis, to='invarying') for axis in axes]
 
-        try:
-            jax.eval_shape(shard_map(gathered, in_specs=(), out_specs=PartitionSpec()))
-        except (AttributeError, TypeError, ValueError):
-            continue
-        return text
-    return None
+    try:
+        jax.eval_shape(shard_map(gathered, in_specs=(), out_specs=PartitionSpec()))
+    except (TypeError, ValueError):
+        return None
+    return "jax.lax.all_gather(..., to='invarying')"
 
 
 # Collectives with a replicated result. JAX does not document the names of its primitives;

@@ -73,13 +73,6 @@ def _has_gpu() -> bool:
 
 def find_plugin() -> str:
     """Returns the module of the plugin. Raises unless there is one, of the version of jaxlib."""
-    # before, results whose sharding the compiler chooses have none, and 0.9 cannot parse links
-    if jax.__version_info__ < (0, 10, 1):
-        raise EinshardError(
-            "compiling for GPUs you don't have needs JAX 0.10.1 or newer",
-            code='not-installed',
-            facts={'JAX': jax.__version__},
-        )
     names = ('jax_plugins.xla_cuda13', 'jax_plugins.xla_cuda12')
     plugins = [name for name in names if _is_installed(name)]
     if not plugins:

@@ -101,7 +101,7 @@ def _describe_leaf(x: Any) -> str | None:
     if sharding is None or isinstance(sharding, Description):
         return sharding
     shape = None if isinstance(x, Sharding) else x.shape
-    ndim = None if shape is None else len(shape)  # in JAX 0.8.1 a Ref has no ndim
+    ndim = None if shape is None else len(shape)
     if isinstance(sharding, NamedSharding):
         return describe_named(sharding, ndim)
     if isinstance(sharding, SingleDeviceSharding):

@@ -278,10 +278,8 @@ def entry_axes(entry: Any) -> tuple[Any, ...]:
 
 def spec_axes(spec: PartitionSpec) -> list[tuple[Any, ...]]:
     """Returns the mesh axes of each entry of a PartitionSpec. Omits unreduced and reduced axes."""
-    # Newer JAX refuses to iterate over a spec with unreduced axes. JAX 0.8.1 has no `partitions`,
-    # but iterating over a spec skips those axes.
-    entries = spec.partitions if hasattr(spec, 'partitions') else tuple(spec)
-    return [entry_axes(entry) for entry in entries]
+    # JAX refuses to iterate over a spec with unreduced axes
+    return [entry_axes(entry) for entry in spec.partitions]
 
 
 def partition_spec(
@@ -356,7 +354,7 @@ def is_reshaped(mesh: AnyMesh, other: AnyMesh) -> bool:
 def has_equal_axes(mesh: AnyMesh, other: AnyMesh) -> bool:
     """Whether two meshes have the same axes, with the same sizes and types, in the same order.
 
-    In JAX 0.8.1 to 0.12, an `AbstractMesh` that the user creates differs from that of
+    In JAX 0.10.2 to 0.12, an `AbstractMesh` that the user creates differs from that of
     `jax.set_mesh` only in its `abstract_device`. JAX accepts either in place of the other.
     """
     return (mesh.axis_names, mesh.axis_sizes, mesh.axis_types) == (

@@ -355,14 +355,6 @@ def _check_memory_kind(expression: Expression, memory_kind: str | None, mesh: An
             code='array',
             memory_kinds=', '.join(kinds),
         )
-    signed = [term for term in expression.right if term.sign]
-    if signed and memory_kind not in (None, 'device') and jax.__version_info__ < (0, 10):
-        raise expression.error(  # XLA fails with "RET_CHECK failure"
-            f'before JAX 0.10, {quoted(map(str, signed))} can only be in device memory',
-            signed,
-            code='not-installed',
-            memory_kind=memory_kind,
-        )
 
 
 def _typo_warning(

@@ -32,7 +32,7 @@ def topology(
     Pass the mesh to `explain` or `assert_collectives` as `mesh=`. Programs can be lowered and
     compiled for its devices, but these cannot hold arrays.
 
-    TPUs need libtpu. GPUs need JAX 0.10.1 or newer, its CUDA plugin and a PTX compiler: the extra
+    TPUs need libtpu. GPUs need JAX's CUDA plugin and a PTX compiler: the extra
     `gpu`, `jax[cuda12]` or `jax[cuda13]`. The first topology of GPUs in a process
     compiles a small program in another process, to see whether the compiler works.
 

@@ -69,7 +69,7 @@ class _Constrained:
             if constraint.before.argument is not None:
                 self.paths.add(facts.arguments[constraint.before.argument].path)
         for eqn in _last_products(jaxpr):
-            self.lines.add(line_of(eqn, facts.has_only_innermost_lines))
+            self.lines.add(line_of(eqn))
 
 
 def _last_products(jaxpr: Any) -> Iterator[Any]:

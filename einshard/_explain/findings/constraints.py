@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
+from jax.sharding import AxisType, NamedSharding, Sharding
 
 from ..._program.jaxpr.graph import inner_jaxprs
 from ..._sharding.describe import describe_named
@@ -135,10 +135,7 @@ def _constraints(jaxpr: Any, shardings: dict[int, Any]) -> Iterator[tuple[_Stack
 
 
 def _are_equal(before: Sharding, sharding: Sharding, ndim: int) -> bool:
-    meshes = (s.mesh for s in (before, sharding) if isinstance(s, NamedSharding))
-    has_devices = all(isinstance(mesh, Mesh) for mesh in meshes)
-    # JAX 0.8.1 cannot compare equivalent shardings on abstract meshes
-    return before == sharding or (has_devices and before.is_equivalent_to(sharding, ndim))
+    return before == sharding or before.is_equivalent_to(sharding, ndim)
 
 
 def _has_no_effect_in_jit(sharding: NamedSharding) -> bool:

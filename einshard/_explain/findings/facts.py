@@ -136,12 +136,7 @@ class Facts:
         """None if `mesh` or `traced` is None."""
         if self.traced is None or self.mesh is None:
             return None
-        return read_trace(self.traced, self.values, self.mesh, self.has_only_innermost_lines)
-
-    @functools.cached_property
-    def has_only_innermost_lines(self) -> bool:
-        """Whether the HLO has only the innermost line of each call stack (JAX 0.8)."""
-        return not self.graph.program.sources.has_stacks
+        return read_trace(self.traced, self.values, self.mesh)
 
     @functools.cached_property
     def values(self) -> Sequence[Value]:

@@ -37,16 +37,9 @@ def user_line(stack: Sequence[Frame]) -> str:
     return f'{frame.file}:{frame.line}' if frame else ''
 
 
-def line_of(eqn: Any, innermost: bool = False) -> str:
-    """Returns the source line of an equation, as in its HLO: 'model.py:12'. Returns '' if unknown.
-
-    HLO of JAX 0.8 has only the innermost line of the call stack, even if it is in a library such as
-    Flax. If `innermost`, returns this line instead of the user's.
-    """
-    stack = stack_of(eqn)
-    if innermost:
-        return f'{stack[0].file}:{stack[0].line}' if stack else ''
-    return user_line(stack)
+def line_of(eqn: Any) -> str:
+    """Returns the source line of an equation, as in its HLO: 'model.py:12', or '' if unknown."""
+    return user_line(stack_of(eqn))
 
 
 def lines_text(rows: Iterable[Collective]) -> str:

@@ -26,21 +26,19 @@ def recomputed_products(facts: Facts) -> Iterator[Finding]:
     if facts.traced is None or mesh is None or memory is None or memory.capacity is None:
         return
     values = propagate(facts.traced, facts.values, mesh)
-    # HLO of JAX 0.8 has the line of the loop for matmuls of its body: only sums can be compared
-    by_line = not facts.has_only_innermost_lines
     compiled: Counter[str] = Counter()
     for row in facts.products:
-        compiled[(by_line and row.source) or ''] += row.flops
+        compiled[row.source or ''] += row.flops
     flops, expected = Counter[str](), Counter[str]()
     sizes = {True: 0, False: 0}  # by whether the matmul has batch axes
     for op in facts.traced.ops:
         if op.primitive not in PRODUCTS or op.rule.einsum is None or not op.arrays_out:
             continue
-        line, runs = line_of(op.eqn, facts.has_only_innermost_lines), op.site.runs or 1
+        line, runs = line_of(op.eqn), op.site.runs or 1
         result = facts.traced.values[op.arrays_out[0]]
         # without a shard_map, shapes are those of all devices
         n = 1 if op.site.n_shards else facts.n_devices
-        expected[line * by_line] += op.rule.einsum.flops * runs // n
+        expected[line] += op.rule.einsum.flops * runs // n
         if not op.site.is_recomputed:
             continue
         flops[line] += op.rule.einsum.flops * runs // n
@@ -50,11 +48,7 @@ def recomputed_products(facts: Facts) -> Iterator[Finding]:
         has_batch = any(i in left and i in right for i in op.rule.einsum.out)
         sizes[has_batch] += result.bytes * runs // n_shards
     # XLA may have merged them with those of the forward pass
-    flops = {
-        line: n
-        for line, n in flops.items()
-        if compiled[line * by_line] > 0.99 * expected[line * by_line]
-    }
+    flops = {line: n for line, n in flops.items() if compiled[line] > 0.99 * expected[line]}
     total, again = sum(compiled.values()), sum(flops.values())
     free = facts.free_memory - _RESERVE * memory.capacity
     fits_all = sum(sizes.values()) <= free

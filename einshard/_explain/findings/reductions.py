@@ -113,9 +113,7 @@ def recomputed_collectives(facts: Facts) -> Iterator[Finding]:
     for row in facts.unexplained:
         if row.role != 'activations' or row.kind not in _SUMS:
             continue
-        # in JAX 0.8, operations of the backward pass of a scan have the line of the scan instead
-        line = None if facts.has_only_innermost_lines else row.source
-        key = row.kind, row.arrays, line
+        key = row.kind, row.arrays, row.source
         if '/rematted_computation/' in row.op_name:
             recomputed.setdefault(key, []).append(row)
         elif not row.is_backward:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -69,18 +69,12 @@ _CONSTRAINTS = ('sharding_constraint', 'reshard', 'mesh_cast')
 _SLICES = ('split', 'slice', 'dynamic_slice')
 
 
-def read_trace(
-    program: Program, arguments: Sequence[Value], mesh: AnyMesh, innermost_lines: bool = False
-) -> Trace:
-    """Reads a function that is called with `arguments`. For `innermost_lines`, see `line_of`."""
+def read_trace(program: Program, arguments: Sequence[Value], mesh: AnyMesh) -> Trace:
+    """Reads a function that is called with `arguments`."""
     values, trace = propagate(program, arguments, mesh), Trace()
-
-    def line(eqn: Any) -> str:
-        return line_of(eqn, innermost_lines)
-
     for op in program.ops:
         if op.primitive in PRODUCTS or is_lookup(op):
-            trace.products.append(_product(op, values, line))
+            trace.products.append(_product(op, values))
         elif op.primitive in _CONSTRAINTS and op.outs[0] is not None:
             before, after = values[op.arrays_in[0]], values[op.outs[0]]
             if _has_mesh(_sharding_of(op), mesh):
@@ -89,11 +83,11 @@ def read_trace(
                 constraint = Constraint(line_of(op.eqn), before, after, is_backward, without_rule)
                 trace.constraints.append(constraint)
         elif op.primitive in _SLICES and op.arrays_in:
-            trace.slices.extend(_slices(op, values[op.arrays_in[0]], line(op.eqn)))
+            trace.slices.extend(_slices(op, values[op.arrays_in[0]], line_of(op.eqn)))
     for scan in program.scans:
         sums = tuple(Value() if i is None else values[i] for i in scan.sums)
         xs = tuple(Scanned(values[i], program.values[i]) for i in scan.xs)
-        trace.loops.append(Loop(line(scan.eqn), scan.eqn.params['length'], sums, xs))
+        trace.loops.append(Loop(line_of(scan.eqn), scan.eqn.params['length'], sums, xs))
     return trace
 
 
@@ -269,7 +263,7 @@ def is_lookup(op: Op) -> bool:
     return is_rows and sizes[1:] == op.eqn.invars[0].aval.shape[1:]
 
 
-def _product(op: Op, values: Sequence[Value], line: Callable[[Any], str]) -> Product:
+def _product(op: Op, values: Sequence[Value]) -> Product:
     site, eqn, einsum = op.site, op.eqn, op.rule.einsum
     assert einsum is not None
     left, right = op.ins[:2]
@@ -292,7 +286,7 @@ def _product(op: Op, values: Sequence[Value], line: Callable[[Any], str]) -> Pro
         Value() if op.outs[0] is None else values[op.outs[0]],
         tuple((i, j) for i, j, is_batch in pairs if not is_batch),
         tuple((i, j) for i, j, is_batch in pairs if is_batch),
-        line=next(filter(None, map(line, (eqn, *calls))), ''),
+        line=next(filter(None, map(line_of, (eqn, *calls))), ''),
         aval=eqn.outvars[0].aval,
         runs=site.runs,
         flops=None if site.runs is None else flops * site.runs,

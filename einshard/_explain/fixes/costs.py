@@ -118,7 +118,7 @@ def _repeats(facts: Facts, trial: Trial, hbm: Mapping[int, float]) -> Iterator[C
             compiled[row.source] += row.flops
     total = sum(compiled.values())
     # their shardings do not matter here
-    trace = read_trace(trial.traced, (), mesh, facts.has_only_innermost_lines)
+    trace = read_trace(trial.traced, (), mesh)
     ideal: dict[str, int] = defaultdict(int)
     for product in trace.products:
         if product.line and product.flops and not product.is_lookup:

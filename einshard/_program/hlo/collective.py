@@ -35,7 +35,7 @@ class Collective:
         results: the outputs of each device.
         device_groups: the devices that communicate with each other, as positions in the device list
             of the program. For a permute, the connected components of `pairs`. Empty if the HLO
-            text has no groups, as for custom calls, and with JAX 0.8 on a newer libtpu.
+            text has no groups, as for custom calls.
         pairs: the (source, target) pairs of a permute; empty for other kinds.
         n_devices: the number of devices of the program.
         executions: how often it runs in one run of the program, if all branches of conditionals

@@ -99,9 +99,8 @@ def _unrolled(permutes: Sequence[Node]) -> Iterator[tuple[str, list[Node]]]:
     for node in permutes:
         op = node.op
         if op.op_name.endswith('/dot_general'):  # not the user's own ppermute
-            fields = ('stack_frame_id', 'source_line', 'source_column')
-            place = tuple(number_of(field, op.metadata) for field in fields)
-            by_dot.setdefault((node.scope, op.op_name, place), []).append(node)
+            place = node.scope, op.op_name, number_of('stack_frame_id', op.metadata)
+            by_dot.setdefault(place, []).append(node)
     for nodes in by_dot.values():
         by_kind: dict[str, list[Node]] = {}
         for chain, kind in _chains(nodes):

@@ -205,7 +205,7 @@ class _Finder:
     def overlaps(self, op: Instruction) -> bool:
         """Whether an instruction starts a collective that can run while others compute.
 
-        Not if its -done comes next, or after other communication only. With JAX 0.8, some of those
+        Not if its -done comes next, or after other communication only. With JAX 0.10, some of those
         on GPU are synchronous. A loop may hand a collective on to its next iteration.
         """
         if not op.opcode.endswith('-start') or '"is_sync":true' in op.config:
@@ -267,9 +267,7 @@ class _Finder:
             if call.opcode not in ('while', 'conditional') and not named.op_name:
                 named = call
         sourced, program = named, self.program
-        if program.span(named) is None and (not named.op_name or program.sources.has_stacks):
-            # The compiler inserted the collective: use the line of a consumer. But without stack
-            # frames (JAX 0.8), an op_name and no line means that JAX did not know the line.
+        if program.span(named) is None:  # the compiler inserted the collective
             sourced = user_with_source(program, node) or named
         span = program.span(sourced)
         return {

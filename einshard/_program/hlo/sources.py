@@ -40,7 +40,7 @@ _ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})')
 
 
 class Sources:
-    """The tables of files and stack frames at the top of an HLO module (JAX 0.8 has none)."""
+    """The tables of files and stack frames at the top of an HLO module."""
 
     def __init__(self, lines: Iterable[str]):
         tables: dict[str, dict[int, str]] = {}
@@ -71,15 +71,8 @@ class Sources:
         # this, the first frame has parent 0.
         self._parent_offset = 1 if self._frames.get(1, (0, 0))[1] == 1 else 0
 
-    @property
-    def has_stacks(self) -> bool:
-        return bool(self._frames)
-
     def span(self, metadata: str) -> Span | None:
         """Returns the source code of the instruction with this metadata."""
-        if file := re.search(r'source_file="([^"]*)"', metadata):
-            line = number_of('source_line', metadata)
-            return Span(file[1], line, number_of('source_column', metadata, -1) + 1)
         stack = self._stack(number_of('stack_frame_id', metadata))
         return innermost_user_frame(self._locations[location] for _, location in stack)
 

@@ -696,9 +696,7 @@ def _manual_axes(eqn: Any) -> frozenset[str]:
     """The mesh axes over which a `shard_map` is manual. Empty for other equations."""
     if eqn.primitive.name != 'shard_map':
         return frozenset()
-    manual = eqn.params.get('newly_manual_axes', eqn.params.get('manual_axes'))
-    names = eqn.params['mesh'].axis_names if manual is None else manual
-    return frozenset(map(str, names))
+    return frozenset(map(str, eqn.params['newly_manual_axes']))
 
 
 def _constraint(
@@ -873,7 +871,7 @@ def _is_var(v: Any) -> bool:
 
 
 def _is_dropped(v: Any) -> bool:
-    return type(v).__name__ == 'DropVar'  # in jax.core on JAX 0.8
+    return type(v).__name__ == 'DropVar'  # not public
 
 
 def _has_shape(v: Any, shape: tuple[int, ...]) -> bool:

@@ -342,14 +342,13 @@ class _Flattener:
     def shard_map(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
         """Adds the operations of a `shard_map`, whose values have the shapes of shards."""
         mesh, body = eqn.params['mesh'], eqn.params['jaxpr']
-        # called manual_axes in JAX 0.8
-        manual = eqn.params.get('newly_manual_axes', eqn.params.get('manual_axes'))
+        manual = eqn.params['newly_manual_axes']
         types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         n_shards = math.prod(
             size
             for axis, size in mesh.shape.items()
             # Manual axes: those of a shard_map around this one
-            if manual is None or axis in manual or types[axis] == AxisType.Manual
+            if axis in manual or types[axis] == AxisType.Manual
         )
         inner, outs = self.new_values(_open(body).invars), self.new_values(eqn.outvars)
         for old, new in zip(ins, inner, strict=True):

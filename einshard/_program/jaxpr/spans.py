@@ -41,8 +41,8 @@ class Frames:
         """Returns the spans of the user's frames in the traceback of an equation, innermost first.
 
         The code positions of the frames give the exact expression, where `summarize` of JAX gives a
-        line. Libraries are left out. On JAX 0.12, the traceback of an equation in an inner jaxpr
-        begins at the function that was traced; on JAX 0.8, it has the frames of the caller too.
+        line. Libraries are left out. The traceback of an equation in an inner jaxpr begins at the
+        function that was traced.
         """
         traceback = eqn.source_info.traceback
         if traceback is None:
