@@ -283,7 +283,7 @@ def _check_names(array_type: Any, expression: Expression) -> None:
     dims = [_dimension(token) for token in text.split()]
     names = list(expression.names)
     if not _match(names, dims):
-        # not repr(array_type), which includes the module of jax.Array in JAX 0.9 and 0.10
+        # not repr(array_type), which includes the module of jax.Array in JAX 0.10
         type_name = array_type.__name__.partition('[')[0]
         array_class = getattr(array_type.array_type, '__name__', 'Any').rpartition('.')[2]
         raise expression.error(

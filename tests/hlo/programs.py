@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import tempfile
 from collections import Counter
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -86,16 +84,7 @@ def text_of(name, machine):
         'cpu': {'xla_backend_optimization_level': 0},  # half the time would go to LLVM, after HLO
         'gpu': {'xla_gpu_autotune_level': 0},  # by running on one
     }.get(machine.split('_')[0])
-    return lowered.compile(compiler_options=options).as_text() or dumped(lowered, options)
-
-
-def dumped(lowered, options):
-    """The optimized program; with JAX 0.8, `as_text` has none for GPUs you don't have."""
-    with tempfile.TemporaryDirectory() as folder:
-        dump = {'xla_dump_to': folder, 'xla_dump_hlo_as_text': True}
-        lowered.compile(compiler_options=options | dump)
-        [path] = Path(folder).glob('*after_optimizations.txt')
-        return path.read_text()
+    return lowered.compile(compiler_options=options).as_text()
 
 
 @contextlib.contextmanager
