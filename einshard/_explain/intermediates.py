@@ -22,6 +22,7 @@ from jax.stages import Lowered
 
 from .._errors import EinshardError
 from .._program.hlo.groups import read_groups
+from .._program.hlo.opcodes import FREE
 from .._program.hlo.text import Instruction, Program
 from .._program.jaxpr.names import without_names
 from .._progress import progress
@@ -36,8 +37,7 @@ _ELEMENT = re.compile(r'\{((?:[^{}]|\{[^{}]*\})*)\}')
 _OUTERMOST = re.compile(r'jit\([^)]*\)/')
 _TILES = re.compile(r'devices=\[([\d,]+)\](<=\S+|[\d,]+)')
 _MESH = re.compile(r'(mesh\[.*?\](?:, device_ids=\(.*?\))?), \[(.*)\]')
-# opcodes of instructions that compute no new numbers
-_TRIVIAL = {'parameter', 'constant', 'tuple', 'get-tuple-element', 'broadcast', 'copy', 'bitcast'}
+_TRIVIAL = FREE | {'broadcast', 'copy'}  # compute no new numbers
 
 
 def find_intermediates(lowered: Lowered, meshes: Sequence[AnyMesh]) -> list[ArrayRow]:

@@ -12,7 +12,15 @@ from typing import TypeAlias
 from .._program.hlo.collective import Collective
 from .._program.hlo.flops import find_products
 from .._program.hlo.graph import Graph, Node
-from .._program.hlo.queries import MOVES, origins, output_uses, results, strip
+from .._program.hlo.opcodes import MOVES
+from .._program.hlo.queries import (
+    moved_operand,
+    origins,
+    output_uses,
+    reached,
+    results,
+    strip,
+)
 from .._program.hlo.slices import padded_shard
 from .._program.hlo.sources import operations
 from .._program.jaxpr.graph import Program as TracedProgram
@@ -257,16 +265,22 @@ def _updated_bare(graph: Graph, inputs: Sequence[int], outputs: Sequence[int]) -
 
 def _updated_in_place(node: Node) -> Sequence[Node]:
     """Returns the array of which an output has updated slices, or () if there is not one."""
-    seen, pending, is_updated, found = {node}, [node], False, list[Node]()
-    for node in pending:
-        node = strip(node)
-        is_update = node.opcode in ('dynamic-update-slice', 'scatter')
-        is_updated |= is_update
-        sources = node.inputs[:1] if is_update else node.inputs if node.opcode == 'phi' else ()
-        found += [node] * (not sources)
-        pending += [source for source in sources if source not in seen]
-        seen.update(sources)
-    return found if is_updated and len(found) == 1 else ()
+
+    def sources(node: Node) -> Sequence[Node]:
+        moved = moved_operand(node)
+        if moved is not None:
+            return (moved,)
+        if node.opcode in _UPDATES:
+            return node.inputs[:1]
+        return node.inputs if node.opcode == 'phi' else ()
+
+    found = reached([node], sources)
+    ends = [one for one in found if not sources(one)]
+    is_updated = any(one.opcode in _UPDATES for one in found)
+    return ends if is_updated and len(ends) == 1 else ()
+
+
+_UPDATES = ('dynamic-update-slice', 'scatter')
 
 
 # the axis names of a constraint also hold for elementwise operations on its source line

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
 from ..._program.hlo.collective import Collective
 from ..._program.hlo.graph import Node
-from ..._program.hlo.queries import COPIES
+from ..._program.hlo.opcodes import COPIES
+from ..._program.hlo.queries import reached
 from ..._program.jaxpr.graph import Op
 from ..._program.jaxpr.two_levels import axis_in_two_levels, bytes_in_two_levels
 from ..._text import format_bytes, shape_text
@@ -116,12 +117,12 @@ def _lines_of_users(facts: Facts, collective: Collective) -> Iterator[tuple[str,
 
 def _users(collective: Collective) -> Iterator[Node]:
     """Yields the operations that read the result of a collective, or copies of it."""
-    pending = [*collective.nodes]
-    for node in pending:
-        for user in node.users:
-            yield user
-            if (user.opcode == 'element' or user.opcode in COPIES) and user not in pending:
-                pending.append(user)
+
+    def copied(node: Node) -> Iterable[Node]:
+        return (user for user in node.users if user.opcode == 'element' or user.opcode in COPIES)
+
+    for node in reached(collective.nodes, copied):
+        yield from node.users
 
 
 def _words(collective: Collective) -> set[str]:

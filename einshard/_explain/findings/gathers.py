@@ -137,7 +137,9 @@ def weights_gathered_again(facts: Facts) -> Iterator[Finding]:
         verb = 'is' if len({what for what, _ in weights}) == 1 else 'are'
         first = next((weight.lines[0] for _, weight in weights if weight.lines), None)
         n_bytes = sum(weight.bytes for _, weight in weights)
-        yield Finding('gathered again', f'{paths} {verb} {how_often}', first, n_bytes)
+        text = f'{paths} {verb} {how_often}'
+        names = tuple(name for _, weight in weights for name in weight.names)
+        yield Finding('gathered again', text, first, n_bytes, explains=names)
 
 
 def _repeated_gathers(facts: Facts) -> Iterator[_RepeatedGather]:

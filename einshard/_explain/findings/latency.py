@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..._program.cost.network import Network
 from ..._program.hlo.collective import Collective
-from ..._program.hlo.graph import Loop
-from ..._program.hlo.queries import COPIES, ELEMENTWISE, strip
+from ..._program.hlo.graph import Loop, Node
+from ..._program.hlo.opcodes import COPIES, ELEMENTWISE
+from ..._program.hlo.queries import reached, strip
 from ..._text import format_bytes, format_seconds
 from ..report_rows import Finding
 from .facts import Facts
@@ -23,7 +24,7 @@ _KEEPS_PRODUCTS = {'reduce', 'reduce-window', *COPIES, *ELEMENTWISE}
 def tested_in_loop(facts: Facts) -> Iterator[Finding]:
     """Notes loops whose condition depends on sharded values.
 
-    Leaves out loops around another loop: they test once for all iterations of the inner one.
+    Leaves out a condition on what a loop in the body computes: it tests once after several steps.
     """
     by_loop: dict[Loop, list[Collective]] = {}
     for row in _small(facts):
@@ -32,7 +33,7 @@ def tested_in_loop(facts: Facts) -> Iterator[Finding]:
             by_loop.setdefault(node.loops[-1], []).append(row)
     for loop, rows in by_loop.items():
         time, row = _time_text(facts, rows), rows[0]
-        if time and not any(loop in node.loops[:-1] for node in facts.graph.nodes):
+        if time and not _tests_inner_loop(rows, loop):
             yield Finding(
                 'collective in a condition',
                 f'the condition of a loop needs an {row.kind} of {row.arrays} along '
@@ -78,6 +79,16 @@ def too_many_small(facts: Facts) -> Iterator[Finding]:
                 break
 
 
+def _tests_inner_loop(rows: Sequence[Collective], loop: Loop) -> bool:
+    """Whether the condition of a loop depends on a value that another loop in the body computes."""
+
+    def sources(node: Node) -> Sequence[Node]:
+        return node.inputs if loop in node.loops and node.opcode != 'exit' else ()
+
+    found = reached((node for row in rows for node in row.nodes), sources)
+    return any(node.opcode == 'exit' and node.loop is loop for node in found)
+
+
 def _small(facts: Facts) -> Iterator[Collective]:
     for row in facts.unexplained if facts.chip and facts.chip.latency else ():
         if row.bytes <= _MAX_BYTES and row.network_bytes and not row.in_branch:
@@ -100,8 +111,7 @@ def _time_text(facts: Facts, rows: Sequence[Collective]) -> str:
 
 
 def _innermost(row: Collective) -> Loop | None:
-    loops = row.nodes[0].loops
-    return loops[-1] if loops else None
+    return row.nodes[0].loop
 
 
 def _is_outside(row: Collective, loop: Loop | None) -> bool:
@@ -111,28 +121,26 @@ def _is_outside(row: Collective, loop: Loop | None) -> bool:
 def _is_independent(row: Collective, loop: Loop | None) -> bool:
     """Whether no later iteration of the loop around a collective depends on it."""
     node = row.nodes[0]
-    seen, pending = {node}, [node]
-    while pending:
-        for user in pending.pop().users:
-            if user is node:
-                return False
-            if user not in seen and loop in user.loops:
-                seen.add(user)
-                pending.append(user)
-    return True
+
+    def later(one: Node) -> Iterable[Node]:
+        return (user for user in one.users if loop in user.loops)
+
+    return not any(node in one.users for one in reached([node], later))
 
 
 def _is_row_product(row: Collective, loop: Loop | None) -> bool:
     """Whether it reduces a product with a row of an array that the loop does not change."""
-    pending = [*row.nodes[0].inputs]
-    for node in pending:
+
+    def terms(node: Node) -> Sequence[Node]:
+        is_kept = node.opcode != 'multiply' and node.opcode in _KEEPS_PRODUCTS
+        return node.inputs if is_kept and loop in node.loops else ()
+
+    for node in reached(row.nodes[0].inputs, terms):
         if node.opcode in ('dot', 'multiply'):
             for factor in map(strip, node.inputs):
                 source = strip(factor.inputs[0]) if factor.opcode == 'dynamic-slice' else factor
                 if source is not factor and loop not in source.loops:
                     return True
-        elif node.opcode in _KEEPS_PRODUCTS and loop in node.loops:
-            pending += [read for read in node.inputs if read not in pending]
     return False
 
 

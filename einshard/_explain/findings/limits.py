@@ -52,3 +52,10 @@ def not_checked(facts: Facts) -> Iterator[Finding]:
             'to check them, pass the function instead of the lowered or compiled program'
         )
         yield Finding('not checked', text)
+    for opcode, lines in facts.graph.program.unknown.items():
+        runs = f'{len(lines)} times, first' if len(lines) > 1 else 'once,'
+        text = (
+            f"einshard does not know XLA's operation '{opcode}', which the compiled program has "
+            f'{runs} in line {lines[0]}: what it sends and computes is not counted'
+        )
+        yield Finding('not checked', text)

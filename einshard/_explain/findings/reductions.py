@@ -134,6 +134,7 @@ def recomputed_collectives(facts: Facts) -> Iterator[Finding]:
             f'repeats the forward pass: {format_bytes(n_bytes)}{memory}',
             row.source,
             n_bytes,
+            explains=tuple(repeated.name for _, repeated in pairs),
         )
 
 

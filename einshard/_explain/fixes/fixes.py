@@ -176,7 +176,9 @@ class Fixes:
                 stays = self._facts.is_explicit or not self._can_try
                 (findings if stays else notes).append(finding)
         for note in self._report.notes:
-            if note.source is None or explained.isdisjoint((*note.explains, note.source)):
+            # a note about no collective stays true, whatever a change of its line saves
+            about = {*note.explains, note.source} - {None} if note.explains else set[str]()
+            if explained.isdisjoint(about):
                 notes.append(note)
         findings.sort(key=lambda one: one.kind not in _FACTS[:2])
         return tuple(findings), tuple(notes)

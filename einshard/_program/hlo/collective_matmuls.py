@@ -12,12 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .graph import Graph, Loop, Node
-from .queries import moved_operand
+from .queries import moved_operand, reached
 from .sources import number_of
 
 _BODY = re.compile(r'body=%?[\w.]*windowed_dot_general_body_(ag|rs)')  # from the partitioner
 _KINDS = {'ag': 'all-gather', 'rs': 'reduce-scatter'}
-_MOVES = frozenset(('bitcast', 'collective-permute-done', 'copy', 'copy-done', 'copy-start'))
 
 
 def find_collective_matmuls(
@@ -34,7 +33,8 @@ def find_collective_matmuls(
     outside: dict[Loop, Node] = {}  # a node of the computation that contains the loop
     for node in graph.nodes:
         if node.opcode == 'phi' and (body := _BODY.search(node.attributes)):
-            loop = node.loops[-1]
+            assert node.loop is not None
+            loop = node.loop
             kinds[loop], outside[loop] = _KINDS[body[1]], node
     looped: dict[Loop, list[Node]] = {}
     others: list[Node] = []
@@ -50,7 +50,7 @@ def find_collective_matmuls(
 
 
 def _source(node: Node) -> Node:
-    while (moved := moved_operand(node, _MOVES)) is not None and node.opcode not in ('phi', 'exit'):
+    while (moved := moved_operand(node)) is not None and node.opcode not in ('phi', 'exit'):
         node = moved
     return node
 
@@ -78,16 +78,8 @@ def _fusion_inputs(node: Node) -> list[Node]:
     fusion = node.scope.fusion
     if fusion is None:
         return [node]
-    read: dict[Node, None] = {}
-    seen, pending = {node}, [node]
-    while pending:
-        for operand in pending.pop().inputs:
-            if operand.scope.fusion is not fusion:
-                read[operand] = None
-            elif operand not in seen:
-                seen.add(operand)
-                pending.append(operand)
-    return [*read]
+    found = reached([node], lambda one: one.inputs if one.scope.fusion is fusion else ())
+    return [one for one in found if one.scope.fusion is not fusion]
 
 
 # --- unrolled -----------------------------------------------------------------------------------

@@ -17,12 +17,13 @@ from typing import Any
 
 from .collective import KINDS, PERMUTE, Collective
 from .collective_matmuls import find_collective_matmuls
-from .graph import Graph, Node
-from .groups import Groups, Slices, connected, count_slices, read_groups
+from .graph import Graph, Node, Scope
+from .groups import MAX_DEVICES, Groups, Slices, connected, count_slices, read_groups, read_pairs
 from .integers import count_trips
-from .queries import moved_operand
+from .opcodes import FREE, SHAPES
+from .queries import strip
 from .sources import number_of
-from .text import ArrayType, Instruction, Program
+from .text import ArrayType, Instruction, Program, Reading, Unreadable
 
 
 def read_collectives(text: str, device_ids: Sequence[int] = ()) -> tuple[Collective, ...]:
@@ -75,16 +76,16 @@ _RENDEZVOUS = re.compile(
 )
 _PHASE = re.compile(r'custom_call_target="AsyncCollective(\w+)"')
 _CHAIN_ID = re.compile(r'chain_id="(\d+)"')
-_NO_COMPUTATION = frozenset(
-    ('after-all', 'bitcast', 'constant', 'get-tuple-element', 'parameter', 'tuple')
-)
 
 
 class _Finder:
     def __init__(self, graph: Graph, device_ids: Sequence[int]):
         self.graph, self.program = graph, graph.program
         text = self.program.text
-        self.slices = Slices(self.program.n_partitions, count_slices(text), device_ids)
+        n_devices = self.program.n_partitions * (n_slices := count_slices(text))
+        if n_devices > MAX_DEVICES:
+            raise self.program.error(1, f'begins a program for {n_devices:,} devices')
+        self.slices = Slices(self.program.n_partitions, n_slices, device_ids)
         # {computation: 'Start' if it calls AsyncCollectiveStart, 'Done' if AsyncCollectiveDone}
         self.phases = {
             name: phase[1]
@@ -98,21 +99,23 @@ class _Finder:
         order: dict[str, int] = {}
         found: dict[str, Collective] = {}
         for i, (nodes, fields) in enumerate(self.instructions()):
-            # a transfer between slices has two instructions, a send and a receive
-            counts = [count_executions(node) for node in nodes if node.op is nodes[0].op]
-            collective = Collective(
-                **fields,
-                name=nodes[0].name,
-                n_devices=self.slices.n_devices,
-                executions=sum(n for n, _ in counts),
-                is_exact=all(is_exact for _, is_exact in counts),
-                in_branch=nodes[0].scope.in_branch,
-                nodes=tuple(nodes),
-                **self.origin(nodes[0]),
-            )
-            if collective.group_size > 1:
-                found[collective.name] = self.with_callers(nodes[0], collective)
-                order[collective.name] = i
+            with Reading(self.program) as reading:
+                reading.op = nodes[0].op
+                # a transfer between slices has two instructions, a send and a receive
+                counts = [count_executions(node) for node in nodes if node.op is nodes[0].op]
+                collective = Collective(
+                    **fields,
+                    name=nodes[0].name,
+                    n_devices=self.slices.n_devices,
+                    executions=sum(n for n, _ in counts),
+                    is_exact=all(is_exact for _, is_exact in counts),
+                    in_branch=nodes[0].scope.in_branch,
+                    nodes=tuple(nodes),
+                    **self.origin(nodes[0]),
+                )
+                if collective.group_size > 1:
+                    found[collective.name] = self.with_callers(nodes[0], collective)
+                    order[collective.name] = i
         for name in self.repeated([*found.values()]):
             del found[name]
         # a collective matmul is one collective, in place of its permutes
@@ -132,7 +135,9 @@ class _Finder:
             if kind in KINDS or kind in ('send', 'recv'):
                 by_op.setdefault(id(node.op), []).append(node)
         for nodes in by_op.values():
-            fields = self.read(nodes[0])
+            with Reading(self.program) as reading:
+                reading.op = nodes[0].op
+                fields = self.read(nodes[0])
             if fields is not None:
                 yield nodes, fields
             elif rendezvous := _RENDEZVOUS.search(nodes[0].attributes):
@@ -140,7 +145,10 @@ class _Finder:
         for nodes in transfers.values():
             # the send first, then the receive
             nodes.sort(key=lambda node: node.opcode != 'send')
-            yield nodes, self.read_transfer(nodes[0].op, nodes[-1].op)
+            with Reading(self.program) as reading:
+                reading.op = nodes[0].op
+                fields = self.read_transfer(nodes[0].op, nodes[-1].op)
+            yield nodes, fields
 
     def read(self, node: Node) -> dict[str, Any] | None:
         """Reads fields of `Collective` from a node.
@@ -167,13 +175,16 @@ class _Finder:
         pairs: tuple[tuple[int, int], ...] = ()
         groups: Groups = ()
         if match := _PAIRS.search(op.attributes):
-            pairs = tuple((a, b) for a, b in self.slices.within(read_groups(match[1])))
-            groups = connected(pairs)
+            pairs, groups = read_pairs(self.slices.within(read_groups(match[1])))
         elif match := _GROUPS.search(op.attributes):
             groups = self.slices.within(read_groups(match[1]))
         if not (groups or is_kernel or 'channel_id=' in op.attributes):
             groups = (tuple(range(self.slices.n_devices)),)  # '{}', without a channel
         n = max(map(len, groups), default=self.slices.n_devices)
+        last = max(map(max, filter(None, groups)), default=0)
+        if last >= self.slices.n_devices > 1:
+            what = f'names device {last} of {self.slices.n_devices}'
+            raise Unreadable(op, what, str(last))
         # a kernel for GPUs, in which each device reads the full arrays of all others
         is_one_shot = 'KERNEL_STRATEGY_TRITON_ONE_SHOT' in op.config
         return {
@@ -223,13 +234,13 @@ class _Finder:
                     waiting.add(op.name)
                 elif op.opcode.endswith('-done'):
                     exposed |= waiting.intersection(op.operands)
-                elif op.opcode not in _NO_COMPUTATION and not op.opcode.endswith('-update'):
+                elif op.opcode not in FREE and not op.opcode.endswith('-update'):
                     waiting.clear()
         return exposed
 
     def phase(self, node: Node) -> str:
         """Returns the phase of the fusions that contain a node, or ''."""
-        for call in reversed(node.scope.calls):
+        for call in node.scope.calls:
             phase = self.phases.get(_callee(call), '') if call.opcode == 'fusion' else ''
             if phase or call.opcode != 'fusion':
                 return phase
@@ -263,8 +274,10 @@ class _Finder:
         Falls back to its call sites, then to its consumers.
         """
         named = node.op
-        for call in reversed(node.scope.calls):
-            if call.opcode not in ('while', 'conditional') and not named.op_name:
+        for call in node.scope.calls:
+            if named.op_name:
+                break
+            if call.opcode not in ('while', 'conditional'):
                 named = call
         sourced, program = named, self.program
         if program.span(named) is None:  # the compiler inserted the collective
@@ -281,7 +294,7 @@ class _Finder:
         """Corrects `is_async`, `kind` and `results` of `found` from the calls around it."""
         if self.phase(node) == 'Start' or any(map(self.overlaps, node.scope.calls)):
             found = replace(found, is_async=True)
-        for call in reversed(node.scope.calls):
+        for call in node.scope.calls:
             is_fusion = call.opcode == 'fusion' and found.kind == 'all-reduce'
             ops = self.program.computations[_callee(call)] if is_fusion else ()
             # how TPU writes a reduce-scatter
@@ -306,14 +319,22 @@ def user_with_source(program: Program, node: Node, distance: int = 3) -> Instruc
 
     `distance` limits the steps beyond the direct users.
     """
-    for user in node.users:
-        calls = [call for call in user.scope.calls if call not in node.scope.calls]
-        for op in (*calls, user.op):
+    tried: dict[tuple[Node, Scope], int] = {}  # how many steps were left after each user
+    pending = [(user, node.scope, distance) for user in reversed(node.users)]
+    while pending:
+        user, scope, left = pending.pop()
+        if tried.get((user, scope), -1) >= left:
+            continue
+        tried[user, scope] = left
+        calls: list[Instruction] = []
+        if user.scope is not scope:
+            around = {id(call) for call in scope.calls}
+            calls = [call for call in user.scope.calls if id(call) not in around]
+        for op in (*calls[::-1], user.op):
             if program.span(op) is not None:
                 return op
-        found = user_with_source(program, user, distance - 1) if distance else None
-        if found is not None:
-            return found
+        if left:
+            pending += [(other, user.scope, left - 1) for other in reversed(user.users)]
     return None
 
 
@@ -359,7 +380,6 @@ def _unflattened(node: Node) -> Node:
 # --- widened arrays -----------------------------------------------------------------------------
 
 _PROMOTED = re.compile(r'to_apply=%?\S+_promoted\b')  # suffix from XLA's all-reduce promotion
-_SHAPES = frozenset(('bitcast', 'copy', 'reshape', 'slice', 'transpose'))
 
 
 def _user_dtypes(node: Node) -> tuple[str, ...]:
@@ -370,9 +390,7 @@ def _user_dtypes(node: Node) -> tuple[str, ...]:
     dtypes: list[str] = []
     promoted = 'bf16' if _PROMOTED.search(node.attributes) else ''
     for operand in node.inputs:
-        source = operand
-        while (moved := moved_operand(source, _SHAPES)) is not None:
-            source = moved
+        source = strip(operand, SHAPES)
         dtype = ''
         if source.opcode == 'convert' and not source.op.op_name:
             dtype = source.inputs[0].array.dtype

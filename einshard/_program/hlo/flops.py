@@ -10,14 +10,15 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 
 from .find_collectives import count_executions, user_with_source
 from .graph import Graph, Node
-from .queries import COPIES, moved_operand
-from .text import Instruction, Program
+from .opcodes import COPIES
+from .queries import strip
+from .text import Instruction, Program, Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +99,20 @@ def find_products(graph: Graph) -> Iterator[Product]:
     >>> [product.total for product in find_products(Graph(Program(text)))]  # 2 * 2 * 8 * 4
     [128]
     """
+    outputs = set(graph.outputs)
     for node in graph.nodes:
-        flops = _flops(node)
-        if flops and node.opcode in ('convolution', 'dot'):
-            flops //= _expansion(graph, node)
-        if not flops:
+        if node.opcode not in ('convolution', 'custom-call', 'dot', 'reduce'):
             continue
-        op = _with_source(graph.program, node)
-        span = graph.program.span(op)
-        executions, is_exact = count_executions(node)
+        with Reading(graph.program) as reading:
+            reading.op = node.op
+            flops = _flops(node)
+            if flops and node.opcode in ('convolution', 'dot'):
+                flops //= _expansion(outputs, node)
+            if not flops:
+                continue
+            op = _with_source(graph.program, node)
+            span = graph.program.span(op)
+            executions, is_exact = count_executions(node)
         yield Product(
             flops=flops,
             executions=executions,
@@ -121,7 +127,8 @@ def find_products(graph: Graph) -> Iterator[Product]:
 
 def _with_source(program: Program, node: Node) -> Instruction:
     """Returns the op of a node, its fusion or a consumer: the first with a source line, if any."""
-    fusions = [call for call in node.scope.calls[-1:] if call.opcode == 'fusion']
+    call = node.scope.op
+    fusions = [call] if call is not None and call.opcode == 'fusion' else []
     for op in (node.op, *fusions):
         if program.span(op) is not None:
             return op
@@ -152,9 +159,7 @@ def _reduce_flops(node: Node) -> int:
     """Counts the flops of a matrix-vector product that XLA wrote as a multiply and a reduce."""
     if not node.op.op_name.endswith('/dot_general'):
         return 0
-    terms = node.inputs[0]
-    while (moved := moved_operand(terms, COPIES)) is not None and terms.opcode in COPIES:
-        terms = moved
+    terms = strip(node.inputs[0])
     return 2 * prod(terms.array.shape) if terms.opcode == 'multiply' else 0
 
 
@@ -172,22 +177,19 @@ def _custom_call_flops(node: Node) -> int:
     return int(estimate[1]) if estimate else 0
 
 
-_MASKS_AND_MOVES = frozenset(('bitcast', 'convert', 'copy', 'reshape', 'select', 'transpose'))
-
-
-def _expansion(graph: Graph, node: Node) -> int:
+def _expansion(outputs: Collection[Node], node: Node) -> int:
     """Returns how often the CPU backend computes the elements of a convolution that it needs.
 
     It has no batch groups, as in weight gradients of depthwise convolutions. For n groups, it
     computes the elements of all pairs of groups, masks all but 1/n, and sums over the masked axis.
     The other backends compute only the groups, and CPUs stand in for them.
     """
-    while len(node.users) == 1 and node not in graph.outputs:
+    while len(node.users) == 1 and node not in outputs:
         (user,) = node.users
         if user.opcode in ('reduce', 'reduce-window'):
             is_own = user.op.op_name.endswith('/conv_general_dilated')  # not a sum by the user
             return prod(node.array.shape) // prod(user.array.shape) if is_own else 1
-        if user.opcode not in _MASKS_AND_MOVES:
+        if user.opcode != 'select' and user.opcode not in COPIES:
             return 1
         node = user
     return 1

@@ -10,11 +10,12 @@ Static Single Assignment Form and the Control Dependence Graph", 1991.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from .text import ArrayType, Instruction, Program
+from .opcodes import SOURCES
+from .text import ArrayType, Instruction, Program, Reading, Unreadable
 
 
 class Node:
@@ -67,9 +68,19 @@ class Node:
         return self.op.attributes
 
     @property
-    def loops(self) -> tuple[Loop, ...]:
+    def loop(self) -> Loop | None:
+        """The innermost loop that contains it."""
+        return self.scope.loop
+
+    @property
+    def loops(self) -> Sequence[Loop]:
         """The loops that contain it, outermost first."""
-        return self.scope.loops
+        found: list[Loop] = []
+        loop = self.scope.loop
+        while loop is not None:
+            found.append(loop)
+            loop = loop.scope.loop
+        return found[::-1]
 
     def __repr__(self) -> str:
         return f'{self.opcode} {self.name}'
@@ -80,27 +91,37 @@ class Scope:
     """A call of a computation, and the calls around it.
 
     Attributes:
-        calls: the instructions that call: fusions, calls, loops, conditionals, .. outermost first.
-        loops: the loops among them.
-        fusion: the outermost fusion among them, or None. What is inside needs no memory of its own.
-        in_branch: whether one of `calls` is a conditional.
+        op: the instruction that calls: a fusion, a call, a loop, a conditional, .. None for the
+            program itself.
+        outside: the scope of that instruction. It is not copied, because calls may be nested deep.
+        loop: the innermost loop.
+        fusion: the outermost fusion, or None. What is inside needs no memory of its own.
+        in_branch: whether one of the calls is a conditional.
         is_condition: whether this is in the condition of the innermost loop.
     """
 
-    calls: tuple[Instruction, ...] = ()
-    loops: tuple[Loop, ...] = ()
+    op: Instruction | None = None
+    outside: Scope | None = None
+    loop: Loop | None = None
     fusion: Instruction | None = None
     in_branch: bool = False
     is_condition: bool = False
 
-    def call(self, op: Instruction) -> Scope:
+    @property
+    def calls(self) -> Iterator[Instruction]:
+        """The instructions that call, innermost first."""
+        scope: Scope | None = self
+        while scope is not None and scope.op is not None:
+            yield scope.op
+            scope = scope.outside
+
+    def inside(self, op: Instruction) -> Scope:
         fusion = self.fusion or (op if op.opcode.startswith('fusion') else None)
         in_branch = self.in_branch or op.opcode == 'conditional'
-        return Scope((*self.calls, op), self.loops, fusion, in_branch, self.is_condition)
+        return Scope(op, self, self.loop, fusion, in_branch, self.is_condition)
 
-    def loop(self, loop: Loop, is_condition: bool) -> Scope:
-        calls, loops = (*self.calls, loop.op), (*self.loops, loop)
-        return Scope(calls, loops, self.fusion, self.in_branch, is_condition)
+    def inside_loop(self, loop: Loop, is_condition: bool) -> Scope:
+        return Scope(loop.op, self, loop, self.fusion, self.in_branch, is_condition)
 
 
 @dataclass(eq=False)
@@ -109,6 +130,7 @@ class Loop:
 
     Attributes:
         trips: the result of `integers.count_trips`, in a tuple, once it is known.
+        invariants: the results of `queries.is_invariant` that are known, for a phi and moves.
     """
 
     op: Instruction
@@ -116,14 +138,16 @@ class Loop:
     phis: list[Node] = field(default_factory=list)
     condition: Node | None = None
     trips: tuple[int | None] | None = None
+    invariants: dict[tuple[Node, Collection[str]], bool] = field(default_factory=dict)
 
 
 # the result of an instruction: a node, or a tuple of results
 Result: TypeAlias = 'Node | tuple[Result, ...]'
+# yields (instruction, called computation, arguments, scope), is sent its result, returns a result
+_Call: TypeAlias = Generator[tuple[Instruction, str, Sequence[Result], 'Scope'], Result, Result]
 
 _INDEX = re.compile(r'index=(\d+)')
 _TYPE_TOKEN = re.compile(r'[()]|[a-z]\w*\[[\d,<=]*\](?:\{[^}]*\})?')  # a layout has parentheses
-_NO_INPUTS = frozenset(('constant', 'parameter', 'iota', 'partition-id', 'replica-id'))
 _ENTRY = Scope()
 
 
@@ -163,7 +187,7 @@ class Graph:
         self.parameters: dict[int, Node] = {}
         self.outputs: list[Node] = []
         if program.entry:
-            self.outputs = list(leaves(self._inline(program.entry, None, _ENTRY)))
+            self.outputs = list(leaves(self._inline(program.entry)))
         for node in self.nodes:
             for read in dict.fromkeys(node.inputs):
                 read.users.append(node)
@@ -182,8 +206,36 @@ class Graph:
         self.nodes.append(node)
         return node
 
-    def _inline(self, name: str, arguments: Sequence[Result] | None, scope: Scope) -> Result:
-        """Adds the nodes of one call of a computation, and returns its result."""
+    def _inline(self, entry: str) -> Result:
+        """Adds the nodes of the program, and returns its results.
+
+        Calls are on a list, not on the stack of Python, because they may be nested deep.
+        """
+        calls: list[_Call] = [self._call(entry, None, _ENTRY)]
+        names = [entry]
+        active = {entry}
+        result: Any = None
+        while calls:
+            try:
+                op, name, arguments, scope = calls[-1].send(result)
+            except StopIteration as returned:
+                result = returned.value
+                calls.pop()
+                active.discard(names.pop())
+            else:
+                if name in active:
+                    raise self.program.error(op.line, f'is in %{name}, and calls it', name)
+                calls.append(self._call(name, arguments, scope))
+                names.append(name)
+                active.add(name)
+                result = None
+        return result
+
+    def _call(self, name: str, arguments: Sequence[Result] | None, scope: Scope) -> _Call:
+        """Adds the nodes of one call of a computation, and returns its result.
+
+        Yields the calls in it, and is sent their results.
+        """
         values: dict[str, Any] = {}
         started: dict[str, Scope] = {}  # asynchronous calls that get their operands later
         result: Result = ()
@@ -198,53 +250,60 @@ class Graph:
                     found = found[int(index)]
             return found
 
-        for op in self.program.computations[name]:
-            opcode = op.opcode
-            operands: list[Result] = []
-            if opcode not in _NO_INPUTS:
-                operands = [value(operand) for operand in op.operands]
-            callee = self._inlined(op)
-            if opcode == 'parameter':
-                number = int(op.operand_text)
-                if arguments is None:
-                    result = self._split(self._add(opcode, op, op.type, [], scope), op.type)
-                    if isinstance(result, Node):
-                        self.parameters[number] = result
+        with Reading(self.program) as reading:
+            for op in self.program.computations[name]:
+                reading.op = op
+                opcode = op.opcode
+                operands: list[Result] = []
+                if opcode not in SOURCES:
+                    operands = [value(operand) for operand in op.operands]
+                callee = self._inlined(op)
+                if opcode == 'parameter':
+                    number = int(op.operand_text)
+                    if arguments is None:
+                        result = self._split(self._add(opcode, op, op.type, [], scope), op.type)
+                        if isinstance(result, Node):
+                            self.parameters[number] = result
+                    else:
+                        if number >= len(arguments):
+                            what = f'reads argument {number} of {len(arguments)} that %{name} gets'
+                            raise Unreadable(op, what, str(number))
+                        result = arguments[number]
+                elif opcode == 'tuple':
+                    result = tuple(operands)
+                elif opcode == 'get-tuple-element':
+                    index = _INDEX.match(op.attributes)
+                    given = operands[0]
+                    if index is None or not isinstance(given, tuple) or int(index[1]) >= len(given):
+                        raise Unreadable(op, 'reads an element that its operand does not have')
+                    result = given[int(index[1])]
+                elif opcode == 'opt-barrier':
+                    result = operands[0]
+                elif opcode == 'while':
+                    result = yield from self._loop(op, operands[0], scope)
+                elif opcode == 'conditional':
+                    result = yield from self._branches(op, operands, scope)
+                elif callee and not operands and self._takes_operands(callee):
+                    # the operands come with the -update
+                    started[op.name] = scope.inside(op)
+                    result = ()
+                elif callee:
+                    result = yield op, callee, operands, scope.inside(op)
+                elif opcode.endswith(('-update', '-done')) and op.operands[0] in started:
+                    at = started.pop(op.operands[0])
+                    assert at.op is not None
+                    [callee] = at.op.callees['called_computations']
+                    result = yield at.op, callee, operands[1:], at
+                elif opcode.endswith(('-update', '-done')) and not _is_node(values, op.operands[0]):
+                    result = operands[0]
                 else:
-                    result = arguments[number]
-            elif opcode == 'tuple':
-                result = tuple(operands)
-            elif opcode == 'get-tuple-element':
-                index = _INDEX.match(op.attributes)
-                assert index is not None
-                assert isinstance(operands[0], tuple)
-                result = operands[0][int(index[1])]
-            elif opcode == 'opt-barrier':
-                result = operands[0]
-            elif opcode == 'while':
-                result = self._loop(op, operands[0], scope)
-            elif opcode == 'conditional':
-                result = self._branches(op, operands, scope)
-            elif callee and not operands and self._takes_operands(callee):
-                # the operands come with the -update
-                started[op.name] = scope.call(op)
-                result = ()
-            elif callee:
-                result = self._inline(callee, operands, scope.call(op))
-            elif opcode.endswith(('-update', '-done')) and op.operands[0] in started:
-                at = started.pop(op.operands[0])
-                [callee] = at.calls[-1].callees['called_computations']
-                result = self._inline(callee, operands[1:], at)
-            elif opcode.endswith(('-update', '-done')) and not _is_node(values, op.operands[0]):
-                result = operands[0]
-            else:
-                inputs = [node for operand in operands for node in leaves(operand)]
-                node = self._add(opcode, op, op.type, inputs, scope)
-                is_pair = opcode.endswith('-start')
-                result = node if is_pair else self._split(node, op.type)
-            values[op.name] = result
-            if op.is_root:
-                root = result
+                    inputs = [node for operand in operands for node in leaves(operand)]
+                    node = self._add(opcode, op, op.type, inputs, scope)
+                    is_pair = opcode.endswith('-start')
+                    result = node if is_pair else self._split(node, op.type)
+                values[op.name] = result
+                if op.is_root:
+                    root = result
         return root
 
     def _inlined(self, op: Instruction) -> str:
@@ -281,29 +340,28 @@ class Graph:
         [[result]] = nested
         return result
 
-    def _branches(self, op: Instruction, operands: Sequence[Result], scope: Scope) -> Result:
+    def _branches(self, op: Instruction, operands: Sequence[Result], scope: Scope) -> _Call:
         callees = op.callees
         names = callees.get('branch_computations') or [
             *callees['true_computation'],
             *callees['false_computation'],
         ]
         self._add(op.opcode, op, '()', [*leaves(operands[0])], scope)
-        inside = scope.call(op)
-        results = [
-            self._inline(name, [operand], inside)
-            for name, operand in zip(names, operands[1:], strict=True)
-        ]
+        inside = scope.inside(op)
+        results: list[Result] = []
+        for name, operand in zip(names, operands[1:], strict=True):
+            results.append((yield op, name, [operand], inside))
 
         def join(nodes: Sequence[Node]) -> Node:
             return self._add('branch', op, nodes[0].type, list(nodes), scope)
 
         return _map_leaves(join, *results)
 
-    def _loop(self, op: Instruction, state: Result, scope: Scope) -> Result:
+    def _loop(self, op: Instruction, state: Result, scope: Scope) -> _Call:
         loop = Loop(op, scope)
         callees = op.callees
         [body], [condition] = callees['body'], callees['condition']
-        inside = scope.loop(loop, False)
+        inside = scope.inside_loop(loop, False)
         unchanged = self._unchanged(body)
 
         def enter(before: Sequence[Node]) -> Node:
@@ -317,11 +375,11 @@ class Graph:
             for i, part in enumerate(state if isinstance(state, tuple) else (state,))
         )
         entered = entered if isinstance(state, tuple) else entered[0]
-        after = self._inline(body, [entered], inside)
+        after = yield op, body, [entered], inside
         for phi, new in zip(leaves(entered), leaves(after), strict=True):
             if phi.opcode == 'phi' and phi.scope is inside:
                 phi.inputs = (*phi.inputs, new)
-        tested = self._inline(condition, [entered], scope.loop(loop, True))
+        tested = yield op, condition, [entered], scope.inside_loop(loop, True)
         loop.condition = tested if isinstance(tested, Node) else None
 
         def leave(nodes: Sequence[Node]) -> Node:
@@ -342,8 +400,9 @@ class Graph:
         for i, name in enumerate(root.operands):
             base, _, element = name.partition('#')
             op = ops[base]
-            if op.opcode == 'get-tuple-element' and not element:
-                base, element = op.operands[0], _INDEX.match(op.attributes)[1]  # type: ignore
+            index = _INDEX.match(op.attributes)
+            if op.opcode == 'get-tuple-element' and not element and index:
+                base, element = op.operands[0], index[1]
             if element == str(i) and ops.get(base, root).opcode == 'parameter':
                 unchanged.add(i)
         return unchanged
@@ -356,15 +415,30 @@ def _is_node(values: dict[str, Any], name: str) -> bool:
 
 def leaves(result: Result) -> Iterator[Node]:
     """Yields the nodes of a result, in order."""
-    if isinstance(result, tuple):
-        for part in result:
-            yield from leaves(part)
-    else:
-        yield result
+    pending = [result]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, tuple):
+            pending += part[::-1]
+        else:
+            yield part
 
 
 def _map_leaves(function: Callable[[Sequence[Node]], Node], *results: Result) -> Result:
     """Calls `function` on the corresponding leaves of results of equal structure."""
-    if isinstance(results[0], tuple):
-        return tuple(_map_leaves(function, *parts) for parts in zip(*results, strict=True))
-    return function(results)  # type: ignore[reportArgumentType]
+    left: list[Iterator[Any]] = [iter([results])]  # the parts that are left, of each tuple
+    made: list[list[Result]] = [[]]
+    while left:
+        parts = next(left[-1], None)
+        if parts is None:
+            left.pop()
+            if left:
+                whole = tuple(made.pop())
+                made[-1].append(whole)
+        elif isinstance(parts[0], tuple):
+            left.append(zip(*parts, strict=True))
+            made.append([])
+        else:
+            made[-1].append(function(parts))
+    [[result]] = made
+    return result

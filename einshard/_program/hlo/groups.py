@@ -9,6 +9,7 @@ from itertools import pairwise, product
 from math import prod
 
 Groups = tuple[tuple[int, ...], ...]
+MAX_DEVICES = 2**20  # of a program; the largest TPU slices have 2**14
 
 
 @lru_cache(maxsize=256)
@@ -30,6 +31,8 @@ def read_groups(text: str) -> Groups:
         return tuple(_numbers(group) for group in re.findall(r'\{([\d, ]+)\}', text))
     if iota := re.fullmatch(r'\[(.*)\]<=\[(.*?)\](?:T\((.*)\))?', text):
         shape, dims, order = iota.groups()
+        if prod(_numbers(shape)) != prod(_numbers(dims)):
+            raise ValueError(f'groups of different sizes: {text}')
         return _rows(_iota(_numbers(dims), _numbers(order or '')), _numbers(shape)[-1])
     if mesh := _MESH.fullmatch(text):
         return _groups_of_mesh(*mesh.groups())
@@ -82,6 +85,8 @@ def _groups_of_mesh(
 
 def _iota(dims: Sequence[int], order: Sequence[int]) -> list[int]:
     """Returns an iota 0, 1, 2, ... of shape `dims`, transposed by `order`, as a flat list."""
+    if prod(dims) > MAX_DEVICES:
+        raise ValueError(f'more than {MAX_DEVICES:,} devices')
     strides = [prod(dims[dim + 1 :]) for dim in range(len(dims))]
     ranges = [range(0, dims[dim] * strides[dim], strides[dim]) for dim in order or range(len(dims))]
     return [sum(index) for index in product(*ranges)]
@@ -109,6 +114,13 @@ def connected(pairs: Iterable[tuple[int, int]]) -> Groups:
             group_a += group_b
             group_of.update(dict.fromkeys(group_b, group_a))
     return tuple(sorted({tuple(sorted(group)) for group in group_of.values()}))
+
+
+@lru_cache(maxsize=256)
+def read_pairs(groups: Groups) -> tuple[tuple[tuple[int, int], ...], Groups]:
+    """Returns groups of two as (source, target) pairs, and their connected components."""
+    pairs = tuple((source, target) for source, target in groups)
+    return pairs, connected(pairs)
 
 
 class Slices:

@@ -11,7 +11,8 @@ import numpy as np
 
 from .graph import Graph, Node
 from .integers import Unknown, count_trips, evaluate, find_counter
-from .text import ArrayType
+from .queries import fold, reached
+from .text import ArrayType, Reading
 
 _OTHER_MEMORY = re.compile(r'\{[^}]*S\([1-9]')  # host memory, or the VMEM of a TPU
 
@@ -91,7 +92,7 @@ def _all_of(array: ArrayType) -> _Region:
 
 def _min_covered_bytes(array: ArrayType, regions: Iterable[_Region]) -> int:
     disjoint: list[_Region] = []
-    for region in sorted(set(regions), key=lambda region: -region.n_elements):
+    for region in sorted(set(regions), key=lambda region: -region.n_elements)[:_MAX_REGIONS]:
         if all(region.is_disjoint(other) for other in disjoint):
             disjoint.append(region)
     n = min(sum(region.n_elements for region in disjoint), prod(array.shape))
@@ -100,6 +101,8 @@ def _min_covered_bytes(array: ArrayType, regions: Iterable[_Region]) -> int:
 
 _SLICE = re.compile(r'\bslice=\{([^}]*)\}')
 _SIZES = re.compile(r'dynamic_slice_sizes=\{([\d,]*)\}')
+_MAX_TRIPS = 2**20  # of a loop whose slices are listed one by one
+_MAX_REGIONS = 1000  # that are compared with each other; fewer give a lower bound, too
 _LIBRARY = 'custom_call_target="__'  # calls to cuBLAS and cuDNN, which read all operands
 
 
@@ -112,16 +115,25 @@ class _Reads:
 
     def __init__(self, graph: Graph):
         self._outputs = set(graph.outputs)
-        self._cache: dict[Node, list[_Region]] = {}
+        self._program = graph.program
+        self._found: dict[Node, list[_Region]] = {}
+        self._after_update: dict[Node, int] = {}
 
     def of(self, node: Node) -> list[_Region]:
-        if node not in self._cache:
-            self._cache[node] = []  # for a loop that hands the array on
-            regions = [region for user in node.users for region in self._read_by(user, node)]
-            if self._leaves_fusion(node):
-                regions.append(_all_of(node.array))
-            self._cache[node] = regions
-        return self._cache[node]
+        if node not in self._found:
+            with Reading(self._program) as reading:
+
+                def find(node: Node, _: object) -> list[_Region]:
+                    reading.op = node.op
+                    if node.opcode in _UPDATES:
+                        self._after_update[node] = self._count_after_update(node)
+                    regions = [
+                        region for user in node.users for region in self._read_by(user, node)
+                    ]
+                    return [*regions, *[_all_of(node.array)] * self._leaves_fusion(node)]
+
+                fold(node, _passing_on, find, self._found)
+        return self._found[node]
 
     def _leaves_fusion(self, node: Node) -> bool:
         """Whether a value is a result of the fusion that computes it."""
@@ -153,7 +165,8 @@ class _Reads:
                 needed = not in_fusion or self._read_for(user, node)
                 return [self._dynamic_slice(node, user)] if needed else []
             case 'dynamic-update-slice' | 'scatter' if at == 0:
-                return self._read_updated(user, node)
+                n = self._after_update[user]
+                return [_Region(node.array.shape, (), n)] if n > 0 else []
             case 'gather' if at == 0:
                 return []
             case 'pad' if re.search(r'padding=\S*-', user.attributes):
@@ -173,35 +186,32 @@ class _Reads:
         n = [region.n_elements for region in needed if prod(region.shape) == prod(array.shape)]
         return [_Region(array.shape, (), max(n))] if n else []
 
-    def _read_updated(self, updated: Node, node: Node) -> list[_Region]:
-        """Returns what is read of `node` after an update in place: all but what the update writes.
+    def _count_after_update(self, updated: Node) -> int:
+        """Counts the elements of an array read after an update in place, but not those it writes.
 
         A cache is read in this way.
         """
         n_updates = [count_trips(loop) for loop in updated.loops]
         if None in n_updates or (updated.opcode == 'scatter' and len(updated.inputs) != 3):
-            return []
+            return 0
         update = updated.inputs[1 if updated.opcode == 'dynamic-update-slice' else 2]
         n_written = prod(update.array.shape) * prod(n or 0 for n in n_updates)
-        waiting, n_read = [updated], 0
-        while waiting:
-            value = waiting.pop()
+        n_read = 0
+        for value in reached([updated], _bitcasts):
             for user in value.users:
-                if user.opcode == 'bitcast':
-                    waiting.append(user)
-                else:
+                if user.opcode != 'bitcast':
                     regions = self._read_by(user, value, is_updated=True)
                     n_read = max((n_read, *(region.n_elements for region in regions)))
-        n = n_read - n_written
-        return [_Region(node.array.shape, (), n)] if n > 0 else []
+        return n_read - n_written
 
     def _dynamic_slice(self, node: Node, sliced: Node) -> _Region:
         """Returns the region that a dynamic-slice reads in all iterations of its loop."""
         array, sizes = node.array, _SIZES.search(sliced.attributes)
         slice_shape = [int(n) for n in sizes[1].split(',') if n] if sizes else []
-        counter = find_counter(sliced.loops[-1]) if sliced.loops else None
+        counter = find_counter(sliced.loop) if sliced.loop is not None else None
         n = 1
-        if counter is not None and len(slice_shape) == len(sliced.inputs) - 1:
+        is_counted = counter is not None and counter.trips <= _MAX_TRIPS
+        if counter is not None and is_counted and len(slice_shape) == len(sliced.inputs) - 1:
             try:
                 phis = {counter.phi: counter.values}
                 starts = [evaluate(offset, phis=phis) for offset in sliced.inputs[1:]]
@@ -216,6 +226,25 @@ class _Reads:
         n_elements = n * prod(slice_shape)
         is_full = n_elements == prod(array.shape)
         return _all_of(array) if is_full else _Region(array.shape, (), n_elements)
+
+
+# operations of whose operands a program reads what it reads of their results, or part of it
+_UPDATES = ('dynamic-update-slice', 'scatter')
+_PASSING_ON = ('bitcast', 'phi', 'slice', 'slice-start', *_UPDATES)
+
+
+def _passing_on(node: Node) -> list[Node]:
+    """Returns the users on whose own users it depends what is read of a node."""
+    return [
+        user
+        for user in node.users
+        if user.scope.fusion is not None or user.opcode in _PASSING_ON
+        if user.opcode != 'phi' or user.inputs[0] is node
+    ]
+
+
+def _bitcasts(node: Node) -> list[Node]:
+    return [user for user in node.users if user.opcode == 'bitcast']
 
 
 def _max_disjoint_slices(starts: Iterable[int], size: int) -> int:

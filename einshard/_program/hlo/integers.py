@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .arithmetic import ARITHMETIC
 from .graph import Loop, Node
-from .queries import strip
+from .queries import fold, moved_operand, strip
+from .text import MAX_NUMBER, Unreadable
 
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
@@ -28,6 +30,8 @@ def count_trips(loop: Loop) -> int | None:
         match, counter = _TRIP_COUNT.search(loop.op.config), None
         if not match:
             counter = find_counter(loop)
+        elif len(match[1]) > 19 or int(match[1]) >= MAX_NUMBER:
+            raise Unreadable(loop.op, 'has a trip count of more than 2**63', match[1])
         loop.trips = (int(match[1]) if match else counter and counter.trips,)
     return loop.trips[0]
 
@@ -76,20 +80,29 @@ class _Sum(NamedTuple):
 
 
 def _read_sum(node: Node) -> _Sum | None:
-    node = strip(node)
-    if node.opcode == 'phi':
-        return _Sum(node, 0)
-    if node.opcode == 'constant':
-        is_integer = re.fullmatch(r'-?\d+', node.op.operand_text)
-        return _Sum(None, int(node.op.operand_text)) if is_integer else None
-    if node.opcode in ('add', 'subtract'):
-        a, b = map(_read_sum, node.inputs)
-        sign = 1 if node.opcode == 'add' else -1
-        if a and b and b.phi is None:
-            return _Sum(a.phi, a.constant + sign * b.constant)
-        if a and b and a.phi is None and sign == 1:
-            return _Sum(b.phi, a.constant + b.constant)
-    return None
+    def terms(node: Node) -> Sequence[Node]:
+        moved = moved_operand(node)
+        if moved is not None:
+            return (moved,)
+        return node.inputs if node.opcode in ('add', 'subtract') else ()
+
+    def add_up(node: Node, sums: Sequence[_Sum | None]) -> _Sum | None:
+        if len(sums) == 1:  # a copy
+            return sums[0]
+        if sums:
+            a, b = sums
+            sign = 1 if node.opcode == 'add' else -1
+            if a and b and b.phi is None:
+                return _Sum(a.phi, a.constant + sign * b.constant)
+            if a and b and a.phi is None and sign == 1:
+                return _Sum(b.phi, a.constant + b.constant)
+        elif node.opcode == 'phi':
+            return _Sum(node, 0)
+        elif node.opcode == 'constant' and re.fullmatch(r'-?\d+', node.op.operand_text):
+            return _Sum(None, int(node.op.operand_text))
+        return None
+
+    return fold(node, terms, add_up)
 
 
 _MIRRORED = {'LT': 'GT', 'LE': 'GE', 'GT': 'LT', 'GE': 'LE'}
@@ -130,45 +143,46 @@ def evaluate(node: Node, device: int | None = None, phis: Mapping[Node, Any] | N
         phis: the values of phis, such as those of a loop's counter in all iterations. If they are
             arrays, so is the result.
     """
-    if phis and node in phis:
-        return phis[node]
-    opcode = node.opcode
-    if opcode in ('partition-id', 'replica-id') and device is not None:
-        return np.array(device)
-    if opcode == 'constant':
-        numbers = [int(number) for number in re.findall(r'-?\d+', node.op.operand_text)]
-        if len(numbers) != np.prod(node.array.shape, dtype=int):
-            raise Unknown  # such as '{...}'
-        return np.array(numbers).reshape(node.array.shape)
-    source = strip(node)
-    if source is not node:
-        value = evaluate(source, device, phis)
-        return value.reshape(node.array.shape) if not phis else value
-    if opcode == 'broadcast' and not node.inputs[0].array.shape:
-        return evaluate(node.inputs[0], device, phis)
-    if opcode not in ARITHMETIC and opcode not in ('dynamic-slice', 'clamp'):
+    known = phis or {}
+    sources = ('partition-id', 'replica-id') if device is not None else ()
+
+    def reads(node: Node) -> Sequence[Node]:
+        opcode = node.opcode
+        if node in known or opcode == 'constant' or opcode in sources:
+            return ()
+        moved = moved_operand(node)
+        if moved is not None:
+            return (moved,)
+        is_scalar = opcode == 'broadcast' and not node.inputs[0].array.shape
+        if is_scalar or opcode in ARITHMETIC or opcode in ('dynamic-slice', 'clamp'):
+            return node.inputs
         raise Unknown
-    operands = [evaluate(read, device, phis) for read in node.inputs]
-    if opcode == 'clamp':
-        low, number, high = operands
-        return np.minimum(np.maximum(number, low), high)
-    if opcode == 'dynamic-slice':
-        if len(operands) != 2 or phis:
-            raise Unknown
-        table, start = operands
-        size = node.array.shape[0]
-        first = min(max(int(start.reshape(-1)[0]), 0), len(table) - size)
-        return table[first : first + size]
-    return ARITHMETIC[opcode](*operands)
 
+    def value(node: Node, operands: Sequence[Any]) -> Any:
+        opcode = node.opcode
+        if node in known:
+            return known[node]
+        if opcode in sources:
+            return np.array(device)
+        if opcode == 'constant':
+            numbers = [int(number) for number in re.findall(r'-?\d+', node.op.operand_text)]
+            is_large = any(abs(number) >= MAX_NUMBER for number in numbers)
+            if is_large or len(numbers) != prod(node.array.shape):
+                raise Unknown  # such as '{...}'
+            return np.array(numbers).reshape(node.array.shape)
+        if opcode == 'clamp':
+            low, number, high = operands
+            return np.minimum(np.maximum(number, low), high)
+        if opcode == 'dynamic-slice':
+            if len(operands) != 2 or phis:
+                raise Unknown
+            table, start = operands
+            size = node.array.shape[0]
+            first = min(max(int(start.reshape(-1)[0]), 0), len(table) - size)
+            return table[first : first + size]
+        if opcode in ARITHMETIC:
+            return ARITHMETIC[opcode](*operands)
+        (moved,) = operands
+        return moved.reshape(node.array.shape) if not phis and opcode != 'broadcast' else moved
 
-def depends_on_device(node: Node) -> bool:
-    """Whether a value is computed from the number of the device."""
-    seen, pending = {node}, [node]
-    while pending:
-        node = pending.pop()
-        if node.opcode in ('partition-id', 'replica-id'):
-            return True
-        pending += [read for read in node.inputs if read not in seen]
-        seen.update(node.inputs)
-    return False
+    return fold(node, reads, value)

@@ -1,48 +1,32 @@
-"""Where the values of a program come from, and what uses them."""
+"""Where the values of a program come from, and what uses them.
+
+All walks over a `Graph` are here, or go through `reached`: each has a list of nodes to visit and
+visits a node once, because programs have chains of 100,000 operations and loops that lead back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from .graph import Graph, Node
+from .opcodes import COLLECTIVES, COPIES, ELEMENTWISE, FIXED, JOINS, MOVES, NUMBERS, STOPS
 
-COLLECTIVES = frozenset(
-    (
-        *('all-gather', 'all-reduce', 'all-to-all', 'collective-broadcast', 'collective-permute'),
-        *('ragged-all-to-all', 'reduce-scatter'),
-    )
-)
-# operations that copy, reshape, transpose or convert an array
-COPIES = frozenset(
-    (
-        *('all-gather-done', 'all-reduce-done', 'bitcast', 'collective-permute-done', 'convert'),
-        *('copy', 'copy-done', 'copy-start', 'recv-done', 'reshape', 'slice-done', 'transpose'),
-    )
-)
-# operations that move the numbers of their first operand, or some of them
-MOVES = COPIES | {
-    *('all-gather', 'all-gather-start', 'all-to-all', 'collective-broadcast', 'collective-permute'),
-    *('collective-permute-start', 'dynamic-slice', 'pad', 'reverse', 'slice', 'slice-start'),
-}
-# operations that join the numbers of all operands
-_JOINS = frozenset(('branch', 'concatenate'))
-ELEMENTWISE = frozenset(
-    (
-        *('abs', 'add', 'ceil', 'clamp', 'cosine', 'divide', 'exponential', 'floor', 'log'),
-        *('log-plus-one', 'logistic', 'exponential-minus-one', 'maximum', 'minimum', 'multiply'),
-        *('negate', 'power', 'remainder', 'round-nearest-even', 'rsqrt', 'select', 'sign', 'sine'),
-        *('sqrt', 'subtract', 'tanh', 'erf', 'cbrt', 'and', 'or', 'not', 'xor'),
-    )
-)
-# the operands that are not indices or predicates
-_NUMBERS = {
-    'dynamic-slice': slice(1),
-    'dynamic-update-slice': slice(2),
-    'pad': slice(1),
-    'select': slice(1, 3),
-}
-_NO_NUMBERS = frozenset(('constant', 'iota', 'partition-id', 'replica-id', 'rng-bit-generator'))
-_MAX_PHIS = 200  # keeps the search for an invariant short in programs with many nested loops
+
+def reached(start: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> list[Node]:
+    """Returns the nodes of `start` and all that `step` leads to from them, nearest first."""
+    found = list(dict.fromkeys(start))
+    seen = {*found}
+    for node in found:  # which grows
+        for other in step(node):
+            if other not in seen:
+                seen.add(other)
+                found.append(other)
+    return found
+
+
+# --- moves --------------------------------------------------------------------------------------
 
 
 def joins_slices(node: Node) -> bool:
@@ -50,13 +34,21 @@ def joins_slices(node: Node) -> bool:
     return node.opcode == 'custom-call' and '"ConcatBitcast"' in node.attributes
 
 
-def moved_operand(node: Node, moves: Collection[str]) -> Node | None:
+def moved_operand(node: Node, moves: Collection[str] = COPIES) -> Node | None:
     """Returns the node whose numbers `node` has, if it is one of `moves`, or None.
 
     The array of an element of a collective comes from the operand with the same number. On TPU, an
     asynchronous collective may be three fusions: the first returns its operand and its result, and
-    the last repeats the collective.
+    the last repeats the collective. A phi has the numbers from before its loop if each iteration
+    hands them on.
     """
+    if node.opcode == 'phi':
+        return node.inputs[0] if is_invariant(node, moves) else None
+    return _moved_by_one(node, moves)
+
+
+def _moved_by_one(node: Node, moves: Collection[str]) -> Node | None:
+    """Returns what `moved_operand` does for all nodes but phis."""
     opcode = node.opcode
     if opcode == 'element':
         base = node.inputs[0]
@@ -70,8 +62,6 @@ def moved_operand(node: Node, moves: Collection[str]) -> Node | None:
         return None
     if opcode == 'exit':
         return node.inputs[0]
-    if opcode == 'phi':
-        return node.inputs[0] if is_invariant(node, moves) else None
     if opcode in moves or joins_slices(node):
         return node.inputs[0] if node.inputs else None
     if opcode == 'custom-call' and '"AsyncCollectiveDone"' in node.attributes:
@@ -80,16 +70,37 @@ def moved_operand(node: Node, moves: Collection[str]) -> Node | None:
 
 
 def is_invariant(phi: Node, moves: Collection[str] = COPIES) -> bool:
-    """Whether each iteration hands on the same array, except for `moves`."""
-    node = phi.inputs[1] if len(phi.inputs) > 1 else phi
-    for _ in range(_MAX_PHIS):
-        if node is phi:
-            return True
-        moved = moved_operand(node, moves)
-        if moved is None:
-            return False
-        node = moved
-    return False
+    """Whether each iteration hands on the same array, except for `moves`.
+
+    Goes back from the value after an iteration. It may meet other phis, which it passes if they are
+    invariant: those of loops inside, and those of the same loop if the loop rotates arrays. The
+    latter lead back to a phi that is being asked: none in such a circle is invariant.
+    """
+    asked = [phi]  # each is on the way back from the one before
+    at = {phi: phi.inputs[-1] if len(phi.inputs) > 1 else phi}  # how far that way has come
+    while asked:
+        last = asked[-1]
+        node: Node | None = at[last]
+        while node is not None and node.opcode != 'phi':
+            node = _moved_by_one(node, moves)
+        is_back = node is last
+        if node is not None and not is_back:
+            known = _invariants(node).get((node, moves))
+            if known is None and node not in at:
+                asked.append(node)
+                at[last], at[node] = node, node.inputs[-1] if len(node.inputs) > 1 else node
+                continue
+            if known:
+                at[last] = node.inputs[0]
+                continue
+        _invariants(last)[last, moves] = is_back
+        asked.pop()
+    return _invariants(phi)[phi, moves]
+
+
+def _invariants(phi: Node) -> dict[tuple[Node, Collection[str]], bool]:
+    assert phi.loop is not None
+    return phi.loop.invariants
 
 
 def strip(node: Node, moves: Collection[str] = COPIES) -> Node:
@@ -99,54 +110,87 @@ def strip(node: Node, moves: Collection[str] = COPIES) -> Node:
     return node
 
 
+# --- origins ------------------------------------------------------------------------------------
+
+
 def has_no_numbers(node: Node) -> bool:
     """Whether an array is a constant, or is made of constants."""
-    while node.opcode == 'broadcast' or node.opcode in COPIES:
+    while node.inputs and (node.opcode == 'broadcast' or node.opcode in COPIES):
         node = node.inputs[0]
-    return node.opcode in _NO_NUMBERS or '"AllocateBuffer"' in node.attributes
+    return node.opcode in FIXED or '"AllocateBuffer"' in node.attributes
 
 
-def origins(node: Node, elementwise: bool = False) -> Iterator[Node]:
-    """Yields the nodes whose numbers an array consists of.
+def origins(node: Node, elementwise: bool = False) -> Sequence[Node]:
+    """Returns the nodes whose numbers an array consists of.
 
     Follows moves, concatenations, updates of slices and loop state; if `elementwise`, also
     elementwise operations and broadcasts. Leaves out constants, such as the zeros into which a loop
     writes its results.
     """
-    seen, pending = {node}, [node]
+
+    def sources(node: Node) -> Sequence[Node]:
+        moved = moved_operand(node, MOVES)
+        if moved is not None:
+            return (moved,)
+        if node.opcode in JOINS or node.opcode == 'phi':
+            return node.inputs
+        if node.opcode == 'dynamic-update-slice':
+            return node.inputs[:2]
+        if elementwise and (node.opcode in ELEMENTWISE or node.opcode == 'broadcast'):
+            return node.inputs[NUMBERS.get(node.opcode, slice(None))]
+        return ()
+
+    ends: list[Node] = []
+
+    def step(node: Node) -> Sequence[Node]:
+        found = sources(node)
+        if not found and not has_no_numbers(node):
+            ends.append(node)
+        return found
+
+    reached([node], step)
+    return ends
+
+
+def depends_on_device(node: Node) -> bool:
+    """Whether a value is computed from the number of the device."""
+    found = reached([node], lambda node: node.inputs)
+    return any(node.opcode in ('partition-id', 'replica-id') for node in found)
+
+
+_Value = TypeVar('_Value')
+
+
+def fold(
+    start: Node,
+    reads: Callable[[Node], Sequence[Node]],
+    value: Callable[[Node, Sequence[_Value]], _Value],
+    values: dict[Node, _Value] | None = None,
+) -> _Value:
+    """Computes a value of a node from those of the nodes that it reads, and so on.
+
+    Args:
+        reads: the nodes whose values the value of a node needs. They must not lead in a circle.
+        value: computes the value of a node from theirs.
+        values: those that are known, to which this adds what it computes.
+    """
+    values = {} if values is None else values
+    pending = [start]
     while pending:
-        node = pending.pop()
-        sources = _sources(node, elementwise)
-        if not sources and not has_no_numbers(node):
-            yield node
-        for source in sources:
-            if source not in seen:
-                seen.add(source)
-                pending.append(source)
-
-
-def _sources(node: Node, elementwise: bool) -> Sequence[Node]:
-    moved = moved_operand(node, MOVES)
-    if moved is not None:
-        return (moved,)
-    if node.opcode in _JOINS or node.opcode == 'phi':
-        return node.inputs
-    if node.opcode == 'dynamic-update-slice':
-        return node.inputs[:2]
-    if elementwise and (node.opcode in ELEMENTWISE or node.opcode == 'broadcast'):
-        return node.inputs[_NUMBERS.get(node.opcode, slice(None))]
-    return ()
+        node = pending[-1]
+        if node in values:
+            pending.pop()
+            continue
+        needed = reads(node)
+        missing = [read for read in needed if read not in values]
+        pending += missing
+        if not missing:
+            values[node] = value(node, [values[read] for read in needed])
+            pending.pop()
+    return values[start]
 
 
 # --- users --------------------------------------------------------------------------------------
-
-# operations whose result is another quantity than their operand
-_STOPS = frozenset(
-    (
-        *('broadcast', 'compare', 'conditional', 'convolution', 'custom-call', 'dot', 'gather'),
-        *('is-finite', 'reduce', 'reduce-window', 'scatter', 'select-and-scatter', 'sort'),
-    )
-)
 
 
 def done_of(node: Node) -> Node:
@@ -170,7 +214,7 @@ def output_uses(graph: Graph) -> Mapping[Node, frozenset[int]]:
     """Returns the numbers of the program outputs that are computed from each node.
 
     Follows only operations that keep what a value is, such as from an all-reduced gradient to the
-    new weights. Follows loops, but not products, reductions and the other operations in `_STOPS`.
+    new weights. Follows loops, but not products, reductions and the other operations in `STOPS`.
 
         >>> from einshard._program.hlo.graph import Graph
         >>> from einshard._program.hlo.queries import output_uses
@@ -200,15 +244,24 @@ def output_uses(graph: Graph) -> Mapping[Node, frozenset[int]]:
         ]
         for node in reversed(graph.nodes)
     }
-    changes = True
-    while changes:  # a few times: loops lead back to nodes that came before
-        changes = False
-        for node, uses in followed.items():
-            mask = outputs.get(node, 0)
-            for use in uses:
-                mask |= masks.get(use, 0)
-            if mask != masks.get(node, 0):
-                masks[node], changes = mask, True
+    before: dict[Node, list[Node]] = {}
+    for node, uses in followed.items():
+        for use in uses:
+            before.setdefault(use, []).append(node)
+    # from the end, so that a node comes again only if a loop leads back to it
+    pending = deque(followed)
+    waiting = {*followed}
+    while pending:
+        node = pending.popleft()
+        waiting.remove(node)
+        mask = outputs.get(node, 0)
+        for use in followed[node]:
+            mask |= masks.get(use, 0)
+        if mask != masks.get(node, 0):
+            masks[node] = mask
+            again = [one for one in before.get(node, ()) if one not in waiting]
+            pending += again
+            waiting.update(again)
     sets = {mask: frozenset(_bits(mask)) for mask in set(masks.values())}
     return {node: sets[masks[node]] for node in followed if masks.get(node)}
 
@@ -220,9 +273,9 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def _keeps(user: Node, node: Node) -> bool:
-    if user.opcode in _NUMBERS:
-        return node in user.inputs[_NUMBERS[user.opcode]]
-    if user.opcode not in _STOPS:
+    if user.opcode in NUMBERS:
+        return node in user.inputs[NUMBERS[user.opcode]]
+    if user.opcode not in STOPS:
         return True
     if user.opcode != 'custom-call':
         return False

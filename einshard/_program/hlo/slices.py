@@ -20,8 +20,9 @@ import numpy as np
 from .collective import Collective
 from .graph import Graph, Node
 from .groups import Groups
-from .integers import Unknown, depends_on_device, evaluate
-from .queries import COPIES, ELEMENTWISE, done_of, has_no_numbers, moved_operand, strip
+from .integers import Unknown, evaluate
+from .opcodes import COPIES, ELEMENTWISE
+from .queries import depends_on_device, done_of, has_no_numbers, moved_operand, strip
 from .text import ArrayType
 
 # blocks[dimension][device]: the index of the device's block along this dimension
@@ -142,7 +143,7 @@ def find_gather(graph: Graph, collective: Collective) -> Gather | None:
         dimension=int(dimension[1]),
         origin=origin,
         parameter=int(origin.op.operand_text) if origin.opcode == 'parameter' else None,
-        is_invariant=bool(node.loops) and node.loops[-1] not in origin.loops,
+        is_invariant=node.loop is not None and node.loop not in origin.loops,
     )
 
 
@@ -210,7 +211,7 @@ def _find_reshard(
         for user in node.users:
             if user.opcode == 'dynamic-slice' and user.inputs[0] is node:
                 slices.append((user, path))
-            elif user in groups_of or moved_operand(user, COPIES) is node:
+            elif user in groups_of or moved_operand(user) is node:
                 pending.append((user, (*path, user)))
             else:
                 return None
@@ -261,7 +262,7 @@ def _blocks(
             for group in groups_of[moves]:
                 at[[*group], :, dimension] += np.arange(len(group))[:, None] * size
         else:
-            operand = moved_operand(moves, COPIES)
+            operand = moved_operand(moves)
             assert operand is not None
             at = _moved(at, moves, operand)
     first, steps, last = at[:, 0], at[:, 1:-1] - at[:, :1], at[:, -1]

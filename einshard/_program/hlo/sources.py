@@ -98,7 +98,9 @@ class Sources:
 
     def _stack(self, frame: int) -> Iterator[tuple[int, int]]:
         """Yields (frame id, location id) from `frame` outward, for frames that have a file."""
-        while frame in self._frames:
+        seen: set[int] = set()
+        while frame in self._frames and frame not in seen:
+            seen.add(frame)
             location, parent = self._frames[frame]
             if location in self._locations and self._locations[location].file:
                 yield frame, location
@@ -168,20 +170,26 @@ def operations(op_name: str) -> list[str]:
     'jit(f)/jvp()/tanh' has one operation. '(jit(f)/mul:jit(f)/(dot_general:reduce_sum))' has three,
     which may repeat in XLA's text, but not here.
     """
-    depth, start = 0, 0
-    parts: list[str] = []
-    for i, character in enumerate(op_name):
-        depth += (character == '(') - (character == ')')
-        if depth == 0 and character in '/:':
-            if character == ':':
-                parts.append(op_name[start:i])
-            start = i + 1
-    parts.append(op_name[start:])
-    if len(parts) == 1:
-        (part,) = parts
-        is_combined = part.startswith('(') and part.endswith(')')
-        return operations(part[1:-1]) if is_combined else parts
-    return list(dict.fromkeys(name for part in parts for name in operations(part)))
+    found: dict[str, None] = {}
+    pending = [op_name]
+    while pending:
+        text = pending.pop()
+        depth, start = 0, 0
+        parts: list[str] = []
+        for i, character in enumerate(text):
+            depth += (character == '(') - (character == ')')
+            if depth == 0 and character in '/:':
+                if character == ':':
+                    parts.append(text[start:i])
+                start = i + 1
+        parts.append(text[start:])
+        if len(parts) > 1:
+            pending += parts[::-1]
+        elif parts[0].startswith('(') and parts[0].endswith(')'):
+            pending.append(parts[0][1:-1])
+        else:
+            found[parts[0]] = None
+    return [*found]
 
 
 def _unescaped(match: re.Match[bytes]) -> bytes:
@@ -191,4 +199,4 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
 def number_of(name: str, text: str, default: int = 0) -> int:
     """Reads the integer after `name` and '=' in `text`, or returns `default`."""
     match = re.search(rf'\b{name}=(\d+)', text)
-    return int(match[1]) if match else default
+    return int(match[1][:19]) if match else default  # longer numbers do not fit into 64 bits

@@ -16,11 +16,12 @@ from typing import NamedTuple
 from .collective import Collective
 from .graph import Graph, Node
 from .groups import Groups, connected
+from .opcodes import COPIES
 from .queries import results
 from .text import ArrayType
 
-_MOVES = ('bitcast', 'convert', 'copy', 'reshape', 'transpose')
 _CHANNEL = re.compile(r'channel_id=\d+')
+_MAX_TERMS = 256  # of a sum; keeps sets small in a chain of all-reduces and additions
 
 
 def target_collectives(graph: Graph, collectives: Sequence[Collective]) -> list[Collective]:
@@ -87,6 +88,7 @@ class _Reductions:
             if c.kind == 'all-reduce' and len(c.nodes[0].inputs) == len(c.operands)
             for i, array in enumerate(c.operands)
         }
+        self._terms = self._find_terms(graph) if self._by_key else {}
         for key, reduction in self._by_key.items():
             self._classify(key, reduction)
 
@@ -135,27 +137,37 @@ class _Reductions:
 
         Looks through moves, and through sums of all-reduces with equal groups.
         """
-        if node in self._outputs:
-            yield _Use(None, -1, terms)
-        for user in node.users:
-            added = self._terms(user) if user.opcode == 'add' else None
-            if added and len({self._by_key[key].groups for key in added}) == 1:
-                yield from self._uses(user, added)
-            elif user.opcode in _MOVES:
-                yield from self._uses(user, terms)
-            else:
-                at = (i for i, operand in enumerate(user.inputs) if operand is node)
-                yield from (_Use(user, i, terms) for i in at)
+        pending = [(node, terms)]
+        seen = {*pending}
+        while pending:
+            node, terms = pending.pop()
+            if node in self._outputs:
+                yield _Use(None, -1, terms)
+            summed: list[tuple[Node, frozenset[_Key]]] = []
+            for user in node.users:
+                added = self._terms.get(user) if user.opcode == 'add' else None
+                if added and len({self._by_key[key].groups for key in added}) == 1:
+                    summed.append((user, added))
+                elif user.opcode in COPIES:
+                    summed.append((user, terms))
+                else:
+                    at = (i for i, operand in enumerate(user.inputs) if operand is node)
+                    yield from (_Use(user, i, terms) for i in at)
+            pending += [pair for pair in summed if pair not in seen]
+            seen.update(summed)
 
-    def _terms(self, node: Node) -> frozenset[_Key] | None:
-        """Returns the keys of the all-reduces whose sum is the value of `node`, or None."""
-        if node.opcode in _MOVES:
-            return self._terms(node.inputs[0])
-        if node.opcode == 'add':
-            parts = [self._terms(operand) for operand in node.inputs]
-            return frozenset[_Key]().union(*filter(None, parts)) if all(parts) else None
-        key = node.name, max(node.index, 0)
-        return frozenset([key]) if key in self._by_key else None
+    def _find_terms(self, graph: Graph) -> dict[Node, frozenset[_Key]]:
+        """Finds the nodes that are sums of all-reduces, with the keys of these."""
+        found: dict[Node, frozenset[_Key]] = {}
+        for node in graph.nodes:
+            if node.opcode in COPIES or node.opcode == 'add':
+                parts = [found.get(operand) for operand in node.inputs]
+                terms = frozenset[_Key]().union(*filter(None, parts))
+                if parts and all(parts) and len(terms) <= _MAX_TERMS:
+                    found[node] = terms
+            elif (key := (node.name, max(node.index, 0))) in self._by_key:
+                found[node] = frozenset([key])
+        return found
 
 
 def _joined_groups(first: Groups, second: Groups) -> Groups | None:

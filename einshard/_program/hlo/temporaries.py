@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .hbm_traffic import is_in_hbm
-from .text import ArrayType, Instruction, Program
+from .opcodes import VIEWS
+from .text import ArrayType, Instruction, Program, Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,26 +26,6 @@ class Temporary:
     bytes: int
     source: str | None
     op_name: str
-
-
-_NOT_ALLOCATING = frozenset(
-    (
-        'parameter',
-        'constant',
-        'tuple',
-        'get-tuple-element',
-        'bitcast',
-        'while',
-        'conditional',
-        'call',
-        'opt-barrier',
-        'dynamic-update-slice',
-        'scatter',
-        'copy-start',
-        'copy-done',
-        'after-all',
-    )
-)
 
 
 def largest_temporaries(program: Program, n: int = 5) -> tuple[Temporary, ...]:
@@ -68,13 +49,15 @@ def _temporaries(program: Program) -> Iterator[tuple[ArrayType, Instruction]]:
         root = next(op for op in ops if op.is_root)
         # the results of the program, of loop bodies and of branches are not temporaries
         outputs = {root.name, *(root.operands if root.opcode == 'tuple' else ())}
-        for op in ops:
-            if op.opcode in _NOT_ALLOCATING or op.opcode.endswith(('-start', '-update')):
-                continue
-            if op.name in outputs or not is_in_hbm(op.type) or _updates_in_place(program, op):
-                continue
-            arrays = op.results[:1] if op.opcode.endswith('-done') else op.results
-            yield from ((array, op) for array in arrays)
+        with Reading(program) as reading:
+            for op in ops:
+                reading.op = op
+                if op.opcode in VIEWS or op.opcode.endswith(('-start', '-update')):
+                    continue
+                if op.name in outputs or not is_in_hbm(op.type) or _updates_in_place(program, op):
+                    continue
+                arrays = op.results[:1] if op.opcode.endswith('-done') else op.results
+                yield from ((array, op) for array in arrays)
 
 
 def _executed(program: Program) -> Iterator[str]:
