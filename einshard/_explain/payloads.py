@@ -14,8 +14,8 @@ from .._program.hlo.flops import find_products
 from .._program.hlo.graph import Graph, Node
 from .._program.hlo.opcodes import MOVES
 from .._program.hlo.queries import (
+    Origins,
     moved_operand,
-    origins,
     output_uses,
     reached,
     results,
@@ -54,6 +54,8 @@ class Payloads:
         self._inputs = inputs
         self._output_paths = outputs
         self._uses = output_uses(graph)
+        self._moved_from, self._computed_from = Origins(), Origins(elementwise=True)
+        self._moved: dict[Node, Node] = {}
         # {output number: the parameters that the output replaces}
         self.updated = _updated_inputs(graph, inputs, outputs)
         self.roles = _find_roles(graph, inputs, self.updated)
@@ -129,8 +131,7 @@ class Payloads:
         replaced = self._replaced_by(sent)
         if not replaced:
             return ()
-        read = [n for n in origins(sent, elementwise=True) if n.opcode == 'parameter']
-        numbers = {int(parameter.op.operand_text) for parameter in read}
+        numbers, _ = self._computed_from.of(sent)
         return [i for i in replaced if i in numbers]
 
     def _parameters(self, node: Node, elementwise: bool = False) -> Sequence[int] | None:
@@ -138,19 +139,16 @@ class Payloads:
 
         Parameters after `inputs` are Refs that the function closes over, which have no path.
         """
-        numbers: set[int] = set()
-        for source in origins(node, elementwise):
-            number = int(source.op.operand_text) if source.opcode == 'parameter' else -1
-            if number not in range(len(self._inputs)):
-                return None
-            numbers.add(number)
-        return sorted(numbers) or None
+        numbers, has_others = (self._computed_from if elementwise else self._moved_from).of(node)
+        if has_others or not numbers or max(numbers) >= len(self._inputs):
+            return None
+        return sorted(numbers)
 
     def _replaced_by(self, node: Node) -> Sequence[int]:
         """Returns the parameters in whose place the program returns a value, or its next value."""
-        values = [strip(node, MOVES)]
+        values = [strip(node, MOVES, self._moved)]
         while values[-1].opcode == 'dynamic-update-slice':  # XLA may update a copy of a cache
-            values.append(strip(values[-1].inputs[0], MOVES))
+            values.append(strip(values[-1].inputs[0], MOVES, self._moved))
         used_by = {output for value in values for output in self._uses.get(value, ())}
         return sorted({i for output in used_by for i in self.updated.get(output, ())})
 
@@ -246,10 +244,14 @@ def _updated_bare(graph: Graph, inputs: Sequence[int], outputs: Sequence[int]) -
     """
     has_backward = '/transpose(' in graph.program.text
     candidates: dict[int, set[int]] = {}
+    computed_from = Origins(elementwise=True)
     for output in outputs:
         node = graph.outputs[output]
-        found = origins(node, elementwise=True) if has_backward else _updated_in_place(node)
-        numbers = {int(n.op.operand_text) for n in found if n.opcode == 'parameter'}
+        if has_backward:
+            numbers, _ = computed_from.of(node)
+        else:
+            found = _updated_in_place(node)
+            numbers = {int(n.op.operand_text) for n in found if n.opcode == 'parameter'}
         candidates[output] = {
             i for i in numbers & {*inputs} if graph.parameters[i].arrays == node.arrays
         }

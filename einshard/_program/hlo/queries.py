@@ -103,10 +103,23 @@ def _invariants(phi: Node) -> dict[tuple[Node, Collection[str]], bool]:
     return phi.loop.invariants
 
 
-def strip(node: Node, moves: Collection[str] = COPIES) -> Node:
-    """Follows a value back through `moves`, to the node that computes it."""
-    while (moved := moved_operand(node, moves)) is not None:
+def strip(
+    node: Node, moves: Collection[str] = COPIES, known: dict[Node, Node] | None = None
+) -> Node:
+    """Follows a value back through `moves`, to the node that computes it.
+
+    `known` has results for the same `moves`, to which this adds, for those who ask often.
+    """
+    passed: list[Node] = []
+    while known is None or node not in known:
+        moved = moved_operand(node, moves)
+        if moved is None:
+            break
+        passed.append(node)
         node = moved
+    if known is not None:
+        node = known.get(node, node)
+        known.update(dict.fromkeys(passed, node))
     return node
 
 
@@ -120,15 +133,42 @@ def has_no_numbers(node: Node) -> bool:
     return node.opcode in FIXED or '"AllocateBuffer"' in node.attributes
 
 
-def origins(node: Node, elementwise: bool = False) -> Sequence[Node]:
-    """Returns the nodes whose numbers an array consists of.
+class Origins:
+    """The parameters whose numbers arrays consist of.
 
     Follows moves, concatenations, updates of slices and loop state; if `elementwise`, also
     elementwise operations and broadcasts. Leaves out constants, such as the zeros into which a loop
-    writes its results.
+    writes its results. Remembers what it finds: each of 1,000 permutes in a row asks.
     """
 
-    def sources(node: Node) -> Sequence[Node]:
+    def __init__(self, elementwise: bool = False):
+        self._elementwise = elementwise
+        self._masks: dict[Node, int] = {}  # bit i + 1: parameter i; bit 0: other origins
+
+    def of(self, node: Node) -> tuple[frozenset[int], bool]:
+        """Returns the numbers of the parameters, and whether there are other numbers, too."""
+        if node not in self._masks:
+            found: dict[Node, Sequence[Node]] = {}
+
+            def step(node: Node) -> Sequence[Node]:
+                if node in self._masks:
+                    return ()
+                found[node] = sources = self._sources(node)
+                if sources or has_no_numbers(node):
+                    self._masks[node] = 0
+                elif node.opcode == 'parameter':
+                    self._masks[node] = 2 << int(node.op.operand_text)
+                else:
+                    self._masks[node] = 1
+                return sources
+
+            reached([node], step)
+            # from the origins
+            _spread(self._masks, dict(reversed(found.items())))
+        mask = self._masks[node]
+        return frozenset(_bits(mask >> 1)), bool(mask & 1)
+
+    def _sources(self, node: Node) -> Sequence[Node]:
         moved = moved_operand(node, MOVES)
         if moved is not None:
             return (moved,)
@@ -136,20 +176,34 @@ def origins(node: Node, elementwise: bool = False) -> Sequence[Node]:
             return node.inputs
         if node.opcode == 'dynamic-update-slice':
             return node.inputs[:2]
-        if elementwise and (node.opcode in ELEMENTWISE or node.opcode == 'broadcast'):
+        if self._elementwise and (node.opcode in ELEMENTWISE or node.opcode == 'broadcast'):
             return node.inputs[NUMBERS.get(node.opcode, slice(None))]
         return ()
 
-    ends: list[Node] = []
 
-    def step(node: Node) -> Sequence[Node]:
-        found = sources(node)
-        if not found and not has_no_numbers(node):
-            ends.append(node)
-        return found
+def _spread(masks: dict[Node, int], followed: Mapping[Node, Sequence[Node]]) -> None:
+    """Adds to the mask of each node those of the nodes that it follows, until nothing changes.
 
-    reached([node], step)
-    return ends
+    A node comes again only if one that it follows has changed, as in a loop. So those that others
+    follow should come first.
+    """
+    before: dict[Node, list[Node]] = {}
+    for node, uses in followed.items():
+        for use in uses:
+            before.setdefault(use, []).append(node)
+    pending = deque(followed)
+    waiting = {*followed}
+    while pending:
+        node = pending.popleft()
+        waiting.remove(node)
+        old = mask = masks.get(node, 0)
+        for use in followed[node]:
+            mask |= masks.get(use, 0)
+        if mask != old:
+            masks[node] = mask
+            again = [one for one in before.get(node, ()) if one not in waiting]
+            pending += again
+            waiting.update(again)
 
 
 def depends_on_device(node: Node) -> bool:
@@ -237,31 +291,13 @@ def output_uses(graph: Graph) -> Mapping[Node, frozenset[int]]:
     masks: dict[Node, int] = {}  # bit i: output i
     for i, node in enumerate(graph.outputs):
         masks[node] = masks.get(node, 0) | 1 << i
-    outputs = dict(masks)
     followed = {
         node: [
             result for user in node.users if _keeps(user, node) for result in results(user, node)
         ]
         for node in reversed(graph.nodes)
     }
-    before: dict[Node, list[Node]] = {}
-    for node, uses in followed.items():
-        for use in uses:
-            before.setdefault(use, []).append(node)
-    # from the end, so that a node comes again only if a loop leads back to it
-    pending = deque(followed)
-    waiting = {*followed}
-    while pending:
-        node = pending.popleft()
-        waiting.remove(node)
-        mask = outputs.get(node, 0)
-        for use in followed[node]:
-            mask |= masks.get(use, 0)
-        if mask != masks.get(node, 0):
-            masks[node] = mask
-            again = [one for one in before.get(node, ()) if one not in waiting]
-            pending += again
-            waiting.update(again)
+    _spread(masks, followed)
     sets = {mask: frozenset(_bits(mask)) for mask in set(masks.values())}
     return {node: sets[masks[node]] for node in followed if masks.get(node)}
 
