@@ -23,7 +23,7 @@ from einshard._program.hlo.collective import KINDS
 from einshard._program.hlo.find_collectives import find_collectives, read_collectives
 from einshard._program.hlo.graph import Graph
 from einshard._program.hlo.groups import connected, read_groups
-from einshard._program.hlo.queries import origins, output_uses
+from einshard._program.hlo.queries import Origins, output_uses
 from einshard._program.hlo.slices import find_gather, find_reshards, find_sliced_sum
 from einshard._program.hlo.sources import Sources, op_name
 from einshard._program.hlo.text import ArrayType, Program, array_types, read_instruction
@@ -948,8 +948,9 @@ ENTRY %main (a0: f32[8], a1: f32[8]) -> f32[16] {{
 }}
 """
     [gathered] = read_collectives(text)
-    read = [origins(node) for node in gathered.nodes]
-    assert [{parameter.name for parameter in found} for found in read] == arguments
+    read = [Origins().of(node) for node in gathered.nodes]
+    numbers = [{int(name[1:]) for name in names} for names in arguments]
+    assert read == [(found, False) for found in numbers]
     assert gathered.executions == len(arguments)
 
 

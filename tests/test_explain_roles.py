@@ -14,7 +14,7 @@ from einshard import explain, topology
 from einshard._explain.payloads import Payloads
 from einshard._program.hlo.find_collectives import find_collectives
 from einshard._program.hlo.graph import Graph
-from einshard._program.hlo.queries import origins, output_uses
+from einshard._program.hlo.queries import Origins, output_uses
 from einshard._program.hlo.slices import find_reshards
 from einshard._program.hlo.text import Program
 
@@ -373,7 +373,7 @@ ENTRY %main (g: f32[8], h: f32[8]) -> (f32[8], f32[8], f32[32]) {
     graph = Graph(Program(text))
     uses = output_uses(graph)
     assert [uses[graph.parameters[i]] for i in (0, 1)] == [{1}, {0, 2}]
-    assert [*origins(graph.outputs[2])] == [graph.parameters[1]]
+    assert Origins().of(graph.outputs[2]) == ({1}, False)
 
 
 LOOP = """HloModule jit_f, num_partitions=4
@@ -471,7 +471,7 @@ ENTRY %main (p: pred[], x: f32[8]) -> f32[8] {
     graph = Graph(Program(text))
     [collective] = find_collectives(graph)
     assert collective.in_branch
-    assert {node.name for node in origins(graph.outputs[0])} == {'sum', 'x'}  # of both branches
+    assert Origins().of(graph.outputs[0]) == ({1}, True)  # the sum, and x of the other branch
 
 
 # --- executions and columns ---------------------------------------------------------------------

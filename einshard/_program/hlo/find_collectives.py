@@ -86,11 +86,11 @@ class _Finder:
         if n_devices > MAX_DEVICES:
             raise self.program.error(1, f'begins a program for {n_devices:,} devices')
         self.slices = Slices(self.program.n_partitions, n_slices, device_ids)
+        is_async = '"AsyncCollective' in text
         # {computation: 'Start' if it calls AsyncCollectiveStart, 'Done' if AsyncCollectiveDone}
         self.phases = {
             name: phase[1]
-            for name, ops in self.program.computations.items()
-            if '"AsyncCollective' in text
+            for name, ops in (self.program.computations if is_async else {}).items()
             for op in ops
             if op.opcode == 'custom-call' and (phase := _PHASE.search(op.attributes))
         }
