@@ -163,6 +163,18 @@ def all_after_several_iterations(x, n):
     return lax.while_loop(is_running, several, (x, 0))[0]
 
 
+def around(inner):
+    """A loop whose condition tests what no inner loop computes."""
+
+    def run(x, n):
+        def body(state):
+            return inner(state[0], n), state[1] + jnp.where(n > 50, 0.01, 0.02)
+
+        return lax.while_loop(lambda s: jnp.any(s[1] < 1), body, (x, jnp.zeros_like(n)))[0]
+
+    return run
+
+
 def solver(function):
     return sharded('n@data', 'n@data', out='n@data', mesh=MESH)(function)
 
@@ -192,6 +204,22 @@ def test_both_ways_out_of_a_condition():
     assert 'jax.lax.fori_loop in the body' in note.text
     assert latency_notes(seldom, f32(64), f32()) == []
     assert (np.asarray(seldom(np.ones(64, 'f4'), np.float32(0))) > 3).all()
+
+
+@pytest.mark.parametrize(
+    'inner',
+    [
+        lambda y, k: y * 0.9 + k,
+        lambda y, k: lax.fori_loop(0, 50, lambda i, z: z * 0.9 + k, y),
+        lambda y, k: lax.scan(lambda z, _: (z * 0.9 + k, None), y, None, length=5)[0],
+        lambda y, k: lax.cond(True, lambda: y * 0.9 + k, lambda: y),
+    ],
+    ids=['no loop', 'fori_loop', 'scan', 'cond'],
+)
+def test_a_condition_around_another_loop(inner):
+    """The inner loop does not compute what the condition tests."""
+    (note,) = latency_notes(solver(around(inner)), f32(4096), f32(4096))
+    assert note.kind == 'collective in a condition'
 
 
 @pytest.mark.parametrize('chip', [dataclasses.replace(SLOW, latency=None), SLOW, None])
