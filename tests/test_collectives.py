@@ -895,7 +895,7 @@ def test_instruction():
         {'calls': ['c.2']},
         'op_name="f/g" stack_frame_id=3}',
     )
-    with pytest.raises(ValueError, match='not an HLO instruction'):
+    with pytest.raises(ValueError, match='is not an instruction'):
         read_instruction('}')
 
 
@@ -912,6 +912,7 @@ def test_memory_stays_below_six_texts():
             groups = 'replica_groups={{0,1,2,3}}'
             operation = f'all-reduce(%y{i - 1}), channel_id=1, {groups}, to_apply=%add'
         lines.append(f'%y{i} = f32[8,4]{{1,0}} {operation}, {metadata}')
+    lines[-1] = f'ROOT {lines[-1]}'
     text = module(*lines)
     tracemalloc.start()
     collectives = read_collectives(text)

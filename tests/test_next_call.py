@@ -190,6 +190,28 @@ def test_ragged_dot_that_runs_as_a_dense_product():
     assert f'over {groups} groups' in note.text
 
 
+@pytest.mark.parametrize('tries', [0, 8])
+def test_dense_groups_stay_a_note_next_to_a_change_of_their_line(tries):
+    """The change saves collectives, not flops."""
+    mesh, n, d, f, groups = device_mesh(jax.devices()[:8], ep=8), 4096, 256, 512, 16
+
+    def moe(x, router, w):
+        expert = jnp.argmax(x @ router, -1)
+        order = jnp.argsort(expert)
+        y = jax.lax.ragged_dot(x[order], w, jnp.bincount(expert, length=groups))
+        return jnp.zeros_like(y).at[order].set(y)
+
+    shapes = ((n, d), P('ep')), ((d, groups), P()), ((groups, d, f), P('ep'))
+    arguments = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in shapes
+    ]
+    report = explain(jax.jit(moe), *arguments, tries=tries)
+    assert bool(report.findings) == bool(tries)
+    (note,) = [n for n in report.notes if n.kind == 'dense groups']
+    assert f'over {groups} groups' in note.text
+
+
 def test_sort_along_a_sharded_axis():
     def smallest(x):
         return jnp.sort(x, axis=0)[:8]
