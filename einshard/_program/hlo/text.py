@@ -79,7 +79,7 @@ class Instruction(NamedTuple):
     """One line of a computation.
 
     `operand_text` is the text in parentheses after the opcode: the operands, the value of a
-    constant, or the number of a parameter; `operands` has the names in it. `metadata` is the rest
+    constant, or the number of a parameter. `metadata` is the rest
     of the line after 'metadata={'. XLA writes backend_config before or after the metadata, so it is
     in `attributes` or `metadata`.
     """
@@ -92,8 +92,11 @@ class Instruction(NamedTuple):
     metadata: str
     is_root: bool
     results: _Arrays
-    operands: Sequence[str]
     line: int = 0  # in the text of the program
+
+    @property
+    def operands(self) -> list[str]:  # not stored, which would take half as much as the text
+        return _OPERAND.findall(self.operand_text) if '%' in self.operand_text else []
 
     @property
     def config(self) -> str:
@@ -127,10 +130,9 @@ def read_instruction(
         operand_text = rest.rpartition(')')[0]
     attributes, _, metadata = ''.join(after).partition('metadata={')
     opcode = sys.intern(opcode)
-    operands = _OPERAND.findall(operand_text) if '%' in operand_text else ()
+    results = types(type_)
     return Instruction(
-        *(name, type_, opcode, operand_text, attributes, metadata, bool(root), types(type_)),
-        *(operands, number),
+        name, type_, opcode, operand_text, attributes, metadata, bool(root), results, number
     )
 
 
