@@ -307,22 +307,34 @@ LOOP = """%body (s: (s32[], f32[8])) -> (s32[], f32[8]) {
 @pytest.mark.parametrize(
     ('lines', 'computations', 'message'),
     [
-        (['ROOT %y = f32[8] add(%x, %gone)'], '', '12 .* uses %gone, which no line of %main def'),
-        (['%s = f32[8] all-reduce-start(%x)', 'ROOT %y = f32[8] copy(%x)'], '', '12 .* starts %s'),
-        (['%y = f32[8] copy(%x)'], '', '12 .* is the last one of %main, which has no ROOT'),
-        (['ROOT %y = f32[8] call(%x), to_apply=%gone'], '', '12 .* calls %gone, which the program'),
-        (['ROOT %y = f32[8] fusion(%x), calls=%gone'], '', '12 .* calls %gone, which the program'),
-        (['ROOT %y = f32[8]'], '', '12 .* is not an instruction'),
+        (['ROOT %y = f32[8] add(%x, %gone)'], '', r'\d+ .* uses %gone, which no line of %main def'),
+        (
+            ['%s = f32[8] all-reduce-start(%x)', 'ROOT %y = f32[8] copy(%x)'],
+            '',
+            r'\d+ .* starts %s',
+        ),
+        (['%y = f32[8] copy(%x)'], '', r'\d+ .* is the last one of %main, which has no ROOT'),
+        (
+            ['ROOT %y = f32[8] call(%x), to_apply=%gone'],
+            '',
+            r'\d+ .* calls %gone, which the program',
+        ),
+        (
+            ['ROOT %y = f32[8] fusion(%x), calls=%gone'],
+            '',
+            r'\d+ .* calls %gone, which the program',
+        ),
+        (['ROOT %y = f32[8]'], '', r'\d+ .* is not an instruction'),
         (['ROOT %y = f32[8] copy(%x)'], LOOP[:-2], 'is not an instruction'),
         (['ROOT %y = f32[8] copy(%x)'], LOOP.partition('\n')[2], 'outside of a computation'),
-        (['ROOT %y = f32[9223372036854775808] copy(%x)'], '', '12 .* more than 2..63 elements'),
+        (['ROOT %y = f32[9223372036854775808] copy(%x)'], '', r'\d+ .* more than 2..63 elements'),
         (
             ['ROOT %y = f32[8] all-reduce(%x), replica_groups={{0,4}}, to_apply=%add'],
-            *('', '12 .* names device 4 of 4'),
+            *('', r'\d+ .* names device 4 of 4'),
         ),
         (
             ['ROOT %y = f32[8] all-reduce(%x), replica_groups=[1,9999999999]<=[9999999999]'],
-            *('', '12 .* cannot be read: ValueError: more than 1,048,576 devices'),
+            *('', r'\d+ .* cannot be read: ValueError: more than 1,048,576 devices'),
         ),
     ],
 )
@@ -350,7 +362,7 @@ def test_huge_trip_count():
         f'ROOT %l = (s32[], f32[8]) while(%t), condition=%test, body=%body, {config}',
         computations=LOOP + test,
     )
-    with pytest.raises(EinshardError, match=r'line 25 .* has a trip count of more than 2\*\*63'):
+    with pytest.raises(EinshardError, match=r'line \d+ .* has a trip count of more than 2\*\*63'):
         read(text)
 
 

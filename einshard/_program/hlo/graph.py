@@ -149,6 +149,7 @@ _Call: TypeAlias = Generator[tuple[Instruction, str, Sequence[Result], 'Scope'],
 _INDEX = re.compile(r'index=(\d+)')
 _TYPE_TOKEN = re.compile(r'[()]|[a-z]\w*\[[\d,<=]*\](?:\{[^}]*\})?')  # a layout has parentheses
 _ENTRY = Scope()
+_MAX_PARAMETERS = 2**20  # queries.py has a bit for each
 
 
 class Graph:
@@ -260,6 +261,8 @@ class Graph:
                 callee = self._inlined(op)
                 if opcode == 'parameter':
                     number = int(op.operand_text)
+                    if number >= _MAX_PARAMETERS:
+                        raise Unreadable(op, 'has no valid number', op.operand_text)
                     if arguments is None:
                         result = self._split(self._add(opcode, op, op.type, [], scope), op.type)
                         if isinstance(result, Node):

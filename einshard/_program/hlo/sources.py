@@ -49,7 +49,7 @@ class Sources:
             if line.isidentifier():
                 rows = tables.setdefault(line, {})
             elif row := _ROW.fullmatch(line):
-                rows[int(row[1])] = row[2] or row[3]
+                rows[int(row[1][:19])] = row[2] or row[3]
         self._files = tables.get('FileNames', {})  # {file id: file name}
         self._locations = {
             number: Span(
