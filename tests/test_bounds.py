@@ -627,7 +627,7 @@ def test_the_fewest_bytes_of_hbm_traffic():
 
 
 def test_largest_temporaries():
-    found = largest_temporaries(Program(PROGRAM), 2)
+    found = largest_temporaries(Graph(Program(PROGRAM)), 2)
     assert [(array.array, array.bytes, array.op_name) for array in found] == [
         ('f32[64,64]', 4 * 64 * 64, 'jit(f)/wide'),
         ('f32[32,64]', 4 * 32 * 64, 'jit(f)/big'),

@@ -533,3 +533,37 @@ def test_two_matmuls_on_one_line():
     assert {c.column for c in rows} == columns
     for column in columns:
         assert f'test_explain_roles.py:{number}:{column}' in str(rows)
+
+
+JOINED = """HloModule jit_step, num_partitions=4
+
+ENTRY %main (a: f32[8], b: f32[4], c: f32[2]) -> (f32[8], f32[4], f32[2]) {
+  %a = f32[8]{0} parameter(0)
+  %b = f32[4]{0} parameter(1)
+  %c = f32[2]{0} parameter(2)
+  %joined = f32[14]{0} concatenate(%a, %b, %c), dimensions={0}
+  %sum = f32[14]{0} all-reduce(%joined), replica_groups=[1,4]<=[4], to_apply=%add
+  %first = f32[8]{0} slice(%sum), slice={[0:8]}
+  %rest = f32[6]{0} slice(%sum), slice={[8:14]}
+  %second = f32[4]{0} slice(%rest), slice={[0:4]}
+  %third = f32[2]{0} slice(%SOURCE), slice={[START:END]}
+  ROOT %all = (f32[8]{0}, f32[4]{0}, f32[2]{0}) tuple(%first, %second, %third)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ('third', 'uses'),
+    [
+        (('sum', '12', '14'), {'a': {0}, 'b': {1}, 'c': {1, 2}}),
+        (('rest', '4', '6'), {'a': {0}, 'b': {1, 2}, 'c': {1, 2}}),
+    ],
+)
+def test_arrays_that_xla_joins_for_one_all_reduce(third, uses):
+    """A slice of their sum has one or several of them: 'first' one, and 'rest' two."""
+    text = JOINED
+    for name, value in zip(('SOURCE', 'START', 'END'), third, strict=True):
+        text = text.replace(name, value)
+    graph = Graph(Program(text))
+    found = output_uses(graph)
+    assert {node.name: {*found[node]} for node in graph.parameters.values()} == uses

@@ -1159,3 +1159,48 @@ def test_notes_do_not_speak_of_what_a_finding_explains(kind):
         row.bytes for path, row in arrays.items() if not row.sharded and path not in named
     )
     assert of_notes['replicated'] <= replicated
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+@pytest.mark.parametrize('n', [1, 3])
+def test_weights_that_each_call_of_a_module_gathers(platform, n):
+    """A tower for `n` cameras. Stacking the images, as written here by hand, gathers once."""
+    if platform == 'tpu':
+        pytest.importorskip('libtpu')
+    mesh = topology('v5e:2x4', fsdp=8) if platform == 'tpu' else mesh_of(fsdp=8)
+
+    def placed(x):
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec('fsdp')))
+
+    def tower(w, x):
+        def layer(x, w):
+            return placed(x + jnp.tanh(x @ w[0]) @ w[1]), None
+
+        return lax.scan(layer, x, w)[0]
+
+    def apart(w, images):
+        return sum((tower(w, image) ** 2).mean() for image in images)
+
+    def stacked(w, images):
+        return (tower(w, placed(jnp.concatenate(images))) ** 2).mean()
+
+    def f32(shape, *spec):
+        return jax.ShapeDtypeStruct(
+            shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+        )
+
+    w = f32((4, 128, 512), None, 'fsdp'), f32((4, 512, 128), None, 'fsdp')
+    images = [f32((64, 128), 'fsdp')] * n
+    report = explain(jax.jit(apart), w, images, tries=0)
+    assert found_in(report) == ['gathered again'] * (n > 1)
+    once = explain(jax.jit(stacked), w, images, tries=0)
+    assert found_in(once) == []
+
+    def gathered(report):
+        return sum(c.total_bytes for c in report.collectives if c.of and c.of[0].startswith('w/'))
+
+    assert gathered(report) == n * gathered(once)
+    if n > 1:
+        (finding,) = report.findings
+        assert finding.text.startswith('w/0-1 are gathered 3 times in the forward pass, once for')
+        assert finding.bytes == gathered(report)

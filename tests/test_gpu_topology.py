@@ -572,3 +572,113 @@ def test_plan():
 
 def struct_of(shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+# --- findings -------------------------------------------------------------------------------------
+
+
+class Dot:
+    def __call__(self, x, w):
+        return x @ w
+
+
+@pytest.mark.gpu
+def test_the_bytes_of_a_helper_are_counted_by_call():
+    """Only one of three reduce-scatters on the line is in the call that the finding is about."""
+    mesh = topology('h100:1x8', data=2, tp=4)
+    dot = Dot()
+
+    def constrain(x):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P('data', 'tp')))
+
+    def step(w, x):
+        def loss(w):
+            h = constrain(x)
+            for q, o in w:
+                y = constrain(dot(h, q))
+                h = constrain(h + dot(jnp.tanh(y), o))
+            return (h.astype(jnp.float32) ** 2).mean()
+
+        return jax.tree.map(lambda a, b: a - b, w, jax.grad(loss)(w))
+
+    def bf16(shape, *spec):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
+
+    w = [(bf16((2048, 8192), None, 'tp'), bf16((8192, 2048), 'tp', None)) for _ in range(2)]
+    x = bf16((16384, 2048), 'data', 'tp')
+    report = explain(jax.jit(step, donate_argnums=0), w, x, tries=0)
+    scattered = [c for c in report.collectives if c.kind == 'reduce-scatter']
+    assert len({c.source for c in scattered}) == 1
+    (finding,) = [row for row in report.findings if row.kind == 'contracted axis']
+    first = min(c.called_at for c in scattered)
+    assert finding.bytes == sum(c.total_bytes for c in scattered if c.called_at == first)
+    assert finding.bytes == 24 * 2**20
+
+
+@pytest.mark.gpu
+def test_names_of_gradients_that_an_all_reduce_joins():
+    mesh = topology('h100:4x8', batch=4, fsdp=8)
+
+    def constrain(x):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(('batch', 'fsdp'))))
+
+    def step(w, x):
+        def loss(w):
+            h = constrain(jnp.tanh(constrain(x) @ w['first']))
+            h = constrain(jnp.tanh(h @ w['second']))
+            return (constrain(h @ w['third']) ** 2).mean()
+
+        return jax.tree.map(lambda a, b: a - b, w, jax.grad(loss)(w))
+
+    def f32(shape, *spec):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+
+    w = {
+        'first': f32((1024, 2048), None, 'fsdp'),
+        'second': f32((2048, 512), 'fsdp', None),
+        'third': f32((512, 4096), None, 'fsdp'),
+    }
+    apart = {'xla_gpu_reduce_scatter_combine_threshold_bytes': 0}
+    jitted = jax.jit(step, donate_argnums=0, compiler_options=apart)
+    report = explain(jitted, w, f32((8192, 1024), ('batch', 'fsdp')), tries=0)
+    named = {c.of: c.arrays for c in report.collectives if c.kind == 'reduce-scatter'}
+    assert named == {
+        (f'result/{name}',): f'f32[{",".join(map(str, leaf.shape))}]' for name, leaf in w.items()
+    }
+    (summed,) = [c for c in report.collectives if c.kind == 'all-reduce']
+    assert {*summed.of} == {f'result/{name}' for name in w}
+
+
+@pytest.mark.gpu
+def test_donated_caches_that_are_copied_for_a_layout():
+    """XLA transposes the keys for the product, and back: the temporaries hold the copies."""
+    mesh = topology('h100:1x8', tensor=8)
+
+    def bf16(shape, *spec):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
+
+    def step(w, caches, x, at):
+        new = []
+        for keys, values in caches:
+            q = (x @ w).reshape(16, 8, 4, 128)
+            keys = jax.lax.dynamic_update_slice(keys, q[:, None, :, 0], (0, at, 0, 0))
+            values = jax.lax.dynamic_update_slice(values, q[:, None, :, 1], (0, at, 0, 0))
+            scores = jnp.einsum('bhgd,bthd->bhgt', q, keys)
+            mask = jnp.arange(8192) <= at
+            scores = jax.nn.softmax(jnp.where(mask, scores.astype(jnp.float32), -1e9))
+            mixed = jnp.einsum('bhgt,bthd->bhgd', scores.astype(x.dtype), values)
+            x = x + mixed.reshape(16, 4096)[:, :1024]
+            new.append((keys, values))
+        return x, new
+
+    cache = bf16((16, 8192, 8, 128), None, None, 'tensor')
+    arguments = bf16((1024, 4096), None, 'tensor'), [(cache, cache)] * 2, bf16((16, 1024)), 3
+    report = explain(jax.jit(step, donate_argnums=1), *arguments, tries=0)
+    found = [row for row in report.findings if row.kind == 'copied donation']
+    assert report.memory is not None
+    n_copied = round(sum(row.bytes for row in found) / 2**26)  # once in, once out: 64 MiB
+    assert n_copied == 2
+    line = step.__code__.co_firstlineno + 4
+    assert [row.source for row in found] == [f'{__file__}:{line}']
+    assert found[0].text.startswith('caches/0-1/0, bf16[16,8192,1,128] on a device, are donated')
+    assert report.memory.temporaries >= 2**25

@@ -8,7 +8,7 @@ from placed import struct
 
 # private: the bytes of a program on a device with HBM, as compiled here
 from einshard._program.hlo.graph import Graph
-from einshard._program.hlo.hbm_traffic import min_hbm_bytes
+from einshard._program.hlo.hbm_traffic import find_copied, min_hbm_bytes
 from einshard._program.hlo.text import Program
 
 N, ROW = 2**20, 4 * 128
@@ -162,3 +162,65 @@ ENTRY %main (a: f32[8,128], b: f32[8,128], c: f32[1,128]) -> f32[1,128] {{
 """
     # all rows of a, one row of b, and c; the result is written
     assert min_hbm_bytes(Graph(Program(text))) <= 8 * ROW + ROW + ROW + ROW
+
+
+CACHES = """HloModule jit_f, input_output_alias={ {0}: (0, {}, may-alias), {1}: (1, {}, may-alias) }
+
+ENTRY %main (a: f32[16,64], b: f32[16,64], x: f32[1,64]) -> (f32[16,64], f32[16,64]) {
+  %a = f32[16,64]{1,0} parameter(0)
+  %b = f32[16,64]{1,0} parameter(1)
+  %x = f32[1,64]{1,0} parameter(2)
+  %n = s32[] parameter(3)
+  %zero = s32[] constant(0)
+  %in = f32[16,64]{1,0} dynamic-update-slice(%a, %x, %n, %zero)
+COPIES
+  ROOT %both = (f32[16,64]{1,0}, f32[16,64]{1,0}) tuple(%in, %new)
+}
+"""
+FAST = 'f32[16,64]{1,0:T(8,128)S(1)}'
+PAIR = f'({FAST}, f32[16,64]{{1,0}}, u32[])'
+BACK = f'(f32[16,64]{{1,0}}, {FAST}, u32[])'
+UPDATE = 'dynamic-update-slice'
+
+
+@pytest.mark.parametrize(
+    ('copies', 'n'),
+    [
+        ([f'%new = f32[16,64]{{1,0}} {UPDATE}(%b, %x, %n, %zero)'], 0),
+        (
+            [
+                '%copy = f32[16,64]{0,1} copy(%b)',
+                f'%new.1 = f32[16,64]{{0,1}} {UPDATE}(%copy, %x, %n, %zero)',
+                '%new = f32[16,64]{1,0} copy(%new.1)',
+            ],
+            2,
+        ),
+        (
+            # on TPU: updated in VMEM, and written back
+            [
+                f'%s = {PAIR} copy-start(%b)',
+                f'%d = {FAST} copy-done(%s)',
+                f'%u = {FAST} {UPDATE}(%d, %x, %n, %zero)',
+                f'%t = {BACK} copy-start(%u)',
+                '%new = f32[16,64]{1,0} copy-done(%t)',
+            ],
+            1,
+        ),
+        (
+            # only a read of the new cache is copied
+            [
+                f'%new = f32[16,64]{{1,0}} {UPDATE}(%b, %x, %n, %zero)',
+                f'%s = {PAIR} copy-start(%new)',
+                f'%d = {FAST} copy-done(%s)',
+                '%e = f32[16,64]{0,1} copy(%new)',
+            ],
+            0,
+        ),
+    ],
+    ids=['in place', 'other layout', 'VMEM', 'copy of the result'],
+)
+def test_copies_of_donated_arguments(copies, n):
+    program = Program(CACHES.replace('COPIES', '\n'.join(f'  {line}' for line in copies)))
+    found = [*find_copied(Graph(program))]
+    assert [(one.output, one.parameter) for one in found] == [(1, 1)] * bool(n)
+    assert sum(one.bytes for one in found) == n * 4 * 16 * 64

@@ -183,3 +183,65 @@ def test_replicated_programs_that_do_not_fit(rows):
     report = explain(f, bf16(100_000, 100_000))
     assert [row.placement for row in report.results] == ['a b -> 4 a b', '... -> 4 ...']
     assert report.findings[0].kind == 'does not fit'
+
+
+def scanned(w, x):
+    def layer(x, w):
+        return x + (jnp.sin(x @ w[0]) * jnp.cos(x @ w[1])) @ w[2], None
+
+    return jax.lax.scan(layer, x, w)[0].sum()
+
+
+def unrolled(w, x):
+    for i in range(8):
+        x = x + (jnp.sin(x @ w[0][i]) * jnp.cos(x @ w[1][i])) @ w[2][i]
+    return x.sum()
+
+
+def microbatches(w, x):
+    def add(total, x):
+        return total + scanned(w, x), None
+
+    return jax.lax.scan(add, 0.0, x.reshape(2, 256, 64))[0]
+
+
+@pytest.mark.parametrize('loss', [scanned, unrolled, microbatches])
+def test_equal_temporaries(loss):
+    """Compared with the memory that XLA allocates, which nearly all is residuals here."""
+    w = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(8, 64, 1024)] * 2]
+    w.append(jax.ShapeDtypeStruct((8, 1024, 64), jnp.float32))
+    x = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    report = explain(jax.jit(jax.grad(loss)), w, x, tries=0)
+    assert report.memory is not None
+    assert sum(row.bytes for row in report.temporaries) == pytest.approx(
+        report.memory.temporaries, rel=0.15
+    )
+    row = report.temporaries[0]
+    line = (unrolled if loss is unrolled else scanned).__code__.co_firstlineno + 2
+    assert row.source == f'{__file__}:{line}'
+    if loss is unrolled:
+        assert row.kept == 'residuals of the forward pass'
+    else:
+        at, shape = line + 2, '8,512,1024'
+        if loss is microbatches:
+            at, shape = microbatches.__code__.co_firstlineno + 4, '2,8,256,1024'
+        assert row.kept == f'residuals of the loop in test_memory.py:{at}'
+        assert (row.count, row.array) == (5, f'f32[{shape}]')
+        assert f'5 x f32[{shape}]' in str(report)
+
+
+def test_arrays_that_take_turns_count_once():
+    """Each product replaces the one before."""
+
+    def f(x, w):
+        for _ in range(6):
+            x = jnp.sort(x @ w)
+        return x.sum()
+
+    x = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    report = explain(jax.jit(f), x, x, tries=0)
+    assert report.memory is not None
+    total = sum(row.bytes for row in report.temporaries)
+    assert 2**20 <= total <= 4 * 2**20
+    assert max(row.count for row in report.temporaries) <= 2
+    assert {row.kept for row in report.temporaries} == {''}

@@ -251,3 +251,107 @@ def test_a_sort_of_a_product_with_a_gathered_weight():
     gathers = {c.name for c in report.collectives if c.of == ('w',)}
     assert gathers
     assert gathers.isdisjoint(note.explains)
+
+
+def attended(x, keys, values, at):
+    """One query each of 16 sequences reads caches of 1024 tokens, after an update of a token."""
+    keys = jax.lax.dynamic_update_slice(keys, x[:, None], (0, at, 0))
+    values = jax.lax.dynamic_update_slice(values, 2 * x[:, None], (0, at, 0))
+    weights = jax.nn.softmax(jnp.einsum('bd,btd->bt', x, keys))
+    return jnp.einsum('bt,btd->bd', weights, values), keys, values
+
+
+def layers_as_xs(caches, x, at):
+    def layer(x, cache):
+        x, *new = attended(x, *cache, at)
+        return x, tuple(new)
+
+    return jax.lax.scan(layer, x, caches)
+
+
+def layers_as_carry(caches, x, at):
+    def layer(carry, i):
+        x, keys, values = carry
+        at_i = i, 0, at, 0
+        keys = jax.lax.dynamic_update_slice(keys, x[None, :, None], at_i)
+        values = jax.lax.dynamic_update_slice(values, 2 * x[None, :, None], at_i)
+        weights = jax.nn.softmax(jnp.einsum('bd,btd->bt', x, keys[i]))
+        return (jnp.einsum('bt,btd->bd', weights, values[i]), keys, values), None
+
+    return jax.lax.scan(layer, (x, *caches), jnp.arange(4))[0]
+
+
+def one_layer(caches, x, at):
+    return attended(x, caches[0][0], caches[1][0], at)
+
+
+@pytest.mark.parametrize(
+    ('fn', 'copied'), [(layers_as_xs, 2), (layers_as_carry, 0), (one_layer, 0)]
+)
+def test_donated_caches_that_a_loop_copies(fn, copied):
+    """The temporaries of XLA hold the second copies."""
+    n_bytes = 4 * 16 * 1024 * 128 * 4  # of one cache on a device
+    cache = jax.ShapeDtypeStruct(
+        (4, 16, 1024, 256), jnp.float32, sharding=NamedSharding(MESH, P(None, None, None, 'model'))
+    )
+    x = jax.ShapeDtypeStruct((16, 256), jnp.float32, sharding=NamedSharding(MESH, P(None, 'model')))
+    report = explain(jax.jit(fn, donate_argnums=0), (cache, cache), x, 3, tries=0)
+    found = [row for row in report.findings if row.kind == 'copied donation']
+    assert len(found) == copied
+    lines = {
+        f'{__file__}:{attended.__code__.co_firstlineno + 2}',
+        f'{__file__}:{attended.__code__.co_firstlineno + 3}',
+    }
+    assert {row.source for row in found} == (lines if copied else set())
+    for i, row in enumerate(sorted(found, key=lambda row: row.text)):
+        assert row.text.startswith(f'caches/{i}, f32[4,16,1024,128] on a device, is donated, but')
+        assert row.bytes >= n_bytes
+    assert report.memory is not None
+    assert (report.memory.temporaries >= copied * n_bytes) or not copied
+    if not copied:
+        assert report.memory.temporaries < n_bytes
+
+
+def test_a_shift_that_the_program_asks_for_is_not_a_copy():
+    def shift(cache, x):
+        return jnp.concatenate([cache[:, 1:], x[:, None]], axis=1)
+
+    def optimizer(cache, x):
+        return cache * 0.9 + x[:, None]
+
+    cache = jax.ShapeDtypeStruct(
+        (16, 2048, 256), jnp.float32, sharding=NamedSharding(MESH, P(None, None, 'model'))
+    )
+    x = jax.ShapeDtypeStruct((16, 256), jnp.float32, sharding=NamedSharding(MESH, P(None, 'model')))
+    for fn in (shift, optimizer):
+        assert kinds(explain(jax.jit(fn, donate_argnums=0), cache, x, tries=0).findings) == []
+
+
+def test_a_slice_of_another_axis_is_not_what_gathers():
+    """JAX 0.12 gives the gather the line of the slice before the qr."""
+
+    def f(a):
+        b = a[:, :64]
+        return jnp.linalg.qr(b)[1]
+
+    placed = jax.ShapeDtypeStruct(
+        (2048, 2048), jnp.float32, sharding=NamedSharding(MESH, P('data', None))
+    )
+    report = explain(jax.jit(f), placed, tries=0)
+    (note,) = [row for row in report.notes if row.kind == 'gathered for an operation']
+    assert note.text.startswith('qr of float32[2048,64], whose axis 0 is sharded along data:')
+    assert note.source == f'{__file__}:{f.__code__.co_firstlineno + 2}'
+    assert not explain(jax.jit(lambda a: a[:, :64]), placed, tries=0).collectives
+
+
+def test_a_large_cholesky_is_noted():
+    def f(a):
+        return jnp.linalg.cholesky(a) @ jnp.ones(2048)
+
+    placed = jax.ShapeDtypeStruct(
+        (2048, 2048), jnp.float32, sharding=NamedSharding(MESH, P('data', None))
+    )
+    report = explain(jax.jit(f), placed, tries=0)
+    (note,) = [row for row in report.notes if row.kind == 'gathered for an operation']
+    assert note.text.startswith('cholesky of float32[2048,2048], whose axis 0 is sharded')
+    assert note.bytes == sum(c.total_bytes for c in report.collectives if c.name in note.explains)

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from einshard import device_mesh, explain, per_device
+from einshard import device_mesh, explain, make_sharding, per_device
 from einshard._program.jaxpr.op_sharding_rule import batch_axes
 
 lax, linalg = jax.lax, jax.lax.linalg
@@ -366,3 +366,70 @@ def test_sort_whose_axis_the_compiler_moves_itself():
     x = struct((512, 512), None, 'data', mesh=FLAT)
     report = explain(jax.jit(ranked, out_shardings=x.sharding), x, tries=1)
     assert 'gathered for an operation' not in {finding.kind for finding in report.findings}
+
+
+CANONICAL = make_sharding('a8 b c', mesh=device_mesh(jax.devices()[:8]))
+
+
+@pytest.mark.parametrize(
+    ('function', 'by_hand', 'shape', 'sharding'),
+    [
+        (jnp.fft.fftn, np.fft.fftn, (64, 32, 16), NamedSharding(FLAT, P('data'))),
+        (jnp.fft.fftn, np.fft.fftn, (32, 64, 16), NamedSharding(FLAT, P(None, 'data'))),
+        (jnp.fft.ifftn, np.fft.ifftn, (32, 16, 64), NamedSharding(FLAT, P(None, None, 'data'))),
+        (jnp.fft.fft2, np.fft.fft2, (64, 64), NamedSharding(MESH, P(('data', 'tensor')))),
+        (jnp.fft.rfftn, np.fft.rfftn, (64, 32, 18), NamedSharding(FLAT, P('data'))),
+        (jnp.fft.fftn, np.fft.fftn, (64, 32, 16), NamedSharding(MESH, P('tensor'))),
+    ],
+)
+def test_fft_of_all_axes_in_two_steps(function, by_hand, shape, sharding):
+    x = jax.ShapeDtypeStruct(shape, jnp.complex64, sharding=sharding)
+    if by_hand is np.fft.rfftn:
+        x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    def f(x):
+        return function(x)
+
+    report = explain(jax.jit(f), x, tries=2)
+    finding = report.findings[0]
+    assert finding.kind == 'gathered for an operation'
+    # each device sends its shard of the transform but for its own part
+    values = np.random.default_rng(0).standard_normal((2, *shape))
+    values = values[0] if x.dtype == np.float32 else values[0] + 1j * values[1]
+    values = values.astype(x.dtype)
+    expected = by_hand(values)
+    n = x.size // np.prod(sharding.shard_shape(shape))
+    assert finding.tried.network_bytes == expected.size * 8 // n * (n - 1) // n
+    placed = jax.device_put(values, sharding)
+    names = {'x': placed, 'jax': jax, 'jnp': jnp, 'per_device': per_device}
+    with jax.set_mesh(sharding.mesh):
+        exec(code_of(finding.suggestion), names)
+    for found in (report.fixed_function()(placed), names['y']):
+        np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ('function', 'shape', 'sharding'),
+    [
+        # the last step is along the real axis
+        (jnp.fft.irfftn, (64, 32, 18), NamedSharding(FLAT, P('data'))),
+        # no other axis is divisible
+        (jnp.fft.fftn, (64, 9, 9), NamedSharding(FLAT, P('data'))),
+        # the expression also scales
+        (lambda x: jnp.fft.fftn(x, norm='ortho'), (64, 32, 16), NamedSharding(FLAT, P('data'))),
+        # 'a8 b c' and 'a b8 c' would need 64 devices
+        (jnp.fft.fftn, (64, 32, 16), CANONICAL),
+    ],
+)
+def test_fft_that_has_no_two_steps(function, shape, sharding):
+    x = jax.ShapeDtypeStruct(shape, jnp.complex64, sharding=sharding)
+    report = explain(jax.jit(lambda x: function(x)), x, tries=0)
+    (note,) = [n for n in report.notes if n.kind == 'gathered for an operation']
+    assert note.text.endswith(' sent')
+
+
+def test_note_says_what_an_fft_in_two_steps_sends():
+    x = struct((64, 32, 16), 'data', mesh=FLAT)
+    report = explain(jax.jit(lambda x: jnp.fft.fftn(x)), x, tries=0)
+    (note,) = [n for n in report.notes if n.kind == 'gathered for an operation']
+    assert note.text.endswith('each device sends 28.0 KiB (computed, not tried)')

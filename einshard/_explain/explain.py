@@ -212,7 +212,7 @@ def _make_report(facts: Facts, intermediates: bool) -> Report:
         findings=findings,
         notes=notes,
         intermediates=intermediate_rows,
-        temporaries=largest_temporaries(graph.program),
+        temporaries=largest_temporaries(graph),
         chip=chip.name if chip else None,
         bounds=facts.bounds,
         meshes=meshes,

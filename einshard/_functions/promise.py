@@ -152,6 +152,7 @@ def _unexpected(
 
 
 def check_memory(name: str, compiled: Any, limit: int) -> None:
+    from .._program.hlo.graph import Graph
     from .._program.hlo.memory import read_memory
     from .._program.hlo.temporaries import largest_temporaries
     from .._program.hlo.text import Program
@@ -162,11 +163,12 @@ def check_memory(name: str, compiled: Any, limit: int) -> None:
     if memory.total <= limit:
         return
     text = compiled.as_text()
-    largest = largest_temporaries(Program(text), 3) if text else ()
-    sources = [f', {short_source(x.source)}' if x.source else '' for x in largest]
-    texts = [
-        f'{x.array} ({format_bytes(x.bytes)}){y}' for x, y in zip(largest, sources, strict=True)
-    ]
+    largest = largest_temporaries(Graph(Program(text)), 3) if text else ()
+    texts: list[str] = []
+    for x in largest:
+        source = f', {short_source(x.source)}' if x.source else ''
+        array = f'{x.count} x {x.array}' if x.count > 1 else x.array
+        texts.append(f'{array} ({format_bytes(x.bytes)}){source}')
     raise MemoryExceeded(
         f'{name} needs {format_bytes(memory.total)} of memory on each device',
         facts={

@@ -11,7 +11,7 @@ from ..._text import first_of, format_bytes
 from ..fold_layers import fold_paths
 from ..report_rows import Finding
 from .facts import Facts
-from .lines import lines_text
+from .lines import is_in_call, lines_text
 from .sharded_loops import loops_over_batch
 from .values import Axis, Product, Value, weight_and_data
 
@@ -40,7 +40,7 @@ class _ProductCollective(NamedTuple):
 
 
 def _find_product_collectives(facts: Facts) -> Iterator[_ProductCollective]:
-    """Pairs collectives with the matmuls of weights on the same source line.
+    """Pairs collectives with the matmuls of weights on the same source line, in the same call.
 
     Omits collectives of gradients. Yields nothing on a mesh with Explicit axes, because types
     determine the shardings there.
@@ -54,9 +54,10 @@ def _find_product_collectives(facts: Facts) -> Iterator[_ProductCollective]:
     for collective in facts.unexplained:
         if not collective.mesh_axes or collective.role == 'gradients':
             continue
+        # not by column: for TPUs, XLA gives a gather that of the matmul before
         for product in by_line.get(collective.source or '', ()):
             operands = weight_and_data(product)
-            if operands is not None:
+            if operands is not None and is_in_call(collective, product.frames):
                 yield _ProductCollective(collective, product, *operands)
 
 

@@ -10,12 +10,18 @@ from .arguments import replicated_results, unsharded_states
 from .constraints import names_without_rule, repeated_constraints, unused_constraints
 from .facts import Facts
 from .gathered_axes import gathered_for_operation
-from .gathers import fully_rematerialized, gathered_again, weights_gathered_again
+from .gathers import (
+    fully_rematerialized,
+    gathered_again,
+    gathered_for_each_call,
+    weights_gathered_again,
+)
 from .large_arrays import large_constants, replicated
 from .latency import tested_in_loop, too_many_small
 from .limits import does_not_fit, not_checked, promise_broken
 from .next_call import (
     compiles_again,
+    copied_donations,
     dense_groups,
     not_donated,
     other_types,
@@ -44,8 +50,10 @@ _DIAGNOSES = (
     unsharded_states,
     replicated_results,
     compiles_again,
+    copied_donations,
     fully_rematerialized,
     gathered_again,
+    gathered_for_each_call,
     names_without_rule,
     slow_network,
     unused_constraints,

@@ -13,11 +13,17 @@ from ..._program.hlo.graph import Node
 from ..._program.hlo.opcodes import COPIES
 from ..._program.hlo.queries import reached
 from ..._program.jaxpr.graph import Op
-from ..._program.jaxpr.two_levels import axis_in_two_levels, bytes_in_two_levels
+from ..._program.jaxpr.two_levels import (
+    axis_in_place,
+    axis_in_two_levels,
+    bytes_in_two_levels,
+)
+from ..._sharding.mesh import is_canonical_mesh
 from ..._text import format_bytes, shape_text
 from ..report_rows import Finding
 from .expressions import expression_of
 from .facts import Facts
+from .lines import is_in_call
 from .trace import is_lookup, propagate
 from .values import Axis, Value
 
@@ -28,6 +34,7 @@ _ALONG_AN_AXIS = re.compile(
     r'|custom_call|ffi_call|pure_callback|io_callback|eigh?|svd|qr|lu|cholesky|triangular_solve'
     r'|schur|hessenberg|tridiagonal|tridiagonal_solve|householder_product'
 )
+_SLICES = ('slice', 'dynamic_slice', 'split', 'pad')  # gathered only along the axes they change
 IN_TWO_LEVELS = '. In two levels, with per_device, each device sends '
 _CUMULATIVE = {'cumsum', 'cumprod', 'cummax', 'cummin', 'cumlogsumexp'}
 # What one element of a result depends on is known to the function that they call.
@@ -91,13 +98,17 @@ def gathered_operations(
                 is_on_line = frames[0].line == frames[0].end_line
                 if column and frames[0].column != column - 1 and is_on_line:
                     continue
-                mine = [c for c in several if op.primitive in words[c.name]]
+                mine = [
+                    c for c in several if op.primitive in words[c.name] and is_in_call(c, frames)
+                ]
                 axes = {axis for c in mine for axis in c.mesh_axes}
                 sharded = [
                     (v, dim)
-                    for v in op.arrays_in
+                    for i, v in enumerate(op.ins)
+                    if v is not None
                     for dim, axis in enumerate(values[v].axes)
                     if axes & {*axis.mesh_axes}
+                    and (op.primitive not in _SLICES or (i, dim) in op.rule.unsharded)
                 ]
                 if sharded and found.isdisjoint(c.name for c in mine):
                     found.update(c.name for c in mine)
@@ -157,21 +168,38 @@ def _if_independent(facts: Facts, op: Op, dim: int, axes: Sequence[Axis]) -> str
     )
 
 
-def along_of(op: Op, values: Sequence[Value]) -> tuple[str, ...]:
-    """Returns the mesh axes that shard the axis of an operation that can run in two levels.
+def along_of(facts: Facts, op: Op, values: Sequence[Value]) -> tuple[int, tuple[str, ...]]:
+    """Returns the axis along which an operation can run in two levels, with its mesh axes.
 
-    Returns () in a `shard_map` and under `jax.vmap`, where the code does not see all axes.
+    There are none in a `shard_map` and under `jax.vmap`, where the code does not see all axes.
     """
     if op.eqn is None or op.site.n_shards or op.site.n_mapped or len(op.ins) != 1:
-        return ()
-    (v,), ndim = op.ins, len(op.eqn.invars[0].aval.shape)
-    axis = axis_in_two_levels(op.primitive, op.eqn.params, ndim)
-    return () if v is None or axis is None else values[v].axes[axis].mesh_axes
+        return 0, ()
+    (v,) = op.ins
+    entries = [] if v is None else [axis.mesh_axes for axis in values[v].axes]
+    axis = axis_in_two_levels(op.primitive, op.eqn.params, entries) if entries else None
+    if axis is None or (op.primitive == 'fft' and not _can_move(facts, op, axis, entries[axis])):
+        return 0, ()
+    return axis, entries[axis]
+
+
+def _can_move(facts: Facts, op: Op, axis: int, names: Sequence[str]) -> bool:
+    """Whether `per_device` can run an FFT with another axis sharded after it.
+
+    Not on the canonical mesh, where the axes of argument and result would need devices of their
+    own; nor with `norm=`, `s=` or another order of axes, which add operations to the expression.
+    """
+    assert facts.traced is not None
+    assert facts.mesh is not None
+    span, n = op.site.frames[:1], prod(facts.mesh.shape[name] for name in names)
+    inside = {other.primitive for other in facts.traced.ops if other.site.frames[:1] == span}
+    is_plain = inside <= {'fft', 'convert_element_type'} and not is_canonical_mesh(facts.mesh)
+    return is_plain and axis_in_place(op.eqn, axis, n) != axis
 
 
 def _if_in_two_levels(facts: Facts, op: Op, values: Sequence[Value]) -> str:
     """Says what the operation sends in two levels, with `per_device`."""
-    names = along_of(op, values)
+    dim, names = along_of(facts, op, values)
     if not names:
         return ''
     assert facts.mesh is not None
@@ -181,6 +209,7 @@ def _if_in_two_levels(facts: Facts, op: Op, values: Sequence[Value]) -> str:
         for size, axis in zip(aval.shape, values[v].axes, strict=True)
     ]
     n = prod(facts.mesh.shape[name] for name in names)
-    sent = bytes_in_two_levels(op.primitive, op.eqn.params, shard, aval.dtype.itemsize, n)
+    itemsize = aval.dtype.itemsize
+    sent = bytes_in_two_levels(op.primitive, op.eqn.params, shard, dim, itemsize, n)
     sent *= op.site.runs or 1
     return f'{IN_TWO_LEVELS}{format_bytes(sent)} (computed, not tried)'

@@ -9,6 +9,9 @@ from typing import NamedTuple
 from jax.sharding import NamedSharding
 
 from ..._program.hlo.collective import Collective
+from ..._program.hlo.find_collectives import count_executions
+from ..._program.hlo.graph import Loop
+from ..._program.hlo.queries import Origins
 from ..._program.hlo.slices import Gather, Reshard
 from ..._sharding.collective_axes import sharding_of_blocks
 from ..._sharding.describe import describe_named
@@ -122,6 +125,57 @@ def gathered_again(facts: Facts) -> Iterator[Finding]:
         also = f', also at {other_lines}' if other_lines else ''
         text = f'{what} is {repeated.how_often}{also}'
         yield Finding('gathered again', text, line, repeated.bytes, explains=repeated.names)
+
+
+def gathered_for_each_call(facts: Facts) -> Iterator[Finding]:
+    """Reports weights that are gathered once for each call of a shared module in a pass.
+
+    XLA merges equal gathers, but not those in different loops over the layers of the module.
+    """
+    # {(parameter, line, column, groups): {loop: (collective, part of the weight that it gathers)}}
+    gathers: dict[tuple[object, ...], dict[Loop, tuple[Collective, float]]] = {}
+    origins = Origins()
+    for c in facts.unexplained:
+        if c.kind != 'all-gather' or c.role != 'weights' or c.is_backward or not c.source:
+            continue
+        for node in c.nodes:
+            if not (node.opcode.startswith('all-gather') and node.loops):
+                continue
+            for operand in node.inputs:
+                parameters, _ = origins.of(operand)
+                if len(parameters) == 1:
+                    (number,) = parameters
+                    part = prod(operand.array.shape) * count_executions(node)[0]
+                    part /= prod(facts.graph.parameters[number].array.shape)
+                    key = number, c.source, c.column, c.device_groups
+                    gathers.setdefault(key, {})[node.loops[-1]] = c, part
+    # by the number of calls; microbatches gather in each call, and layers only a part each
+    shared: dict[int, dict[int, list[Collective]]] = {}
+    for (parameter, *_), by_loop in gathers.items():
+        several = [*by_loop.values()]
+        n = round(sum(part for _, part in several) / max(1, *(part for _, part in several)))
+        if n > 1 and isinstance(parameter, int) and parameter < len(facts.inputs):
+            shared.setdefault(n, {})[parameter] = [c for c, _ in several]
+    for n, by_parameter in shared.items():
+        rows = {c.name: c for several in by_parameter.values() for c in several}
+        n_bytes = sum(c.total_bytes for c in rows.values())
+        if n_bytes * (n - 1) / n < _MIN_SHARED * sum(c.total_bytes for c in facts.collectives):
+            continue
+        paths = first_of(fold_paths(facts.inputs[i].path for i in by_parameter), 3)
+        are, them = ('is', 'it') if len(by_parameter) == 1 else ('are', 'them')
+        calls = list(dict.fromkeys(c.called_at for c in rows.values() if c.called_at))
+        at = f' in {first_of([*map(short_source, calls)], 3)}' if calls else ''
+        yield Finding(
+            'gathered again',
+            f'{paths} {are} gathered {n} times in the forward pass, once for each call of the '
+            f'function that uses {them}{at}: {format_bytes(n_bytes)} sent',
+            next(c.source for c in rows.values()),
+            n_bytes,
+            explains=tuple(rows),
+        )
+
+
+_MIN_SHARED = 0.05  # of the bytes of all collectives
 
 
 def weights_gathered_again(facts: Facts) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ..._errors import plural
 from ..._program.hlo.collective import Collective
 from ..._program.hlo.sources import innermost_user_frame
+from ..._program.jaxpr.spans import Span
 from ..._text import first_of, short_source
 
 _MAX_FRAMES = 100  # of the call stack, from the innermost
@@ -40,6 +41,15 @@ def user_line(stack: Sequence[Frame]) -> str:
 def line_of(eqn: Any) -> str:
     """Returns the source line of an equation, as in its HLO: 'model.py:12', or '' if unknown."""
     return user_line(stack_of(eqn))
+
+
+def is_in_call(collective: Collective, frames: Sequence[Span]) -> bool:
+    """Whether a collective is in the same call of a function as an operation on its line.
+
+    A line of a helper has the collectives of all callers. `frames` are those of the operation.
+    """
+    calls = {span.source for span in frames[1:]}
+    return collective.called_at is None or not calls or collective.called_at in calls
 
 
 def lines_text(rows: Iterable[Collective]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding
 
+from ..._program.hlo.hbm_traffic import Copied, find_copied, min_hbm_bytes
 from ..._text import first_of, format_bytes
 from ..fold_layers import fold_paths
 from ..report_rows import ArrayRow, Finding
@@ -15,6 +16,7 @@ from .facts import Facts
 
 _PLURAL = 'are', 'they replace', 'them'
 _LARGE = 2**23  # bytes on a device, of all arrays of a note
+_MIN_COPIED = 0.05  # of the bytes that the program at least reads from and writes to HBM
 
 
 def next_arguments(facts: Facts) -> dict[int, int]:
@@ -101,6 +103,29 @@ def other_types(facts: Facts) -> Iterator[Finding]:
                 f'{new.path} is {types[1]}, but {old.path}, which it replaces in the next call, is '
                 f'{types[0]}: the next call traces and compiles again',
             )
+
+
+def copied_donations(facts: Facts) -> Iterator[Finding]:
+    """Reports donated arguments that the program copies, where it should only update slices."""
+    found = [c for c in find_copied(facts.graph) if c.parameter < len(facts.used_arguments)]
+    n_bytes = sum(copied.bytes for copied in found)
+    if n_bytes < max(_LARGE, _MIN_COPIED * min_hbm_bytes(facts.graph)):
+        return
+    by_line: dict[str | None, list[Copied]] = defaultdict(list)
+    for copied in found:
+        by_line[facts.graph.program.source(copied.update.op)].append(copied)
+    for line, several in by_line.items():
+        shards = dict.fromkeys(str(facts.graph.parameters[one.parameter].array) for one in several)
+        paths = first_of(fold_paths(facts.inputs[one.parameter].path for one in several), 3)
+        written = sum(one.bytes for one in several)
+        is_ = 'is' if len(several) == 1 else 'are'
+        yield Finding(
+            'copied donation',
+            f'{paths}, {first_of([*shards], 3)} on a device, {is_} donated, but copied in full and '
+            f'not updated in place: {format_bytes(written)} written',
+            line,
+            written,
+        )
 
 
 def unused_donations(facts: Facts) -> Iterator[Finding]:

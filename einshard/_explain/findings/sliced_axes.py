@@ -8,6 +8,7 @@ from ..._program.hlo.sources import operations
 from ..._text import format_bytes
 from ..report_rows import Finding
 from .facts import Facts
+from .lines import is_in_call
 from .trace import Slice
 
 # collectives that move slices; an all-reduce on the same line has another cause
@@ -37,6 +38,7 @@ def sliced_axis(facts: Facts) -> Iterator[Finding]:
             if c.source == line
             and c.kind in _KINDS
             and facts.partly_along(c) & set(mesh_axes)
+            and any(is_in_call(c, sliced.frames) for sliced in several)
             and _MOVING.isdisjoint(operations(c.op_name))
         ]
         n_bytes = sum(row.total_bytes for row in rows)

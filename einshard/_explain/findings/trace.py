@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ..._program.jaxpr.graph import Op, Program
 from ..._program.jaxpr.graph import Value as Array
 from ..._program.jaxpr.names import dims_of_vmap
+from ..._program.jaxpr.spans import Span
 from ..._sharding.mesh import AnyMesh, spec_axes
 from .lines import line_of
 from .values import Axis, Product, Value, drop_repeats, merged_axis, reshaped
@@ -48,6 +49,7 @@ class Slice(NamedTuple):
     line: str
     value: Value
     dim: int
+    frames: tuple[Span, ...] = ()
 
     @property
     def axis(self) -> Axis:
@@ -297,6 +299,7 @@ def _product(op: Op, values: Sequence[Value]) -> Product:
         is_grouped=is_convolution
         and max(eqn.params['feature_group_count'], eqn.params['batch_group_count']) > 1,
         sizes=tuple(v.aval.size for v in (*eqn.invars[:2], eqn.outvars[0])),
+        frames=site.frames,
     )
 
 
@@ -304,4 +307,4 @@ def _slices(op: Op, value: Value, line: str) -> Iterator[Slice]:
     sizes, parts = op.eqn.invars[0].aval.shape, op.eqn.outvars[0].aval.shape
     for dim, (axis, size, part) in enumerate(zip(value.axes, sizes, parts, strict=True)):
         if 0 < part != size and axis.mesh_axes:
-            yield Slice(line, value, dim)
+            yield Slice(line, value, dim, op.site.frames)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
+from ..._program.jaxpr.spans import Span
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:
@@ -72,6 +74,7 @@ class Product:
             the indices.
         contracted, batch: (axis of left, axis of right) pairs.
         line: the user's source line, or ''.
+        frames: the spans of the user's frames, innermost first; see `Site.frames`.
         aval: the shape and dtype of `result` before partitioning.
         runs: how often it runs in one run of the function. None if a loop around it has an unknown
             trip count.
@@ -96,6 +99,7 @@ class Product:
     is_convolution: bool = False
     is_grouped: bool = False
     sizes: tuple[int, ...] = ()
+    frames: tuple[Span, ...] = ()
 
     @property
     def result_bytes(self) -> int:

@@ -230,8 +230,10 @@ class Fixes:
                 is_same |= kind == 'full rematerialization' and not cost.line
             if is_same or {*rule.explains} & {*names}:
                 if rule.kind == change.kind == 'full rematerialization':
-                    source, n_bytes = rule.source, rule.bytes  # of all its all-gathers
-                text, kind, names = rule.text, rule.kind, (*rule.explains, *names)
+                    source = rule.source
+                # the bytes in its text, of its collectives on the target
+                text, kind, n_bytes = rule.text, rule.kind, rule.bytes or n_bytes
+                names = (*rule.explains, *names)
                 rules.remove(rule)
                 break
         return Finding(

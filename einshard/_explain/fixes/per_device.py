@@ -13,7 +13,7 @@ from ..._program.hlo.collective import Collective
 from ..._program.jaxpr.edits import PerDevice
 from ..._program.jaxpr.graph import Op
 from ..._program.jaxpr.op_sharding_rule import BatchAxis, batch_axes
-from ..._program.jaxpr.two_levels import code_in_two_levels
+from ..._program.jaxpr.two_levels import axis_in_place, code_in_two_levels
 from ..._sharding.mesh import is_canonical_mesh
 from ..._text import format_bytes, shape_text, short_source
 from ..findings.expressions import expression_of
@@ -43,16 +43,18 @@ def try_per_device(trials: Trials) -> list[tuple[Finding, PerDevice]]:
         gathered, key=lambda one: -sum(c.total_bytes for c in one[0])
     ):
         sent = {name for c in collectives for name in c.mesh_axes}
-        span, along = op.site.frames[0], along_of(op, values)
+        span, (dim_along, along) = op.site.frames[0], along_of(facts, op, values)
         if (span, op.primitive) in {(one.span, one.primitive) for _, one in found}:
             continue
         if along and n_tried < _MAX_TRIES:  # also where the gather is over its batch
             n_tried += 1
-            change = PerDevice(span, op.primitive, _sharded(op, values), facts.mesh, along)
+            change = PerDevice(
+                span, op.primitive, _sharded(op, values), facts.mesh, along, dim_along
+            )
             after = trials.on_target(Edits(per_device=(*(one for _, one in found), change)))
             if after is not None and after.bound <= (1 - _MIN_GAIN) * before.bound:
                 text = operand_text(facts.traced.values[v], op, values[v], dim)
-                suggestion = _in_two_levels(facts, op, values, along)
+                suggestion = _in_two_levels(facts, op, values, dim_along, along)
                 finding = _finding(collectives, op, text, suggestion, after, before)
                 found.append((finding, change))
                 before = after
@@ -175,18 +177,22 @@ def _moving(facts: Facts, op: Op, axes: tuple[tuple[int | str, tuple[str, ...]],
     )
 
 
-def _in_two_levels(facts: Facts, op: Op, values: Sequence[Value], along: tuple[str, ...]) -> str:
+def _in_two_levels(
+    facts: Facts, op: Op, values: Sequence[Value], dim: int, along: tuple[str, ...]
+) -> str:
     """Returns the code of an operation in two levels. x is its operand."""
     assert facts.mesh is not None
     mesh, (v,) = facts.mesh, op.arrays_in
     used = {*along, *(name for _, entry in _sharded(op, values) for name in entry)}
     axes = [axis.without_mesh_axes({*axis.mesh_axes} - used) for axis in values[v].axes]
-    placement = expression_of(axes, mesh).rpartition('-> ')[2]
-    names = along
-    if is_canonical_mesh(mesh):  # there, collectives name array axes
-        (axis,) = (i for i, each in enumerate(axes) if each.mesh_axes == along)
-        names = (expression_of(axes, mesh).split(' ')[axis],)
-    code = code_in_two_levels(op.eqn, placement, names, prod(mesh.shape[name] for name in along))
+    n, moved = prod(mesh.shape[name] for name in along), [*axes]
+    to = axis_in_place(op.eqn, dim, n)
+    moved[dim] = replace(axes[dim], mesh_axes=())
+    moved[to] = replace(axes[to], mesh_axes=along)
+    placement, out = (expression_of(each, mesh).rpartition('-> ')[2] for each in (axes, moved))
+    # on the canonical mesh, collectives name array axes
+    names = (expression_of(axes, mesh).split(' ')[dim],) if is_canonical_mesh(mesh) else along
+    code = code_in_two_levels(op.eqn, placement, out, names, dim, n)
     return f'{_run_text(op)} in two levels, where x is its operand: {code}'
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from .graph import Graph, Node
 from .integers import Unknown, count_trips, evaluate, find_counter
-from .queries import fold, reached
+from .queries import between, fold, reached
 from .text import ArrayType, Reading
 
 _OTHER_MEMORY = re.compile(r'\{[^}]*S\([1-9]')  # host memory, or the VMEM of a TPU
@@ -64,6 +64,68 @@ def _is_written(node: Node) -> bool:
 
 # operations whose result may be in the place of the first operand
 _IN_PLACE = ('bitcast', 'dynamic-update-slice', 'exit', 'phi', 'scatter')
+
+
+class Copied(NamedTuple):
+    """A donated argument that is copied, though a result only updates slices of it.
+
+    Attributes:
+        output, parameter: the numbers of the result and the argument.
+        update: the first update of a slice.
+        bytes: those that the copies write to HBM in one run, per device.
+    """
+
+    output: int
+    parameter: int
+    update: Node
+    bytes: int
+
+
+def find_copied(graph: Graph) -> Iterator[Copied]:
+    """Finds results that reuse a donated argument, but get its numbers by a copy.
+
+    XLA copies a cache if it cannot order all reads of the old numbers before the update, if the
+    update needs another layout, or if a loop gets the cache as `xs` and returns it as `ys`. On TPU,
+    it may also update a copy in VMEM, and write all of it back.
+    """
+    for output, parameter in graph.program.aliases.items():
+        start, end = graph.parameters.get(parameter), graph.outputs[output]
+        if start is None or start is end or not is_in_hbm(start.type):
+            continue
+        path = between(start, end)
+        updated = {  # whether the new numbers of each update are from the argument, too
+            node: node.opcode == 'dynamic-update-slice' and node.inputs[1] in path
+            for node in graph.nodes
+            if node in path and node.opcode in ('dynamic-update-slice', 'scatter')
+        }
+        # without an update of a slice, the program moves all numbers because it is asked to
+        update = next((node for node, is_moved in updated.items() if not is_moved), None)
+        if update is None or update.inputs[0] not in path:
+            continue
+        in_place = {node.scope.fusion for node in updated if node.scope.fusion is not None}
+        written = 0
+        for node in path:
+            if updated.get(node):
+                n = prod(node.inputs[1].array.shape) * _n_runs(node)
+                written += (
+                    start.array.bytes * n // prod(start.array.shape)
+                )  # XLA widens bf16 on CPU
+            elif node.opcode in _COPYING and is_in_hbm(node.type):
+                fusion = node.scope.fusion
+                is_result = any(user.scope.fusion is not fusion for user in node.users)
+                # in the fusion of an update, XLA copies and converts only the slice
+                is_slice = fusion in in_place and node.opcode != 'transpose'
+                if fusion is None or (not is_slice and (is_result or node is end)):
+                    written += node.array.bytes * _n_runs(node)
+        if written:
+            yield Copied(output, parameter, update, written)
+
+
+_COPYING = ('copy', 'copy-done', 'transpose')
+
+
+def _n_runs(node: Node) -> int:
+    return prod(count_trips(loop) or 1 for loop in node.loops)
 
 
 # --- arguments ----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ visits a node once, because programs have chains of 100,000 operations and loops
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -153,7 +154,7 @@ class Origins:
             def step(node: Node) -> Sequence[Node]:
                 if node in self._masks:
                     return ()
-                found[node] = sources = self._sources(node)
+                found[node] = sources = _sources(node, self._elementwise)
                 if sources or has_no_numbers(node):
                     self._masks[node] = 0
                 elif node.opcode == 'parameter':
@@ -168,17 +169,18 @@ class Origins:
         mask = self._masks[node]
         return frozenset(_bits(mask >> 1)), bool(mask & 1)
 
-    def _sources(self, node: Node) -> Sequence[Node]:
-        moved = moved_operand(node, MOVES)
-        if moved is not None:
-            return (moved,)
-        if node.opcode in JOINS or node.opcode == 'phi':
-            return node.inputs
-        if node.opcode == 'dynamic-update-slice':
-            return node.inputs[:2]
-        if self._elementwise and (node.opcode in ELEMENTWISE or node.opcode == 'broadcast'):
-            return node.inputs[NUMBERS.get(node.opcode, slice(None))]
-        return ()
+
+def _sources(node: Node, elementwise: bool = False) -> Sequence[Node]:
+    moved = moved_operand(node, MOVES)
+    if moved is not None:
+        return (moved,)
+    if node.opcode in JOINS or node.opcode == 'phi':
+        return node.inputs
+    if node.opcode == 'dynamic-update-slice':
+        return node.inputs[:2]
+    if elementwise and (node.opcode in ELEMENTWISE or node.opcode == 'broadcast'):
+        return node.inputs[NUMBERS.get(node.opcode, slice(None))]
+    return ()
 
 
 def _spread(masks: dict[Node, int], followed: Mapping[Node, Sequence[Node]]) -> None:
@@ -244,6 +246,31 @@ def fold(
     return values[start]
 
 
+def between(start: Node, end: Node) -> set[Node]:
+    """Returns the nodes through which numbers of `start` get into `end`, with both.
+
+    Follows what `Origins` follows, and scatters into an array. Empty if no number does.
+    """
+    seen, pending = {end}, [end]
+    users: dict[Node, list[Node]] = {}
+    for node in pending:
+        sources = node.inputs[:1] if node.opcode == 'scatter' else _sources(node)
+        for source in sources:
+            users.setdefault(source, []).append(node)
+            if source not in seen:
+                seen.add(source)
+                pending.append(source)
+    if start not in seen:
+        return set()
+    found, pending = {start}, [start]
+    for node in pending:
+        for user in users.get(node, ()):
+            if user not in found:
+                found.add(user)
+                pending.append(user)
+    return found
+
+
 # --- users --------------------------------------------------------------------------------------
 
 
@@ -293,13 +320,51 @@ def output_uses(graph: Graph) -> Mapping[Node, frozenset[int]]:
         masks[node] = masks.get(node, 0) | 1 << i
     followed = {
         node: [
-            result for user in node.users if _keeps(user, node) for result in results(user, node)
+            result
+            for user in node.users
+            if _keeps(user, node)
+            for result in (_parts(user, node, masks) or results(user, node))
         ]
         for node in reversed(graph.nodes)
     }
     _spread(masks, followed)
     sets = {mask: frozenset(_bits(mask)) for mask in set(masks.values())}
     return {node: sets[masks[node]] for node in followed if masks.get(node)}
+
+
+_SLICE = re.compile(r'\[(\d+):(\d+)')
+_DIMENSION = re.compile(r'dimensions=\{(\d+)\}')
+
+
+def _parts(joined: Node, operand: Node, outputs: Collection[Node]) -> list[Node]:
+    """Returns what is computed of one operand of a concatenation that is taken apart again.
+
+    XLA for GPUs may join gradients for one all-reduce. Empty if parts cannot be told apart.
+    """
+    match = _DIMENSION.search(joined.attributes) if joined.opcode == 'concatenate' else None
+    if match is None or joined.inputs.count(operand) != 1:
+        return []
+    dim, at = int(match[1]), joined.inputs.index(operand)
+    start = sum(before.array.shape[dim] for before in joined.inputs[:at])
+    end = start + operand.array.shape[dim]
+    found: list[Node] = []
+    seen, pending = {joined}, [joined]
+    for node in pending:
+        if node in outputs:
+            return []
+        for user in node.users:
+            if user.opcode == 'slice':
+                limits = _SLICE.findall(user.attributes)
+                first, last = map(int, limits[dim])
+                found += [user] * (first < end and start < last)
+            elif _keeps(user, node):
+                for result in results(user, node):
+                    if not result.arrays or result.array.shape != joined.array.shape:
+                        return []
+                    if result not in seen:
+                        seen.add(result)
+                        pending.append(result)
+    return found
 
 
 def _bits(mask: int) -> Iterator[int]:

@@ -21,7 +21,7 @@ from ..._sharding.mesh import partition_spec, spec_axes
 from .graph import Site
 from .op_sharding_rule import BatchAxis, batch_axes
 from .spans import Frames, Span
-from .two_levels import axis_in_two_levels, run_in_two_levels
+from .two_levels import run_in_two_levels
 
 _CONSTRAINT = 'sharding_constraint'
 # These pass a cotangent on to their operands: no equation of the backward pass is theirs.
@@ -52,8 +52,9 @@ class PerDevice(NamedTuple):
     Attributes:
         span: the expression that calls it. Its gradients there are changed alike.
         axes: pairs of a batch axis and the mesh axes that shard it; see `batch_axes`.
-        along: the mesh axes that shard the axis along which it operates, which then runs in two
+        along: the mesh axes that shard an axis along which it operates, which then runs in two
             levels; see `run_in_two_levels`.
+        dim: that axis.
     """
 
     span: Span
@@ -61,6 +62,7 @@ class PerDevice(NamedTuple):
     axes: tuple[tuple[int | str, tuple[str, ...]], ...]
     mesh: Mesh
     along: tuple[str, ...] = ()
+    dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -827,17 +829,13 @@ class _Sharder:
     def run_in_two_levels(self, eqn: Any) -> Any:
         (operand,), mesh, along = eqn.invars, self.change.mesh, self.change.along
         shape = tuple(operand.aval.shape)
-        axis = axis_in_two_levels(eqn.primitive.name, eqn.params, len(shape))
         entries = [dict(self.change.axes).get(d, ()) for d in range(len(shape))]
-        if axis is None:
-            self.has_failed = True
-            return eqn
-        entries[axis] = along
+        entries[self.change.dim] = along
         sizes = (math.prod(mesh.shape[name] for name in entry) for entry in entries)
         if any(size % n for size, n in zip(shape, sizes, strict=True)):
             self.has_failed = True
             return eqn
-        function = run_in_two_levels(eqn, mesh, entries)
+        function = run_in_two_levels(eqn, mesh, entries, self.change.dim)
         struct = jax.ShapeDtypeStruct(shape, operand.aval.dtype)
         (new,) = _open(jax.make_jaxpr(function)(struct)).eqns
         self.n_changed += 1
