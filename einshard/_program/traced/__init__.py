@@ -1,0 +1,1 @@
+"""A traced program with the shardings that Shardy, XLA's own propagation, gives every value."""
