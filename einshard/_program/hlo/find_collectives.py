@@ -69,6 +69,8 @@ _GROUPS = re.compile(
     r'|mesh\[[^\]]*\](?:, device_ids=\((?:\[[\d,]+\](?:T\([\d,]+\))?|[\d,]+)\))? \{[^}]*\}|\{\})'
 )
 _PAIRS = re.compile(r'source_target_pairs=(\{\{[\d,{}]*\}\})')
+# not the "is_spmd_generated":false in the backend configs of GPU programs
+_GENERATED = 'is_spmd_generated="true"'
 _COMMUNICATES = '"has_communication":true'  # in Pallas kernels for TPU
 _RENDEZVOUS = re.compile(
     r'_rendezvous="([^"]*)".*_xla_megascale_target="?([^"]*?)"?,'
@@ -110,6 +112,7 @@ class _Finder:
                     executions=sum(n for n, _ in counts),
                     is_exact=all(is_exact for _, is_exact in counts),
                     in_branch=nodes[0].scope.in_branch,
+                    is_spmd_generated=any(map(self.is_spmd_generated, nodes)),
                     nodes=tuple(nodes),
                     **self.origin(nodes[0]),
                 )
@@ -237,6 +240,10 @@ class _Finder:
                 elif op.opcode not in FREE and not op.opcode.endswith('-update'):
                     waiting.clear()
         return exposed
+
+    def is_spmd_generated(self, node: Node) -> bool:
+        """Whether an instruction, or an operation around it, has the partitioner's mark."""
+        return any(_GENERATED in op.attributes for op in (node.op, *node.scope.calls))
 
     def phase(self, node: Node) -> str:
         """Returns the phase of the fusions that contain a node, or ''."""

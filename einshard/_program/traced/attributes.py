@@ -119,7 +119,7 @@ class Attributes:
             text = str(location)
             path = _PATH.match(text)
             frames = tuple(
-                Frame(_unescaped(file), int(line), int(column), *_end(line, end_line, end_column))
+                Frame(_unescaped(file), int(line), int(column) + 1, *_end(line, end_line, end_column))
                 for file, line, column, end_line, end_column in _FRAME.findall(text)
             )
             found = self._locations[key] = (_unescaped(path[1]) if path else ''), frames
@@ -154,8 +154,8 @@ class Attributes:
 
 
 def _end(line: str, end_line: str, end_column: str) -> tuple[int, int]:
-    # an end in the same line has no line number
-    return (int(end_line or line), int(end_column)) if end_column else (0, 0)
+    # an end in the same line has no line number; MLIR counts columns from 0
+    return (int(end_line or line), int(end_column) + 1) if end_column else (0, 0)
 
 
 def _unescaped(text: str) -> str:

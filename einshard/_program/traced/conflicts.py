@@ -88,7 +88,7 @@ class Conflicts:
             if i >= n or i not in factor:
                 continue
             mine, others = factor[i], [j for j in factor if j != i]
-            gathered = program.local_size(value, axis)
+            gathered = program.local_size(value, (axis,))
             if mine in rule.reduction:
                 size = program.local_size(op.results[0])
                 same = tuple(j for j in others if factor[j] == mine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple, TypeAlias
@@ -31,7 +31,7 @@ CONSTRAINT = 'sharding_constraint'
 
 
 class Frame(NamedTuple):
-    """A place in the source. Columns count from 1; the end is 0 if it is unknown."""
+    """A place in the source. Columns count from 1, the end is exclusive, and 0 if it is unknown."""
 
     file: str
     line: int
@@ -88,6 +88,7 @@ class Value:
         argument: its number, if it is an argument of the program.
         result: its number, if it is a result of the program.
         name: the user's name of an argument or result, such as 'params/w'.
+        path: JAX's name of an argument, as in the compiled program: "params['w']".
     """
 
     shape: tuple[int, ...]
@@ -102,6 +103,7 @@ class Value:
     argument: int | None = None
     result: int | None = None
     name: str = ''
+    path: str = ''
 
     def dimension(self, axis: Axis) -> int | None:
         """The dimension that a mesh axis, or a part of it, shards."""
@@ -201,19 +203,19 @@ class Program:
         """The size of a mesh axis, or of a part of one."""
         return int(axis.rpartition(')')[2]) if ':' in axis else self.mesh[axis]
 
-    def local_shape(self, value: Value, without: str = '') -> tuple[int, ...]:
-        """The shape of a device's shard, if the mesh axis `without` did not shard it.
+    def local_shape(self, value: Value, without: Collection[str] = ()) -> tuple[int, ...]:
+        """The shape of a device's shard, if the mesh axes `without` did not shard it.
 
         XLA pads dimensions that are not divisible, so sizes are rounded up.
         """
         if not value.axes:
             return value.shape
         return tuple(
-            -(-n // prod(self.size(a) for a in axes if name_of(a) != without))
+            -(-n // prod(self.size(a) for a in axes if name_of(a) not in without))
             for n, axes in zip(value.shape, value.axes, strict=True)
         )
 
-    def local_size(self, value: Value, without: str = '') -> int:
+    def local_size(self, value: Value, without: Collection[str] = ()) -> int:
         return prod(self.local_shape(value, without))
 
 

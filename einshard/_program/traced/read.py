@@ -82,8 +82,8 @@ class _Reader:
         for i, argument in enumerate(block.arguments):
             value = self._value(argument)
             value.argument = i
-            # JAX names arguments by their path in the call, "params['w']"
-            value.name = self._names.get(i) or self._read.location(argument.location)[0]
+            value.path = self._read.location(argument.location)[0]
+            value.name = self._names.get(i) or value.path or f'argument {i}'
             if given:
                 self._annotate(value, given[i], shardy.SHARDING)
             program.arguments.append(value)
@@ -230,7 +230,7 @@ class _Reader:
             add(MANUAL_IN, i, value, given, shardy.IN_SHARDINGS)
             self._add(Operation(SHARD, path, frames, [given], [self._value(argument)]))
         for i, (value, result) in enumerate(
-            zip(self._block(block, outside), op.results, strict=True)
+            zip(self._block(block, here), op.results, strict=True)
         ):
             made, given = self._value(result), Value(*self._read.type(result.type))
             self._add(Operation(SHARD, path, frames, [value], [given]))

@@ -1,0 +1,518 @@
+"""Says why a compiled program has a collective, and why a value is sharded as it is.
+
+Shardy decides how each value is sharded before XLA partitions the program. Where the operands and
+results of an operation disagree about a mesh axis, XLA inserts a collective. So the reason of a
+collective is such a conflict (`traced/conflicts.py`) near the operation that XLA names, of the size
+that the collective has.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations
+from math import prod
+
+from .._program.hlo.collective import KINDS, PERMUTE, Collective
+from .._program.traced.conflicts import (
+    DISAGREE,
+    DROPPED,
+    MOVED,
+    REDUCE,
+    WHOLE,
+    Conflict,
+    Conflicts,
+)
+from .._program.traced.origins import (
+    ARGUMENT,
+    ASKED,
+    MANUAL,
+    RESULT,
+    TYPE,
+    Origin,
+    is_asked,
+    origin,
+    travelled,
+)
+from .._program.traced.program import (
+    CALL,
+    CONSTRAINT,
+    LOOP,
+    MANUAL_IN,
+    MANUAL_OUT,
+    Axis,
+    Operation,
+    Program,
+    Value,
+    axis_names,
+    name_of,
+)
+from .._program.traced.program import RESULT as PROGRAM_RESULT
+from .._text import short_source
+
+REQUESTED, INSERTED, UNKNOWN = 'requested', 'inserted', 'unknown'
+
+# the conflicts that a collective resolves, the likely ones first
+_RESOLVED_BY = {
+    'all-gather': (DISAGREE, DROPPED, WHOLE, MOVED),
+    'all-reduce': (REDUCE, WHOLE, DROPPED, MOVED, DISAGREE),
+    'reduce-scatter': (REDUCE,),
+    'all-to-all': (DISAGREE, DROPPED, WHOLE, MOVED),
+    PERMUTE: (MOVED, DISAGREE, DROPPED, WHOLE),
+    'ragged-all-to-all': (DISAGREE, MOVED, WHOLE),
+    'collective-broadcast': (DROPPED, DISAGREE),
+}
+# a value after these is still the argument that it was, to a reader
+_SAME = frozenset(
+    (
+        *('convert', 'reshape', 'transpose', 'dynamic_slice', 'slice', 'broadcast_in_dim'),
+        *(CONSTRAINT, CALL, LOOP, MANUAL_IN, 'optimization_barrier', 'reduce_precision'),
+    )
+)
+_NAMES = {
+    'dot_general': 'product',
+    'gather': 'lookup',
+    'convert': 'cast',
+    'dynamic_update_slice': 'update of a slice',
+    'dynamic_slice': 'slice',
+    'broadcast_in_dim': 'broadcast',
+    'concatenate': 'concatenation',
+    'reduce': 'reduction',
+    'add_any': 'sum',
+}
+# what the user may have written in a `shard_map`; custom calls are kernels
+_WRITTEN = frozenset(kind.replace('-', '_') for kind in KINDS[:-1])
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a program has a collective.
+
+    Attributes:
+        row: the collective.
+        cause: 'requested' if the user wrote it in a `shard_map`, or wrote the constraint, the
+            sharding of a result or the specs that ask for it; 'inserted' for other conflicts;
+            'unknown' if no reason was found.
+        short: half a sentence, such as "params/w has tensor on axis 1; your constraint at
+            model.py:13 drops it".
+        text: a sentence: `short`, and the lines through which the sharding came. If unknown, why.
+        conflicts: for each mesh axis of the collective, the conflict; empty if unknown, and for
+            collectives that the user wrote.
+        origins: for each mesh axis of a conflict and each side, where the axis comes from, such as
+            ('tensor', 'argument params/w').
+        travelled: for each conflict, the lines from the origin to the operation.
+    """
+
+    row: Collective
+    cause: str
+    short: str
+    text: str
+    conflicts: tuple[Conflict, ...] = ()
+    origins: tuple[tuple[str, str], ...] = ()
+    travelled: tuple[tuple[str, ...], ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class AxisReason:
+    """Where one mesh axis of a value comes from."""
+
+    axis: Axis
+    dimension: int
+    origin: str
+    travelled: tuple[str, ...]
+
+    def __str__(self) -> str:
+        text = f'{self.axis} on axis {self.dimension} from {self.origin}'
+        return text + _way(self.travelled)
+
+
+@dataclass(frozen=True)
+class ValueReason:
+    """Why a value is sharded as it is.
+
+    Attributes:
+        value: the value.
+        name: in words, such as 'the product at model.py:34'.
+        axes: a reason for each mesh axis that shards it.
+    """
+
+    value: Value
+    name: str
+    axes: tuple[AxisReason, ...]
+
+    def __str__(self) -> str:
+        array = f'{self.value.dtype}[{",".join(map(str, self.value.shape))}]'
+        return f'{self.name}, {array}: {"; ".join(map(str, self.axes)) or "not sharded"}'
+
+
+def find_reasons(program: Program, rows: Iterable[Collective]) -> tuple[Reason, ...]:
+    """Returns the reason of each collective.
+
+    Args:
+        program: the traced program; its arguments have the user's names.
+        rows: the collectives of the compiled program, with their `mesh_axes`. With `nodes`, a
+            collective whose operand XLA has sharded differently than Shardy is unknown.
+    """
+    why = _Why(program)
+    return tuple(why.reason(row) for row in rows)
+
+
+def why_value(program: Program, place: str) -> tuple[ValueReason, ...]:
+    """Returns why the values of a line, or an argument, are sharded as they are.
+
+    Args:
+        place: a line, such as 'model.py:34' or a longer path, or the name of an argument or result.
+    """
+    words = _Words(program)
+    values = [v for v in (*program.arguments, *program.results) if v.name == place]
+    if not values:
+        for line, ops in program.by_place.items():
+            if line == place or line.endswith((f'/{place}', f'\\{place}')):
+                values += [v for op in ops if op.kind != 'constant' for v in op.results if v.shape]
+    found: dict[object, ValueReason] = {}
+    for value in values:
+        axes = tuple(
+            AxisReason(
+                axis, i, words.origin(origin(program, value, axis)), words.lines(value, axis)
+            )
+            for i, axes in enumerate(value.axes)
+            for axis in axes
+        )
+        name = words.value_at(value)
+        found.setdefault((name, value.shape, value.dtype, axes), ValueReason(value, name, axes))
+    return tuple(found.values())
+
+
+# --- which conflict a collective belongs to -------------------------------------------------------
+
+
+class _Why:
+    def __init__(self, program: Program):
+        self.program, self.words = program, _Words(program)
+        self.conflicts = Conflicts(program)
+        # unrolled layers have one conflict for each collective: a used one is less likely
+        self.used: dict[Conflict, int] = {}
+
+    @functools.cached_property
+    def arguments(self) -> dict[str, list[Value]]:
+        found: dict[str, list[Value]] = {}
+        for value in self.program.arguments:
+            found.setdefault(value.path, []).append(value)
+        return found
+
+    @functools.cached_property
+    def by_end(self) -> dict[str, list[Operation]]:
+        """Operations by each end of their path: XLA drops the beginning of some, and adds others."""
+        found: dict[str, list[Operation]] = {}
+        for path, ops in self.program.by_path.items():
+            while path:
+                found.setdefault(path, []).extend(ops)
+                _, _, path = path.partition('/')
+        return found
+
+    @functools.cached_property
+    def results(self) -> list[Operation]:
+        return [v.producer for v in self.program.results if v.producer is not None]
+
+    def reason(self, row: Collective) -> Reason:
+        names = full_names(row.op_name)
+        at_path = [op for name in names for op in self._at_path(name)]
+        if not row.is_spmd_generated:
+            written = [op for op in at_path if op.kind in _WRITTEN]
+            if written or row.kind == 'custom-call':
+                text = f'you wrote it at {self.words.line(written[0])}' if written else 'a kernel'
+                return Reason(row, REQUESTED, text, text)
+        near = self._near(row, names, at_path)
+        axes = sorted(row.mesh_axes) or list(self.program.mesh)
+        found = [c for axis in axes if (c := self._best(row, axis, near, names)) is not None]
+        if not found:
+            return self._unknown(row, near)
+        for conflict in found:
+            self.used[conflict] = self.used.get(conflict, 0) + 1
+        asked = all(_is_requested(c) for c in found)
+        shorts = list(dict.fromkeys(self.words.conflict(c) for c in found))
+        lines = tuple(self.words.lines(c.sharded[0], c.axis) for c in found)
+        origins = dict.fromkeys(
+            (c.axis, self.words.origin(origin(self.program, v, c.axis)))
+            for c in found
+            for v in c.sharded
+        )
+        for c in found:
+            if c.operation.kind == CONSTRAINT:
+                origins[c.axis, self.words.constraint(c.operation)] = None
+        ways = dict.fromkeys(_way(each) for each in lines if each[1:])
+        return Reason(
+            row,
+            REQUESTED if asked else INSERTED,
+            '; '.join(shorts),
+            '; '.join(shorts) + ''.join(ways),
+            tuple(found),
+            tuple(origins),
+            lines,
+        )
+
+    def _unknown(self, row: Collective, near: dict[Operation, float]) -> Reason:
+        at = short_source(row.source) or row.op_name or 'a result'
+        text = (
+            f'no operation at {at} has shardings that disagree about an array of this size'
+            if near
+            else f'no operation of the traced program is at {at}'
+        )
+        return Reason(row, UNKNOWN, text, text)
+
+    def _at_path(self, name: str) -> list[Operation]:
+        found = self.program.by_path.get(name)
+        if found is not None or not name:
+            return found or []
+        while name:  # XLA's name may begin earlier, or later, than that of the traced program
+            if name in self.by_end:
+                return self.by_end[name]
+            _, _, name = name.partition('/')
+            if '/' not in name:  # 'add' alone says nothing
+                return []
+        return []
+
+    def _near(
+        self, row: Collective, names: Sequence[str], at_path: Sequence[Operation]
+    ) -> dict[Operation, float]:
+        """Returns operations that the collective may belong to, and how well they fit."""
+        near: dict[Operation, float] = {}
+
+        def add(op: Operation, score: float) -> None:
+            near[op] = max(near.get(op, 0), score)
+
+        for op in at_path:
+            add(op, 6)
+        for op in self.program.by_place.get(row.source or '', ()):
+            is_column = op.frame is not None and op.frame.column == row.column
+            add(op, (6 if op in near else 0) + 2 + is_column)
+        # XLA names a collective after the value that it moves, or after the user of the value
+        for op, score in list(near.items()):
+            for value in op.results:
+                for user, _ in value.users:
+                    add(user, score - 1)
+            for value in op.operands:
+                if value.producer is not None:
+                    add(value.producer, score - 2)
+        for name in names:
+            for value in self.arguments.get(name, ()):
+                for user, _ in value.users:
+                    add(user, 5)
+        if not near and not row.op_name and not row.source:
+            near = dict.fromkeys(self.results, 1)
+        return {op: score for op, score in near.items() if score > 0}
+
+    def _best(
+        self,
+        row: Collective,
+        axis: Axis,
+        near: dict[Operation, float],
+        names: Sequence[str],
+    ) -> Conflict | None:
+        kinds = _RESOLVED_BY.get(row.kind, ())
+        sizes = {prod(a.shape) for a in (*row.results, *row.operands)}
+        sizes |= {sum(prod(a.shape) for a in arrays) for arrays in (row.results, row.operands)}
+        is_backward = any('transpose(' in name for name in names)
+        best, best_score = None, 0.0
+        for op, at in near.items():
+            for c in self.conflicts(op, axis):
+                if c.kind not in kinds or not self._has_size(row, c, sizes):
+                    continue
+                same_pass = ('transpose(' in op.path) == is_backward
+                exact = c.size in sizes
+                score = at - 3 * kinds.index(c.kind) / len(kinds) + same_pass + exact
+                score += 4 - self.used.get(c, 0) / 8
+                if score > best_score:
+                    best, best_score = c, score
+        return best
+
+    def _has_size(self, row: Collective, c: Conflict, sizes: set[int]) -> bool:
+        """Whether a collective of these sizes may resolve a conflict.
+
+        XLA may gather or reduce along the axes of a value one after the other, so the others may be
+        gone already, or still be there.
+        """
+        program = self.program
+        if c.size in sizes:
+            return True
+        if c.kind == REDUCE:
+            return any(
+                _sizes(program, r, ()) & sizes for r in c.operation.results
+            )
+        if not _sizes(program, c.value, ()).isdisjoint(sizes):
+            return True
+        # the edges of shards, as a shifted value or a convolution needs them
+        return row.kind == PERMUTE and c.kind == MOVED and min(sizes) <= c.size
+
+
+def _sizes(program: Program, value: Value, kept: Collection[Axis]) -> set[int]:
+    """The sizes of a device's shard of a value if any of its mesh axes are gone."""
+    names = [a for a in axis_names(value) if a not in kept]
+    subsets = chain.from_iterable(combinations(names, n) for n in range(len(names) + 1))
+    return {program.local_size(value, without) for without in subsets}
+
+
+def _is_requested(c: Conflict) -> bool:
+    """Whether the user asked for the communication of a conflict: for another placement."""
+    asked = (CONSTRAINT, PROGRAM_RESULT, MANUAL_IN, MANUAL_OUT)
+    return c.kind in (DROPPED, DISAGREE) and c.operation.kind in asked
+
+
+def full_names(op_name: str) -> list[str]:
+    """Returns the JAX operations of an `op_name`, in which XLA may have combined several.
+
+    >>> from einshard._explain.why import full_names
+    >>> full_names('(jit(f)/mul:jit(f)/(dot_general:reduce_sum))')
+    ['jit(f)/mul', 'jit(f)/dot_general', 'jit(f)/reduce_sum']
+    """
+    names, pending = dict[str, None](), [('', op_name)]
+    while pending:
+        before, text = pending.pop(0)
+        depth, start = 0, 0
+        for i, character in enumerate(text):
+            depth += (character == '(') - (character == ')')
+            if depth == 0 and character in '/:':
+                if character == ':':
+                    pending[:0] = [(before, text[:i]), (before, text[i + 1 :])]
+                    break
+                start = i + 1
+        else:
+            last = text[start:]
+            if last.startswith('(') and last.endswith(')'):
+                pending.insert(0, (before + text[:start], last[1:-1]))
+            elif text:
+                names[before + text] = None
+    return list(names)
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def _way(lines: Sequence[str]) -> str:
+    return f' (through {" > ".join(lines)})' if lines[1:] else ''
+
+
+class _Words:
+    def __init__(self, program: Program):
+        self.program = program
+
+    @functools.cached_property
+    def callers(self) -> dict[str, set[str]]:
+        """The lines that call the functions of constraints, by the line of the constraint."""
+        found: dict[str, set[str]] = {}
+        for op in self.program.constraints.values():
+            if op.user_frames[1:]:
+                found.setdefault(op.place, set()).add(op.user_frames[1].place)
+        return found
+
+    def line(self, op: Operation) -> str:
+        return short_source(op.place) or 'an unknown line'
+
+    def lines(self, value: Value, axis: Axis) -> tuple[str, ...]:
+        return tuple(short_source(frame.place) for frame in travelled(value, axis))
+
+    def operation(self, op: Operation) -> str:
+        if op.kind in _NAMES:
+            name = _NAMES[op.kind]
+        elif op.kind == CALL:
+            name = 'call'
+        else:  # JAX's name, 'tanh', says more than that of MLIR
+            name = (op.path.rpartition('/')[2] if op.rule else op.kind).replace('_', ' ')
+        return f'the {name or op.kind} at {self.line(op)}'
+
+    def constraint(self, op: Operation) -> str:
+        """A constraint or a type, with the call if its function has several."""
+        place = self.line(op)
+        if len(self.callers.get(op.place, ())) > 1 and op.user_frames[1:]:
+            outside = op.user_frames[1]
+            is_same = op.frame is not None and outside.file == op.frame.file
+            called = f'line {outside.line}' if is_same else short_source(outside.place)
+            place += f', called at {called},'
+        if is_asked(op):
+            return f'your constraint at {place}'
+        return f'the type of {self.operation(op)}'
+
+    def origin(self, found: Origin) -> str:
+        if found.kind == ARGUMENT and found.value is not None:
+            return f'argument {found.value.name}'
+        if found.kind == RESULT and found.value is not None:
+            return f'out_shardings of {found.value.name}'
+        if found.operation is not None and found.kind == MANUAL:
+            side = 'in_specs' if found.operation.kind == MANUAL_IN else 'out_specs'
+            return f'{side} of the shard_map at {self.line(found.operation)}'
+        if found.operation is not None and found.kind in (ASKED, TYPE):
+            return self.constraint(found.operation).rstrip(',')
+        return 'an unknown place'
+
+    def value(self, value: Value) -> str:
+        """The user's name of an argument, also after casts and slices, or a value's line."""
+        at, seen = value, set[Value]()
+        while at not in seen:
+            seen.add(at)
+            if at.argument is not None or at.result is not None:
+                return at.name
+            op = at.producer
+            if op is None or op.kind not in _SAME or not op.operands:
+                break
+            if op.kind == LOOP and op.operands[1] is not at:
+                return f'the carry of {self.operation(op)}'
+            at = op.operands[0]
+        return self.value_at(at)
+
+    def value_at(self, value: Value) -> str:
+        if value.argument is not None or value.result is not None:
+            return value.name
+        return self.operation(value.producer) if value.producer is not None else 'a value'
+
+    def has(self, value: Value, axis: Axis) -> str:
+        """For example "params/w has tensor on axis 1, from your constraint at model.py:9"."""
+        name, found = self.value(value), origin(self.program, value, axis)
+        text = f'{name} has {axis} on axis {value.dimension(axis)}'
+        is_own = found.value is not None and found.value.name == name
+        return text if is_own else f'{text}, from {self.origin(found)}'
+
+    def conflict(self, c: Conflict) -> str:
+        op, values, n, axis = c.operation, c.operation.values, len(c.operation.operands), c.axis
+        has, what = self.has(c.value, axis), self.operation(op)
+        result = op.results[0] if op.results else None
+        target = result.dimension(axis) if result is not None else None
+        asks = 'drops it' if target is None else f'has it on axis {target}'
+        if c.kind == REDUCE:
+            sides = dict.fromkeys(self.has(values[i], axis) for i in sorted((c.position, *c.others)))
+            return f'{" and ".join(sides)}; {what} sums over that axis'
+        if c.kind == WHOLE:
+            return f'{has}; {what} needs that axis unsharded'
+        if c.kind == MOVED:
+            return f'{has}; {what} moves elements along that axis'
+        if op.kind == CONSTRAINT:
+            return f'{has}; {self.constraint(op)} {asks}'
+        if op.kind == PROGRAM_RESULT and result is not None:
+            plural = 'drop it' if target is None else f'have it on axis {target}'
+            return f'{has}; out_shardings of {result.name} {plural}'
+        if op.kind == MANUAL_IN:
+            plural = 'drop it' if target is None else f'have it on axis {target}'
+            return f'{has}; in_specs of the shard_map at {self.line(op)} {plural}'
+        if c.kind == DISAGREE:
+            others = [i for i in c.others if i < n]
+            if others:
+                sides = dict.fromkeys(self.has(values[i], axis) for i in others)
+                return f'{has}, but {" and ".join(sides)}; {what} needs both alike'
+            source = origin(self.program, values[c.others[0]], axis)
+            on = values[c.others[0]].dimension(axis)
+            return f'{has}; the result of {what} has it on axis {on}, from {self.origin(source)}'
+        return f'{has}; the result of {what} does not{self._bound(c)}'
+
+    def _bound(self, c: Conflict) -> str:
+        """Which constraint a result without the axis is for, if one uses it."""
+        for i in c.others:
+            for user, _ in c.operation.values[i].users:
+                if user.kind == CONSTRAINT:
+                    return f': {self.constraint(user)} drops it'
+                if user.kind == PROGRAM_RESULT and user.results[0].axes:
+                    return f': out_shardings of {user.results[0].name} drop it'
+        return ''
