@@ -9,13 +9,14 @@ that the collective has.
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
 from math import prod
 
 from .._program.hlo.collective import KINDS, PERMUTE, Collective
+from .._program.hlo.queries import strip
 from .._program.traced.conflicts import (
     DISAGREE,
     DROPPED,
@@ -42,6 +43,7 @@ from .._program.traced.program import (
     LOOP,
     MANUAL_IN,
     MANUAL_OUT,
+    PASSING,
     Axis,
     Operation,
     Program,
@@ -56,7 +58,7 @@ REQUESTED, INSERTED, UNKNOWN = 'requested', 'inserted', 'unknown'
 
 # the conflicts that a collective resolves, the likely ones first
 _RESOLVED_BY = {
-    'all-gather': (DISAGREE, DROPPED, WHOLE, MOVED),
+    'all-gather': (DISAGREE, DROPPED, WHOLE, MOVED, REDUCE),
     'all-reduce': (REDUCE, WHOLE, DROPPED, MOVED, DISAGREE),
     'reduce-scatter': (REDUCE,),
     'all-to-all': (DISAGREE, DROPPED, WHOLE, MOVED),
@@ -80,7 +82,11 @@ _NAMES = {
     'broadcast_in_dim': 'broadcast',
     'concatenate': 'concatenation',
     'reduce': 'reduction',
-    'add_any': 'sum',
+    'add_any': 'sum of gradients',
+    'select_n': 'select',
+    'mul': 'multiplication',
+    'div': 'division',
+    'exp': 'exponential',
 }
 # what the user may have written in a `shard_map`; custom calls are kernels
 _WRITTEN = frozenset(kind.replace('-', '_') for kind in KINDS[:-1])
@@ -196,7 +202,9 @@ class _Why:
         self.program, self.words = program, _Words(program)
         self.conflicts = Conflicts(program)
         # unrolled layers have one conflict for each collective: a used one is less likely
-        self.used: dict[Conflict, int] = {}
+        self.used: Counter[Conflict] = Counter()
+        # Unrolled layers have the same path and line, so a program has few places.
+        self.known: dict[object, list[tuple[float, Conflict, frozenset[int]]]] = {}
 
     @functools.cached_property
     def arguments(self) -> dict[str, list[Value]]:
@@ -207,7 +215,7 @@ class _Why:
 
     @functools.cached_property
     def by_end(self) -> dict[str, list[Operation]]:
-        """Operations by each end of their path: XLA drops the beginning of some, and adds others."""
+        """Operations by each end of their path: XLA may drop or add a beginning."""
         found: dict[str, list[Operation]] = {}
         for path, ops in self.program.by_path.items():
             while path:
@@ -215,146 +223,211 @@ class _Why:
                 _, _, path = path.partition('/')
         return found
 
-    @functools.cached_property
-    def results(self) -> list[Operation]:
-        return [v.producer for v in self.program.results if v.producer is not None]
-
     def reason(self, row: Collective) -> Reason:
-        names = full_names(row.op_name)
-        at_path = [op for name in names for op in self._at_path(name)]
+        names = tuple(full_names(row.op_name))
         if not row.is_spmd_generated:
-            written = [op for op in at_path if op.kind in _WRITTEN]
+            written = [op for n in names for op in self._at_path(n) if op.kind in _WRITTEN]
             if written or row.kind == 'custom-call':
                 text = f'you wrote it at {self.words.line(written[0])}' if written else 'a kernel'
                 return Reason(row, REQUESTED, text, text)
-        near = self._near(row, names, at_path)
-        axes = sorted(row.mesh_axes) or list(self.program.mesh)
-        found = [c for axis in axes if (c := self._best(row, axis, near, names)) is not None]
+        if (differs := self._differs(row)) is not None:
+            return Reason(row, UNKNOWN, differs, differs)
+        found: list[Conflict] = []
+        for sizes in _sizes_of(row):
+            axes = sorted(row.mesh_axes) or list(self.program.mesh)
+            best = [c for a in axes if (c := self._best(row, names, a, sizes)) is not None]
+            if not best:
+                # XLA may gather along one axis of a value to change where another is
+                rest = [a for a in self.program.mesh if a not in axes]
+                fits = (self._best(row, names, a, sizes) for a in rest)
+                best = [c for c in fits if c and {*axes} & {*axis_names(c.value)}][:1]
+            self.used.update(best)
+            found += best
         if not found:
-            return self._unknown(row, near)
-        for conflict in found:
-            self.used[conflict] = self.used.get(conflict, 0) + 1
-        asked = all(_is_requested(c) for c in found)
+            place = short_source(row.source) or row.op_name or 'the results'
+            text = f'no shardings of an array of this size disagree at {place}'
+            return Reason(row, UNKNOWN, text, text)
+        found = list(dict.fromkeys(found))
         shorts = list(dict.fromkeys(self.words.conflict(c) for c in found))
+        short = '; '.join(shorts[:_MAX_PARTS])
+        if shorts[_MAX_PARTS:]:
+            short += f'; and {len(shorts) - _MAX_PARTS} more'
         lines = tuple(self.words.lines(c.sharded[0], c.axis) for c in found)
-        origins = dict.fromkeys(
-            (c.axis, self.words.origin(origin(self.program, v, c.axis)))
-            for c in found
-            for v in c.sharded
-        )
+        origins: dict[tuple[str, str], None] = {}
         for c in found:
+            for value in c.sharded:
+                source = origin(self.program, value, c.axis)
+                origins[c.axis, self.words.origin(source)] = None
             if c.operation.kind == CONSTRAINT:
                 origins[c.axis, self.words.constraint(c.operation)] = None
-        ways = dict.fromkeys(_way(each) for each in lines if each[1:])
-        return Reason(
-            row,
-            REQUESTED if asked else INSERTED,
-            '; '.join(shorts),
-            '; '.join(shorts) + ''.join(ways),
-            tuple(found),
-            tuple(origins),
-            lines,
-        )
+        way = next((_way(each) for each in lines if each[1:]), '')
+        cause = REQUESTED if all(map(_is_requested, found)) else INSERTED
+        return Reason(row, cause, short, short + way, tuple(found), tuple(origins), lines)
 
-    def _unknown(self, row: Collective, near: dict[Operation, float]) -> Reason:
-        at = short_source(row.source) or row.op_name or 'a result'
-        text = (
-            f'no operation at {at} has shardings that disagree about an array of this size'
-            if near
-            else f'no operation of the traced program is at {at}'
-        )
-        return Reason(row, UNKNOWN, text, text)
+    def _best(
+        self, row: Collective, names: tuple[str, ...], axis: Axis, sizes: frozenset[int]
+    ) -> Conflict | None:
+        """Returns the conflict that fits best to the place, the kind and the size."""
+        best, best_score = None, 0.0
+        for score, conflict, possible in self._candidates(row, names, axis):
+            if conflict.size in sizes:
+                score += 1
+            elif sizes.isdisjoint(possible):
+                # the edges of shards, as a shifted value or a convolution needs them
+                is_edge = row.kind == PERMUTE and conflict.kind == MOVED
+                if not is_edge or min(sizes) > conflict.size:
+                    continue
+            score -= self.used[conflict] / 8
+            if score > best_score:
+                best, best_score = conflict, score
+        return best
 
-    def _at_path(self, name: str) -> list[Operation]:
-        found = self.program.by_path.get(name)
-        if found is not None or not name:
-            return found or []
-        while name:  # XLA's name may begin earlier, or later, than that of the traced program
-            if name in self.by_end:
-                return self.by_end[name]
-            _, _, name = name.partition('/')
-            if '/' not in name:  # 'add' alone says nothing
-                return []
-        return []
+    def _candidates(
+        self, row: Collective, names: tuple[str, ...], axis: Axis
+    ) -> list[tuple[float, Conflict, frozenset[int]]]:
+        """Returns conflicts near a collective: how well each fits, and sizes that it may have."""
+        key = row.kind, names, row.source, row.column, axis
+        if key not in self.known:
+            kinds = _RESOLVED_BY.get(row.kind, ())
+            is_backward = any('transpose(' in name for name in names)
+            self.known[key] = [
+                (
+                    at
+                    + 4
+                    - 3 * kinds.index(c.kind) / len(kinds)
+                    # what `jax.checkpoint` computes again has the path of the backward pass
+                    + (('transpose(' in op.path) == is_backward),
+                    c,
+                    _possible_sizes(self.program, row.kind, c),
+                )
+                for op, at in self._near(row, names).items()
+                for c in self.conflicts(op, axis)
+                if c.kind in kinds
+            ]
+        return self.known[key]
 
-    def _near(
-        self, row: Collective, names: Sequence[str], at_path: Sequence[Operation]
-    ) -> dict[Operation, float]:
-        """Returns operations that the collective may belong to, and how well they fit."""
+    def _near(self, row: Collective, names: tuple[str, ...]) -> dict[Operation, float]:
+        """Returns operations that a collective may belong to, and how well their place fits."""
         near: dict[Operation, float] = {}
+        for name in names:
+            for op in self._at_path(name):
+                near[op] = 6
+        for op in self.program.by_place.get(row.source or '', ()):
+            is_column = op.frame is not None and op.frame.column == row.column
+            near[op] = near.get(op, 0) + 2 + is_column
 
         def add(op: Operation, score: float) -> None:
             near[op] = max(near.get(op, 0), score)
 
-        for op in at_path:
-            add(op, 6)
-        for op in self.program.by_place.get(row.source or '', ()):
-            is_column = op.frame is not None and op.frame.column == row.column
-            add(op, (6 if op in near else 0) + 2 + is_column)
-        # XLA names a collective after the value that it moves, or after the user of the value
+        # XLA names a collective after the value that it moves, or after a user of the value
         for op, score in list(near.items()):
             for value in op.results:
-                for user, _ in value.users:
+                for user in _users(value):
                     add(user, score - 1)
             for value in op.operands:
-                if value.producer is not None:
-                    add(value.producer, score - 2)
+                for producer in _producers(value):
+                    add(producer, score - 2)
         for name in names:
             for value in self.arguments.get(name, ()):
-                for user, _ in value.users:
+                for user in _users(value):
                     add(user, 5)
         if not near and not row.op_name and not row.source:
-            near = dict.fromkeys(self.results, 1)
+            near = {v.producer: 1 for v in self.program.results if v.producer is not None}
         return {op: score for op, score in near.items() if score > 0}
 
-    def _best(
-        self,
-        row: Collective,
-        axis: Axis,
-        near: dict[Operation, float],
-        names: Sequence[str],
-    ) -> Conflict | None:
-        kinds = _RESOLVED_BY.get(row.kind, ())
-        sizes = {prod(a.shape) for a in (*row.results, *row.operands)}
-        sizes |= {sum(prod(a.shape) for a in arrays) for arrays in (row.results, row.operands)}
-        is_backward = any('transpose(' in name for name in names)
-        best, best_score = None, 0.0
-        for op, at in near.items():
-            for c in self.conflicts(op, axis):
-                if c.kind not in kinds or not self._has_size(row, c, sizes):
-                    continue
-                same_pass = ('transpose(' in op.path) == is_backward
-                exact = c.size in sizes
-                score = at - 3 * kinds.index(c.kind) / len(kinds) + same_pass + exact
-                score += 4 - self.used.get(c, 0) / 8
-                if score > best_score:
-                    best, best_score = c, score
-        return best
+    def _at_path(self, name: str) -> list[Operation]:
+        found = self.program.by_path.get(name)
+        # XLA's name may begin earlier, or later, than that of the traced program; 'add' alone says
+        # nothing
+        while found is None and '/' in name:
+            found = self.by_end.get(name)
+            _, _, name = name.partition('/')
+        return found or []
 
-    def _has_size(self, row: Collective, c: Conflict, sizes: set[int]) -> bool:
-        """Whether a collective of these sizes may resolve a conflict.
+    def _differs(self, row: Collective) -> str | None:
+        """Says how XLA has sharded the operand of a collective differently than Shardy, or None.
 
-        XLA may gather or reduce along the axes of a value one after the other, so the others may be
-        gone already, or still be there.
+        XLA shards the bodies of some backward loops in another way, 4 % of the places. Then no
+        conflict of the propagated program explains the collective.
         """
-        program = self.program
-        if c.size in sizes:
-            return True
-        if c.kind == REDUCE:
-            return any(
-                _sizes(program, r, ()) & sizes for r in c.operation.results
-            )
-        if not _sizes(program, c.value, ()).isdisjoint(sizes):
-            return True
-        # the edges of shards, as a shifted value or a convolution needs them
-        return row.kind == PERMUTE and c.kind == MOVED and min(sizes) <= c.size
+        for node in row.nodes[:1]:
+            for operand in node.inputs:
+                computed = strip(operand)
+                kind = _HLO_KINDS.get(computed.opcode, computed.opcode.replace('-', '_'))
+                ops = self.program.by_path.get(computed.op.op_name, ()) if kind in _KEPT else ()
+                possible = [_sizes(self.program, op.results[0]) for op in ops if op.kind == kind]
+                size = prod(computed.array.shape)
+                if possible and not any(size in sizes for sizes in possible):
+                    same = [op for op in ops if op.kind == kind]
+                    shapes = {self.program.local_shape(op.results[0]) for op in same}
+                    texts = (f'[{",".join(map(str, shape))}]' for shape in sorted(shapes))
+                    return (
+                        f'XLA computes {self.words.operation(same[0])} as {computed.array} on '
+                        f'each device, and Shardy propagates {" or ".join(texts)}'
+                    )
+        return None
 
 
-def _sizes(program: Program, value: Value, kept: Collection[Axis]) -> set[int]:
+_MAX_PARTS = 3  # that are said of a combined collective
+_HLO_KINDS = {'dot': 'dot_general'}
+# XLA computes these with the shape that the traced program has
+_KEPT = frozenset(('dot_general', 'concatenate', 'add', 'multiply', 'tanh', 'exponential'))
+
+
+def _sizes_of(row: Collective) -> list[frozenset[int]]:
+    """Returns the sizes of a collective, a set for each of those that XLA combined into it."""
+    pairs = [
+        {prod(a.shape), prod(b.shape)} for a, b in zip(row.operands, row.results, strict=False)
+    ]
+    if row.kind in ('all-reduce', 'all-gather', 'reduce-scatter', PERMUTE):
+        return list(dict.fromkeys(map(frozenset, pairs)))
+    # an all-to-all sends a piece of the array to each device
+    pairs += [{sum(prod(a.shape) for a in arrays)} for arrays in (row.operands, row.results)]
+    return [frozenset[int]().union(*pairs)]
+
+
+def _possible_sizes(program: Program, kind: str, c: Conflict) -> frozenset[int]:
+    """The sizes of collectives that may resolve a conflict.
+
+    XLA may gather or reduce along the axes of a value one after the other, so the others may be
+    gone already, or still be there.
+    """
+    if c.kind == REDUCE:
+        sizes = frozenset[int]().union(*(_sizes(program, r) for r in c.operation.results))
+        if kind == 'all-gather':  # of what each device found, as for an argmax
+            sizes = frozenset(n * program.mesh[name_of(c.axis)] for n in sizes)
+        return sizes
+    return _sizes(program, c.value)
+
+
+def _sizes(program: Program, value: Value) -> frozenset[int]:
     """The sizes of a device's shard of a value if any of its mesh axes are gone."""
-    names = [a for a in axis_names(value) if a not in kept]
+    names = axis_names(value)
     subsets = chain.from_iterable(combinations(names, n) for n in range(len(names) + 1))
-    return {program.local_size(value, without) for without in subsets}
+    return frozenset(program.local_size(value, without) for without in subsets)
+
+
+def _users(value: Value) -> list[Operation]:
+    """Returns the users of a value, also inside and after loops and inner functions."""
+    found, seen, pending = list[Operation](), {value}, [value]
+    for at in pending:
+        for user, _ in at.users:
+            found.append(user)
+            inner = user.results if user.kind in PASSING else ()
+            pending += [v for v in inner if v not in seen]
+            seen.update(inner)
+    return found
+
+
+def _producers(value: Value) -> list[Operation]:
+    found, seen, pending = list[Operation](), {value}, [value]
+    for at in pending:
+        if at.producer is not None:
+            found.append(at.producer)
+            outer = at.producer.operands if at.producer.kind in PASSING else ()
+            pending += [v for v in outer if v not in seen]
+            seen.update(outer)
+    return found
 
 
 def _is_requested(c: Conflict) -> bool:
@@ -370,7 +443,8 @@ def full_names(op_name: str) -> list[str]:
     >>> full_names('(jit(f)/mul:jit(f)/(dot_general:reduce_sum))')
     ['jit(f)/mul', 'jit(f)/dot_general', 'jit(f)/reduce_sum']
     """
-    names, pending = dict[str, None](), [('', op_name)]
+    names = dict[str, None]()
+    pending = [('', op_name)]
     while pending:
         before, text = pending.pop(0)
         depth, start = 0, 0
@@ -417,13 +491,10 @@ class _Words:
         return tuple(short_source(frame.place) for frame in travelled(value, axis))
 
     def operation(self, op: Operation) -> str:
-        if op.kind in _NAMES:
-            name = _NAMES[op.kind]
-        elif op.kind == CALL:
-            name = 'call'
-        else:  # JAX's name, 'tanh', says more than that of MLIR
-            name = (op.path.rpartition('/')[2] if op.rule else op.kind).replace('_', ' ')
-        return f'the {name or op.kind} at {self.line(op)}'
+        # JAX's name, 'scatter-add', says more than that of MLIR
+        name = op.path.rpartition('/')[2] if op.rule is not None else op.kind
+        name = _NAMES.get(op.kind) or _NAMES.get(name, name).replace('_', ' ')
+        return f'the {name} at {self.line(op)}'
 
     def constraint(self, op: Operation) -> str:
         """A constraint or a type, with the call if its function has several."""
@@ -483,8 +554,10 @@ class _Words:
         target = result.dimension(axis) if result is not None else None
         asks = 'drops it' if target is None else f'has it on axis {target}'
         if c.kind == REDUCE:
-            sides = dict.fromkeys(self.has(values[i], axis) for i in sorted((c.position, *c.others)))
-            return f'{" and ".join(sides)}; {what} sums over that axis'
+            sides = dict.fromkeys(
+                self.has(values[i], axis) for i in sorted((c.position, *c.others))
+            )
+            return f'{" and ".join(sides)}; {what} {_reduces(op)} that axis'
         if c.kind == WHOLE:
             return f'{has}; {what} needs that axis unsharded'
         if c.kind == MOVED:
@@ -516,3 +589,8 @@ class _Words:
                 if user.kind == PROGRAM_RESULT and user.results[0].axes:
                     return f': out_shardings of {user.results[0].name} drop it'
         return ''
+
+
+def _reduces(op: Operation) -> str:
+    name = op.path.rpartition('/')[2]
+    return 'sums over' if op.kind != 'reduce' or name == 'reduce_sum' else 'reduces'

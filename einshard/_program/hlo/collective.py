@@ -75,9 +75,9 @@ class Collective:
         cause: 'requested' if it comes from a constraint, or from a collective in a `shard_map`;
             'inserted' if the compiler added it; and 'unknown' in other cases, because XLA may have
             dropped the name of a constraint.
-        is_spmd_generated: whether XLA marks it as made by its partitioner, also for a constraint that
-            the user wrote. The mark is missing on collectives in a `shard_map`, and XLA loses it when
-            it combines some asynchronous ones for TPU.
+        is_spmd_generated: whether XLA marks it as made by its partitioner, also for a constraint
+            that the user wrote. The mark is missing on collectives in a `shard_map`, on all with
+            JAX 0.10, and on some asynchronous ones that XLA combines for TPU.
         nodes: its operations in the graph of the program: several if a computation that contains it
             is called several times, and for a collective matmul. Empty in a `Report`.
     """

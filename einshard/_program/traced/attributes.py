@@ -119,8 +119,8 @@ class Attributes:
             text = str(location)
             path = _PATH.match(text)
             frames = tuple(
-                Frame(_unescaped(file), int(line), int(column) + 1, *_end(line, end_line, end_column))
-                for file, line, column, end_line, end_column in _FRAME.findall(text)
+                Frame(_unescaped(file), int(line), int(column) + 1, *_end(line, *end))
+                for file, line, column, *end in _FRAME.findall(text)
             )
             found = self._locations[key] = (_unescaped(path[1]) if path else ''), frames
         return found

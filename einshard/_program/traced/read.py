@@ -229,9 +229,7 @@ class _Reader:
             given = Value(value.shape, value.dtype)
             add(MANUAL_IN, i, value, given, shardy.IN_SHARDINGS)
             self._add(Operation(SHARD, path, frames, [given], [self._value(argument)]))
-        for i, (value, result) in enumerate(
-            zip(self._block(block, here), op.results, strict=True)
-        ):
+        for i, (value, result) in enumerate(zip(self._block(block, here), op.results, strict=True)):
             made, given = self._value(result), Value(*self._read.type(result.type))
             self._add(Operation(SHARD, path, frames, [value], [given]))
             add(MANUAL_OUT, i, given, made, shardy.OUT_SHARDINGS)
