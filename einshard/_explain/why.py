@@ -12,11 +12,10 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations
 from math import prod
 
 from .._program.hlo.collective import KINDS, PERMUTE, Collective
-from .._program.hlo.queries import strip
+from .._program.hlo.queries import MOVES, strip
 from .._program.traced.conflicts import (
     DISAGREE,
     DROPPED,
@@ -48,7 +47,6 @@ from .._program.traced.program import (
     Operation,
     Program,
     Value,
-    axis_names,
     name_of,
 )
 from .._program.traced.program import RESULT as PROGRAM_RESULT
@@ -62,7 +60,8 @@ _RESOLVED_BY = {
     'all-reduce': (REDUCE, WHOLE, DROPPED, MOVED, DISAGREE),
     'reduce-scatter': (REDUCE,),
     'all-to-all': (DISAGREE, DROPPED, WHOLE, MOVED),
-    PERMUTE: (MOVED, DISAGREE, DROPPED, WHOLE),
+    # XLA may exchange the terms of a sum before it reduces along another axis
+    PERMUTE: (MOVED, DISAGREE, DROPPED, WHOLE, REDUCE),
     'ragged-all-to-all': (DISAGREE, MOVED, WHOLE),
     'collective-broadcast': (DROPPED, DISAGREE),
 }
@@ -224,7 +223,7 @@ class _Why:
         return found
 
     def reason(self, row: Collective) -> Reason:
-        names = tuple(full_names(row.op_name))
+        names = tuple(full_names(row.op_name or _name_of_operand(row)))
         if not row.is_spmd_generated:
             written = [op for n in names for op in self._at_path(n) if op.kind in _WRITTEN]
             if written or row.kind == 'custom-call':
@@ -237,10 +236,10 @@ class _Why:
             axes = sorted(row.mesh_axes) or list(self.program.mesh)
             best = [c for a in axes if (c := self._best(row, names, a, sizes)) is not None]
             if not best:
-                # XLA may gather along one axis of a value to change where another is
+                # XLA may communicate along one axis to change where another is
                 rest = [a for a in self.program.mesh if a not in axes]
                 fits = (self._best(row, names, a, sizes) for a in rest)
-                best = [c for c in fits if c and {*axes} & {*axis_names(c.value)}][:1]
+                best = [c for c in fits if c is not None][:1]
             self.used.update(best)
             found += best
         if not found:
@@ -302,7 +301,7 @@ class _Why:
                 )
                 for op, at in self._near(row, names).items()
                 for c in self.conflicts(op, axis)
-                if c.kind in kinds
+                if c.kind in kinds and _resolves(row.kind, c)
             ]
         return self.known[key]
 
@@ -355,7 +354,9 @@ class _Why:
                 computed = strip(operand)
                 kind = _HLO_KINDS.get(computed.opcode, computed.opcode.replace('-', '_'))
                 ops = self.program.by_path.get(computed.op.op_name, ()) if kind in _KEPT else ()
-                possible = [_sizes(self.program, op.results[0]) for op in ops if op.kind == kind]
+                possible = [
+                    self.program.possible_sizes(op.results[0]) for op in ops if op.kind == kind
+                ]
                 size = prod(computed.array.shape)
                 if possible and not any(size in sizes for sizes in possible):
                     same = [op for op in ops if op.kind == kind]
@@ -366,6 +367,12 @@ class _Why:
                         f'each device, and Shardy propagates {" or ".join(texts)}'
                     )
         return None
+
+
+def _name_of_operand(row: Collective) -> str:
+    """Returns the JAX operation that computes what a collective without a name sends, or ''."""
+    sent = (strip(operand, MOVES) for node in row.nodes for operand in node.inputs)
+    return next((node.op.op_name for node in sent if node.op.op_name), '')
 
 
 _MAX_PARTS = 3  # that are said of a combined collective
@@ -386,6 +393,12 @@ def _sizes_of(row: Collective) -> list[frozenset[int]]:
     return [frozenset[int]().union(*pairs)]
 
 
+def _resolves(kind: str, c: Conflict) -> bool:
+    """Whether a collective may resolve a conflict of a kind that it resolves."""
+    # XLA gathers what each device found of an argmax; it sums up everything else
+    return kind != 'all-gather' or c.kind != REDUCE or len(c.operation.results) > 1
+
+
 def _possible_sizes(program: Program, kind: str, c: Conflict) -> frozenset[int]:
     """The sizes of collectives that may resolve a conflict.
 
@@ -393,18 +406,11 @@ def _possible_sizes(program: Program, kind: str, c: Conflict) -> frozenset[int]:
     gone already, or still be there.
     """
     if c.kind == REDUCE:
-        sizes = frozenset[int]().union(*(_sizes(program, r) for r in c.operation.results))
-        if kind == 'all-gather':  # of what each device found, as for an argmax
+        sizes = frozenset[int]().union(*(program.possible_sizes(r) for r in c.operation.results))
+        if kind == 'all-gather':
             sizes = frozenset(n * program.mesh[name_of(c.axis)] for n in sizes)
         return sizes
-    return _sizes(program, c.value)
-
-
-def _sizes(program: Program, value: Value) -> frozenset[int]:
-    """The sizes of a device's shard of a value if any of its mesh axes are gone."""
-    names = axis_names(value)
-    subsets = chain.from_iterable(combinations(names, n) for n in range(len(names) + 1))
-    return frozenset(program.local_size(value, without) for without in subsets)
+    return program.possible_sizes(c.value)
 
 
 def _users(value: Value) -> list[Operation]:
@@ -432,8 +438,17 @@ def _producers(value: Value) -> list[Operation]:
 
 def _is_requested(c: Conflict) -> bool:
     """Whether the user asked for the communication of a conflict: for another placement."""
-    asked = (CONSTRAINT, PROGRAM_RESULT, MANUAL_IN, MANUAL_OUT)
-    return c.kind in (DROPPED, DISAGREE) and c.operation.kind in asked
+    if c.kind not in (DROPPED, DISAGREE):
+        return False
+    if c.operation.kind in (CONSTRAINT, PROGRAM_RESULT, MANUAL_IN, MANUAL_OUT):
+        return True
+    # Shardy hands the sharding of a constraint to the value that it constrains
+    constrained = (c.operation.values[i] for i in c.others if i >= len(c.operation.operands))
+    return any(
+        value.shape == c.value.shape
+        and any(is_asked(user) or user.kind == PROGRAM_RESULT for user, _ in value.users)
+        for value in constrained
+    )
 
 
 def full_names(op_name: str) -> list[str]:

@@ -106,7 +106,7 @@ class Conflicts:
             )
             if clashes:
                 found.append(Conflict(DISAGREE, op, axis, i, gathered, clashes))
-            elif lost and (op.kind != RESULT or values[lost[0]].axes):
+            elif lost and mine not in rule.whole and (op.kind != RESULT or values[lost[0]].axes):
                 # a result without out_shardings has no axes: it takes those of the value
                 found.append(Conflict(DROPPED, op, axis, i, gathered, lost))
         return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, combinations
 from math import prod
 from typing import NamedTuple, TypeAlias
 
@@ -97,9 +98,11 @@ class Value:
     replicated: tuple[Axis, ...] = ()
     unreduced: tuple[Axis, ...] = ()
     origin_names: dict[Axis, str] = field(default_factory=dict[Axis, str])
-    producer: Operation | None = None
+    producer: Operation | None = field(default=None, repr=False)
     index: int = 0
-    users: list[tuple[Operation, int]] = field(default_factory=list['tuple[Operation, int]'])
+    users: list[tuple[Operation, int]] = field(
+        default_factory=list['tuple[Operation, int]'], repr=False
+    )
     argument: int | None = None
     result: int | None = None
     name: str = ''
@@ -179,9 +182,12 @@ class Program:
     mesh: dict[str, int]
     arguments: list[Value]
     results: list[Value]
-    operations: list[Operation]
+    operations: list[Operation] = field(repr=False)
     constraints: dict[str, Operation] = field(default_factory=dict[str, Operation])
     manual: dict[str, Operation] = field(default_factory=dict[str, Operation])
+    _sizes: dict[tuple[tuple[int, ...], Axes], frozenset[int]] = field(
+        default_factory=dict[tuple[tuple[int, ...], Axes], frozenset[int]], repr=False
+    )
 
     @functools.cached_property
     def by_path(self) -> dict[str, list[Operation]]:
@@ -214,6 +220,15 @@ class Program:
             -(-n // prod(self.size(a) for a in axes if name_of(a) not in without))
             for n, axes in zip(value.shape, value.axes, strict=True)
         )
+
+    def possible_sizes(self, value: Value) -> frozenset[int]:
+        """The sizes of a device's shard of a value if any of its mesh axes are gone."""
+        key = value.shape, value.axes  # the same in all unrolled layers
+        if key not in self._sizes:
+            names = axis_names(value)
+            subsets = chain.from_iterable(combinations(names, n) for n in range(len(names) + 1))
+            self._sizes[key] = frozenset(self.local_size(value, gone) for gone in subsets)
+        return self._sizes[key]
 
     def local_size(self, value: Value, without: Collection[str] = ()) -> int:
         return prod(self.local_shape(value, without))
