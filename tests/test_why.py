@@ -83,7 +83,7 @@ def mistake(*arguments, names, says, kind, cause='inserted', **options):
 
 
 @mistake(
-    X, struct((64, 128), 'data'), names=('x', 'w'), says='w has data on axis 0', kind='all-gather'
+    X, struct((64, 128), 'data'), names=('x', 'w'), says='w has data on axis 0', kind='all-reduce'
 )
 def weight_on_the_axis_of_the_batch(x, w):
     return jnp.tanh(x @ w)

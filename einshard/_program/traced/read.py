@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from . import shardy
 from .attributes import Attributes
 from .program import (
     BARRIER,
@@ -21,6 +20,20 @@ from .program import (
     Operation,
     Program,
     Value,
+)
+from .shardy import (
+    ADDED,
+    EDGE_SHARDING,
+    EDGES,
+    IN_SHARDINGS,
+    ORIGIN_NAME,
+    ORIGINS,
+    OUT_SHARDINGS,
+    REPLACED,
+    RULE,
+    SHARDING,
+    Op,
+    propagated,
 )
 
 
@@ -39,9 +52,9 @@ def read_program(module: Any, names: Mapping[int, str] | None = None) -> Program
         names: the user's names of arguments, by their number among those that the program keeps.
 
     Raises:
-        shardy.NotPropagated: if Shardy cannot read it.
+        NotPropagated: if Shardy cannot read it.
     """
-    with shardy.propagated(module) as copy:
+    with propagated(module) as copy:
         return _Reader(names or {}).read(copy)
 
 
@@ -67,7 +80,7 @@ class _Reader:
         }
         self.program = Program({}, [], [], [])
 
-    def read(self, module: shardy.Op) -> Program:
+    def read(self, module: Op) -> Program:
         for view in module.regions[0].blocks[0].operations:
             op = view.operation
             if op.name == 'sdy.mesh':
@@ -76,7 +89,7 @@ class _Reader:
                 self._main(op)
         return self.program
 
-    def _main(self, function: shardy.Op) -> None:
+    def _main(self, function: Op) -> None:
         program, block = self.program, function.regions[0].blocks[0]
         given = _attributes_of_each(function, 'arg_attrs')
         for i, argument in enumerate(block.arguments):
@@ -85,7 +98,7 @@ class _Reader:
             value.path = self._read.location(argument.location)[0]
             value.name = self._names.get(i) or value.path or f'argument {i}'
             if given:
-                self._annotate(value, given[i], shardy.SHARDING)
+                self._annotate(value, given[i], SHARDING)
             program.arguments.append(value)
         outputs = self._block(block, _Outside())
         given = _attributes_of_each(function, 'res_attrs')
@@ -96,9 +109,9 @@ class _Reader:
             path, frames = (source.path, source.frames) if source else ('', ())
             op = self._add(Operation(RESULT, path, frames, [value], [result]))
             if given:
-                self._annotate(result, given[i], shardy.SHARDING)
-                if shardy.EDGES in given[i]:
-                    op.edges = self._read.edges(given[i][shardy.EDGES], 1)
+                self._annotate(result, given[i], SHARDING)
+                if EDGES in given[i]:
+                    op.edges = self._read.edges(given[i][EDGES], 1)
                 if 'jax.result_info' in given[i]:
                     result.name = given[i]['jax.result_info'].value
             program.results.append(result)
@@ -111,8 +124,8 @@ class _Reader:
         if key in attributes:
             [sharding] = self._read.shardings(attributes[key])
             value.axes, value.replicated, value.unreduced = sharding
-        if shardy.ORIGINS in attributes:
-            value.origin_names = self._read.origins(attributes[shardy.ORIGINS])[0]
+        if ORIGINS in attributes:
+            value.origin_names = self._read.origins(attributes[ORIGINS])[0]
 
     def _add(self, op: Operation) -> Operation:
         self.program.operations.append(op)
@@ -136,12 +149,12 @@ class _Reader:
                 # The shardings of carried values and of arguments and results of calls are not at
                 # the loop or call, but at an operation that takes their place.
                 value = values[op.results[0]] = operands[0]
-                self._annotate(value, attributes, shardy.EDGE_SHARDING)
-                if value.producer is not None and shardy.EDGES in attributes:
+                self._annotate(value, attributes, EDGE_SHARDING)
+                if value.producer is not None and EDGES in attributes:
                     n_operands = len(value.producer.operands)
-                    value.producer.edges = read.edges(attributes[shardy.EDGES], n_operands)
+                    value.producer.edges = read.edges(attributes[EDGES], n_operands)
                 continue
-            if shardy.ADDED in attributes:
+            if ADDED in attributes:
                 values[op.results[0]] = operands[0]
                 continue
             path, frames = read.location(op.location)
@@ -156,23 +169,23 @@ class _Reader:
                 for value, result in zip(operands, results, strict=True):
                     self._add(Operation(BARRIER, path, frames, [value], [result]))
                 continue
-            if shardy.REPLACED in attributes:
-                kind = attributes[shardy.REPLACED].value.rpartition('.')[2]
+            if REPLACED in attributes:
+                kind = attributes[REPLACED].value.rpartition('.')[2]
             made = Operation(kind, path, frames, operands, results)
-            if shardy.RULE in attributes:
-                made.rule = read.rule(attributes[shardy.RULE])
-            if shardy.EDGES in attributes:
-                made.edges = read.edges(attributes[shardy.EDGES], len(operands))
+            if RULE in attributes:
+                made.rule = read.rule(attributes[RULE])
+            if EDGES in attributes:
+                made.edges = read.edges(attributes[EDGES], len(operands))
             if kind == CONSTRAINT:
-                self._annotate(results[0], attributes, shardy.EDGE_SHARDING)
-                if shardy.ORIGIN_NAME in attributes:
-                    self.program.constraints[attributes[shardy.ORIGIN_NAME].value] = made
-            elif shardy.SHARDING in attributes:
-                shardings = read.shardings(attributes[shardy.SHARDING])
+                self._annotate(results[0], attributes, EDGE_SHARDING)
+                if ORIGIN_NAME in attributes:
+                    self.program.constraints[attributes[ORIGIN_NAME].value] = made
+            elif SHARDING in attributes:
+                shardings = read.shardings(attributes[SHARDING])
                 for value, sharding in zip(results, shardings, strict=True):
                     value.axes, value.replicated, value.unreduced = sharding
-                if shardy.ORIGINS in attributes:
-                    origins = read.origins(attributes[shardy.ORIGINS])
+                if ORIGINS in attributes:
+                    origins = read.origins(attributes[ORIGINS])
                     for value, names in zip(results, origins, strict=True):
                         value.origin_names = names
             self._add(made)
@@ -180,9 +193,7 @@ class _Reader:
 
     # --- operations with regions: what they pass on, one operation for each value -----------------
 
-    def _while(
-        self, op: shardy.Op, operands: list[Value], outside: _Outside, here: _Outside
-    ) -> None:
+    def _while(self, op: Op, operands: list[Value], outside: _Outside, here: _Outside) -> None:
         carried = [self._value(v) for v in op.results]
         ends: list[Value] = []
         for region in op.regions:  # the condition, then the body
@@ -193,29 +204,23 @@ class _Reader:
         for first, last, value in zip(operands, ends, carried, strict=True):
             self._add(Operation(LOOP, here.path, here.frames, [first, last], [value]))
 
-    def _case(
-        self, op: shardy.Op, operands: list[Value], outside: _Outside, here: _Outside
-    ) -> None:
+    def _case(self, op: Op, operands: list[Value], outside: _Outside, here: _Outside) -> None:
         ends = [self._block(region.blocks[0], outside) for region in op.regions]
         for each, result in zip(zip(*ends, strict=True), op.results, strict=True):
             value = self._value(result)
             self._add(Operation(BRANCH, here.path, here.frames, [*each], [value]))
 
-    def _call(
-        self, op: shardy.Op, operands: list[Value], outside: _Outside, here: _Outside
-    ) -> None:
+    def _call(self, op: Op, operands: list[Value], outside: _Outside, here: _Outside) -> None:
         block = op.regions[0].blocks[0]
         for value, argument in zip(operands, block.arguments, strict=True):
             self._add(Operation(CALL, here.path, here.frames, [value], [self._value(argument)]))
         for value, result in zip(self._block(block, here), op.results, strict=True):
             self._add(Operation(CALL, here.path, here.frames, [value], [self._value(result)]))
 
-    def _manual(
-        self, op: shardy.Op, operands: list[Value], outside: _Outside, here: _Outside
-    ) -> None:
+    def _manual(self, op: Op, operands: list[Value], outside: _Outside, here: _Outside) -> None:
         block, attributes = op.regions[0].blocks[0], op.attributes
         path, frames = here
-        name = attributes[shardy.ORIGIN_NAME].value if shardy.ORIGIN_NAME in attributes else ''
+        name = attributes[ORIGIN_NAME].value if ORIGIN_NAME in attributes else ''
 
         def add(kind: str, i: int, value: Value, given: Value, key: str) -> None:
             sharding = self._read.shardings(attributes[key])[i]
@@ -227,15 +232,15 @@ class _Reader:
 
         for i, (value, argument) in enumerate(zip(operands, block.arguments, strict=True)):
             given = Value(value.shape, value.dtype)
-            add(MANUAL_IN, i, value, given, shardy.IN_SHARDINGS)
+            add(MANUAL_IN, i, value, given, IN_SHARDINGS)
             self._add(Operation(SHARD, path, frames, [given], [self._value(argument)]))
         for i, (value, result) in enumerate(zip(self._block(block, here), op.results, strict=True)):
             made, given = self._value(result), Value(*self._read.type(result.type))
             self._add(Operation(SHARD, path, frames, [value], [given]))
-            add(MANUAL_OUT, i, given, made, shardy.OUT_SHARDINGS)
+            add(MANUAL_OUT, i, given, made, OUT_SHARDINGS)
             given.axes = made.axes
 
 
-def _attributes_of_each(function: shardy.Op, key: str) -> Sequence[Any]:
+def _attributes_of_each(function: Op, key: str) -> Sequence[Any]:
     """Returns the attributes of each argument or result, or nothing if none has any."""
     return list(function.attributes[key]) if key in function.attributes else ()
