@@ -243,7 +243,8 @@ class _Finder:
 
     def is_spmd_generated(self, node: Node) -> bool:
         """Whether an instruction, or an operation around it, has the partitioner's mark."""
-        return any(_GENERATED in op.attributes for op in (node.op, *node.scope.calls))
+        around = (op for op in node.scope.calls if op.opcode not in ('while', 'conditional'))
+        return any(_GENERATED in op.attributes for op in (node.op, *around))
 
     def phase(self, node: Node) -> str:
         """Returns the phase of the fusions that contain a node, or ''."""
