@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from .._display import Display
 from .._page import Column, Page, Section
@@ -30,15 +32,16 @@ class Collectives(Display, tuple[Collective, ...]):
         """Bytes that a device sends in one run, by kind. Custom calls do not count."""
         return self.bytes_by('kind')
 
-    def bytes_by(self, field: str) -> dict[str, int]:
-        """Bytes that a device sends in one run, by a field of the rows, most bytes first.
+    def bytes_by(self, *fields: str) -> dict[Any, int]:
+        """Bytes that a device sends in one run, by fields of the rows, most bytes first.
 
-        `field` is, for example, 'kind', 'along', 'role' or 'source'. Custom calls do not count.
+        A field is, for example, 'kind', 'along', 'role' or 'source'. With several, the keys are
+        tuples. Custom calls do not count.
         """
-        total: Counter[str] = Counter()
+        total: Counter[Any] = Counter()
         for row in self:
             if row.network_bytes is not None:
-                total[getattr(row, field)] += row.total_bytes
+                total[operator.attrgetter(*fields)(row)] += row.total_bytes
         return dict(total.most_common())
 
     def _page(self) -> Page:

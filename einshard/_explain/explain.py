@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,26 +13,21 @@ from jax.stages import Compiled
 from .._errors import EinshardError, public
 from .._functions.promise import program_text
 from .._program.cost.chips import Chip, as_chip, find_chip
-from .._program.hlo.find_collectives import find_collectives
-from .._program.hlo.flops import product_rows
-from .._program.hlo.graph import Graph
-from .._program.hlo.groups import Groups
 from .._program.hlo.memory import read_memory
 from .._program.hlo.temporaries import largest_temporaries
 from .._program.hlo.text import Program
 from .._program.jaxpr.graph import flatten
-from .._sharding.collective_axes import along_text, find_sharded_by, mesh_axes_of
+from .._sharding.collective_axes import find_sharded_by
 from .._sharding.mesh import Device, MeshLike, is_canonical_mesh, position
 from .arrays import array_row, find_arguments, find_names, find_results, results_in_place
 from .collectives import Collectives
 from .findings.causes import with_causes
-from .findings.facts import Facts, common_mesh
+from .findings.facts import Facts
 from .findings.find import find_findings
 from .fixes.fixes import with_fixes
 from .intermediates import find_intermediates
 from .lowered import Stages, compiled_shardings, suggest_partial, trace_to_compile
 from .oversized import Oversized, compile_stages
-from .payloads import Payloads, find_named_lines
 from .report import Report
 
 
@@ -116,17 +110,18 @@ def explain_stages(
     tries: int = 0,
     seconds: float | None = None,
 ) -> Report:
-    facts = _read_program(stages, compile_stages(stages), chip, replicated_above)
+    facts = _read(stages, compile_stages(stages), chip, replicated_above)
     report = _make_report(facts, intermediates)
     return with_fixes(report, facts, tries, seconds) if tries else report
 
 
-def _read_program(
+def _read(
     stages: Stages, compiled: Compiled | Oversized, chip: Chip | None, replicated_above: int
 ) -> Facts:
-    graph = Graph(Program(program_text(stages.name or 'the program', compiled)))
+    text = program_text(stages.name or 'the program', compiled)
+    program = Program(text)
     argument_shardings, result_info = compiled_shardings(compiled)  # type: ignore[reportArgumentType]
-    names = find_names(stages, compiled, argument_shardings, graph.program)
+    names = find_names(stages, compiled, argument_shardings, program)
     arguments = find_arguments(stages, compiled, argument_shardings, names)
     results = find_results(stages, result_info, names)
     shardings = [array.sharding for array in (*arguments, *results)]
@@ -137,56 +132,32 @@ def _read_program(
     traced = None
     if stages.jaxpr is not None and len(devices) > 1:
         traced = flatten(stages.jaxpr, keep_unused=True)
-    outputs = _output_paths([a.path for a in results], inputs, graph)
-    payloads = Payloads(graph, inputs, outputs, find_named_lines(traced) if traced else {})
-    sharded_by = find_sharded_by(
-        (array.names, array.sharding)
-        for array in (*arguments, *results)
-        if array.names is not None and isinstance(array.sharding, NamedSharding)
-    )
-    mesh = common_mesh(meshes)
-
-    # 256 devices have long groups, which many collectives share
-    @functools.cache
-    def axes_of(groups: Groups) -> frozenset[str]:
-        axes = mesh_axes_of(groups, mesh) if groups and mesh is not None else None
-        return frozenset(axes or ())
-
-    @functools.cache
-    def along(groups: Groups, pairs: Groups) -> str:
-        return along_text(groups, pairs, meshes, sharded_by)  # type: ignore[reportArgumentType]
-
-    collectives = [
-        replace(
-            payloads.of(c),
-            along=along(c.device_groups, c.pairs),
-            mesh_axes=axes_of(c.device_groups),
-        )
-        for c in find_collectives(graph, [device.id for device in devices])
-    ]
     return Facts(
-        stages=stages,
-        compiled=compiled,
-        graph=graph,
-        traced=traced,
+        program=program,
         memory=read_memory(compiled, _memory_capacity(compiled, chip, devices[0])),
-        chip=chip,
         devices=devices,
         meshes=meshes,
+        chip=chip,
+        inputs=inputs,
+        outputs=_output_paths([a.path for a in results], inputs, program),
+        traced=traced,
+        sharded_by=find_sharded_by(
+            (array.names, array.sharding)
+            for array in (*arguments, *results)
+            if array.names is not None and isinstance(array.sharding, NamedSharding)
+        ),
+        stages=stages,
+        is_oversized=isinstance(compiled, Oversized),
         arguments=arguments,
         results=results,
         argument_rows=[array_row(array, meshes) for array in arguments],
         result_rows=[array_row(array, meshes) for array in results],
-        collectives=collectives,
-        roles=payloads.roles,
-        replaced={i: p for i, p in payloads.updated.items() if i < len(results)},
-        products=product_rows(graph),
         replicated_above=replicated_above,
     )
 
 
 def _make_report(facts: Facts, intermediates: bool) -> Report:
-    graph, chip = facts.graph, facts.chip
+    program, chip = facts.program, facts.chip
     intermediate_rows = None
     if intermediates:
         intermediate_rows = tuple(find_intermediates(facts.stages.lower(), facts.meshes))
@@ -197,7 +168,7 @@ def _make_report(facts: Facts, intermediates: bool) -> Report:
     )
     findings, notes = find_findings(facts)
     return Report(
-        name=facts.stages.name or graph.program.name or 'the program',
+        name=facts.stages.name or program.name or 'the program',
         n_devices=facts.n_devices,
         device_kind=facts.devices[0].device_kind,
         mesh=meshes[0] if meshes else (),
@@ -208,11 +179,11 @@ def _make_report(facts: Facts, intermediates: bool) -> Report:
         memory=facts.memory,
         flops=sum(row.flops for row in facts.products) or None,
         products=tuple(facts.products),
-        in_place=results_in_place(facts.argument_rows, facts.result_rows, graph.program),
+        in_place=results_in_place(facts.argument_rows, facts.result_rows, program),
         findings=findings,
         notes=notes,
         intermediates=intermediate_rows,
-        temporaries=largest_temporaries(graph),
+        temporaries=largest_temporaries(facts.graph),
         chip=chip.name if chip else None,
         bounds=facts.bounds,
         meshes=meshes,
@@ -237,14 +208,14 @@ def _devices(shardings: Sequence[Sharding | None]) -> list[Device]:
 
 
 def _output_paths(
-    results: Sequence[str], inputs: Sequence[tuple[str, str]], graph: Graph
+    results: Sequence[str], inputs: Sequence[tuple[str, str]], program: Program
 ) -> Mapping[int, str]:
     """Returns the path of each output, by number.
 
     An output after the results is the final value of a `jax.Ref`, and has the path of the Ref.
     """
     paths = dict(enumerate(results))
-    for output, parameter in graph.program.aliases.items():
+    for output, parameter in program.aliases.items():
         if output not in paths and parameter < len(inputs):
             paths[output] = inputs[parameter][0]
     return paths

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,21 +14,15 @@ import jax.tree_util as jtu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._errors import EinshardError
+from .._explain.collectives import Collectives
 from .._explain.explain import explain_stages
 from .._explain.lowered import Stages, trace_call
 from .._explain.partition import Compiled, Worker, check_flatbuffers, export
-from .._explain.payloads import Payloads
+from .._explain.reading import read_simulated
 from .._explain.report import Report
 from .._functions.bound_method import BoundMethod
 from .._functions.sharded_function import ShardedFunction
-from .._program.cost.bounds import NO_BOUNDS, find_bounds
 from .._program.cost.chips import Chip
-from .._program.hlo.find_collectives import find_collectives
-from .._program.hlo.flops import product_rows
-from .._program.hlo.graph import Graph
-from .._program.hlo.target_collectives import target_collectives
-from .._program.hlo.text import Program
-from .._sharding.collective_axes import along_text
 from .._sharding.mesh import partition_spec
 from .._trees.axis_names import MetadataNames
 from .._trees.paths import leaves_with_paths, path_text
@@ -78,9 +72,7 @@ class Function:
             bounds=report.bounds,
             memory=report.memory and report.memory.total,
             sent=report.collectives.bytes_by('along'),
-            sent_by=_sum_by_key(
-                ((row.kind, row.role), row.total_bytes) for row in report.collectives
-            ),
+            sent_by=report.collectives.bytes_by('kind', 'role'),
             counts=dict(report.collectives.counts),
         )
 
@@ -199,26 +191,24 @@ class _SentProgram:
     outputs: Mapping[int, str]
 
     def evaluate(self, compiled: Compiled, function: Function) -> Evaluation:
-        graph = Graph(Program(compiled.text))
         mesh = self.candidate.mesh_of(function.devices)
-        payloads = Payloads(graph, self.inputs, self.outputs)
-        collectives = [
-            replace(payloads.of(c), along=along_text(c.device_groups, c.pairs, [mesh], {}))
-            for c in target_collectives(graph, find_collectives(graph))
-        ]
-        bounds, chip = NO_BOUNDS, function.chip
-        if chip is not None:
-            products = product_rows(graph)
-            devices = list(mesh.devices.flat)
-            bounds = find_bounds(chip, devices, graph, products, collectives, is_cpu=True)
+        reading = read_simulated(
+            compiled,
+            devices=list(mesh.devices.flat),
+            meshes=[mesh],
+            chip=function.chip,
+            inputs=self.inputs,
+            outputs=self.outputs,
+        )
+        collectives = Collectives(reading.collectives)
         return Evaluation(
             self.candidate,
             'partitioner',
-            bounds=bounds,
+            bounds=reading.bounds,
             memory=compiled.memory and compiled.memory.total,
-            sent=_sum_by_key((c.along, c.total_bytes) for c in collectives),
-            sent_by=_sum_by_key(((c.kind, c.role), c.total_bytes) for c in collectives),
-            counts=Counter(c.kind for c in collectives),
+            sent=collectives.bytes_by('along'),
+            sent_by=collectives.bytes_by('kind', 'role'),
+            counts=collectives.counts,
         )
 
 
@@ -236,10 +226,3 @@ def _sent_program(candidate: Candidate, stages: Stages, kept: Sequence[int]) -> 
 
 def _failed(candidate: Candidate, costs_from: CostSource, error: str) -> Evaluation:
     return Evaluation(candidate, costs_from, error=error.strip().partition('\n')[0])
-
-
-def _sum_by_key(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
-    total: Counter[Any] = Counter()
-    for key, n_bytes in pairs:
-        total[key] += n_bytes
-    return dict(total.most_common())

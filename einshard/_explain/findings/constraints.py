@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from jax.sharding import AxisType, NamedSharding, Sharding
 
-from ..._program.jaxpr.graph import inner_jaxprs
+from ..._program.jaxpr.graph import Program
 from ..._sharding.describe import describe_named
 from ..._text import first_of
 from ..report_rows import Finding
@@ -45,14 +45,13 @@ def _no_effect(facts: Facts) -> Iterator[tuple[Finding, bool]]:
     line has an effect. `is_repeated` says whether the constrained value already has the sharding of
     the constraint.
     """
-    if facts.stages.jaxpr is None:
+    if facts.traced is None:
         return
-    jaxpr = facts.stages.jaxpr
     specified = _arguments_with_sharding(facts)
-    pairs = enumerate(zip(jaxpr.invars, facts.arguments, strict=False))
-    shardings = {id(v): array.sharding for i, (v, array) in pairs if i in specified}
+    pairs = enumerate(zip(facts.traced.arguments, facts.arguments, strict=False))
+    shardings = {v: array.sharding for i, (v, array) in pairs if i in specified and v is not None}
     by_stack: dict[_Stack, list[str | None]] = {}
-    for stack, reason in _constraints(jaxpr, shardings):
+    for stack, reason in _constraints(facts.traced, shardings):
         by_stack.setdefault(stack, []).append(reason)
     unused: list[_Stack] = []
     others: dict[str, list[_Stack]] = {}
@@ -95,43 +94,44 @@ def _line_of_unused(stack: _Stack, others: Sequence[_Stack]) -> str:
     return user_line(stack[n_same:])
 
 
-def _constraints(jaxpr: Any, shardings: dict[int, Any]) -> Iterator[tuple[_Stack, str | None]]:
+def _constraints(traced: Program, shardings: dict[int, Any]) -> Iterator[tuple[_Stack, str | None]]:
     """Yields (stack, reason) for each constraint without effect, and (stack, None) for others.
 
-    Also yields each `jax.device_put` without effect, and searches nested jaxprs. `shardings` has
-    the shardings of the inputs, by the id of the variable, because literals have no hash; this
-    function adds those of constrained values.
+    Also yields each `jax.device_put` without effect. `shardings` has those of arguments, by the
+    index of the value; this function adds those of constrained values.
     """
-    used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
-    used |= {id(v) for v in jaxpr.outvars}
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name == 'sharding_constraint':
-            sharding, result = eqn.params['sharding'], eqn.outvars[0]
-            before = shardings.get(id(eqn.invars[0]))
-            reason = None
-            if id(result) not in used:
-                reason = _RESULT_UNUSED
-            elif before is not None and _are_equal(before, sharding, result.aval.ndim):
-                text = sharding
-                if isinstance(sharding, NamedSharding):
-                    text = describe_named(sharding, result.aval.ndim)
-                reason = f"the value is already '{text}', so this constraint has no effect"
-            shardings[id(result)] = sharding
-            yield stack_of(eqn), reason
-        elif name == 'reshard':
-            axis_types, stack = {*eqn.params['dst_sharding'].mesh.axis_types}, stack_of(eqn)
-            # reshards of JAX have no stack; on meshes with Auto axes, einshard also constrains
-            if axis_types == {AxisType.Explicit} and stack:
-                yield stack, None if id(eqn.outvars[0]) in used else _RESULT_UNUSED
-        elif name == 'device_put':
-            targets = [s for s in eqn.params['devices'] if isinstance(s, NamedSharding)]
-            pairs = zip(eqn.invars, eqn.outvars, strict=True)
+    used = {v for op in traced.ops for v in op.arrays_in}
+    used.update(v for v in traced.results if v is not None)
+    for op in traced.ops:
+        if op.primitive not in ('sharding_constraint', 'reshard', 'device_put'):
+            continue
+        params, stack = op.eqn.params, stack_of(op.eqn)
+        if op.primitive == 'device_put':
+            targets = [s for s in params['devices'] if isinstance(s, NamedSharding)]
+            pairs = zip(op.eqn.invars, op.eqn.outvars, strict=True)
             is_moved = any(v.aval.memory_space != new.aval.memory_space for v, new in pairs)
             if targets and not is_moved and all(map(_has_no_effect_in_jit, targets)):
-                yield stack_of(eqn), _DEVICE_PUT
-        for inner in inner_jaxprs(eqn.params.values()):
-            yield from _constraints(inner, {})
+                yield stack, _DEVICE_PUT
+            continue
+        before, result = op.ins[0], op.outs[0]
+        if before is None or result is None:  # a scalar
+            continue
+        is_unused = result not in used
+        if op.primitive == 'reshard':
+            # reshards of JAX have no stack; on meshes with Auto axes, einshard also constrains
+            if {*params['dst_sharding'].mesh.axis_types} == {AxisType.Explicit} and stack:
+                yield stack, _RESULT_UNUSED if is_unused else None
+            continue
+        sharding, ndim, reason = params['sharding'], len(traced.values[result].shape), None
+        if is_unused:
+            reason = _RESULT_UNUSED
+        elif before in shardings and _are_equal(shardings[before], sharding, ndim):
+            text = sharding
+            if isinstance(sharding, NamedSharding):
+                text = describe_named(sharding, ndim)
+            reason = f"the value is already '{text}', so this constraint has no effect"
+        shardings[result] = sharding
+        yield stack, reason
 
 
 def _are_equal(before: Sharding, sharding: Sharding, ndim: int) -> bool:

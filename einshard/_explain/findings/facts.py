@@ -1,4 +1,4 @@
-"""The data about a program that all diagnoses share, computed once."""
+"""The program that a report is about, and what its diagnoses share."""
 
 from __future__ import annotations
 
@@ -9,22 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jax.sharding import AxisType
-from jax.stages import Compiled
 
-from ..._program.cost.bounds import NO_BOUNDS, Bounds, find_bounds
-from ..._program.cost.chips import Chip
 from ..._program.hlo.collective import Collective
-from ..._program.hlo.flops import ProductRow
-from ..._program.hlo.graph import Graph
-from ..._program.hlo.memory import Memory
-from ..._program.hlo.slices import Gather, Reshard, find_gather, find_reshards
+from ..._program.hlo.slices import Gather, find_gather
 from ..._program.hlo.sources import is_user_file
-from ..._program.jaxpr.graph import Program
 from ..._sharding.collective_axes import mesh_axes_between, pairs_of_groups
-from ..._sharding.mesh import AnyMesh, Device
 from ..arrays import ProgramArray
 from ..lowered import Stages
-from ..oversized import Oversized
+from ..reading import Reading
 from ..report_rows import ArrayRow, Finding
 from .trace import Trace, argument_values, read_trace
 from .values import Value
@@ -32,46 +24,24 @@ from .values import Value
 _MIN_FRACTION = 0.02  # of the bytes of all collectives; gradients of norm scales send less
 
 
-def common_mesh(meshes: Sequence[AnyMesh]) -> AnyMesh | None:
-    """Returns the only mesh, or None if there are several or it has one device."""
-    return meshes[0] if len(meshes) == 1 and meshes[0].size > 1 else None
-
-
-@dataclass(frozen=True)
-class Facts:
-    """A compiled program, read once for all diagnoses and the report.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Facts(Reading):
+    """The program of a report, and what diagnoses have found in it.
 
     Attributes:
-        traced: the function before partitioning. None if there is no jaxpr, as for a `Lowered` or
-            `Compiled`, or if there is only one device.
-        memory: None if unknown.
-        chip: None if unknown, as for CPUs.
-        devices: the devices of the program, in its order.
-        meshes: the meshes of the arguments and results.
+        is_oversized: whether the compiler refused the program, because it does not fit.
         arguments, results: the arrays, including unused ones.
         argument_rows, result_rows: the same arrays, as rows of the report.
-        roles: {parameter number: 'weights' (also optimizer states), 'cache' or 'activations'}.
-        replaced: {result number: the parameters that the result replaces in the next call}.
         replicated_above: the number of bytes above which a replicated array is noted.
         found: the findings so far.
     """
 
     stages: Stages
-    compiled: Compiled | Oversized
-    graph: Graph
-    traced: Program | None
-    memory: Memory | None
-    chip: Chip | None
-    devices: Sequence[Device]
-    meshes: Sequence[AnyMesh]
+    is_oversized: bool
     arguments: Sequence[ProgramArray]
     results: Sequence[ProgramArray]
     argument_rows: Sequence[ArrayRow]
     result_rows: Sequence[ArrayRow]
-    collectives: Sequence[Collective]
-    roles: Mapping[int, str]
-    replaced: Mapping[int, Sequence[int]]
-    products: Sequence[ProductRow]
     replicated_above: int
     found: list[Finding] = field(default_factory=list)
 
@@ -90,10 +60,6 @@ class Facts:
         return any(finding.kind in kinds for finding in self.found)
 
     @property
-    def n_devices(self) -> int:
-        return len(self.devices)
-
-    @property
     def platform(self) -> str:
         return self.devices[0].platform
 
@@ -108,9 +74,14 @@ class Facts:
         return [i for i, array in enumerate(self.arguments) if array.sharding is not None]
 
     @functools.cached_property
-    def inputs(self) -> Sequence[ProgramArray]:
+    def used(self) -> Sequence[ProgramArray]:
         """The arguments in `used_arguments`, indexed by parameter number."""
         return [self.arguments[i] for i in self.used_arguments]
+
+    @functools.cached_property
+    def replaced(self) -> Mapping[int, Sequence[int]]:
+        """{result number: the parameters that the result replaces in the next call}."""
+        return {i: p for i, p in self.payloads.updated.items() if i < len(self.results)}
 
     @functools.cached_property
     def is_training(self) -> bool:
@@ -122,14 +93,6 @@ class Facts:
         """The indices of the arguments that are weights or optimizer state. Empty in inference."""
         numbers = enumerate(self.used_arguments)
         return [i for n, i in numbers if self.is_training and self.roles.get(n) == 'weights']
-
-    @functools.cached_property
-    def mesh(self) -> AnyMesh | None:
-        """The mesh of all arguments and results.
-
-        None if they have no mesh or several meshes, or if the mesh has only one device.
-        """
-        return common_mesh(self.meshes)
 
     @functools.cached_property
     def trace(self) -> Trace | None:
@@ -169,21 +132,16 @@ class Facts:
     def gathers(self) -> Mapping[str, Gather]:
         """The all-gathers of one array, by the name of the collective.
 
-        Parameters after `inputs` are Refs that the function closes over, which have no path.
+        Parameters after `used` are Refs that the function closes over, which have no path.
         """
         found = {c.name: find_gather(self.graph, c) for c in self.collectives}
         return {
             name: replace(gather, parameter=None)
-            if gather.parameter is not None and gather.parameter >= len(self.inputs)
+            if gather.parameter is not None and gather.parameter >= len(self.used)
             else gather
             for name, gather in found.items()
             if gather is not None
         }
-
-    @functools.cached_property
-    def reshards(self) -> Mapping[str, Reshard]:
-        """The arrays that are gathered and then sliced, by the name of their first all-gather."""
-        return find_reshards(self.graph, self.collectives)
 
     @functools.cached_property
     def function_source(self) -> str | None:
@@ -198,13 +156,6 @@ class Facts:
         if not groups or self.mesh is None:
             return frozenset()
         return frozenset(mesh_axes_between(pairs_of_groups(groups), self.mesh))
-
-    @functools.cached_property
-    def bounds(self) -> Bounds:
-        """The lower bounds on the time of one run; empty if `chip` is None."""
-        if self.chip is None:
-            return NO_BOUNDS
-        return find_bounds(self.chip, self.devices, self.graph, self.products, self.collectives)
 
     @property
     def free_memory(self) -> float:

@@ -24,7 +24,7 @@ from ..report_rows import Finding
 from .expressions import expression_of
 from .facts import Facts
 from .lines import is_in_call
-from .trace import is_lookup, propagate
+from .trace import is_lookup
 from .values import Axis, Value
 
 # JAX operations along an axis that the partitioner gathers if it is sharded, in whole or in part
@@ -76,9 +76,9 @@ def gathered_operations(
     For each, the collectives, the operation, an operand and its axis that the mesh axes of the
     collectives shard, and the shardings of all values.
     """
-    if facts.traced is None or facts.mesh is None:
+    if facts.trace is None or facts.traced is None:
         return
-    values = propagate(facts.traced, facts.values, facts.mesh)
+    values = facts.trace.values
     large = [c for c in collectives if c.mesh_axes and c.total_bytes >= facts.min_bytes]
     words = {c.name: _words(c) for c in large}
     found = set[str]()

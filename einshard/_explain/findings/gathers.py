@@ -32,7 +32,7 @@ def fully_rematerialized(facts: Facts) -> Iterator[Finding]:
             continue
         gathers = [c for c in unexplained if {*c.nodes} & {*reshard.gathers}]
         parameter = facts.gathers[first.name].parameter
-        array = None if parameter is None else facts.inputs[parameter]
+        array = None if parameter is None else facts.used[parameter]
         # the line that asks for the slice, where the all-gather may have that of the array
         spans = [program.span(node.op) for node in reshard.slices]
         sources = [span.text for span in spans if span is not None]
@@ -120,7 +120,7 @@ def gathered_again(facts: Facts) -> Iterator[Finding]:
             continue
         what, parameter = str(repeated.gather.array), repeated.gather.parameter
         if parameter is not None:
-            what = f'{facts.inputs[parameter].path}, {what},'
+            what = f'{facts.used[parameter].path}, {what},'
         other_lines = ', '.join(map(short_source, repeated.lines[1:]))
         also = f', also at {other_lines}' if other_lines else ''
         text = f'{what} is {repeated.how_often}{also}'
@@ -184,7 +184,7 @@ def weights_gathered_again(facts: Facts) -> Iterator[Finding]:
     for repeated in _repeated_gathers(facts):
         if repeated.is_weight:
             parameter = repeated.gather.parameter
-            what = str(repeated.gather.array) if parameter is None else facts.inputs[parameter].path
+            what = str(repeated.gather.array) if parameter is None else facts.used[parameter].path
             groups.setdefault(repeated.how_often, []).append((what, repeated))
     for how_often, weights in groups.items():
         paths = first_of(fold_paths(what for what, _ in weights), 3)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from ..._functions.promise import allowed_text, counts_text, exceeding
 from ..._text import format_bytes
-from ..oversized import Oversized
 from ..report_rows import Finding
 from .facts import Facts
 
@@ -15,7 +14,7 @@ def does_not_fit(facts: Facts) -> Iterator[Finding]:
     memory = facts.memory
     if memory is None or memory.capacity is None:
         return
-    is_refused = isinstance(facts.compiled, Oversized)
+    is_refused = facts.is_oversized
     if is_refused or memory.total > memory.capacity:
         # the CPU backend computes bf16 in f32, so memory differs from that on the chip
         as_compiled = ', as compiled for a CPU' if facts.platform == 'cpu' else ''

@@ -10,7 +10,7 @@ from ..._text import format_bytes, format_flops, short_source
 from ..report_rows import Finding
 from .facts import Facts
 from .lines import line_of
-from .trace import PRODUCTS, propagate
+from .trace import PRODUCTS
 
 _MIN_SHARE = 0.05  # of the flops of a step
 _RESERVE = 0.1  # of the memory: buffers are padded, and fragment
@@ -23,9 +23,11 @@ def recomputed_products(facts: Facts) -> Iterator[Finding]:
     function is already split into a forward pass and one that recomputes.
     """
     memory, mesh = facts.memory, facts.mesh
-    if facts.traced is None or mesh is None or memory is None or memory.capacity is None:
+    if facts.trace is None or facts.traced is None or mesh is None:
         return
-    values = propagate(facts.traced, facts.values, mesh)
+    if memory is None or memory.capacity is None:
+        return
+    values = facts.trace.values
     compiled: Counter[str] = Counter()
     for row in facts.products:
         compiled[row.source or ''] += row.flops

@@ -58,8 +58,12 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The operations of a function, as far as diagnoses need them."""
+    """The operations of a function, as far as diagnoses need them.
 
+    `values` are the values of the function, by index.
+    """
+
+    values: Sequence[Value] = ()
     products: list[Product] = field(default_factory=list)  # in program order
     constraints: list[Constraint] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
@@ -73,7 +77,8 @@ _SLICES = ('split', 'slice', 'dynamic_slice')
 
 def read_trace(program: Program, arguments: Sequence[Value], mesh: AnyMesh) -> Trace:
     """Reads a function that is called with `arguments`."""
-    values, trace = propagate(program, arguments, mesh), Trace()
+    values = propagate(program, arguments, mesh)
+    trace = Trace(values)
     for op in program.ops:
         if op.primitive in PRODUCTS or is_lookup(op):
             trace.products.append(_product(op, values))

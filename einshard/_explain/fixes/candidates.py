@@ -235,7 +235,7 @@ class Candidates:
         by_path = {array.path: i for i, array in enumerate(self.facts.arguments)}
         gathered = [
             (by_path[path], c.name in cost.names)
-            for c in self.trial.collectives
+            for c in self.trial.reading.collectives
             if (c.kind, c.role, c.mesh_axes) == (cost.kind, cost.role, {*cost.mesh_axes})
             for path in c.of
             if path in by_path and (lines := self.weights.get(by_path[path]))
@@ -356,7 +356,9 @@ class Candidates:
 
     def _reshards(self, cost: Cost, moves: Moves) -> Iterator[Change]:
         """Moves a value through another placement, if that sends less."""
-        sent = sum(c.network_bytes or 0 for c in self.trial.collectives if c.name in cost.names)
+        sent = sum(
+            c.network_bytes or 0 for c in self.trial.reading.collectives if c.name in cost.names
+        )
         for moved in self._moved(cost):
             move = Move(moved.shape, *self._dtype(moved), moved.before, moved.after)
             if not (cost.reshard or moves.is_costly(move, sent)):
@@ -384,7 +386,7 @@ class Candidates:
         traced, reshard = self.trial.traced, cost.reshard
         lines, shape, compiled = {cost.line}, (), None
         if reshard is not None:
-            spans = (self.trial.graph.program.span(node.op) for node in reshard.slices)
+            spans = (self.trial.reading.graph.program.span(node.op) for node in reshard.slices)
             lines |= {span.text for span in spans if span is not None}
             shape = reshard.array.shape
             placements = before_and_after(reshard, [self.mesh]) or (None, None)

@@ -63,7 +63,7 @@ def find_costs(facts: Facts, trial: Trial) -> list[Cost]:
 def _sends(facts: Facts, trial: Trial) -> Iterator[Cost]:
     seconds = {bound.along: bound.seconds for bound in trial.bounds if bound.resource == 'network'}
     sent: dict[str, int] = defaultdict(int)
-    for c in trial.collectives:
+    for c in trial.reading.collectives:
         sent[c.along] += c.total_bytes
     lookups = [op for op in trial.traced.ops if op.primitive == 'gather' and op.site.frames]
     lines = {op.site.frames[0].source for op in lookups}
@@ -72,9 +72,11 @@ def _sends(facts: Facts, trial: Trial) -> Iterator[Cost]:
     paths = {facts.arguments[i].path for i in numbers if i is not None}
     assert facts.mesh is not None
     names = [str(name) for name in facts.mesh.axis_names]
-    reshard_of = {node: reshard for reshard in trial.reshards.values() for node in reshard.gathers}
+    reshard_of = {
+        node: reshard for reshard in trial.reading.reshards.values() for node in reshard.gathers
+    }
     groups: dict[tuple[Any, ...], list[Collective]] = defaultdict(list)
-    for c in trial.collectives:
+    for c in trial.reading.collectives:
         reshard = next((reshard_of[node] for node in c.nodes if node in reshard_of), None)
         # gathering weights that are sharded like the batch, and adding up their gradients, is what
         # data parallelism costs, except for the rows of a table, and layers that a loop runs over
@@ -113,7 +115,7 @@ def _repeats(facts: Facts, trial: Trial, hbm: Mapping[int, float]) -> Iterator[C
     assert mesh is not None
     compute = next((b.seconds for b in trial.bounds if b.resource == 'compute'), 0.0)
     compiled: dict[str, int] = defaultdict(int)
-    for row in trial.products:
+    for row in trial.reading.products:
         if row.source and not row.at_least:
             compiled[row.source] += row.flops
     total = sum(compiled.values())
@@ -184,8 +186,8 @@ def _hbm_seconds(facts: Facts, trial: Trial) -> dict[int, float]:
     largest = trial.bounds.largest
     if largest is None or largest.resource != 'HBM':
         return {}
-    per_byte = largest.seconds / min_hbm_bytes(trial.graph)
-    n_bytes = min_bytes_read(trial.graph)
+    per_byte = largest.seconds / min_hbm_bytes(trial.reading.graph)
+    n_bytes = min_bytes_read(trial.reading.graph)
     return {i: per_byte * n_bytes.get(n, 0) for n, i in enumerate(facts.used_arguments)}
 
 

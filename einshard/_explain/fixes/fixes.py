@@ -99,7 +99,7 @@ class Fixes:
         trial, edits = next(
             pair for pair in found if (1 - MIN_GAIN) * pair[0].figures.bound <= least
         )
-        self._pinned = as_tried(base.figures, trial.figures, trial.is_simulated)
+        self._pinned = as_tried(base.figures, trial.figures, trial.reading.is_simulated)
         self._pins = edits
 
     def report(self) -> Report:
@@ -149,9 +149,9 @@ class Fixes:
         explained = {name for finding in found for name in finding.explains}
         if self._search is not None and found:  # what the changes have made disappear
             explained |= {one.change.cost.line for one in self._search.accepted}
-            after = {c.source for c in self._search.current.collectives}
-            after |= {row.source for row in self._search.current.products}
-            before = {c.source or '' for c in self._search.base.collectives}
+            after = {c.source for c in self._search.current.reading.collectives}
+            after |= {row.source for row in self._search.current.reading.products}
+            before = {c.source or '' for c in self._search.base.reading.collectives}
             explained |= before - after
             left = self._repeats(self._search.current)
             rules = [
@@ -161,7 +161,7 @@ class Fixes:
                 or rule.source in left
                 or rule.source not in self._repeats(self._search.base)
             ]
-        is_left = self._search is None or bool(self._search.current.reshards)
+        is_left = self._search is None or bool(self._search.current.reading.reshards)
         findings, notes = [*found], list[Finding]()
         for finding in rules:
             if finding.kind in _PINNED:
@@ -216,7 +216,7 @@ class Fixes:
         change, source, n_bytes = accepted.change, cost.line or None, cost.bytes
         if cost.reshard is not None:
             text = reshard_text(cost.reshard, self._facts.meshes)
-        if accepted.trial.is_simulated and not cost.n_repeats:
+        if accepted.trial.reading.is_simulated and not cost.n_repeats:
             text += ' (on simulated CPUs)'
         lines = {cost.line, *(point.span.source for point in change.points)}
         moved = change.edits.paths(self._facts)

@@ -10,6 +10,7 @@ from math import prod
 from typing import NamedTuple, TypeAlias
 
 from ..._errors import EinshardError
+from ..reading import read_simulated
 from .trials import compile_in_worker
 
 # the mesh axes of each array axis
@@ -89,13 +90,13 @@ class Moves:
             'placements': (move.before, *through, move.after),
         }
         try:
-            _, collectives, _ = compile_in_worker(prod(self.sizes.values()), request)
+            compiled = compile_in_worker(prod(self.sizes.values()), request)
         except EinshardError:  # the process has ended
             self._n_ended += 1
             return None
         except ValueError:
             return None
-        return sum(c.total_bytes for c in collectives)
+        return sum(c.total_bytes for c in read_simulated(compiled).collectives)
 
     def _placements(self, move: Move) -> Iterator[Entries]:
         """Yields placements on the way, those that change the fewest mesh axes first."""

@@ -132,7 +132,7 @@ class Search:
                 if first is not None and after.bound > (1 - _MIN_BETTER) * first.tried.bound:
                     continue
                 if best is None or after.bound < best.tried.bound:
-                    tried = as_tried(before, after, trial.is_simulated)
+                    tried = as_tried(before, after, trial.reading.is_simulated)
                     best = Accepted(change, tried, trial)
                 # it has removed most of the cost
                 if before.bound - after.bound > 0.6 * cost.seconds:

@@ -12,28 +12,18 @@ from typing import Any
 
 from jax.sharding import NamedSharding, Sharding
 
-from ..._functions.promise import program_text
-from ..._program.cost.bounds import Bounds, find_bounds
+from ..._program.cost.bounds import Bounds
 from ..._program.cost.chips import Chip, find_chip
-from ..._program.hlo.collective import Collective
-from ..._program.hlo.find_collectives import find_collectives
-from ..._program.hlo.flops import ProductRow, product_rows
-from ..._program.hlo.graph import Graph
-from ..._program.hlo.memory import Memory, read_memory
-from ..._program.hlo.slices import Reshard, find_reshards
-from ..._program.hlo.target_collectives import target_collectives
-from ..._program.hlo.text import Program
 from ..._program.jaxpr.edits import Edited, JittedCall, PerDevice, ValueEdit, apply
 from ..._program.jaxpr.graph import Program as TracedProgram
 from ..._program.jaxpr.graph import flatten
-from ..._sharding.collective_axes import along_text, mesh_axes_of
 from ..._sharding.context import mesh_scope
 from ..findings.facts import Facts
 from ..findings.next_call import next_arguments
 from ..findings.trace import argument_values, propagate
 from ..findings.values import Value
-from ..partition import WORKER_FILE, Worker, export
-from ..payloads import Payloads
+from ..partition import Compiled, Worker, export
+from ..reading import Reading, read, read_simulated
 from ..report_rows import Figures
 
 # compiling takes a third of the time
@@ -89,24 +79,19 @@ class Trial:
     """A program with changes, before and after partitioning.
 
     Attributes:
+        reading: the compiled program.
         traced, values: the operations of the function, and the shardings of its values as far as
             those of arguments and constraints imply them.
-        collectives, products, bounds: of the compiled program.
-        reshards: as in `Facts`.
-        is_simulated: whether it is compiled for CPUs that simulate the devices.
+        bounds, figures: of the chip of the search.
     """
 
     edited: Edited | None
+    reading: Reading
     traced: TracedProgram
     values: Sequence[Value]
     arguments: Sequence[Any]
-    collectives: Sequence[Collective]
-    products: Sequence[ProductRow]
     bounds: Bounds
     figures: Figures
-    reshards: Mapping[str, Reshard]
-    graph: Graph
-    is_simulated: bool = False
 
 
 class Trials:
@@ -124,21 +109,18 @@ class Trials:
 
     def as_compiled(self) -> Trial:
         """Returns the program that the report is about."""
-        facts, devices = self.facts, list(self.facts.devices)
+        facts = self.facts
         assert facts.traced is not None
-        assert facts.mesh is not None
-        bounds = find_bounds(self.chip, devices, facts.graph, facts.products, facts.collectives)
+        assert facts.trace is not None
+        bounds = facts.bounds_on(self.chip)
         return Trial(
             None,
+            facts,
             facts.traced,
-            propagate(facts.traced, facts.values, facts.mesh),
+            facts.trace.values,
             facts.arguments,
-            facts.collectives,
-            facts.products,
             bounds,
-            _figures(facts.collectives, facts.memory, facts.products, bounds),
-            facts.reshards,
-            facts.graph,
+            facts.figures(bounds),
         )
 
     def run(self, edits: Edits) -> Trial | None:
@@ -150,14 +132,12 @@ class Trials:
                 if not all((*(n for n, _ in edited.applied), *edited.n_per_device)):
                     return None
                 traced = edited.function.trace(*edited.args, **edited.kwargs)
-                collectives, graph, memory, is_cpu = self._compile(traced)
+                program = flatten(traced.jaxpr, keep_unused=True)
+                reading = self._compile(traced, program)
+                bounds = reading.bounds_on(self.chip)
             except Exception as error:  # the ShardingTypeError of a trace has no public name
                 self.error = str(error).strip().partition('\n')[0] or type(error).__name__
                 return None
-        products = product_rows(graph)
-        devices = list(facts.devices)
-        bounds = find_bounds(self.chip, devices, graph, products, collectives, is_cpu=is_cpu)
-        program = flatten(traced.jaxpr, keep_unused=True)
         arguments = [
             SimpleNamespace(
                 shape=array.shape,
@@ -170,19 +150,8 @@ class Trials:
         assert facts.mesh is not None
         starts = argument_values(arguments, is_data, facts.mesh)
         values = propagate(program, starts, facts.mesh)
-        return Trial(
-            edited,
-            program,
-            values,
-            arguments,
-            collectives,
-            products,
-            bounds,
-            _figures(collectives, memory, products, bounds),
-            find_reshards(graph, collectives),
-            graph,
-            is_cpu,
-        )
+        figures = reading.figures(bounds)
+        return Trial(edited, reading, program, values, arguments, bounds, figures)
 
     def on_target(self, edits: Edits) -> Figures | None:
         """Compiles the program with changes for its own devices."""
@@ -195,13 +164,11 @@ class Trials:
                 edited = self._apply(edits)
                 if not all(edited.n_per_device):
                     return None
-                traced = edited.function.trace(*edited.args, **edited.kwargs)
-                collectives, graph, memory, _ = self._compile_for_target(traced)
+                reading = self._read(edited.function.trace(*edited.args, **edited.kwargs))
+                bounds = reading.bounds_on(self.chip)
             except Exception:
                 return None
-        products, devices = product_rows(graph), list(self.facts.devices)
-        bounds = find_bounds(self.chip, devices, graph, products, collectives)
-        return _figures(collectives, memory, products, bounds), bounds
+        return reading.figures(bounds), bounds
 
     def _scope(self) -> Any:
         scope = self.facts.stages.scope
@@ -229,12 +196,12 @@ class Trials:
         shardings = arguments, results
         return apply(self.call, edits.values, *shardings, through, edits.per_device)
 
-    def _compile(self, traced: Any) -> tuple[Sequence[Collective], Graph, Memory | None, bool]:
+    def _compile(self, traced: Any, program: TracedProgram) -> Reading:
         facts, mesh = self.facts, self.facts.mesh
         assert mesh is not None
         if facts.platform == 'cpu':
             # XLA changes bf16 to f32 for CPUs, and may then send other arrays than the worker does
-            return self._compile_for_target(traced, OPTIONS)
+            return self._read(traced, program, OPTIONS)
         if not self.is_slow:
             axes = [(str(name), size) for name, size in mesh.shape.items()]
             try:
@@ -242,46 +209,34 @@ class Trials:
             except Exception:  # it has a kernel for the target, or a callback
                 self.is_slow = True
             else:
-                graph, found, memory = compile_in_worker(facts.n_devices, request)
-                return self._described(graph, found, kept), graph, memory, True
-        return self._compile_for_target(traced)
+                compiled = compile_in_worker(facts.n_devices, request)
+                return read_simulated(compiled, **self._fields(kept, program))
+        return self._read(traced, program)
 
-    def _compile_for_target(
-        self, traced: Any, options: Mapping[str, Any] | None = None
-    ) -> tuple[Sequence[Collective], Graph, Memory | None, bool]:
+    def _read(
+        self,
+        traced: Any,
+        program: TracedProgram | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Reading:
+        """Compiles for the target."""
         compiled = traced.lower().compile(compiler_options=options and dict(options))
-        graph = Graph(Program(program_text('the program', compiled)))
-        found = find_collectives(graph, [device.id for device in self.facts.devices])
-        memory = read_memory(compiled, None)
-        return self._described(graph, found, self.facts.used_arguments), graph, memory, False
+        return read('the program', compiled, **self._fields(self.facts.used_arguments, program))
 
-    def _described(
-        self, graph: Graph, collectives: Sequence[Collective], kept: Sequence[int]
-    ) -> Sequence[Collective]:
-        facts, mesh = self.facts, self.facts.mesh
-        assert mesh is not None
-        inputs = [
-            (facts.arguments[i].path, str(facts.arguments[i].dtype))
-            for i in kept
-            if i < len(facts.arguments)
-        ]
-        outputs = {i: array.path for i, array in enumerate(facts.results)}
-        payloads = Payloads(graph, inputs, outputs)
-        return [
-            replace(
-                payloads.of(c),
-                along=along_text(c.device_groups, c.pairs, [mesh], {}),
-                mesh_axes=frozenset(
-                    (mesh_axes_of(c.device_groups, mesh) if c.device_groups else None) or ()
-                ),
-            )
-            for c in collectives
-        ]
+    def _fields(self, kept: Sequence[int], program: TracedProgram | None) -> dict[str, Any]:
+        facts = self.facts
+        arguments = [facts.arguments[i] for i in kept if i < len(facts.arguments)]
+        return {
+            'devices': facts.devices,
+            'meshes': facts.meshes,
+            'chip': facts.chip,
+            'inputs': [(array.path, str(array.dtype)) for array in arguments],
+            'outputs': {i: array.path for i, array in enumerate(facts.results)},
+            'traced': program,
+        }
 
 
-def compile_in_worker(
-    n_devices: int, request: dict[str, Any]
-) -> tuple[Graph, Sequence[Collective], Memory | None]:
+def compile_in_worker(n_devices: int, request: dict[str, Any]) -> Compiled:
     """Compiles for simulated devices, in a process of its own.
 
     Raises an EinshardError if the process ends, and a ValueError if the compiler raises.
@@ -292,31 +247,10 @@ def compile_in_worker(
         compiled = worker.result()
     if isinstance(compiled, str):
         raise ValueError(compiled)
-    graph = Graph(Program(compiled.text))
-    # what has no line gets that of the call in the worker
-    found = [
-        replace(c, source=None, column=0) if (c.source or '').startswith(WORKER_FILE) else c
-        for c in target_collectives(graph, find_collectives(graph))
-    ]
-    return graph, found, compiled.memory
+    return compiled
 
 
 def default_chip() -> Chip:
     chip = find_chip(_DEFAULT_CHIP)
     assert chip is not None
     return chip
-
-
-def _figures(
-    collectives: Sequence[Collective],
-    memory: Memory | None,
-    products: Sequence[ProductRow],
-    bounds: Bounds,
-) -> Figures:
-    return Figures(
-        sum(c.total_bytes for c in collectives),
-        memory and memory.total,
-        sum(row.flops for row in products),
-        sum(bound.seconds for bound in bounds),
-        next((bound.seconds for bound in bounds if bound.resource == 'HBM'), 0.0),
-    )
