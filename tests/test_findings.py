@@ -4,7 +4,6 @@ import functools
 import importlib
 import lzma
 import re
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -1021,8 +1020,8 @@ def test_a_mesh_axis_between_slices_that_sends_more_than_another():
     assert fixed.network_bytes == wrong.network_bytes
 
 
-def test_a_train_step_of_64_layers_for_256_devices(monkeypatch):
-    """The program that libtpu compiled; only the diagnosis is measured."""
+def test_a_train_step_of_64_layers_for_256_devices():
+    """The program that libtpu compiled."""
     pytest.importorskip('libtpu')
     mesh, c = topology('v5e:16x16', data=32, tensor=8), llama.Config(layers=64)
     with jax.set_mesh(mesh):
@@ -1041,24 +1040,10 @@ def test_a_train_step_of_64_layers_for_256_devices(monkeypatch):
         (state, replicated),
     )
     compiled = Oversized(lowered.args_info, placed, out, text, None, 0)
-    seconds = []
-
-    def timed(diagnose):
-        def measured(facts):
-            start = time.perf_counter()
-            found = diagnose(facts)
-            seconds.append(time.perf_counter() - start)
-            return found
-
-        return measured
-
     module = importlib.import_module('einshard._explain.explain')
-    for name in ('with_causes', 'find_findings'):
-        monkeypatch.setattr(module, name, timed(getattr(module, name)))
     report = module.explain_stages(Stages('step', compiled=compiled, traced=traced))
     assert found_in(report) == []
     assert len(report.collectives) > 40
-    assert sum(seconds) < 2
 
 
 def test_the_same_constraint_twice_under_vmap():

@@ -1210,7 +1210,9 @@ def test_changes_of_two_costs_as_large_are_compared(monkeypatch, weight, diagnos
     def trial_of(edits):
         names = ['batch', 'weight']
         bound = min([100, *(bounds[names[i]] for i in edits.arguments)])
-        return SimpleNamespace(figures=Figures(0, 0, 0, bound), reading=SimpleNamespace(is_simulated=True))
+        return SimpleNamespace(
+            figures=Figures(0, 0, 0, bound), reading=SimpleNamespace(is_simulated=True)
+        )
 
     def of(cost):
         edits = search.Edits(arguments={[sends, gathers].index(cost): X.sharding})
