@@ -1,4 +1,4 @@
-"""The command `einshard`: show, explain, plan, table, eject, doctor and skill."""
+"""The command `einshard`: show, explain, why, plan, table, eject, doctor and skill."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from .._draw.show import show
 from .._errors import EinshardError
 from .._explain.explain import explain
 from .._explain.frameworks import is_jitted
+from .._explain.report import Report
 from .._sharding.mesh import AnyMesh, device_mesh
 from .._trees.rules import Rules
 from .arguments import (
@@ -43,6 +44,7 @@ examples:
   {prog} explain model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
 other commands ('show' may be omitted):
   {prog} explain --help     compile a function and list its collectives
+  {prog} why --help         say why a function has its collectives
   {prog} plan --help        find the sharding of a function
   {prog} table --help       show how rules shard the arrays of a model
   {prog} eject --help       write a sharding as plain JAX
@@ -62,6 +64,11 @@ a step that is already jitted needs arguments with shardings:
         sharding = NamedSharding(mesh, P('data', 'tp'))
         return {'w': jax.ShapeDtypeStruct((1024, 4096), 'float32', sharding=sharding)}
 exit status: 0, 2 for an error, 3 if --fail-on finds something
+"""
+_WHY_EXAMPLES = """\
+examples:
+  {prog} why model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
+  {prog} why model:step model.py:34 params/head --args model:init_state --mesh data=4 tp=2
 """
 _PLAN_EXAMPLES = """\
 examples:
@@ -111,6 +118,7 @@ def _run(arguments: Sequence[str]) -> tuple[str, int]:
     commands = {
         'show': _show,
         'explain': _explain,
+        'why': _why,
         'plan': _plan,
         'table': _table,
         'eject': _eject,
@@ -208,11 +216,23 @@ def _explain(arguments: Sequence[str]) -> tuple[str, int]:
         help='also write the suggestions as a unified diff',
     )
     options = parser.parse_args(arguments)
+    tries = {} if options.tries is None else {'tries': options.tries}
+    report = _report(options, **tries)
+    if options.save is not None:
+        report.save(options.save)
+    if options.patch is not None:
+        Path(options.patch).write_text(report.patch(), encoding='utf-8')
+    text = json.dumps(report.to_dict(), indent=2) if options.json else str(report)
+    return text, 3 if options.fail_on and report.findings else 0
+
+
+def _report(options: argparse.Namespace, **explain_options: Any) -> Report:
     mesh = mesh_of(options.devices, options.mesh, options.topology)
     function, args, kwargs = _read_call(explain, load(options.function), mesh, options)
     with _mesh_for(function, mesh, options) as mesh_option:
-        tries = {} if options.tries is None else {'tries': options.tries}
-        report = explain(function, *args, mesh=mesh_option, chip=options.chip, **tries, **kwargs)
+        report = explain(
+            function, *args, mesh=mesh_option, chip=options.chip, **explain_options, **kwargs
+        )
     if mesh is not None and mesh_option is None and report.n_devices == 1 < mesh.size:
         raise EinshardError(
             f'{options.function} is already jitted, and neither it nor its arguments are sharded, '
@@ -223,12 +243,28 @@ def _explain(arguments: Sequence[str]) -> tuple[str, int]:
                 'shardings, as in explain --help; or a function that is not jitted'
             },
         )
-    if options.save is not None:
-        report.save(options.save)
-    if options.patch is not None:
-        Path(options.patch).write_text(report.patch(), encoding='utf-8')
-    text = json.dumps(report.to_dict(), indent=2) if options.json else str(report)
-    return text, 3 if options.fail_on and report.findings else 0
+    return report
+
+
+def _why(arguments: Sequence[str]) -> str:
+    parser = _function_parser(
+        'why',
+        'Says why a compiled function has its collectives, and why values are sharded as they are.',
+        _WHY_EXAMPLES,
+    )
+    parser.add_argument(
+        'places',
+        nargs='*',
+        metavar='place',
+        help='a line, such as model.py:34, or the path of an argument or result; '
+        'without one, all collectives',
+    )
+    options = parser.parse_args(arguments)
+    report = _report(options, tries=0)
+    found = [report.why(place) for place in options.places or report.collectives]
+    if options.json:
+        return json.dumps([each.to_dict() for each in found], indent=2)
+    return '\n\n'.join(dict.fromkeys(map(str, found))) or 'the program has no collectives'
 
 
 def _plan(arguments: Sequence[str]) -> str:

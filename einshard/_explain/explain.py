@@ -74,8 +74,7 @@ def explain(
             If nothing in the function is sharded either, arguments are replicated over the mesh.
         replicated_above: a size in bytes. `Report.notes` lists larger replicated arguments and
             results.
-        intermediates: whether to list the placements of intermediate values, which needs a second
-            compilation.
+        intermediates: whether to list the placements of intermediate values.
         chip: a `Chip` or its name, such as 'H100', whose speeds set the lower bounds on time.
             Default: the chip of the devices. Without a chip, as on CPUs, there are no bounds.
         tries: how many changes of the program to compile in search of suggestions, at most. They
@@ -160,7 +159,7 @@ def _make_report(facts: Facts, intermediates: bool) -> Report:
     program, chip = facts.program, facts.chip
     intermediate_rows = None
     if intermediates:
-        intermediate_rows = tuple(find_intermediates(facts.stages.lower(), facts.meshes))
+        intermediate_rows = tuple(find_intermediates(facts))
     meshes = tuple(
         tuple(zip(map(str, mesh.axis_names), mesh.axis_sizes, strict=True))
         for mesh in facts.meshes
@@ -187,6 +186,7 @@ def _make_report(facts: Facts, intermediates: bool) -> Report:
         chip=chip.name if chip else None,
         bounds=facts.bounds,
         meshes=meshes,
+        reading=facts,
     )
 
 

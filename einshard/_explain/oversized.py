@@ -6,26 +6,36 @@ time, and makes the compiler dump the optimized program and the sizes of its buf
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import Mesh, NamedSharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled, Lowered
 
 from .._errors import EinshardError
-from .._program.hlo.text import Program
-from .._sharding.mesh import device_mesh
-from .intermediates import compile_with_dumps, newest_dump, read_shardings
+from .._program.hlo.groups import read_groups
+from .._program.hlo.text import Instruction, Program
+from .._progress import progress
+from .._sharding.collective_axes import sharding_of_blocks
+from .._sharding.mesh import AnyMesh, device_mesh
 from .lowered import Stages
 
 _AVAILABLE = re.compile(r'exceeds available HBM \((\d+(?:\.\d+)?)([KMGT]?)\)')
 _UNITS = {'': 0, 'K': 1, 'M': 2, 'G': 3, 'T': 4}
+# the sharding of one element of a tuple
+_ELEMENT = re.compile(r'\{((?:[^{}]|\{[^{}]*\})*)\}')
+_TILES = re.compile(r'devices=\[([\d,]+)\](<=\S+|[\d,]+)')
+_MESH = re.compile(r'(mesh\[.*?\](?:, device_ids=\(.*?\))?), \[(.*)\]')
 _ALLOCATION = re.compile(r'^allocation \d+: size (\d+), (.*)', re.MULTILINE)
 
 
@@ -148,3 +158,78 @@ def read_sizes(buffers: str) -> Any:
         ):
             sizes[kind] += int(size) * included
     return SimpleNamespace(**{f'{kind}_size_in_bytes': n for kind, n in sizes.items()})
+
+
+# --- dumps of the compiler ------------------------------------------------------------------------
+
+
+def compile_with_dumps(lowered: Lowered, folder: str) -> None:
+    """Compiles again, and makes XLA dump the program to `folder` at several stages."""
+    options = {
+        'xla_dump_to': folder,
+        'xla_dump_hlo_as_text': True,
+        'xla_dump_hlo_pass_re': 'spmd-partitioning',
+    }
+    # a program that does not fit into the memory of a device is dumped before compilation fails
+    with contextlib.suppress(jax.errors.JaxRuntimeError), progress('compiling again'):
+        lowered.compile(compiler_options=options)
+
+
+def newest_dump(folder: str, ending: str) -> str:
+    """Reads the newest file that matches the glob '*{ending}.txt'. Returns '' if none does."""
+    # XLA numbers modules and passes: module_0012.jit_step.0034.<pass>.before_<pass>.txt
+    files = Path(folder).glob(f'*{ending}.txt')
+    newest = max(files, key=lambda f: [*map(int, re.findall(r'\d+', f.name))], default=None)
+    return '' if newest is None else newest.read_text(encoding='utf-8')
+
+
+def read_shardings(
+    op: Instruction, ndims: Sequence[int], mesh: AnyMesh
+) -> list[NamedSharding | None]:
+    """Returns the sharding of each result of `op`, or None if `mesh` cannot express it."""
+    if mesh.size == 1:
+        return [NamedSharding(mesh, PartitionSpec()) for _ in ndims]
+    _, _, text = op.attributes.partition('sharding=')
+    # the sharding of a tuple has another pair of braces around it
+    elements = _ELEMENT.findall(text[text.startswith('{{') :])
+    elements = elements or ['replicated'] * len(ndims)  # the partitioner's default
+    shardings: list[NamedSharding | None] = []
+    for element, ndim in zip(elements, ndims, strict=False):
+        blocks = _block_indices(element, ndim, mesh.size)
+        shardings.append(None if blocks is None else sharding_of_blocks(blocks, mesh))
+    return shardings
+
+
+def _tile_devices(tiles: re.Match[str]) -> np.ndarray[Any, Any]:
+    """Returns the device of each tile: 'devices=[2,2]<=[4]' -> [[0, 1], [2, 3]]."""
+    shape, order = [int(size) for size in tiles[1].split(',')], tiles[2]
+    n = math.prod(shape)
+    (ids,) = read_groups(f'[1,{n}]{order}' if order[0] == '<' else f'{{{{{order}}}}}')
+    return np.array(ids).reshape(shape)
+
+
+def _block_indices(text: str, ndim: int, n_devices: int) -> list[list[int]] | None:
+    """Returns `blocks[axis][device]`, the index of the block that a device holds along an axis.
+
+    Returns None if the sharding is manual or of an unknown kind.
+    """
+    blocks = [[0] * n_devices for _ in range(ndim)]
+    if text.startswith('replicated') or text.endswith(' replicated'):
+        return blocks
+    if tiles := _TILES.match(text):
+        if 'manual' in text:
+            return None
+        for tile, device in np.ndenumerate(_tile_devices(tiles)):
+            for axis in range(ndim):
+                blocks[axis][device] = tile[axis]
+        return blocks
+    if mesh := _MESH.match(text):
+        axes = re.findall(r'\{([^{}]*)\}', mesh[2])
+        if len(axes) != ndim or 'manual' in text:
+            return None
+        for axis, mesh_axes in enumerate(axes):
+            for group in read_groups(f'{mesh[1]} {{{mesh_axes}}}') if mesh_axes else ():
+                for block, device in enumerate(group):
+                    blocks[axis][device] = block
+        return blocks
+    return None

@@ -12,11 +12,13 @@ from .._display import Display, as_json
 from .._errors import EinshardError, plural
 from .._page import Column, Page, Section
 from .._program.cost.bounds import NO_BOUNDS, Bounds, bounds_section
+from .._program.hlo.collective import Collective
 from .._program.hlo.flops import ProductRow
 from .._program.hlo.memory import Memory
 from .._program.hlo.temporaries import Temporary
 from .._text import format_bytes, short_source
 from .._trees.paths import common_suffix_length
+from .answer import Why, answer
 from .collectives import Collectives, collective_section
 from .diff import Diff, DiffInput, make_diff
 from .fold_layers import fold
@@ -25,6 +27,7 @@ from .temporaries import temporaries_section
 from .totals import compute_line, network_lines
 
 _MAX_ROWS = 40  # in a printed table
+_LIVE = ('fixes', 'reading')  # fields that are not data
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,6 +65,7 @@ class Report(Display):
         total: what the suggestions of all findings together do, and with a chip, which lower bounds
             they leave, in words.
         fixes: what `fixed_function` and `try_more` need; not data.
+        reading: what `why` needs; not data.
     """
 
     name: str
@@ -84,6 +88,7 @@ class Report(Display):
     meshes: tuple[tuple[tuple[str, int], ...], ...] = ()
     total: tuple[str, ...] = ()
     fixes: Any = field(default=None, repr=False, compare=False)
+    reading: Any = field(default=None, repr=False, compare=False)
 
     @property
     def network_bytes(self) -> int:
@@ -120,6 +125,41 @@ class Report(Display):
         """Tries further changes, on top of those that help, and returns a new report."""
         return self if self.fixes is None else self.fixes.more(tries, seconds)
 
+    def why(self, where: Collective | str) -> Why:
+        """Says why the program has a collective, or why a value is sharded as it is.
+
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> from einshard import explain, sharded
+            >>> @sharded('x y*', 'y z', out='* x z')
+            ... def product(x, w):
+            ...     return x @ w
+            >>> n = jax.device_count()
+            >>> x, w = (jax.ShapeDtypeStruct((8 * n, 8 * n), jnp.float32) for _ in range(2))
+            >>> report = explain(product, x, w, tries=0)
+            >>> why = report.why('x')  # or report.why(report.collectives[0]), or 'model.py:34'
+            >>> why.values[0].axes[0].origin
+            'argument x'
+
+        The compiler propagates the shardings of arguments, constraints and results through the
+        program. Where operands and results of an operation then disagree about a mesh axis, it
+        adds a collective. The answer names both sides, where the mesh axis of each comes from, and
+        the lines through which it came. Where the propagated shardings do not explain a
+        collective, it says so.
+
+        Args:
+            where: a row of `collectives`; or a source line, such as 'model.py:34', for all
+                collectives and values there; or the path of an argument or result.
+
+        Raises:
+            EinshardError: nothing is there, or the report was loaded or copied without its program.
+        """
+        if self.reading is None:
+            raise EinshardError(
+                'this report no longer has its program', code='argument', facts={'try': 'explain'}
+            )
+        return answer(self.reading, where)
+
     def diff(self, after: Report) -> Diff:
         """Compares this report with a later one: `before.diff(after)`."""
         return make_diff(self._diff_input(), after._diff_input())
@@ -136,7 +176,7 @@ class Report(Display):
 
     def to_dict(self) -> dict[str, Any]:
         """Converts the report to dictionaries, lists, strings and numbers, for JSON."""
-        names = [each.name for each in dataclasses.fields(self) if each.name != 'fixes']
+        names = [each.name for each in dataclasses.fields(self) if each.name not in _LIVE]
         fields = {name: getattr(self, name) for name in names}
         return {
             'schema': 1,
@@ -195,7 +235,8 @@ def _finding_text(finding: Finding) -> str:
         if finding.tried is not None:
             on = ' on simulated CPUs' * finding.tried.is_simulated
             suggestion += f' Tried{on}: {finding.tried}.'
-    return f'{line}{finding.text}{suggestion}'
+    reason = f' ({finding.reason})' if finding.reason else ''
+    return f'{line}{finding.text}{reason}{suggestion}'
 
 
 def _array_section(title: str, rows: Sequence[ArrayRow]) -> Section:

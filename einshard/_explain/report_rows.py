@@ -121,6 +121,8 @@ class Finding:
         tried: the costs of the program with the suggestion. None if there is none.
         explains: what the finding accounts for: the names of collectives (`Collective.name`),
             source lines of matmuls, and paths of arrays. Later findings and notes leave these out.
+        reason: half a sentence on why the compiler sends what the finding is about: the arrays
+            that disagree about a mesh axis, and where it comes from. Empty if unknown.
     """
 
     kind: str
@@ -130,3 +132,4 @@ class Finding:
     suggestion: str = ''
     explains: tuple[str, ...] = ()
     tried: Tried | None = None
+    reason: str = ''

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jax.sharding import AxisType
@@ -16,8 +16,10 @@ from ..._program.hlo.sources import is_user_file
 from ..._sharding.collective_axes import mesh_axes_between, pairs_of_groups
 from ..arrays import ProgramArray
 from ..lowered import Stages
+from ..propagation import Propagation, propagate
 from ..reading import Reading
 from ..report_rows import ArrayRow, Finding
+from ..why import Reason, find_reasons
 from .trace import Trace, argument_values, read_trace
 from .values import Value
 
@@ -100,6 +102,26 @@ class Facts(Reading):
         if self.traced is None or self.mesh is None:
             return None
         return read_trace(self.traced, self.values, self.mesh)
+
+    @functools.cached_property
+    def propagation(self) -> Propagation:
+        if self.n_devices == 1:
+            return Propagation(None, 'a program for one device is not partitioned')
+        return propagate(self.stages, {n: array.path for n, array in enumerate(self.used)})
+
+    @functools.cached_property
+    def reasons(self) -> Mapping[str, Reason]:
+        """Why the program has each collective, by its name. Empty if it was not propagated."""
+        program = self.propagation.program
+        if program is None:
+            return {}
+        return {reason.row.name: reason for reason in find_reasons(program, self.collectives)}
+
+    def reason_of(self, rows: Iterable[Collective]) -> str:
+        """Half a sentence on why the program has the largest of these collectives, or ''."""
+        known = (c for c in rows if c.name in self.reasons and self.reasons[c.name].conflicts)
+        largest = max(known, key=lambda c: c.total_bytes, default=None)
+        return '' if largest is None else self.reasons[largest.name].short
 
     @functools.cached_property
     def values(self) -> Sequence[Value]:

@@ -79,8 +79,10 @@ _NOTES = (
 def find_findings(facts: Facts) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
     """Returns (findings, notes). A note says nothing about what a finding explains."""
     for diagnose in _DIAGNOSES:
-        # a suggestion is a change that fixes/ has compiled
-        facts.found.extend(replace(found, suggestion='') for found in [*diagnose(facts)])
+        for found in [*diagnose(facts)]:
+            rows = (c for c in facts.collectives if c.name in found.explains)
+            # a suggestion is a change that fixes/ has compiled
+            facts.found.append(replace(found, suggestion='', reason=facts.reason_of(rows)))
     notes = [note for diagnose in _NOTES for note in diagnose(facts)]
     findings = sorted(facts.found, key=lambda found: (found.kind not in _URGENT, -found.bytes))
     return tuple(findings), tuple(sorted(notes, key=lambda note: -note.bytes))

@@ -236,6 +236,12 @@ class Fixes:
                 names = (*rule.explains, *names)
                 rules.remove(rule)
                 break
+        # in the program of the report, collectives may have other names
+        rows = [
+            c
+            for c in self._facts.collectives
+            if (c.source or '') == cost.line and c.mesh_axes.intersection(cost.mesh_axes)
+        ]
         return Finding(
             kind,
             text,
@@ -244,6 +250,7 @@ class Fixes:
             self._suggestion(change),
             tuple(names),
             accepted.tried,
+            '' if cost.n_repeats else self._facts.reason_of(rows),
         )
 
     def _suggestion(self, change: Change) -> str:

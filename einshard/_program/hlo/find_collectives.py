@@ -23,7 +23,7 @@ from .integers import count_trips
 from .opcodes import FREE, SHAPES
 from .queries import strip
 from .sources import number_of
-from .text import ArrayType, Instruction, Program, Reading, Unreadable
+from .text import ArrayType, Instruction, Program, LineErrors, Unreadable
 
 
 def read_collectives(text: str, device_ids: Sequence[int] = ()) -> tuple[Collective, ...]:
@@ -101,8 +101,8 @@ class _Finder:
         order: dict[str, int] = {}
         found: dict[str, Collective] = {}
         for i, (nodes, fields) in enumerate(self.instructions()):
-            with Reading(self.program) as reading:
-                reading.op = nodes[0].op
+            with LineErrors(self.program) as errors:
+                errors.op = nodes[0].op
                 # a transfer between slices has two instructions, a send and a receive
                 counts = [count_executions(node) for node in nodes if node.op is nodes[0].op]
                 collective = Collective(
@@ -138,8 +138,8 @@ class _Finder:
             if kind in KINDS or kind in ('send', 'recv'):
                 by_op.setdefault(id(node.op), []).append(node)
         for nodes in by_op.values():
-            with Reading(self.program) as reading:
-                reading.op = nodes[0].op
+            with LineErrors(self.program) as errors:
+                errors.op = nodes[0].op
                 fields = self.read(nodes[0])
             if fields is not None:
                 yield nodes, fields
@@ -148,8 +148,8 @@ class _Finder:
         for nodes in transfers.values():
             # the send first, then the receive
             nodes.sort(key=lambda node: node.opcode != 'send')
-            with Reading(self.program) as reading:
-                reading.op = nodes[0].op
+            with LineErrors(self.program) as errors:
+                errors.op = nodes[0].op
                 fields = self.read_transfer(nodes[0].op, nodes[-1].op)
             yield nodes, fields
 

@@ -18,7 +18,7 @@ from .find_collectives import count_executions, user_with_source
 from .graph import Graph, Node
 from .opcodes import COPIES
 from .queries import strip
-from .text import Instruction, Program, Reading
+from .text import Instruction, Program, LineErrors
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,8 @@ def find_products(graph: Graph) -> Iterator[Product]:
     for node in graph.nodes:
         if node.opcode not in ('convolution', 'custom-call', 'dot', 'reduce'):
             continue
-        with Reading(graph.program) as reading:
-            reading.op = node.op
+        with LineErrors(graph.program) as errors:
+            errors.op = node.op
             flops = _flops(node)
             if flops and node.opcode in ('convolution', 'dot'):
                 flops //= _expansion(outputs, node)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from .opcodes import SOURCES
-from .text import ArrayType, Instruction, Program, Reading, Unreadable
+from .text import ArrayType, Instruction, Program, LineErrors, Unreadable
 
 
 class Node:
@@ -251,9 +251,9 @@ class Graph:
                     found = found[int(index)]
             return found
 
-        with Reading(self.program) as reading:
+        with LineErrors(self.program) as errors:
             for op in self.program.computations[name]:
-                reading.op = op
+                errors.op = op
                 opcode = op.opcode
                 operands: list[Result] = []
                 if opcode not in SOURCES:

@@ -12,7 +12,7 @@ import numpy as np
 from .graph import Graph, Node
 from .integers import Unknown, count_trips, evaluate, find_counter
 from .queries import between, fold, reached
-from .text import ArrayType, Reading
+from .text import ArrayType, LineErrors
 
 _OTHER_MEMORY = re.compile(r'\{[^}]*S\([1-9]')  # host memory, or the VMEM of a TPU
 
@@ -183,10 +183,10 @@ class _Reads:
 
     def of(self, node: Node) -> list[_Region]:
         if node not in self._found:
-            with Reading(self._program) as reading:
+            with LineErrors(self._program) as errors:
 
                 def find(node: Node, _: object) -> list[_Region]:
-                    reading.op = node.op
+                    errors.op = node.op
                     if node.opcode in _UPDATES:
                         self._after_update[node] = self._count_after_update(node)
                     regions = [

@@ -144,7 +144,7 @@ class Unreadable(ValueError):
         super().__init__(what)
 
 
-class Reading:
+class LineErrors:
     """A context in which errors become an EinshardError about a line of a program.
 
     HLO is not written by users, but texts may be cut off, and newer compilers write new forms.
@@ -158,7 +158,7 @@ class Reading:
 
     op: Instruction | None
 
-    def __enter__(self) -> Reading:
+    def __enter__(self) -> LineErrors:
         return self
 
     def __exit__(
