@@ -23,7 +23,7 @@ from .integers import count_trips
 from .opcodes import FREE, SHAPES
 from .queries import strip
 from .sources import number_of
-from .text import ArrayType, Instruction, Program, LineErrors, Unreadable
+from .text import ArrayType, Instruction, LineErrors, Program, Unreadable
 
 
 def read_collectives(text: str, device_ids: Sequence[int] = ()) -> tuple[Collective, ...]:

@@ -18,7 +18,7 @@ from .find_collectives import count_executions, user_with_source
 from .graph import Graph, Node
 from .opcodes import COPIES
 from .queries import strip
-from .text import Instruction, Program, LineErrors
+from .text import Instruction, LineErrors, Program
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from .opcodes import SOURCES
-from .text import ArrayType, Instruction, Program, LineErrors, Unreadable
+from .text import ArrayType, Instruction, LineErrors, Program, Unreadable
 
 
 class Node:
