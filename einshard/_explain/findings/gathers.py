@@ -154,14 +154,14 @@ def gathered_for_each_call(facts: Facts) -> Iterator[Finding]:
     for (parameter, *_), by_loop in gathers.items():
         several = [*by_loop.values()]
         n = round(sum(part for _, part in several) / max(1, *(part for _, part in several)))
-        if n > 1 and isinstance(parameter, int) and parameter < len(facts.inputs):
+        if n > 1 and isinstance(parameter, int) and parameter < len(facts.used):
             shared.setdefault(n, {})[parameter] = [c for c, _ in several]
     for n, by_parameter in shared.items():
         rows = {c.name: c for several in by_parameter.values() for c in several}
         n_bytes = sum(c.total_bytes for c in rows.values())
         if n_bytes * (n - 1) / n < _MIN_SHARED * sum(c.total_bytes for c in facts.collectives):
             continue
-        paths = first_of(fold_paths(facts.inputs[i].path for i in by_parameter), 3)
+        paths = first_of(fold_paths(facts.used[i].path for i in by_parameter), 3)
         are, them = ('is', 'it') if len(by_parameter) == 1 else ('are', 'them')
         calls = list(dict.fromkeys(c.called_at for c in rows.values() if c.called_at))
         at = f' in {first_of([*map(short_source, calls)], 3)}' if calls else ''

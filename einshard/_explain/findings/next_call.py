@@ -116,7 +116,7 @@ def copied_donations(facts: Facts) -> Iterator[Finding]:
         by_line[facts.graph.program.source(copied.update.op)].append(copied)
     for line, several in by_line.items():
         shards = dict.fromkeys(str(facts.graph.parameters[one.parameter].array) for one in several)
-        paths = first_of(fold_paths(facts.inputs[one.parameter].path for one in several), 3)
+        paths = first_of(fold_paths(facts.used[one.parameter].path for one in several), 3)
         written = sum(one.bytes for one in several)
         is_ = 'is' if len(several) == 1 else 'are'
         yield Finding(
