@@ -182,7 +182,8 @@ class _Reader:
                     self.program.constraints[attributes[ORIGIN_NAME].value] = made
             elif SHARDING in attributes:
                 shardings = read.shardings(attributes[SHARDING])
-                for value, sharding in zip(results, shardings, strict=True):
+                # a callback without results has one sharding nevertheless
+                for value, sharding in zip(results, shardings, strict=False):
                     value.axes, value.replicated, value.unreduced = sharding
                 if ORIGINS in attributes:
                     origins = read.origins(attributes[ORIGINS])
