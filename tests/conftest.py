@@ -38,6 +38,7 @@ PACKAGES = {
     'test_export.py': ('flatbuffers',),
     'test_findings_models.py': ('equinox', 'flax', 'optax'),
     'test_flax.py': ('flax', 'optax'),
+    'test_haliax.py': ('haliax',),
     'test_optimizer.py': ('optax',),
     'test_orbax.py': ('flax', 'optax', 'orbax'),
     'test_real_code.py': ('optax',),

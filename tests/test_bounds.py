@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from placed import mesh_of, struct
 
-from einshard import Chip, explain, sharded
+from einshard import Chip, EinshardError, explain, sharded
 
 # private: bounds of programs and chips that no device here can compile for
 from einshard._program.cost.bounds import Bound, find_bounds
@@ -80,6 +80,32 @@ def along(axis, *sizes):
 V4 = dataclasses.replace(as_chip('TPU v4'), link=4.5e10)
 V5E = dataclasses.replace(as_chip('TPU v5e'), link=4.5e10)
 H100 = as_chip('H100')
+
+
+@pytest.mark.parametrize(
+    ('name', 'chip'),
+    [
+        *((name, 'H100') for name in ('H100', 'h100')),
+        *((name, 'TPU v5e') for name in ('TPU v5e', 'tpu v5e', 'v5e', 'V5E', 'tpu-v5e')),
+        *((name, 'A100 80GB') for name in ('a100', 'a100 80gb', 'A100-80GB')),
+        ('a100-40gb', 'A100 40GB'),
+        ('gb300', 'GB300'),
+        ('tpu7x', 'TPU7x'),
+    ],
+)
+def test_names_of_chips(name, chip):
+    assert as_chip(name) is as_chip(chip)
+
+
+@pytest.mark.parametrize('name', ['GPUS', 'h1000', 'v9', '', 'H100 PCIe', None, 5])
+def test_unknown_chips(name):
+    with pytest.raises(EinshardError, match='is not a known chip'):
+        as_chip(name)
+
+
+@pytest.mark.parametrize('name', GPUS)
+def test_names_of_topologies_name_chips(name):
+    assert as_chip(name) is find_chip(GPUS[name].kind)
 
 
 def test_book_all_gather_on_a_line():

@@ -16,6 +16,7 @@ import pytest
 from hlo import llama
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from mistakes import BOTH, FSDP, MEGATRON, Choices, arguments, make_step
 from placed import mesh_of, struct
@@ -1189,3 +1190,32 @@ def test_weights_that_each_call_of_a_module_gathers(platform, n):
         (finding,) = report.findings
         assert finding.text.startswith('w/0-1 are gathered 3 times in the forward pass, once for')
         assert finding.bytes == gathered(report)
+
+
+@pytest.mark.parametrize('tries', [0, 4])
+def test_an_interpreted_pallas_kernel_needs_per_device(tries):
+    def double(x_ref, y_ref):
+        y_ref[...] = 2 * x_ref[...]
+
+    def step(x):
+        block = pl.BlockSpec((128, x.shape[1]), lambda i: (i, 0))
+        call = pl.pallas_call(
+            double,
+            grid=(x.shape[0] // 128,),
+            in_specs=[block],
+            out_specs=block,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            interpret=True,
+        )
+        return call(x + 1)
+
+    mesh = mesh_of(jax.devices()[:8], data=8)
+    x = einshard(jax.ShapeDtypeStruct((2048, 256), jnp.float32), 'b d -> b@data d', mesh=mesh)
+    report = explain(step, x, tries=tries)
+    assert report.network_bytes > 2**20
+    assert not any(finding.suggestion for finding in report.findings)
+    (note,) = [n for n in report.notes if n.kind == 'gathered for an operation']
+    assert 'use per_device, which runs the kernel on the shards' in note.text
+    # what the note says to write
+    by_device = per_device('b d -> b@data d', out='b d -> b@data d', mesh=mesh, check_vma=False)
+    assert explain(by_device(step), jax.ShapeDtypeStruct(x.shape, x.dtype)).network_bytes == 0

@@ -1,6 +1,7 @@
 """Flax: modules of NNX by their state, variables of Linen, boxes with names of axes."""
 
 import inspect
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +28,9 @@ from einshard import (
     einshard,
     explain,
     plan,
+    shard_largest,
     sharded,
+    to_jax,
 )
 from einshard._explain.lowered import Stages
 
@@ -740,3 +743,69 @@ def test_the_way_out_where_a_call_of_nnx_cannot_be_traced_again(monkeypatch):
         of_state = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x))
         report = explain(of_state, state, x, tries=8)
     assert "down/kernel with 'a b -> a@tensor b'" in report.findings[0].suggestion
+
+
+# --- to_jax ---------------------------------------------------------------------------------------
+
+
+class Attention(nnx.Module):
+    def __init__(self, rngs):
+        self.query, self.value = (nnx.Linear(64, 64, rngs=rngs) for _ in range(2))
+        self.layers = nnx.List([nnx.Linear(64, 64, rngs=rngs) for _ in range(3)])
+
+    def __call__(self, x):
+        for layer in (self.query, self.value, *self.layers):
+            x = nnx.relu(layer(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    'spec',
+    [
+        shard_largest('data', min_bytes=1024),
+        Rules(
+            [('value/kernel$', 'i o -> i o@data'), ('kernel$', 'i o -> i@data o')], default='...'
+        ),
+        Rules([('layers', '... -> ...')], default=shard_largest('data', min_bytes=1024)),
+    ],
+    ids=['function', 'rules', 'both'],
+)
+@pytest.mark.parametrize('split', [nnx.split, lambda module: (None, module)])
+def test_to_jax_of_nnx_state(spec, split):
+    mesh = jax.make_mesh((8,), ('data',), axis_types=(AxisType.Auto,), devices=jax.devices()[:8])
+    graph, state = split(Attention(nnx.Rngs(0)))
+
+    def step(state, x):
+        def loss(state):
+            return jnp.mean((nnx.merge(graph, state) if graph else state)(x) ** 2)
+
+        return jax.tree.map(lambda w, g: w - g, state, jax.grad(loss)(state))
+
+    x = jax.ShapeDtypeStruct((16, 64), jnp.float32)
+    ours = sharded(spec, 'b d -> b@data d', out=spec, mesh=mesh)(step)
+    names = {}
+    exec(to_jax(ours, state, x), names)
+    theirs = names['jit_step'](step, state, state)
+    texts = [f.lower(state, x).compile().as_text() for f in (ours, theirs)]
+    assert hlo_without_sources(texts[0]) == hlo_without_sources(texts[1])
+    exec(to_jax(spec, state, mesh=mesh), names)
+    found = names['shardings'](names['RULES'], state)
+    assert jax.tree.leaves(found) == jax.tree.leaves(ours.in_shardings(state, x)['state'])
+
+
+def hlo_without_sources(text):
+    text = re.sub(r', metadata=\{[^}]*\}', '', text)
+    return [line for line in text.splitlines() if ' = ' in line]
+
+
+def test_to_jax_of_rules_for_nnx_state():
+    rules = Rules(
+        [('value/kernel$', 'i o -> i o@data'), ('kernel$', 'i o -> i@data o')], default='...'
+    )
+    mesh = jax.make_mesh((8,), ('data',), axis_types=(AxisType.Auto,), devices=jax.devices()[:8])
+    state = nnx.state(Attention(nnx.Rngs(0)))
+    names = {}
+    exec(to_jax(rules, mesh=mesh), names)
+    found = names['shardings'](names['RULES'], state)
+    placed = einshard(state, rules, mesh=mesh)
+    assert jax.tree.leaves(found) == [x.sharding for x in jax.tree.leaves(placed)]

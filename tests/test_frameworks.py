@@ -228,7 +228,7 @@ def test_equinox_as_by_hand(eqx_model, x):
     assert list(rows(report).values()) == list(rows(by_hand).values())
     assert kinds(report) == kinds(by_hand)
     gradients = [f'result/1/{path}' for path in EQX_PATHS]
-    assert paths(report.results) == ['marker of filter_jit', 'result/0', *gradients]
+    assert paths(report.results) == ['result/0', *gradients]
 
 
 def test_paths_of_equinox_in_any_order(eqx_model, x):
@@ -262,7 +262,7 @@ def test_stages_of_equinox_have_no_paths(eqx_model, x):
         report = explain(stage)
         first = [f'first argument, leaf {i}' for i in range(4)]
         assert paths(report.arguments) == [*first, 'other arguments, leaf 0']
-        assert paths(report.results) == ['marker of filter_jit', 'result']
+        assert paths(report.results) == ['result']
         assert 'not checked' in kinds(report)
         assert_collectives(stage, allowed='all-reduce')
 
@@ -375,7 +375,7 @@ def test_equinox_with_shapes_is_as_with_arrays(eqx_model, x):
     assert report.collectives.counts['all-reduce'] > 0
     assert report.flops == expected.flops
     assert rows(report) == rows(expected)
-    assert report.results == expected.results[1:]  # without the marker of filter_jit
+    assert report.results == expected.results
     assert_collectives(loss, shapes_of(eqx_model), shapes_of(x), allowed='all-reduce')
 
 
@@ -547,10 +547,35 @@ def test_a_function_that_something_else_jits(fails):
         def trace(self, x):
             return 'a trace'
 
+        lower = trace
+
     with pytest.raises(EinshardError, match='not by JAX, Flax or Equinox') as error:
         explain(Jitted(), jnp.ones(3))
     instead = None if fails else 'jax.jit(lambda *args: Jitted(*args))'
     assert error.value.facts.get('instead') == instead
+
+
+class Operator(eqx.Module):
+    """A linear operator, whose methods have the names of those of jitted functions."""
+
+    factor: float = 3.0
+    __wrapped__ = None
+
+    def __call__(self, x):
+        return self.factor * x
+
+    def trace(self):
+        return self.factor
+
+    def lower(self):
+        return self
+
+
+def test_a_module_with_the_attributes_of_a_jitted_function(x):
+    report, by_hand = explain(Operator(), x), explain(lambda x: 3.0 * x, x)
+    assert paths(report.results) == ['result']
+    assert (report.results, report.memory) == (by_hand.results, by_hand.memory)
+    check_same(Operator(), x)
 
 
 # --- suggestions --------------------------------------------------------------------------------

@@ -159,11 +159,53 @@ def test_a_candidate_compiled_for_the_target():
     assert evaluated.sent_by['all-gather', 'weights'] > 0
 
 
-def test_a_process_that_ends_is_an_error(worker):
+def test_a_process_that_ends_drops_one_candidate(worker):
+    candidates = [candidate(batch='x'), candidate(batch='y'), candidate(batch='x', embed='x')]
+    expected = evaluate(worker, candidates)
+    evaluations = Partitioner(function(), worker).evaluate_all(candidates)
+    first = worker.pid
+    # the process may end before or after it has the first program
+    os.kill(first, signal.SIGKILL)
+    found = list(evaluations)
+    assert worker.pid not in (None, first)
+    assert found[0].error == 'the process that compiles for 8 simulated devices has ended'
+    assert [one.candidate for one in found] == candidates
+    assert found[1:] == expected[1:]
+
+
+ABORT = """
+Traceback of another program
+I0000 00:00:1795.1 7 cpu_client.cc:1] TfrtCpuClient created.
+F0000 00:00:1795.2 7 spmd_partitioner_util.cc:9] Check failed: shard_size == 4 (3 vs. 4) Wrong
+*** Check failure stack trace: ***
+    @     0x7f2e0  (unknown)
+    @     0x7f2e1  (unknown)
+    @     0x7f2e2  (unknown)
+    @     0x7f2e3  start_thread
+    @     0x7f2e4  (unknown)
+"""
+
+
+@pytest.mark.parametrize(
+    ('log', 'sentence', 'output'),
+    [
+        (ABORT, ABORT.splitlines()[3], None),
+        ('LLVM ERROR: out of memory\n0. Program arguments', 'LLVM ERROR: out of memory', None),
+        ('a\nb\nc\nd\ne\nModuleNotFoundError: jax', None, 'b\nc\nd\ne\nModuleNotFoundError: jax'),
+        ('', None, 'none; the process may have run out of memory'),
+    ],
+)
+def test_why_a_process_has_ended(log, sentence, output):
+    worker = Worker(8)
+    worker.submit({'program': b''})
+    worker.result()  # an error of the compiler, so the process is there
+    worker._log.write_text(log)
     os.kill(worker.pid, signal.SIGKILL)
-    with pytest.raises(EinshardError, match='compiles for 8 simulated devices has ended'):
-        evaluate(worker, [candidate(batch='x')])
-    assert worker.pid is None
+    with pytest.raises(EinshardError) as error:
+        worker.result()
+    text = 'the process that compiles for 8 simulated devices has ended'
+    assert error.value.sentence == (f'{text}: {sentence}' if sentence else text)
+    assert error.value.facts.get('last output') == output
 
 
 def test_the_next_program_starts_a_process_and_an_interrupt_ends_it(worker, monkeypatch):

@@ -1,5 +1,6 @@
 """The plan that `plan` returns: code to paste, comparisons, reports and limits."""
 
+import itertools
 import re
 import textwrap
 from unittest import mock
@@ -260,3 +261,55 @@ def test_names_of_flax_shard_arguments_without_a_spec():
     assert best(jitted, boxed, embed='', mlp='@x')[1:] == expected[1:]
     renamed_plan = best(by_both, boxed, **{'in': '', 'out': '@x'}, **data)
     assert renamed_plan == (['act', 'batch', 'in', 'out'], *expected[1:])
+
+
+# --- jax.set_mesh, and many names -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize('type_', list(jax.sharding.AxisType)[:2])
+@pytest.mark.parametrize('of', ['simulated', 'v5e:2x4'])
+def test_under_set_mesh(of, type_):
+    """A topology has devices on which nothing runs."""
+    devices = EIGHT.devices if of == 'simulated' else topology(of).devices
+    types = (type_, type_)
+    mesh = Mesh(devices.reshape(4, 2), ('data', 'tp'), axis_types=types)
+    step, args = planned.mlp_step(8192, 512, 2048)
+    options = {'chip': CHIP, 'compilations': 2, 'objective': 'bytes'}
+    expected = plan(step, *args, mesh=mesh, **options)
+    with jax.set_mesh(mesh):
+        found = plan(step, *args, **options)
+        assert jax.sharding.get_mesh() == mesh
+    assert found.rules == expected.rules
+    assert [str(one) for one in found.choices] == [str(one) for one in expected.choices]
+
+
+def test_bare_partition_specs_under_set_mesh():
+    """JAX accepts these only where a mesh is in context."""
+    mesh = jax.make_mesh((4, 2), ('data', 'tp'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    @sharded('batch embed', 'embed mlp')
+    def up(x, w):
+        return jax.lax.with_sharding_constraint(x @ w, jax.sharding.PartitionSpec('data'))
+
+    with jax.set_mesh(mesh):
+        found = plan(up, struct(64, 32), struct(32, 16), chip=CHIP, compilations=2)
+    assert '@data' in found.rules['batch']
+
+
+@pytest.mark.parametrize('n', [33, 70])
+def test_many_names(n):
+    """An array of devices, and so a Mesh, has at most 32 or 64 axes."""
+    letters = 'abcdefghijklmnopqrstuvwxyz'
+    names = [f'{a}{b}' for a in letters[:3] for b in letters][:n]
+    weights = [f'{one} {other}' for one, other in itertools.pairwise(names)]
+
+    @sharded(weights, f'batch {names[0]}')
+    def product(weights, x):
+        for w in weights:
+            x = x @ w
+        return x
+
+    args = [struct(16, 16)] * len(weights), struct(64, 16)
+    found = plan(product, *args, mesh=EIGHT, chip=CHIP, compilations=1)
+    assert {*found.rules} == {'batch', *names}
+    assert any(found.rules.values())

@@ -24,7 +24,6 @@ from .._program.jaxpr.names import dims_of_vmap
 from .._sharding.context import mesh_scope
 from .._sharding.mesh import AnyMesh, partial_axes, partition_spec, spec_axes, unreduced_kind
 from .._text import array_text, short_source
-from .._trees.paths import leaf_paths
 from .._trees.rules import Rules
 from .._trees.specs import is_none
 from .path_rules import Tables, find_path_rules, matched_patterns
@@ -160,7 +159,7 @@ class _TreeWriter:
         if isinstance(spec.spec, Rules):
             with mesh_scope(self._mesh):
                 found = matched_patterns(spec.spec, value)
-        rules = find_path_rules(list(zip(leaf_paths(value), by_leaf, strict=True)), *found)
+        rules = find_path_rules([*zip(self._tables.paths(value), by_leaf, strict=True)], *found)
         table = self._tables.add(f'{parameter.upper()}_RULES', rules)
         return f'shardings({table}, {parameter})'
 

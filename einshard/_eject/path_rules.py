@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from .._errors import EinshardError
 from .._plan.source import raw_string
 from .._text import first_of
-from .._trees.paths import leaf_paths
+from .._trees.paths import leaf_paths, path_text
 from .._trees.rules import Rules
 from .shardings import Writer, has_default_memory, numbered, spec_code
 from .source import Brackets, Code, statement
@@ -29,13 +29,20 @@ def shardings(rules, tree):
     """Returns the shardings of a pytree: the first pattern found in a path applies."""
 
     def find(path, leaf):
-{early_returns}        path = jax.tree_util.keystr(path, simple=True, separator='/')
+{early_returns}{skip_boxes}        path = jax.tree_util.keystr(path, simple=True, separator='/')
         for pattern, {value} in rules:
             if re.search(pattern, path):
                 return {result}
         raise ValueError(f'no rule matches {{path!r}}')
 
     return jax.tree_util.tree_map_with_path(find, tree)'''
+
+
+_VALUE = jtu.GetAttrKey('value')
+_SKIP_BOXES = """\
+        if path[-1:] == (jax.tree_util.GetAttrKey('value'),):  # of a variable of Flax
+            path = path[:-1]
+"""
 
 
 def find_path_rules(
@@ -152,11 +159,24 @@ def _find_sharding(rules: Sequence[PathRule], path: str) -> NamedSharding | None
 
 
 class Tables:
-    """Lists of path rules, each assigned to a variable of the written code."""
+    """Lists of path rules, each assigned to a variable of the written code.
+
+    Attributes:
+        skips_boxes: whether the written code leaves out of paths the keys that Flax adds.
+    """
 
     def __init__(self, writer: Writer):
+        self.skips_boxes = False
         self._writer = writer
         self._tables: dict[str, Sequence[PathRule]] = {}
+
+    def paths(self, tree: Any) -> list[str]:
+        """Returns the paths of a pytree's leaves, as the written code finds them."""
+        raw = [path for path, _ in jtu.tree_leaves_with_path(tree)]
+        if [*map(path_text, raw)] == [*leaf_paths(tree)]:
+            return [*map(path_text, raw)]
+        self.skips_boxes = True
+        return [path_text(path[:-1] if path[-1:] == (_VALUE,) else path) for path in raw]
 
     def add(self, name: str, rules: Sequence[PathRule]) -> str:
         """Adds a list of rules and returns its variable. Equal lists share a variable."""
@@ -189,7 +209,13 @@ class Tables:
             pairs = tuple(Brackets('(', (raw_string(p), write(s))) for p, s in rules)
             parts.append(statement(Brackets(f'{name} = [', pairs, ']')))
         first_lines = ''.join(f'        {line}\n' for line in early_returns)
-        return [*parts, _FUNCTION.format(early_returns=first_lines, value=value, result=result)]
+        function = _FUNCTION.format(
+            early_returns=first_lines,
+            skip_boxes=_SKIP_BOXES * self.skips_boxes,
+            value=value,
+            result=result,
+        )
+        return [*parts, function]
 
 
 def _spec_of(sharding: NamedSharding | None) -> Code:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,6 @@ from .._sharding.leaf_spec import (
 from .._sharding.mesh import AnyMesh, MeshLike
 from .._sharding.resolve import resolve
 from .._text import name_of
-from .._trees.paths import leaf_paths
 from .._trees.rules import Rules
 from .._trees.shard_largest import shard_largest
 from .._trees.specs import check_specs, context_of, is_function, without_values
@@ -157,10 +157,11 @@ def _write_rules(
     writer = Writer(context.lowering_mesh)
     tables, early_returns = Tables(writer), list[str]()
     if args:
-        rules, skips_non_arrays = _rules_of_tree(spec, args[0], mesh, context)
+        rules, skips_non_arrays = _rules_of_tree(spec, args[0], mesh, context, tables)
     elif isinstance(spec, Rules):
         # the written code may be called with leaves that are not arrays
         rules, skips_non_arrays = _rules_of_patterns(spec, context), True
+        tables.skips_boxes = 'flax' in sys.modules  # the pytree may have its variables
     else:
         raise _no_tree_error('these specs depend on the paths or shapes of the arrays')
     if skips_non_arrays:
@@ -175,7 +176,7 @@ def _write_rules(
 
 
 def _rules_of_tree(
-    spec: Any, tree: Any, mesh: MeshLike | None, context: Context
+    spec: Any, tree: Any, mesh: MeshLike | None, context: Context, tables: Tables
 ) -> tuple[list[PathRule], bool]:
     """Returns path rules for a pytree, and whether `Rules` skipped a leaf that is not an array.
 
@@ -184,7 +185,7 @@ def _rules_of_tree(
     shapes = jtu.tree_map(without_values, tree)
     placed = jtu.tree_leaves(einshard(shapes, spec, mesh=mesh))
     shardings = [getattr(leaf, 'sharding', None) for leaf in placed]
-    leaves = list(zip(leaf_paths(shapes), shardings, strict=True))
+    leaves = list(zip(tables.paths(shapes), shardings, strict=True))
     if not isinstance(spec, Rules):
         return find_path_rules(leaves), False
     with mesh_scope(context.mesh):

@@ -25,6 +25,7 @@ from .findings.causes import with_causes
 from .findings.facts import Facts
 from .findings.find import find_findings
 from .fixes.fixes import with_fixes
+from .frameworks import MARKER
 from .intermediates import find_intermediates
 from .lowered import Stages, compiled_shardings, suggest_partial, trace_to_compile
 from .oversized import Oversized, compile_stages
@@ -172,7 +173,7 @@ def _make_report(facts: Facts, intermediates: bool) -> Report:
         device_kind=facts.devices[0].device_kind,
         mesh=meshes[0] if meshes else (),
         arguments=tuple(facts.argument_rows),
-        results=tuple(facts.result_rows),
+        results=tuple(row for row in facts.result_rows if row.path != MARKER),
         # without the graph, which takes several times the memory of the program's text
         collectives=Collectives(replace(c, nodes=()) for c in with_causes(facts)),
         memory=facts.memory,

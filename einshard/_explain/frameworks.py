@@ -43,8 +43,34 @@ def framework_of(stage: Any) -> Framework | None:
 
 
 def is_jitted(fn: Any) -> bool:
-    """Whether `fn` can be traced or, as a function of Equinox, only lowered."""
-    return hasattr(fn, 'trace') or (hasattr(fn, 'lower') and hasattr(fn, '__wrapped__'))
+    """Whether `fn` can be traced by its own method or, as a function of Equinox, only lowered.
+
+    A pytree with methods `trace` and `lower`, such as a linear operator, is not jitted.
+    """
+    if is_filter_jitted(fn) or jitted_by_haliax(fn):
+        return True
+    return isinstance(fn, jax.stages.Wrapped) and jtu.all_leaves([fn])
+
+
+def is_filter_jitted(fn: Any) -> bool:
+    """Whether `fn` is a function of `eqx.filter_jit`."""
+    return _is_made_by('equinox', 'filter_jit', fn)
+
+
+def jitted_by_haliax(fn: Any) -> bool:
+    """Whether `fn` is a function of `hax.named_jit`, which `explain` cannot read."""
+    return _is_made_by('haliax', 'named_jit', fn)
+
+
+def _is_made_by(module_name: str, decorator: str, fn: Any) -> bool:
+    """Whether `fn` has the type of the functions that `module.decorator` returns."""
+    decorate = getattr(sys.modules.get(module_name), decorator, None)
+    return decorate is not None and isinstance(fn, _type_of_decorated(decorate))
+
+
+@functools.cache
+def _type_of_decorated(decorate: Any) -> type:
+    return type(decorate(lambda: None))
 
 
 def unbound(
@@ -250,6 +276,9 @@ def program_leaves(tree: Any) -> Sequence[tuple[Sequence[Any], Any]]:
     return found
 
 
+MARKER = 'marker of filter_jit'  # the path of a result that Equinox adds
+
+
 def framework_result_path(path: Sequence[Any], out_info: Any, names: Mapping[int, str]) -> str:
     """Formats the path of a result, without the containers that NNX and Equinox add.
 
@@ -257,7 +286,7 @@ def framework_result_path(path: Sequence[Any], out_info: Any, names: Mapping[int
     """
     match [type(each).__name__ for each in out_info], path[0].idx:
         case [_, _, 'Static'], 0:  # Equinox: (marker, arrays, other results)
-            return 'marker of filter_jit'
+            return MARKER
         case ([_, _, 'Static'], 1) | ([_, _], 0) | ([_, _, _], 2):
             return result_path(path[1:])
         case [_, _], 1:  # NNX with graph=False: (result, updates)

@@ -45,9 +45,11 @@ from .frameworks import (
     flatten_graph,
     framework_of,
     has_shapes,
+    is_filter_jitted,
     is_jitted,
     is_update_of_module,
     jax_stage,
+    jitted_by_haliax,
     nnx_jit_of_method,
     positional_parameters,
     restored_if_failed,
@@ -349,7 +351,17 @@ def _trace(
                     'einshard(jax.ShapeDtypeStruct(...), spec, mesh=mesh)'
                 },
             )
-        is_filtered = not hasattr(jitted, 'trace')
+        if jitted_by_haliax(fn):
+            raise EinshardError(
+                f'{name} is jitted by haliax.named_jit, which cannot be traced',
+                code='tracing',
+                facts={
+                    'instead': f'pass the lowered function: {name}.lower(...)'
+                    if isinstance(fn.lower(*args, **kwargs), Lowered)
+                    else f'pass the function that {name} jits'
+                },
+            )
+        is_filtered = is_filter_jitted(jitted)
         if is_filtered and (target is not None or has_shapes(args, kwargs)):
             function = jtu.tree_map(_without_devices, fn) if target is not None else fn
             traced, jitted = trace_filtered(function, args, kwargs)
@@ -362,7 +374,7 @@ def _trace(
                 scope=target,
                 is_filtered=True,
             )
-        made = (jitted.trace if hasattr(jitted, 'trace') else jitted.lower)(*args, **kwargs)
+        made = (jitted.lower if is_filtered else jitted.trace)(*args, **kwargs)
         stage, framework = jax_stage(made), framework_of(made)
         if isinstance(stage, Traced):
             jitted = (jitted, args, kwargs)

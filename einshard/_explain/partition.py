@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -68,16 +69,9 @@ class Worker:
         try:
             response = pickle.load(self._responses)
         except (EOFError, pickle.UnpicklingError):
-            lines = self._log.read_text(encoding='utf-8', errors='replace').strip().splitlines()
+            log = self._log.read_text(encoding='utf-8', errors='replace')
             self.close()
-            raise EinshardError(
-                f'the process that compiles for {self.n_devices} simulated devices has ended',
-                code='does-not-compile',
-                facts={
-                    'last output': '\n'.join(lines[-5:])
-                    or 'none; the process may have run out of memory'
-                },
-            ) from None
+            raise _ended_error(self.n_devices, log.strip().splitlines()) from None
         except BaseException:  # for example, Ctrl-C after reading half of the response
             self.close()
             raise
@@ -108,6 +102,26 @@ class Worker:
         self._requests, self._responses = self._process.stdin, self._process.stdout
         # also called when the interpreter exits
         self._stop = weakref.finalize(self, _end_process, self._process, folder)
+
+
+ENDED = 'the process that compiles for'  # how sentences of `_ended_error` begin
+# of XLA and absl, of LLVM, of the C++ library, and of Python's faulthandler
+_FATAL = re.compile(r'F\d{4} .*|LLVM ERROR:.*|terminate called.*|Fatal Python error:.*')
+
+
+def _ended_error(n_devices: int, log: Sequence[str]) -> EinshardError:
+    """Returns the error for a process that has ended, with the line of its output that says why.
+
+    After that line, XLA prints a stack trace.
+    """
+    says = next((line for line in log if _FATAL.match(line)), '')
+    return EinshardError(
+        f'{ENDED} {n_devices} simulated devices has ended{": " * bool(says)}{says}',
+        code='does-not-compile',
+        facts={}
+        if says
+        else {'last output': '\n'.join(log[-5:]) or 'none; the process may have run out of memory'},
+    )
 
 
 def _end_process(

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from .._notation.expression import Term
 from .._program.cost.bounds import NO_BOUNDS, Bounds
 from .._sharding.axis_rules import axis_rules
-from .._sharding.context import mesh_scope
+from .._sharding.context import only_mesh_scope
 from .._sharding.mesh import device_mesh, named_mesh
 from .._text import format_bytes
 
@@ -44,7 +44,7 @@ class Candidate:
     def scope(self, devices: Mesh) -> Generator[Mesh, None, None]:
         """Makes the mesh and the axis rules of this candidate the current ones."""
         mesh = self.mesh_of(devices)
-        with mesh_scope(mesh), axis_rules(self.placements):
+        with only_mesh_scope(mesh), axis_rules(self.placements):
             yield mesh
 
     @property

@@ -143,9 +143,9 @@ class Partitioner:
             for candidate in candidates:
                 pending.append(self._send(candidate))
                 if len(pending) > 1:
-                    yield self._receive(pending.popleft())
+                    yield self._receive(pending)
             while pending:
-                yield self._receive(pending.popleft())
+                yield self._receive(pending)
         finally:
             if pending:  # the caller stopped early, so responses of the worker may be unread
                 self.close()
@@ -164,14 +164,21 @@ class Partitioner:
             except Exception:  # the program may have a TPU kernel or a host callback
                 return function.evaluate(candidate)
             self._worker.submit(request)
-            return _sent_program(candidate, stages, kept)
+            return _sent_program(candidate, stages, kept, request)
         except EinshardError as error:
             return _failed(candidate, 'partitioner', str(error))
 
-    def _receive(self, program: _SentProgram | Evaluation) -> Evaluation:
+    def _receive(self, pending: deque[_SentProgram | Evaluation]) -> Evaluation:
+        program = pending.popleft()
         if isinstance(program, Evaluation):
             return program
-        compiled = self._worker.result()
+        try:
+            compiled = self._worker.result()
+        except EinshardError as error:  # XLA aborts on some programs: another process compiles on
+            for later in pending:
+                if isinstance(later, _SentProgram):
+                    self._worker.submit(later.request)
+            return _failed(program.candidate, 'partitioner', error.sentence)
         if isinstance(compiled, str):
             return _failed(program.candidate, 'partitioner', compiled)
         return program.evaluate(compiled, self._function)
@@ -184,11 +191,13 @@ class _SentProgram:
     Attributes:
         inputs: the path and the dtype of each argument that the program uses.
         outputs: the path of each result, keyed by position.
+        request: as it was sent.
     """
 
     candidate: Candidate
     inputs: Sequence[tuple[str, str]]
     outputs: Mapping[int, str]
+    request: dict[str, Any]
 
     def evaluate(self, compiled: Compiled, function: Function) -> Evaluation:
         mesh = self.candidate.mesh_of(function.devices)
@@ -212,7 +221,9 @@ class _SentProgram:
         )
 
 
-def _sent_program(candidate: Candidate, stages: Stages, kept: Sequence[int]) -> _SentProgram:
+def _sent_program(
+    candidate: Candidate, stages: Stages, kept: Sequence[int], request: dict[str, Any]
+) -> _SentProgram:
     traced: Any = stages.traced
     arguments = leaves_with_paths(traced.args_info)
     results = leaves_with_paths(traced.out_info)
@@ -221,6 +232,7 @@ def _sent_program(candidate: Candidate, stages: Stages, kept: Sequence[int]) -> 
         candidate,
         [(f'{path[1]}/{path_text(path[2:])}', str(leaf.dtype)) for path, leaf in used],
         {i: f'result/{path_text(path)}' for i, (path, _) in enumerate(results)},
+        request,
     )
 
 

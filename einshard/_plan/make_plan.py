@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from .._errors import EinshardError, plural, quoted
+from .._explain.partition import ENDED
 from .._text import format_bytes
 from .._trees.axis_names import invalid_names, misfits
 from .._trees.paths import leaf_text
@@ -85,6 +86,8 @@ def _notes(
             f'metadata names axes of arguments: {quoted(names)}. Place these arguments before the '
             'call, by Rules.from_axis_names(argument)'
         )
+    if ended := [one for one in choices if one.error.startswith(ENDED)]:
+        yield f'{plural(len(ended), "plan")} dropped: {ended[0].error}'
     n = _n_indistinguishable(choices) if search.objective == 'bound' else 1
     if n > 1:
         yield (

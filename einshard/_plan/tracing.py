@@ -16,17 +16,17 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType
 
 from .._arrays.constrain import constraints_of_trace
 from .._errors import EinshardError
-from .._explain.lowered import Stages, concrete, trace_call
+from .._explain.lowered import Stages, trace_call
 from .._functions.sharded import sharded
 from .._functions.sharded_function import ShardedFunction
 from .._notation.expression import ELLIPSIS, Expression, Term
 from .._program.jaxpr.graph import mesh_axes_of
 from .._sharding.axis_rules import axis_rules
-from .._sharding.context import current_context, mesh_scope
+from .._sharding.context import current_context, only_mesh_scope
 from .._sharding.leaf_spec import REPLICATED, AnySpec, as_leaf_spec
 from .._sharding.resolve import resolve
 from .._text import name_of
@@ -105,10 +105,7 @@ def _trace(
 ) -> tuple[Stages, tuple[Sequence[Any], Mapping[str, Any]]]:
     """Traces a function, and also returns the arguments with a ShapeDtypeStruct for each array."""
     args, kwargs = jtu.tree_map(_struct, (tuple(args), dict(kwargs)))
-    # `trace_call` does not accept a mesh for jitted functions, which use the mesh in context
-    is_jitted = hasattr(fn, 'trace') and not isinstance(fn, ShardedFunction)
-    mesh = None if is_jitted else current_context().lowering_mesh
-    return trace_call(fn, args, kwargs, mesh), (args, kwargs)
+    return trace_call(fn, args, kwargs, mesh=None), (args, kwargs)
 
 
 def _struct(leaf: Any) -> Any:
@@ -128,17 +125,12 @@ def _scope(names: Sequence[str], mesh_axes: Sequence[str]) -> Generator[None]:
     function again. Without a new trace, no constraints would be recorded.
     """
     axes = (*names, *(axis for axis in mesh_axes if axis not in names)) or ('x',)
-    # `plan` enters the mesh of its devices. With JAX_PLATFORMS=cuda and no GPU, JAX has no others.
-    devices = concrete(current_context().lowering_mesh, 'plan for').devices
-    mesh = Mesh(
-        devices.reshape(-1)[:1].reshape((1,) * len(axes)),
-        axes,
-        axis_types=(AxisType.Auto,) * len(axes),
-    )
+    # without devices, because an array of devices has at most 32 axes
+    mesh = AbstractMesh((1,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes))
     # letters, because axis names have no digits
     number = ''.join(chr(ord('a') + int(digit)) for digit in str(next(_trace_numbers)))
     rules = {name: f'@{name}' for name in names}
-    with mesh_scope(mesh), axis_rules({**rules, f'einshard_plan_trace_{number}': ''}):
+    with only_mesh_scope(mesh), axis_rules({**rules, f'einshard_plan_trace_{number}': ''}):
         yield
 
 

@@ -13,8 +13,8 @@ import inspect
 import os
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -312,6 +312,20 @@ def mesh_scope(
     return Scope(with_rules(context, rules), is_program=is_program)
 
 
+@contextmanager
+def only_mesh_scope(mesh: AnyMesh) -> Generator[None]:
+    """Makes `mesh` the default mesh in a `with` block, also in place of that of `jax.set_mesh`."""
+    has_ambient = not get_abstract_mesh().empty
+    with mesh_scope(mesh), ExitStack() as stack:
+        if has_ambient and isinstance(mesh, Mesh):
+            stack.enter_context(jax.set_mesh(mesh))
+        elif isinstance(mesh, AbstractMesh):  # traced values can only have that in context
+            if has_ambient:  # JAX enters no abstract mesh of another size
+                stack.enter_context(jax.set_mesh(Mesh(np.empty((), object), ())))
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        yield
+
+
 def one_device_scope(mesh: Mesh) -> AbstractContextManager[Any]:
     """Makes `mesh`, which has one device, the default mesh in a `with` block.
 
@@ -410,7 +424,9 @@ def is_staging() -> bool:
     Under `jax.grad` or `jax.vmap` alone they run eagerly. The check adds an unused equation to the
     jaxpr, which JAX drops when lowering, so avoid it on fast paths.
     """
-    return isinstance(jax.lax.neg(np.float32(0)), Tracer)
+    # not another operation: eagerly, this one runs on no device, and the devices of the mesh in
+    # context may not exist
+    return isinstance(jax.lax.stop_gradient(np.float32(0)), Tracer)
 
 
 def user_stacklevel() -> int:

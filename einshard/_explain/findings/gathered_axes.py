@@ -32,7 +32,7 @@ _ALONG_AN_AXIS = re.compile(
     r'sort|top_k|approx_top_k|cum\w+|fft|concatenate|pad|rev|split|slice|dynamic_slice'
     r'|dynamic_update_slice|gather|scatter.*|reshape|conv_general_dilated|reduce_window.*'
     r'|custom_call|ffi_call|pure_callback|io_callback|eigh?|svd|qr|lu|cholesky|triangular_solve'
-    r'|schur|hessenberg|tridiagonal|tridiagonal_solve|householder_product'
+    r'|schur|hessenberg|tridiagonal|tridiagonal_solve|householder_product|pallas_call'
 )
 _SLICES = ('slice', 'dynamic_slice', 'split', 'pad')  # gathered only along the axes they change
 IN_TWO_LEVELS = '. In two levels, with per_device, each device sends '
@@ -98,8 +98,12 @@ def gathered_operations(
                 is_on_line = frames[0].line == frames[0].end_line
                 if column and frames[0].column != column - 1 and is_on_line:
                     continue
+                # an interpreted kernel is a loop, whose operations have its place in the source
+                is_kernel = op.primitive == 'pallas_call'
                 mine = [
-                    c for c in several if op.primitive in words[c.name] and is_in_call(c, frames)
+                    c
+                    for c in several
+                    if (is_kernel or op.primitive in words[c.name]) and is_in_call(c, frames)
                 ]
                 axes = {axis for c in mine for axis in c.mesh_axes}
                 sharded = [
@@ -153,8 +157,13 @@ def _words(collective: Collective) -> set[str]:
 
 
 def _if_independent(facts: Facts, op: Op, dim: int, axes: Sequence[Axis]) -> str:
-    """Says what to write if a called function computes each element of an axis on its own."""
+    """Says what to write for a kernel, and for a call that computes each element on its own."""
     assert facts.mesh is not None
+    if op.primitive == 'pallas_call':
+        return (
+            '. The compiler cannot partition a Pallas kernel, also if it is interpreted: use '
+            'per_device, which runs the kernel on the shards of each device (not tried)'
+        )
     shape = op.eqn.invars[0].aval.shape if op.eqn.invars else ()
     results = [v.aval.shape for v in op.eqn.outvars]
     is_alike = dim == 0 and all(result[:1] == shape[:1] for result in results)

@@ -72,6 +72,12 @@ def _sends(facts: Facts, trial: Trial) -> Iterator[Cost]:
     paths = {facts.arguments[i].path for i in numbers if i is not None}
     assert facts.mesh is not None
     names = [str(name) for name in facts.mesh.axis_names]
+    # no placement of its arguments makes the compiler partition a kernel
+    kernels = {
+        (op.site.frames[0].source, op.site.frames[0].column + 1)
+        for op in trial.traced.ops
+        if op.primitive == 'pallas_call' and op.site.frames
+    }
     reshard_of = {
         node: reshard for reshard in trial.reading.reshards.values() for node in reshard.gathers
     }
@@ -84,7 +90,7 @@ def _sends(facts: Facts, trial: Trial) -> Iterator[Cost]:
         is_of_table = c.source in lines or not paths.isdisjoint(c.of)
         if is_of_weights and not (is_of_table or reshard):
             continue
-        if c.mesh_axes and c.total_bytes:
+        if c.mesh_axes and c.total_bytes and (c.source, c.column) not in kernels:
             key = c.source, c.column, c.mesh_axes, c.kind, c.role, c.of, reshard
             groups[key].append(c)
     for (*_, reshard), several in groups.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from ..._errors import EinshardError
+from ..._errors import EinshardError, plural
 from ..._program.jaxpr.edits import FixedFunction, PerDevice
 from ..._text import first_of, format_bytes, short_source
 from ..findings.arguments import states_of_parameters
@@ -19,6 +19,7 @@ from ..findings.gathers import reshard_text
 from ..findings.next_call import next_arguments, pin_text, results_to_pin
 from ..findings.trace import mesh_entries
 from ..findings.values import Axis
+from ..partition import ENDED
 from ..report import Report
 from ..report_rows import Finding, changes
 from .candidates import Change
@@ -125,6 +126,10 @@ class Fixes:
                     f'{search.n_tried} changes tried ({search.cut}: the search was stopped)'
                 )
         findings, notes = self._others(found, rules)
+        ended = [error for _, error in search.failed if error.startswith(ENDED)] if search else []
+        if ended and accepted:
+            dropped = f'{plural(len(ended), "change")} dropped: {ended[0]}'
+            notes = (*notes, Finding('not tried', dropped))
         if search is not None and not accepted and len(search.failed) == search.n_tried > 0:
             # the most promising change, or one after which JAX names what to write
             named = (each for each in search.failed if 'out_sharding' in each[1])

@@ -224,12 +224,28 @@ def find_chip(device_kind: str) -> Chip | None:
 
 
 def as_chip(value: Chip | str) -> Chip:
+    """Returns a chip by its name, such as 'H100' or 'TPU v5e', or by the name in `topology`.
+
+    >>> from einshard._program.cost.chips import as_chip
+    >>> as_chip('h100').name, as_chip('v5e').name, as_chip('a100').name
+    ('H100', 'TPU v5e', 'A100 80GB')
+    """
     if isinstance(value, Chip):
         return value
-    chips = {chip.name: chip for _, chip in (*_TPUS, *_GPUS)}
-    if not isinstance(value, str) or value not in chips:  # type: ignore[reportUnnecessaryIsInstance]
+    known = {chip.name: chip for _, chip in (*_TPUS, *_GPUS)}
+    by_key = {_key(name): chip for name, chip in known.items()}
+    by_key |= {key.removeprefix('tpu'): by_key[key] for key in by_key if key.startswith('tpuv')}
+    # as in `topology`
+    by_key |= {'a100': by_key['a10080gb'], 'rtx6000pro': by_key['rtxpro6000']}
+    found = by_key.get(_key(value)) if isinstance(value, str) else None  # type: ignore[reportUnnecessaryIsInstance]
+    if found is None:
         raise EinshardError(
             f'chip={reprlib.repr(value)} is not a known chip',
-            facts={'known chips': ', '.join(chips), 'other chips': 'chip=einshard.Chip(...)'},
+            facts={'known chips': ', '.join(known), 'other chips': 'chip=einshard.Chip(...)'},
         )
-    return chips[value]
+    return found
+
+
+def _key(name: str) -> str:
+    """Returns a name without case, spaces and hyphens."""
+    return re.sub(r'[ _-]', '', name.lower())
