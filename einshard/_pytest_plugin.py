@@ -38,9 +38,10 @@ def assert_collectives() -> Callable[..., None]:
 def einshard_golden(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
     """Compares a report with its golden file: `einshard_golden(explain(step, x))`.
 
-    The file is golden/<test file>/<test>.txt next to the test file. The second report of a test
-    is in <test>+2.txt, and a report with `name='forward'` in <test>+forward.txt. If the file
-    is missing, the test fails; `pytest --einshard-update` writes it.
+    The file is golden/<test file>/<test>.golden next to the test file. The second report of a test
+    is in <test>+2.golden, and a report with `name='forward'` in <test>+forward.golden. If the file
+    is missing, the test fails; `pytest --einshard-update` writes it, and renames those of einshard
+    0.5, which end in .txt.
     """
     from einshard._explain.golden_files import Goldens
 

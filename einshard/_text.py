@@ -53,6 +53,13 @@ def short_arrays(text: str) -> str:
     return f'{", ".join(arrays[:2])} and {more} more'
 
 
+def first_line(error: object) -> str:
+    """Returns the first line of an error, or all lines if the first one announces the others."""
+    text = str(error).strip()
+    line = text.partition('\n')[0].rstrip()
+    return text if line.endswith(':') else line
+
+
 def first_of(texts: Sequence[str], n: int) -> str:
     """Joins the first n texts, and counts the others: 'a, b, and 3 more'."""
     more = f', and {len(texts) - n} more' if len(texts) > n else ''

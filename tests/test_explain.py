@@ -1,11 +1,13 @@
 """explain: reports of programs whose collectives and placements are known by theory."""
 
+import copy
 import dataclasses
 import functools
 import gc
 import inspect
 import io
 import json
+import pickle
 import re
 import sys
 from pathlib import Path
@@ -23,6 +25,7 @@ from placed import mesh_of, struct
 from refusal import refusal
 
 from einshard import (
+    EinshardError,
     Sharded,
     assert_collectives,
     check_same,
@@ -1161,3 +1164,49 @@ def test_parameters_with_names_of_options():
     # jit makes constants of what a partial of another function binds, but not of shapes
     plain = functools.partial(lambda x, mesh, chip: x * mesh * len(chip), mesh=scale, chip='b')
     assert [row.path for row in explain(plain, x).arguments] == ['x', 'mesh']
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'copied',
+    [copy.copy, copy.deepcopy, lambda report: pickle.loads(pickle.dumps(report))],
+    ids=['copy', 'deepcopy', 'pickle'],
+)
+@pytest.mark.parametrize('tries', [0, 2])
+def test_reports_are_data(copied, tries):
+    mesh = jax.make_mesh((8,), ('data',), devices=jax.devices()[:8], axis_types=(AxisType.Auto,))
+
+    def local(x, w):  # pickle refuses it
+        return einshard(x, '... -> ...', mesh=mesh) @ w
+
+    x = einshard(jax.ShapeDtypeStruct((512, 512), jnp.float32), 'b d -> b@data d', mesh=mesh)
+    report = explain(
+        local, x, jax.ShapeDtypeStruct((512, 512), jnp.float32), tries=tries, chip='v5e'
+    )
+    other = copied(report)
+    assert other == report
+    assert str(other) == str(report)
+    assert other.to_dict() == report.to_dict()
+    if tries:
+        assert report.patch()
+        for method in (other.patch, other.fixed_function, other.try_more):
+            with pytest.raises(EinshardError, match='has its data, but not its function'):
+                method()
+
+
+def test_all_lines_of_an_error_that_lists_something():
+    def wrong(x):
+        raise ValueError('these sizes differ:\n  a: 1\n  b: 2')
+
+    def short(x):
+        raise ValueError('these sizes differ\n  a: 1')
+
+    for function, says in (
+        (wrong, 'these sizes differ:\n  a: 1\n  b: 2'),
+        (short, 'these sizes differ'),
+    ):
+        with pytest.raises(EinshardError) as error:
+            explain(function, np.ones(3))
+        assert error.value.facts['JAX says'] == says

@@ -223,3 +223,96 @@ def test_no_arguments_print_the_help(capsys):
     assert capsys.readouterr().out == printed
     for word in ('usage: python -m einshard', '--shape', '--devices', '--mesh', 'examples:'):
         assert word in printed
+
+
+# --- output that cannot be written, and sizes that are too large ----------------------------------
+
+MODULE = """
+import jax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+def shapes(mesh):
+    return jax.ShapeDtypeStruct((64, 64), 'float32', sharding=NamedSharding(mesh, P('data', 'tp')))
+
+def by_size(mesh):
+    shape = 2 * mesh.shape['batch'], mesh.shape['tp']
+    return jax.ShapeDtypeStruct(shape, 'float32', sharding=NamedSharding(mesh, P('batch', 'tp')))
+
+def step(x):
+    return 2 * x
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / 'shaped.py').write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield 'shaped'
+    sys.modules.pop('shaped', None)
+
+
+def refused(capsys, *arguments):
+    """The error of a command, without its first word."""
+    assert main(arguments) == 2
+    return capsys.readouterr().err.removeprefix('einshard.EinshardError: ')
+
+
+def test_a_full_disk(module, capsys):
+    call = ['explain', f'{module}:step', '--args', 'f32[8]', '--tries', '0']
+    error = refused(capsys, *call, '--save', '/dev/full')
+    assert error == "cannot write '/dev/full': No space left on device\n"
+    for arguments in (['a b -> a2 b', '--devices', '2'], ['explain', '--help']):
+        with Path('/dev/full').open('w') as full:
+            done = subprocess.run(
+                [sys.executable, '-m', 'einshard', *arguments],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                encoding='utf-8',
+                check=False,
+            )
+        error = 'einshard.EinshardError: cannot write standard output: No space left on device\n'
+        assert (done.returncode, done.stderr) == (2, error)
+
+
+@pytest.mark.parametrize('arguments', [['--help'], ['a b -> a1000 b', '--devices', '1000']])
+def test_a_closed_pipe(arguments):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, '-m', 'einshard', *arguments],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        encoding='utf-8',
+        check=False,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, '')
+
+
+def test_absurd_shapes(module, capsys):
+    for size in (2**58, 10**30):
+        error = refused(capsys, 'explain', f'{module}:step', '--args', f'f32[{size}]')
+        assert error == f"'f32[{size}]' has too many elements\n  at most: 2^58\n"
+
+
+@pytest.mark.parametrize('command', ['explain', 'plan'])
+@pytest.mark.parametrize(
+    ('function', 'options', 'names', 'example'),
+    [
+        ('shapes', ['--devices', '8'], "'data' and 'tp'", '--mesh data=4 tp=2'),
+        ('by_size', ['--devices', '8'], "'batch' and 'tp'", '--mesh batch=4 tp=2'),
+        ('by_size', ['--mesh', 'data=4', 'tp=3'], "'batch' and 'tp'", '--mesh batch=4 tp=3'),
+    ],
+)
+def test_axes_that_are_looked_up(command, function, options, names, example, module, capsys):
+    call = [command, f'{module}:step', '--args', f'{module}:{function}']
+    assert refused(capsys, *call, *options) == (
+        f'{module}:{function} looks up mesh axes that the mesh does not have\n'
+        f'  looked up: {names}\n'
+        f'  example:   {example}\n'
+    )
+    # the example runs
+    if command == 'explain':
+        assert main([*call, *example.split(), '--tries', '0']) == 0
+    options = f'{example} or --topology v5e:4x4'
+    assert options.replace('tp=3', 'tp=2') in refused(capsys, *call)

@@ -4,6 +4,10 @@ import functools
 import os
 import pickle
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -220,6 +224,33 @@ def test_the_next_program_starts_a_process_and_an_interrupt_ends_it(worker, monk
         evaluate(worker, [candidate(batch='x')])
     with pytest.raises(ProcessLookupError):
         os.kill(*started, 0)
+
+
+PROGRAM_WITH_WORKER = """
+import os, signal, time
+import jax
+from einshard._explain.partition import Worker
+worker = Worker(2)
+worker.submit({'program': b''})
+worker.result()
+print(worker._log.parent, worker.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_no_folder_is_left_after_sigterm():
+    command = [sys.executable, '-c', PROGRAM_WITH_WORKER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        folder, pid = process.stdout.readline().split()
+        assert Path(folder).is_dir()
+        process.terminate()
+    deadline = time.monotonic() + 30
+    while Path(folder).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(folder).exists()
+    while Path(f'/proc/{pid}/exe').exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f'/proc/{pid}/exe').exists()
 
 
 def test_flatbuffers_are_missing(monkeypatch):

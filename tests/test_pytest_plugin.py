@@ -115,7 +115,7 @@ def test_the_example_of_the_page(session, tmp_path):
     section = PAGE.partition('## Golden files')[2]
     module, golden, difference = re.findall(r'^```\w*\n(.*?)^```$', section, re.M | re.S)
     changed = module.replace("'y z -> y* z'", "'y z -> y z*'")
-    file = 'tests/golden/test_model/test_mlp.txt'
+    file = 'tests/golden/test_model/test_mlp.golden'
     unknown = f'no golden file {file} for mlp\n  to write it: pytest --einshard-update\n'
     # test file, options; whether it passes, a part of the output, and of the golden file
     sessions = [
@@ -131,7 +131,48 @@ def test_the_example_of_the_page(session, tmp_path):
         assert passed == passes
         assert message in failures(printed) if message else 'golden' not in printed
         files = goldens_of(tmp_path)
-        assert content in files['test_mlp.txt'] if content else files == {}
+        assert content in files['test_mlp.golden'] if content else files == {}
+
+
+ONE = f"""{MODULE}
+def test_step(einshard_golden):
+    einshard_golden(explain(product, *arguments))
+"""
+
+
+def test_old_files_are_read_and_renamed(session, tmp_path):
+    assert session(ONE, '--einshard-update')[0]
+    folder = tmp_path / 'tests' / 'golden' / 'test_model'
+    text = (folder / 'test_step.golden').read_text(encoding='utf-8')
+    (folder / 'test_step.golden').rename(folder / 'test_step.txt')
+    assert session(ONE)[0]
+    assert goldens_of(tmp_path) == {'test_step.txt': text}
+    passed, printed = session(ONE, '--einshard-update')
+    assert passed
+    assert 'renamed tests/golden/test_model/test_step.golden' in printed
+    assert goldens_of(tmp_path) == {'test_step.golden': text}
+    (folder / 'test_step.golden').rename(folder / 'test_step.txt')
+    (folder / 'test_step.txt').write_text('old', encoding='utf-8')
+    passed, printed = session(ONE)
+    assert not passed
+    assert 'product differs from tests/golden/test_model/test_step.txt' in printed
+    passed, printed = session(ONE, '--einshard-update')
+    assert 'rewrote tests/golden/test_model/test_step.golden' in printed
+    assert goldens_of(tmp_path) == {'test_step.golden': text}
+
+
+def test_pytest_does_not_collect_golden_files(session, tmp_path):
+    """A merge conflict in a doctest, as in `>>>>>>> branch`, ends the run of pytest."""
+    assert session(ONE, '--einshard-update')[0]
+    (file,) = (tmp_path / 'tests' / 'golden').rglob('*.*')
+    file.write_text(f'<<<<<<< ours\n{file.read_text()}>>>>>>> theirs\n')
+    done = subprocess.run(
+        [sys.executable, '-m', 'pytest', '-q', '--collect-only', '-pno:einshard', str(file.parent)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout
 
 
 MANY = f"""{MODULE}
@@ -157,16 +198,16 @@ def test_each_report_has_a_file_of_its_own(session, tmp_path):
     assert passed
     files = goldens_of(tmp_path)
     assert sorted(files) == [
-        'TestLayers.TestFirst.test_step+2.txt',
-        'TestLayers.TestFirst.test_step+3.txt',
-        'TestLayers.TestFirst.test_step+a-b-c14cddc0.txt',
-        'TestLayers.TestFirst.test_step+forward.txt',
-        'TestLayers.TestFirst.test_step.txt',
-        'test_parameters-0.5.txt',
-        'test_parameters-8.txt',
-        'test_parameters-a-b-a-b-70833276.txt',
-        'test_parameters-a-b-a-b-b2eefbac.txt',
-        'test_step+forward.txt',
+        'TestLayers.TestFirst.test_step+2.golden',
+        'TestLayers.TestFirst.test_step+3.golden',
+        'TestLayers.TestFirst.test_step+a-b-c14cddc0.golden',
+        'TestLayers.TestFirst.test_step+forward.golden',
+        'TestLayers.TestFirst.test_step.golden',
+        'test_parameters-0.5.golden',
+        'test_parameters-8.golden',
+        'test_parameters-a-b-a-b-70833276.golden',
+        'test_parameters-a-b-a-b-b2eefbac.golden',
+        'test_step+forward.golden',
     ]
     assert set(files.values()) == {PRODUCT}
     written = re.findall(r'^wrote tests/golden/test_model/(.*)$', printed, re.MULTILINE)
@@ -297,7 +338,7 @@ def test_file_names(name, file):
 
 
 NO_NAME = "name= must be a non-empty string, not {}\n  example: name='forward'"
-TWICE = "test_step uses the golden file name 'forward' twice\n  file: test_step+forward.txt"
+TWICE = "test_step uses the golden file name 'forward' twice\n  file: test_step+forward.golden"
 NOT_A_REPORT = (
     'einshard_golden takes a Report, not str\n  example: einshard_golden(explain(step, x))'
 )
@@ -368,9 +409,9 @@ def test_that_asks(einshard_golden, assert_collectives):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert '2 passed' in done.stdout
-    assert '\nwrote tests/golden/test_model/test_that_asks.txt\n' in done.stdout
+    assert '\nwrote tests/golden/test_model/test_that_asks.golden\n' in done.stdout
     assert 'JAX was never imported' in done.stdout
-    assert list(goldens_of(tmp_path)) == ['test_that_asks.txt']
+    assert list(goldens_of(tmp_path)) == ['test_that_asks.golden']
 
 
 def test_a_wheel_has_the_plugin_beside_the_package():

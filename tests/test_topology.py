@@ -17,6 +17,7 @@ from placed import struct
 from refusal import refusal
 
 from einshard import (
+    EinshardError,
     UnexpectedCollectives,
     assert_collectives,
     clear_caches,
@@ -308,3 +309,11 @@ def test_communication_in_pallas_kernels(function, runs):
     with pytest.raises(UnexpectedCollectives, match='unexpected collectives: 1 custom-call'):
         assert_collectives(mapped, x, allowed=())
     assert_collectives(mapped, x, allowed='custom-call')
+
+
+@pytest.mark.parametrize(
+    ('name', 'options'), [('v5e:2x2', {'n_slices': 10**9}), ('v5e:1000x1000', {})]
+)
+def test_more_chips_than_libtpu_describes(name, options):
+    with pytest.raises(EinshardError, match='more than 65,536 chips'):
+        topology(name, **options)

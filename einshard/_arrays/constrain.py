@@ -41,6 +41,7 @@ from .._sharding.mesh import (
     spec_axes,
 )
 from .._sharding.resolve import Placement
+from .._text import first_line
 from .reshard import reshard
 
 # The expressions of the constraints that `plan` has traced so far, or None outside its traces.
@@ -296,6 +297,6 @@ def _cannot_constrain(placement: Placement, error: ValueError) -> EinshardError:
     return placement.expression.error(
         'JAX cannot constrain this value to the devices of the mesh',
         code='mesh',
-        JAX_says=str(error).splitlines()[0],
+        JAX_says=first_line(error),
         mesh=mesh_fact(placement.sharding.mesh),
     )

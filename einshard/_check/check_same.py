@@ -19,7 +19,7 @@ from .._explain.lowered import check_arguments
 from .._functions.error_notes import is_sharding_type_error
 from .._sharding.context import is_tracing
 from .._sharding.mesh import partition_spec, spec_axes
-from .._text import array_text, name_of
+from .._text import array_text, first_line, name_of
 from .._trees.paths import (
     argument_path,
     common_suffix_length,
@@ -269,7 +269,7 @@ class _Check:
                 f'{self.call.name} cannot be differentiated',
                 code='tracing',
                 facts={
-                    'JAX says': str(error).strip().partition('\n')[0],
+                    'JAX says': first_line(error),
                     'try': 'check_same(..., gradients=False)',
                 },
             ) from error

@@ -27,7 +27,7 @@ from .._program.hlo.memory import read_memory
 from .._progress import progress
 from .._sharding.context import ambient_mesh, one_device_scope
 from .._sharding.mesh import Device, device_mesh, is_partial, partition_spec, shrink_mesh, spec_axes
-from .._text import format_bytes
+from .._text import first_line, format_bytes
 from .._trees.partition import join
 from .._trees.paths import argument_path, leaves_with_paths
 
@@ -231,7 +231,7 @@ class OneDeviceProgram:
                 f'{self._name} does not run on one device',
                 code='does-not-compile',
                 facts={
-                    'JAX says': str(error).strip().partition('\n')[0],
+                    'JAX says': first_line(error),
                     'instead': 'use PartitionSpecs and jax.set_mesh instead of NamedShardings, or '
                     'pass a function for one device as reference=',
                 },

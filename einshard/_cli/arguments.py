@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import math
 import os
 import re
 import shlex
@@ -19,14 +20,16 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 
-from .._errors import EinshardError, plural
+from .._errors import EinshardError, plural, quoted
 from .._explain.lowered import check_arguments
+from .._notation.counts import prime_factors
 from .._sharding.mesh import AnyMesh, device_mesh
 from .._sharding.topology import topology
 from .._text import name_of
 
 # this many simulated devices take 2 GB and 12 s to start; 4 times as many take more than 100 s
 _MAX_SIMULATED = 16_384
+_MAX_ELEMENTS = 2**58
 _ARRAY = re.compile(r'(\w+)\[([\d,\s]*)\]')
 _KEYWORD = re.compile(r'([^\W\d]\w*)=(.*)', re.DOTALL)
 _SHORT_DTYPE = re.compile(r'^(bf|f|i|u|c)(?=\d+$)|^pred$')
@@ -56,6 +59,10 @@ def read_arguments(
 def _read_argument(text: str, mesh: AnyMesh | None, enter: bool) -> Any:
     if array := _ARRAY.fullmatch(text.strip()):
         sizes = tuple(int(size) for size in array[2].split(',') if size.strip())
+        if math.prod(sizes) >= _MAX_ELEMENTS:  # XLA counts elements and bytes in 64 bits
+            raise EinshardError(
+                f"'{text}' has too many elements", code='array', facts={'at most': '2^58'}
+            )
         return jax.ShapeDtypeStruct(sizes, _dtype(array[1], text))
     try:
         return ast.literal_eval(text)
@@ -73,14 +80,75 @@ def _read_argument(text: str, mesh: AnyMesh | None, enter: bool) -> Any:
     kwargs: dict[str, Any] = {}
     if _needs_mesh(value):
         if mesh is None:
+            names = _axes_looked_up(value, abstract_mesh([('_', 8)]), enter=False)
+            options = f'{_mesh_option(names)} or --topology v5e:4x4 {_mesh_option(names, 16)}'
             raise EinshardError(
                 f"{text} has a parameter 'mesh', so the command needs a mesh",
                 code='command',
-                facts={'options': '--mesh data=4 tp=2, --topology v5e:4x4 or --devices 8'},
+                facts={'looked up': quoted(names), 'options': options}
+                if names
+                else {'options': '--mesh data=4 tp=2, --topology v5e:4x4 or --devices 8'},
             )
         kwargs = {'mesh': mesh}
+    try:
+        return _call_on(value, mesh, kwargs, enter)
+    except (EinshardError, KeyError, ValueError) as error:
+        names = _axes_looked_up(value, mesh, enter) if mesh is not None and kwargs else None
+        if not names:
+            raise
+        raise EinshardError(
+            f'{text} looks up mesh axes that the mesh does not have',
+            code='mesh',
+            facts={'looked up': quoted(names), 'example': _mesh_option(names)},
+        ) from error
+
+
+def _call_on(function: Any, mesh: AnyMesh | None, kwargs: Mapping[str, Any], enter: bool) -> Any:
     with jax.set_mesh(mesh) if enter and isinstance(mesh, Mesh) else nullcontext():
-        return result_shapes(value, (), kwargs, mesh)
+        return result_shapes(function, (), kwargs, mesh)
+
+
+_LOOKED_UP = re.compile(r"""axis:? '?([^\W\d]\w*)'?|^'([^\W\d]\w*)'$""")
+
+
+def _axes_looked_up(function: Any, mesh: AnyMesh, enter: bool) -> dict[str, int] | None:
+    """Returns the mesh axes that a function looks up, with example sizes for which it runs.
+
+    Calls the function with a mesh of the names so far, as long as its errors name another one.
+    """
+    names: dict[str, int] = {}
+    while True:
+        if names:
+            names = dict(zip(names, _example_sizes(mesh.size, len(names)), strict=True))
+        named: AnyMesh = abstract_mesh([*names.items()] or [('_', mesh.size)])
+        if isinstance(mesh, Mesh):
+            grid = mesh.devices.reshape(named.axis_sizes)
+            named = Mesh(grid, named.axis_names, axis_types=named.axis_types)
+        try:
+            _call_on(function, named, {'mesh': named}, enter)
+        except Exception as error:  # the function may raise anything
+            found = _LOOKED_UP.search(str(error))
+            name = found and (found[1] or found[2])
+            if name is None or name in names:
+                return None
+            names[name] = 1
+        else:
+            return names
+
+
+def _mesh_option(names: Mapping[str, int] | None, n_devices: int | None = None) -> str:
+    sizes = [*(names or {}).values()]
+    if n_devices is not None:
+        sizes = _example_sizes(n_devices, len(sizes))
+    return f'--mesh {" ".join(f"{n}={size}" for n, size in zip(names or (), sizes, strict=True))}'
+
+
+def _example_sizes(n: int, n_axes: int) -> list[int]:
+    """Returns sizes whose product is n, about equal; the first ones are larger."""
+    sizes = [1] * n_axes
+    for factor in sorted(prime_factors(n), reverse=True):
+        sizes[sizes.index(min(sizes))] *= factor
+    return sorted(sizes, reverse=True)
 
 
 def _needs_mesh(function: Any) -> bool:

@@ -105,11 +105,15 @@ _ASCII = str.maketrans('─│┌┬┐├┼┤└┴┘', '-|+++++++++')
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        text, status = _run(arguments) if arguments else (_show_parser().format_help(), 0)
+        try:
+            text, status = _run(arguments) if arguments else (_show_parser().format_help(), 0)
+        except SystemExit:  # argparse has printed help or an error
+            _print('')
+            raise
+        _print(text.rstrip('\n') + '\n')
     except EinshardError as error:
         print(f'einshard.EinshardError: {with_options(error, arguments)}', file=sys.stderr)
         return 2
-    _print(text.rstrip('\n') + '\n')
     return status
 
 
@@ -137,7 +141,10 @@ def _run(arguments: Sequence[str]) -> tuple[str, int]:
 
 
 def _print(text: str) -> None:
-    """Prints text, with ASCII or '?' for characters that the encoding lacks."""
+    """Prints text, with ASCII or '?' for characters that the encoding lacks.
+
+    Raises an EinshardError if standard output cannot be written, as on a full disk.
+    """
     encoding = sys.stdout.encoding or 'utf-8'
     try:
         text.encode(encoding)
@@ -145,9 +152,23 @@ def _print(text: str) -> None:
         text = text.translate(_ASCII).encode(encoding, 'replace').decode(encoding)
     try:
         print(text, end='', flush=True)
-    except BrokenPipeError:
-        # a reader such as `head` has closed the pipe; Python flushes stdout again at exit
+    except OSError as error:
+        # Python flushes stdout again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # of a reader such as `head`
+            raise _cannot_write('standard output', error) from None
+
+
+@contextmanager
+def _writing(path: str) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _cannot_write(f"'{path}'", error) from None
+
+
+def _cannot_write(what: str, error: OSError) -> EinshardError:
+    return EinshardError(f'cannot write {what}: {error.strerror}', code='command')
 
 
 def script() -> int:
@@ -219,9 +240,12 @@ def _explain(arguments: Sequence[str]) -> tuple[str, int]:
     tries = {} if options.tries is None else {'tries': options.tries}
     report = _report(options, **tries)
     if options.save is not None:
-        report.save(options.save)
+        with _writing(options.save):
+            report.save(options.save)
     if options.patch is not None:
-        Path(options.patch).write_text(report.patch(), encoding='utf-8')
+        patch = report.patch()
+        with _writing(options.patch):
+            Path(options.patch).write_text(patch, encoding='utf-8')
     text = json.dumps(report.to_dict(), indent=2) if options.json else str(report)
     return text, 3 if options.fail_on and report.findings else 0
 

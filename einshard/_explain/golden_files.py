@@ -18,6 +18,9 @@ from .fold_layers import fold
 from .report import Report, meshes_text
 from .report_rows import ArrayRow
 
+_SUFFIX = '.golden'
+# before 0.6: pytest takes 'test_*.txt' for doctests, and a merge conflict in one ends the run
+_OLD_SUFFIX = '.txt'
 _MAX_LENGTH = 120  # characters of a test name in a file name; file systems allow 255 bytes
 
 
@@ -72,7 +75,7 @@ class Goldens:
         test: the name of the test, with which file names start.
         shown_from: the folder that paths in messages are relative to.
         update: whether to write files that differ.
-        written: messages such as 'wrote golden/test_model/test_step.txt'.
+        written: messages such as 'wrote golden/test_model/test_step.golden'.
     """
 
     folder: Path
@@ -93,16 +96,20 @@ class Goldens:
                 facts={'example': 'einshard_golden(explain(step, x))'},
             )
         path = self._path(name)
-        is_inside = path.is_relative_to(self.shown_from)
-        shown_path = (path.relative_to(self.shown_from) if is_inside else path).as_posix()
-        golden = path.read_text(encoding='utf-8') if path.exists() else None
+        old = path.with_name(f'{path.name.removesuffix(_SUFFIX)}{_OLD_SUFFIX}')
+        found = next((each for each in (path, old) if each.exists()), None)
+        shown_path = self._shown(found or path)
+        golden = None if found is None else found.read_text(encoding='utf-8')
         text = golden_text(report)
-        if text == golden:
-            return None
-        if self.update:
+        if self.update and (text != golden or found != path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding='utf-8', newline='\n')
-            self.written.append(f'{"wrote" if golden is None else "rewrote"} {shown_path}')
+            verb = 'wrote' if found is None else 'rewrote' if text != golden else 'renamed'
+            self.written.append(f'{verb} {self._shown(path)}')
+        if self.update:
+            old.unlink(missing_ok=True)
+            return None
+        if text == golden:
             return None
         if golden is not None:
             return _difference(report, golden, text, shown_path)
@@ -110,6 +117,10 @@ class Goldens:
             f'no golden file {shown_path} for {report.name}\n'
             '  to write it: pytest --einshard-update'
         )
+
+    def _shown(self, path: Path) -> str:
+        is_inside = path.is_relative_to(self.shown_from)
+        return (path.relative_to(self.shown_from) if is_inside else path).as_posix()
 
     def _path(self, name: str | None) -> Path:
         """Returns the golden file for `name`, or the next numbered file if `name` is None.
@@ -125,7 +136,7 @@ class Goldens:
                 f'name= must be a non-empty string, not {name!r}',
                 facts={'example': "name='forward'"},
             )
-        paths = [self.folder / f'{file_name(self.test)}{ending}.txt' for ending in endings]
+        paths = [self.folder / f'{file_name(self.test)}{ending}{_SUFFIX}' for ending in endings]
         path = next((path for path in paths if path not in self._used), None)
         if path is None:
             raise EinshardError(

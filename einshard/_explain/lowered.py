@@ -30,10 +30,10 @@ from .._functions.traced_function import TracedFunction
 from .._program.jaxpr.edits import FixedFunction, JittedCall, read_call
 from .._progress import progress
 from .._sharding.context import LIBRARY_FOLDERS, current_context, mesh_scope
+from .._sharding.cuda_plugin import start_backend
 from .._sharding.leaf_spec import AnySpec
-from .._sharding.libtpu import load_libtpu
 from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact
-from .._text import array_text, name_of
+from .._text import array_text, first_line, name_of
 from .._trees.partition import with_static_nodes
 from .._trees.specs import leaf_specs
 from .frameworks import (
@@ -158,7 +158,7 @@ class Stages:
             raise EinshardError(
                 f'{self.name or "the program"} does not compile',
                 code='does-not-compile',
-                facts={'the compiler says': str(error).strip().partition('\n')[0]},
+                facts={'the compiler says': first_line(error)},
             ) from error
 
     def dynamic_leaves(self) -> list[Any]:
@@ -217,7 +217,7 @@ def trace_call(
             facts={'expected': 'a function, or a lowered function: f.lower(...)'},
         )
     _hide_our_source_lines()
-    load_libtpu()
+    start_backend()
     name, called = name_of(fn), fn
     fn, args, kwargs = unwrap_partial(fn, args, kwargs)
     check_arguments(fn, name, args, kwargs)
@@ -397,7 +397,7 @@ def _trace(
         raise
     except (TypeError, ValueError) as error:
         facts = {
-            'JAX says': str(error).partition('\n')[0],
+            'JAX says': first_line(error),
             'arguments': _format_call(args, kwargs),
         }
         if can_filter_jit(fn, args, kwargs):

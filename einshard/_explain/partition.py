@@ -97,7 +97,11 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**_worker_environment(self.n_devices), 'TMPDIR': folder.name},
+                env={
+                    **_worker_environment(self.n_devices),
+                    'TMPDIR': folder.name,
+                    'EINSHARD_WORKER_FOLDER': folder.name,
+                },
             )
         self._requests, self._responses = self._process.stdin, self._process.stdout
         # also called when the interpreter exits

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import pickle
 import queue
+import shutil
 import signal
 import sys
 import tempfile
@@ -35,8 +36,18 @@ def _read(stream: BinaryIO, requests: queue.SimpleQueue[Any]) -> None:
     while True:
         try:
             requests.put(pickle.load(stream))
-        except Exception:  # the user's process has closed the pipe, or has died
+        except Exception:  # the user's process has closed the pipe, or has died, as by SIGTERM
+            _delete_folder()
             os._exit(0)
+
+
+def _delete_folder() -> None:
+    """Deletes the folder of this process, which the user's process may have left behind."""
+    folder = Path(os.environ['EINSHARD_WORKER_FOLDER'])
+    for _ in range(10):  # a program that is being compiled may still write to it
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
 
 
 def _respond(request: dict[str, Any]) -> dict[str, Any] | str:

@@ -64,8 +64,9 @@ class Report(Display):
         meshes: (axis, size) pairs of the user's meshes. Omits the mesh of expressions with counts.
         total: what the suggestions of all findings together do, and with a chip, which lower bounds
             they leave, in words.
-        fixes: what `fixed_function` and `try_more` need; not data.
-        reading: what `why` needs; not data.
+        fixes: what `fixed_function`, `patch` and `try_more` need; not data, so that copies and
+            pickles of a report do not have it.
+        reading: what `why` needs; not data, either.
     """
 
     name: str
@@ -89,6 +90,11 @@ class Report(Display):
     total: tuple[str, ...] = ()
     fixes: Any = field(default=None, repr=False, compare=False)
     reading: Any = field(default=None, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the data that a copy, or a report from a file, has. The function stays behind."""
+        fixes = None if self.fixes is None else _NoFunction()
+        return {**self.__dict__, 'fixes': fixes, 'reading': None}
 
     @property
     def network_bytes(self) -> int:
@@ -205,6 +211,19 @@ class Report(Display):
         filled = tuple(section for section in sections if section.rows or section.lines)
         findings = (*_finding_texts(self.findings), *self.total)
         return Page(title, filled, findings, _finding_texts(self.notes))
+
+
+class _NoFunction:
+    """Stands for `Report.fixes` in a copy of a report, which has only its data."""
+
+    def _raise(self, *_: Any) -> Any:
+        raise EinshardError(
+            'a copy of a report has its data, but not its function',
+            code='argument',
+            facts={'instead': 'call this of the report that explain has returned'},
+        )
+
+    function = patch = more = _raise
 
 
 # --- sections -----------------------------------------------------------------------------------

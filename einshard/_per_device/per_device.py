@@ -44,7 +44,7 @@ from .._sharding.context import (
 )
 from .._sharding.leaf_spec import LeafSpec, as_leaf_spec, unconstrained_error
 from .._sharding.mesh import AnyMesh, MeshLike, has_equal_axes, mesh_fact, sizes_of, spec_axes
-from .._text import array_text, name_of
+from .._text import array_text, first_line, name_of
 from .._trees.partition import join, partition_modules, with_static_nodes
 from .._trees.paths import leaf_text, leaves_with_paths, path_text
 from .._trees.specs import Spec, check_specs, is_array, is_none, leaf_specs, mesh_of
@@ -560,7 +560,7 @@ def explain_different_sizes(
     for name, shard, expression in shards[:_MAX_ARGUMENTS]:
         spec = f", '{expression.text}'" if expression else ''
         facts[f"parameter '{name}'"] = f'{array_text(shard)} per device{spec}'
-    facts['JAX says'] = str(error).splitlines()[0]
+    facts['JAX says'] = first_line(error)
     return EinshardError(f'the shards of the arguments do not match: {sizes}', facts=facts)
 
 

@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from .._errors import EinshardError
+from .._text import first_line
 from .gpu_names import GPUS, Gpu
 from .libtpu import load_libtpu, set_variables
 
@@ -45,10 +46,24 @@ def describe_gpus(gpu: Gpu, sizes: str) -> list[Any]:
                 raise EinshardError(
                     "JAX's CUDA plugin fails on this machine",
                     code='not-installed',
-                    facts={'plugin says': str(error).strip().partition('\n')[0]},
+                    facts={'plugin says': first_line(error)},
                 ) from None
             description = describe()
     return description.devices
+
+
+@functools.cache
+def start_backend() -> None:
+    """Starts JAX's default backend, without what its plugins print on machines without devices.
+
+    The CUDA plugin prints 20 lines about cuDNN, which is not installed to compile for GPUs.
+    """
+    load_libtpu()
+    platforms: str | None = jax.config.jax_platforms  # type: ignore[reportAttributeAccessIssue]
+    is_used = not platforms or 'cuda' in platforms.split(',')
+    if is_used and not _has_gpu() and any(map(_is_installed, _PLUGINS)):
+        with _without_check(), suppress(RuntimeError):
+            jax.devices()
 
 
 def _without_check() -> AbstractContextManager[None]:
@@ -73,8 +88,7 @@ def _has_gpu() -> bool:
 
 def find_plugin() -> str:
     """Returns the module of the plugin. Raises unless there is one, of the version of jaxlib."""
-    names = ('jax_plugins.xla_cuda13', 'jax_plugins.xla_cuda12')
-    plugins = [name for name in names if _is_installed(name)]
+    plugins = [name for name in _PLUGINS if _is_installed(name)]
     if not plugins:
         raise EinshardError(
             "compiling for GPUs needs JAX's CUDA plugin, which is not installed",
@@ -107,6 +121,7 @@ def find_plugin() -> str:
     return plugins[0]
 
 
+_PLUGINS = ('jax_plugins.xla_cuda13', 'jax_plugins.xla_cuda12')
 _INSTALL = "pip install 'jax[cuda13-local]' nvidia-cuda-nvcc"
 _ENOUGH = 'jax[cuda12] or jax[cuda13], which have both'
 _PLATFORMS = 'Linux on x86_64 and aarch64'

@@ -10,12 +10,13 @@ from jax.sharding import AxisType, Mesh
 
 from .._cache import cached
 from .._errors import EinshardError, public
+from .._text import first_line
 from .context import user_stacklevel
 from .cuda_plugin import describe_gpus
 from .gpu_names import gpu_forms, is_gpu_name, read_gpu_name
 from .libtpu import describe_slice, has_libtpu
 from .mesh import device_mesh, named_mesh, types_text
-from .tpu_names import known_names, not_offered, topology_name
+from .tpu_names import check_size, known_names, not_offered, topology_name
 
 
 @public
@@ -30,7 +31,8 @@ def topology(
         (('data', 'tensor'), 'TPU v5 lite')
 
     Pass the mesh to `explain` or `assert_collectives` as `mesh=`. Programs can be lowered and
-    compiled for its devices, but these cannot hold arrays.
+    compiled for its devices, but these cannot hold arrays, and nothing runs there: under
+    `jax.set_mesh` of this mesh, also no eager operation of JAX, such as `jnp.ones(8)`.
 
     TPUs need libtpu. GPUs need JAX's CUDA plugin and a PTX compiler: the extra
     `gpu`, `jax[cuda12]` or `jax[cuda13]`. The first topology of GPUs in a process
@@ -58,8 +60,8 @@ def topology(
         a warning.
 
     Raises:
-        EinshardError: the name is not valid, what compiles for it is not installed, or the sizes
-            do not use all devices. The error lists valid names and sizes.
+        EinshardError: the name is not valid, there are more than 65,536 chips, what compiles for it
+            is not installed, or the sizes do not use all devices. The error lists valid names and sizes.
     """
     if not isinstance(name, str):
         raise EinshardError(
@@ -75,6 +77,7 @@ def topology(
         mesh = _gpu_mesh(name, n_slices)
     else:
         converted = topology_name(name)
+        check_size(name, converted, n_slices)
         mesh = _topology(converted, n_slices)
         if warning := not_offered(converted):
             warnings.warn(warning, stacklevel=user_stacklevel())
@@ -115,6 +118,6 @@ def _topology(name: str, n_slices: int) -> Mesh:
         raise EinshardError(
             f"libtpu does not know the slice '{name}'",
             code='topology',
-            facts={'libtpu says': str(error).splitlines()[0], **known_names()},
+            facts={'libtpu says': first_line(error), **known_names()},
         ) from None
     return device_mesh(description.devices)

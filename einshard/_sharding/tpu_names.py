@@ -153,6 +153,21 @@ def _check_name(name: str) -> None:
         )
 
 
+_MAX_CHIPS = 2**16  # of all slices; libtpu takes the memory of the machine for 10^9
+
+
+def check_size(name: str, converted: str, n_slices: int) -> None:
+    """Raises for more chips than libtpu describes in reasonable time and memory."""
+    chips = math.prod(map(int, converted.partition(':')[2].split('x')))
+    if chips * n_slices > _MAX_CHIPS:
+        slices = f'{n_slices:,} slices ' * (n_slices > 1)
+        raise EinshardError(
+            f"{slices}'{name}' {'have' if slices else 'has'} more than {_MAX_CHIPS:,} chips",
+            code='topology',
+            facts={'chips': f'{chips * n_slices:,}'},
+        )
+
+
 def known_names() -> dict[str, str]:
     two = [name for name, ndim in _GENERATIONS.items() if ndim == 2]
     three = [name for name, ndim in _GENERATIONS.items() if ndim == 3]
