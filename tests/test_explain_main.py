@@ -428,7 +428,8 @@ def test_a_function_that_needs_a_mesh(capsys, model):
         capsys, 'explain devices_on_command:double --args devices_on_command:shapes'
     ) == (
         "devices_on_command:shapes has a parameter 'mesh', so the command needs a mesh\n"
-        '  options: --mesh data=4 tp=2, --topology v5e:4x4 or --devices 8'
+        "  looked up: 'a' and 'b'\n"
+        '  options:   --mesh a=4 b=2 or --topology v5e:4x4 --mesh a=4 b=4'
     )
 
 

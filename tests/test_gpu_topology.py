@@ -682,3 +682,27 @@ def test_donated_caches_that_are_copied_for_a_layout():
     assert [row.source for row in found] == [f'{__file__}:{line}']
     assert found[0].text.startswith('caches/0-1/0, bf16[16,8192,1,128] on a device, are donated')
     assert report.memory.temporaries >= 2**25
+
+
+QUIET = """
+import jax
+from einshard import explain, topology
+x = jax.ShapeDtypeStruct((64, 64), 'float32')
+print(explain(lambda x: x @ x.T, x, mesh=topology('v5e:2x4'), tries=0).n_devices)
+"""
+
+
+@pytest.mark.gpu
+def test_tpus_without_lines_about_cudnn():
+    """The extra gpu does not install cuDNN, which JAX's plugin looks for when the backend starts."""
+    pytest.importorskip('libtpu')
+    environment = {name: value for name, value in os.environ.items() if name != 'JAX_PLATFORMS'}
+    done = subprocess.run(
+        [sys.executable, '-c', QUIET],
+        env={**environment, 'PYTHONPATH': python_path()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, '8\n'), done.stderr
+    assert done.stderr == ''

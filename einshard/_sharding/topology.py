@@ -61,7 +61,8 @@ def topology(
 
     Raises:
         EinshardError: the name is not valid, there are more than 65,536 chips, what compiles for it
-            is not installed, or the sizes do not use all devices. The error lists valid names and sizes.
+            is not installed, or the sizes do not use all devices. The error lists valid names and
+            sizes.
     """
     if not isinstance(name, str):
         raise EinshardError(
