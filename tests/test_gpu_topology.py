@@ -694,7 +694,7 @@ print(explain(lambda x: x @ x.T, x, mesh=topology('v5e:2x4'), tries=0).n_devices
 
 @pytest.mark.gpu
 def test_tpus_without_lines_about_cudnn():
-    """The extra gpu does not install cuDNN, which JAX's plugin looks for when the backend starts."""
+    """The extra gpu has no cuDNN, which the plugin of JAX looks for when the backend starts."""
     pytest.importorskip('libtpu')
     environment = {name: value for name, value in os.environ.items() if name != 'JAX_PLATFORMS'}
     done = subprocess.run(
