@@ -422,6 +422,59 @@ def test_fixed_function_has_its_static_arguments():
         fixed(*structs, 2)
 
 
+@pytest.mark.parametrize(
+    ('change', 'got'),
+    [
+        (lambda x: x[:256], 'float32[256,256]'),
+        (lambda x: np.concatenate([x, x]), 'float32[1024,256]'),
+        (lambda x: np.ones(x.shape, np.int32), 'int32[512,256]'),
+        (lambda x: x.astype(jnp.float16), 'float16[512,256]'),
+        (lambda x: jax.ShapeDtypeStruct((8, 256), np.float32), 'float32[8,256]'),
+        (lambda x: 2.0, 'float 2.0'),
+    ],
+)
+def test_fixed_function_refuses_arrays_of_other_types(change, got):
+    def loss(batch, weights):
+        return jnp.mean(mlp(batch['x'], *weights))
+
+    structs = by_columns()
+    report = explain(jax.jit(loss), {'x': structs[0]}, [*structs[1:]], tries=4)
+    fixed = report.fixed_function()
+    rng = np.random.default_rng(0)
+    x, *weights = (
+        jax.device_put(rng.standard_normal(s.shape).astype(np.float32), s.sharding) for s in structs
+    )
+    host = [np.asarray(array, np.float64) for array in (x, *weights)]
+    np.testing.assert_allclose(
+        fixed({'x': x}, weights), np.mean(np.maximum(host[0] @ host[1], 0) @ host[2]), rtol=1e-3
+    )
+    with pytest.raises(EinshardError, match='cannot take these arguments') as error:
+        fixed({'x': change(x)}, weights)
+    assert error.value.facts['argument'] == 'batch/x'
+    assert error.value.facts['in the report'] == 'float32[512,256]'
+    assert error.value.facts['got'] == got
+
+
+def test_fixed_function_refuses_python_numbers_for_arrays():
+    def scaled(x, w_in, w_out, scale):
+        return mlp(x, w_in, w_out) * scale
+
+    structs, scale = by_columns(dtype=jnp.bfloat16), np.float32(2)
+    placed = [jax.device_put(np.ones(s.shape, jnp.bfloat16), s.sharding) for s in structs]
+    fixed = explain(jax.jit(scaled), *structs, scale, tries=4).fixed_function()
+    assert fixed(*placed, scale).dtype == np.float32
+    assert jax.jit(scaled)(*placed, 2.0).dtype == jnp.bfloat16  # not what was traced
+    with pytest.raises(EinshardError) as error:
+        fixed(*placed, 2.0)
+    assert error.value.facts['got'] == 'float 2.0'
+    assert error.value.facts['in the report'] == 'float32[]'
+    fixed = explain(jax.jit(scaled), *structs, 2.0, tries=4).fixed_function()
+    assert fixed(*placed, 3.0).dtype == jnp.bfloat16
+    with pytest.raises(EinshardError) as error:
+        fixed(*placed, scale)
+    assert error.value.facts['in the report'] == 'float32[], as a Python number'
+
+
 def test_mapped_axes_are_left_out_of_the_patch(tmp_path):
     on = mesh_of(data=8)
     source = textwrap.dedent(

@@ -352,7 +352,9 @@ class Fixes:
             )
         edited = Trials(self._facts, call).edited(edits)
         moved = [call.dynamic[i] for i in edits.arguments]
-        return FixedFunction(call, edited, moved, self._facts.stages.bind)
+        named = zip(call.dynamic, self._facts.arguments, strict=True)
+        paths = {leaf: argument.path for leaf, argument in named}
+        return FixedFunction(call, edited, moved, paths, self._facts.stages.bind)
 
     def more(self, tries: int, seconds: float | None = None) -> Report:
         """See `Report.try_more`."""

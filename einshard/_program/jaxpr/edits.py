@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..._errors import EinshardError
 from ..._sharding.mesh import partition_spec, spec_axes
+from ..._text import array_text
 from .graph import Site
 from .op_sharding_rule import BatchAxis, batch_axes
 from .spans import Frames, Span
@@ -327,16 +328,18 @@ class FixedFunction:
         call: JittedCall,
         edited: Edited,
         moved: Collection[int],
+        paths: Mapping[int, str],
         bind: Callable[[Sequence[Any], Mapping[str, Any]], tuple[Any, Any]],
     ):
         """
         Args:
             moved: the leaves whose shardings the edits change.
+            paths: the paths of the leaves that are arguments of the program.
             bind: returns the arguments of `call` for those of the user's function.
         """
         self.jitted = edited.function
         self.__name__ = self.__qualname__ = edited.function.__name__
-        self._call, self._moved, self._bind = call, {*moved}, bind
+        self._call, self._moved, self._paths, self._bind = call, {*moved}, paths, bind
         self._structs = jtu.tree_leaves((edited.args, edited.kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -353,7 +356,8 @@ class FixedFunction:
     def place(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         """Returns the arguments for `jitted`: those that the edits move have their new shardings.
 
-        Raises an EinshardError for other static arguments, whose values are in the program.
+        Raises an EinshardError for other static arguments, whose values are in the program, and for
+        arrays of other types: the traced operations would compute other values with them.
         """
         args, kwargs = self._bind(args, kwargs)
         call, (leaves, tree) = self._call, jtu.tree_flatten((tuple(args), dict(kwargs)))
@@ -364,6 +368,14 @@ class FixedFunction:
             for i, (old, new) in enumerate(zip(call.leaves, leaves, strict=True)):
                 if i not in call.arguments and not _is_array(old) and new is not old and new != old:
                     facts = {'constant of the report': repr(old), 'got': repr(new)}
+            avals = call.jaxpr.in_avals
+            for i, operand in call.arguments.items():
+                expected, got = _type_text(avals[operand]), _type_text(_array_type(leaves[i]))
+                if got != expected:
+                    got = got if _is_array(leaves[i]) else array_text(leaves[i])
+                    path = self._paths[i]
+                    facts = {'argument': path, 'in the report': expected, 'got': got}
+                    break
         if facts:
             raise EinshardError(
                 f'{self.__name__} with suggestions cannot take these arguments',
@@ -396,11 +408,21 @@ def _has_explicit_axes(sharding: Any) -> bool:
 
 def _struct(leaf: Any, sharding: Sharding | None) -> Any:
     """Returns the ShapeDtypeStruct of an argument, with its own sharding if it is committed."""
-    aval: Any = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+    aval = _array_type(leaf)
     if sharding is None and (isinstance(leaf, jax.ShapeDtypeStruct) or _is_committed(leaf)):
         sharding = leaf.sharding
     weak = bool(getattr(aval, 'weak_type', False))
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
+
+
+def _array_type(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+
+
+def _type_text(aval: Any) -> str:
+    aval = getattr(aval, 'inner_aval', aval)  # of a Ref
+    weak = ', as a Python number' * bool(getattr(aval, 'weak_type', False))
+    return array_text(aval) + weak
 
 
 def _is_committed(leaf: Any) -> bool:
