@@ -260,6 +260,51 @@ def host_data_that_differs():
         refused(einshard, np.ones(7), 'a*', mesh=jax.local_devices())
 
 
+@check_in_four_too
+def meshes_that_differ():
+    """The last process has another mesh of the same devices."""
+    n = jax.process_count()
+    last = jax.process_index() == n - 1
+    grid = np.array(jax.devices()).reshape(n, -1)
+    names = ('h', 'l')
+
+    def place(mesh):
+        return einshard(FULL, 'a b -> a@h b', mesh=mesh)
+
+    def call(mesh):
+        spec = 'a b -> a@h b'
+        return sharded(spec, out=spec, mesh=mesh)(lambda x: 2 * x)(FULL)
+
+    def place_trees(mesh):
+        return einshard({'x': [FULL, jnp.ones(8)]}, 'a ... -> a@h ...', mesh=mesh)
+
+    def join(mesh):
+        return from_local(np.ones((8, 2)), 'a b -> a@l b', mesh=mesh)
+
+    def in_context(mesh):
+        with jax.set_mesh(mesh):
+            return einshard(FULL, 'a b -> a@h b')
+
+    said = []
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = Mesh(grid, names, axis_types=(kind,) * 2)
+        others = {
+            'reversed': Mesh(grid[::-1], names, axis_types=(kind,) * 2),
+            'two devices': Mesh(
+                np.append(grid.ravel()[:-2], grid.ravel()[:-3:-1]).reshape(grid.shape),
+                names,
+                axis_types=(kind,) * 2,
+            ),
+            'transposed': Mesh(grid.reshape(-1, n), names, axis_types=(kind,) * 2),
+            'names': Mesh(grid, names[::-1], axis_types=(kind,) * 2),
+        }
+        for other in others.values():
+            for use in (place, call, place_trees, join, in_context):
+                said.append(refused(use, other if last else mesh))
+            assert place(mesh).sharding.mesh == mesh  # the next one works
+    return said, [device.id for device in jax.devices()]
+
+
 @check
 def host_data_is_not_compared():
     """Without the check, processes place their own data, and do not communicate."""

@@ -269,6 +269,37 @@ def test_each_process_raises_its_own_error(run, n):
             )
 
 
+@pytest.mark.parametrize('n', [2, 4])
+def test_meshes_that_differ(run, n):
+    everyone = said(run, n, 'meshes_that_differ')
+    assert all(texts == everyone[0] for texts in everyone)
+    texts, ids = everyone[0]
+    rest, last = {2: ('process 0', 1), 4: ('processes 0, 1, 2', 3)}[n]
+    m = 8 // n
+    def differ(before, after):
+        width = max(len(rest), len('expected')) + 1
+        return (
+            'the processes have different meshes of the same devices\n'
+            f'  {rest + ":":<{width}} {before}\n'
+            f'  {f"process {last}:":<{width}} {after}\n'
+            f'  {"expected:":<{width}} '
+            'the same axes, and the same order of devices, in every process'
+        )
+
+    expected = []
+    for kind in ('Auto', 'Explicit'):
+        mesh = f"'h': {n}, 'l': {m} ({kind})"
+        end = f'h={last}, l={m - 2}'
+        found = [
+            differ(f'device {ids[0]} at h=0, l=0', f'device {ids[-m]} at h=0, l=0'),
+            differ(f'device {ids[-2]} at {end}', f'device {ids[-1]} at {end}'),
+            differ(mesh, f"'h': {m}, 'l': {n} ({kind})"),
+            differ(mesh, f"'l': {n}, 'h': {m} ({kind})"),
+        ]
+        expected += [text for text in found for _ in range(5)]
+    assert texts == expected
+
+
 def test_gather_without_a_device_in_the_mesh(run):
     assert said(run, 2, 'a_mesh_of_one_process')[0] == (
         'process 0 has no device in the mesh\n'

@@ -26,9 +26,22 @@ MAX_COMPARED = 2**20  # arrays
 MAX_SHOWN_BYTES = 1024  # of the text about each array in an error
 
 
-def check_same_plan(arrays: Sequence[PlannedArray], mesh: Mesh) -> None:
-    """Raises the same error in every process of `mesh` if the processes plan different arrays."""
-    records = ['\0'.join(array) for array in arrays]
+_SAME_PLAN = {'expected': 'the same shapes, dtypes, paths and expressions in every process'}
+_SAME_CONTENTS = {
+    'expected': 'the same full array in every process',
+    'for local rows': 'from_local(x, ...) joins the rows of all processes',
+}
+
+
+def check_same_plan(
+    arrays: Sequence[PlannedArray], mesh: Mesh, expected: Mapping[str, str] = _SAME_PLAN
+) -> None:
+    """Raises the same error in every process of `mesh` if the processes plan different arrays.
+
+    Also if their meshes of these devices differ. `expected` are facts for the error about arrays.
+    """
+    of_mesh = _mesh_records(mesh)
+    records = [*of_mesh, *('\0'.join(array) for array in arrays)]
 
     def differ(n: int) -> bool:
         digest = hashlib.blake2b('\n'.join(records[:n]).encode(), digest_size=16)
@@ -41,7 +54,16 @@ def check_same_plan(arrays: Sequence[PlannedArray], mesh: Mesh) -> None:
     text = records[first] if first < len(records) else 'no more arrays'
     shown = _all_gather_bytes(text.encode()[:MAX_SHOWN_BYTES].ljust(MAX_SHOWN_BYTES, b'\0'), mesh)
     texts = {p: row.rstrip(b'\0').decode(errors='ignore') for p, row in shown.items()}
-    raise _mismatch_error({process: text.split('\0') for process, text in texts.items()})
+    if first < len(of_mesh):
+        raise EinshardError(
+            'the processes have different meshes of the same devices',
+            code='processes',
+            facts={
+                **group_processes(texts),
+                'expected': 'the same axes, and the same order of devices, in every process',
+            },
+        )
+    raise _mismatch_error({p: text.split('\0') for p, text in texts.items()}, expected)
 
 
 def check_same_contents(arrays: Sequence[tuple[PlannedArray, Any]], mesh: Mesh) -> None:
@@ -59,12 +81,7 @@ def check_same_contents(arrays: Sequence[tuple[PlannedArray, Any]], mesh: Mesh) 
         data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
         digest = hashlib.blake2b(data.data, digest_size=4).hexdigest()
         records.append((f'{text}, contents {digest}', expression))
-    try:
-        check_same_plan(records, mesh)
-    except EinshardError as error:
-        facts = {**error.facts, 'expected': 'the same full array in every process'}
-        facts['for local rows'] = 'from_local(x, ...) joins the rows of all processes'
-        raise EinshardError(**error.parts(facts=facts)) from None
+    check_same_plan(records, mesh, _SAME_CONTENTS)
 
 
 def mesh_to_compare_on(x: Any, mesh: AnyMesh) -> Mesh | None:
@@ -86,22 +103,42 @@ def _all_gather_bytes(data: bytes, mesh: Mesh) -> dict[int, bytes]:
     # This takes 2.1 ms on 8 simulated devices in 2 processes. multihost_utils.process_allgather
     # takes 2.6 ms and waits for processes outside the mesh. One device per process would take
     # 0.4 ms, but the TPU compiler aborts with one device per host of a v5e:4x4.
-    replicated = jax.device_put(sharded, NamedSharding(row_mesh, PartitionSpec()))
+    with jax.set_mesh(row_mesh):  # JAX refuses it under a mesh of another order of devices
+        replicated = jax.device_put(sharded, NamedSharding(row_mesh, PartitionSpec()))
     received = np.asarray(replicated.addressable_data(0))
     processes = [devices[0].process_index for devices in row_mesh.devices]
     return {process: bytes(row) for process, row in zip(processes, received, strict=True)}
 
 
 @cached
+def _mesh_records(mesh: Mesh) -> Sequence[str]:
+    """Describes a mesh: its axes, and then each device, so that an error can show the first one."""
+    names = [*map(str, mesh.axis_names)]
+    positions = np.ndindex(mesh.devices.shape)
+    return [
+        mesh_fact(mesh),
+        *(
+            f'device {mesh.devices[at].id} at {", ".join(map("{}={}".format, names, at))}'
+            for at in positions
+        ),
+    ]
+
+
+@cached
 def _mesh_of_rows(mesh: Mesh) -> Mesh:
-    """Reshapes a mesh into rows, as long as possible, each with devices of one process only."""
-    devices = sorted(mesh.devices.flat, key=lambda device: device.process_index)
+    """Reshapes a mesh into rows, as long as possible, each with devices of one process only.
+
+    The same for all meshes of the same devices: processes compare meshes on it.
+    """
+    devices = sorted(mesh.devices.flat, key=lambda device: (device.process_index, device.id))
     counts = Counter(device.process_index for device in devices)
     grid = np.array(devices).reshape(-1, math.gcd(*counts.values()))
     return Mesh(grid, ('row', 'column'), axis_types=(AxisType.Auto,) * 2)
 
 
-def _mismatch_error(planned: Mapping[int, Sequence[str]]) -> EinshardError:
+def _mismatch_error(
+    planned: Mapping[int, Sequence[str]], expected: Mapping[str, str]
+) -> EinshardError:
     """Returns the error for an array that differs between processes.
 
     `planned` maps each process to two texts: a description of its array (or of the lack of one),
@@ -116,10 +153,7 @@ def _mismatch_error(planned: Mapping[int, Sequence[str]]) -> EinshardError:
         'the processes are about to build different arrays',
         code='processes',
         expression=min(expressions) if len(expressions) == 1 else None,
-        facts={
-            **group_processes(texts),
-            'expected': 'the same shapes, dtypes, paths and expressions in every process',
-        },
+        facts={**group_processes(texts), **expected},
     )
 
 
