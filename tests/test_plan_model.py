@@ -183,6 +183,71 @@ def test_flax_names():
     assert list(products(model)) == ['. ., embed mlp -> . mlp']
 
 
+def named_weights():
+    """A Flax model of two layers with axis names in its metadata, and its weights."""
+    linen = pytest.importorskip('flax.linen')
+
+    def init(*names):
+        return linen.with_logical_partitioning(linen.initializers.ones, names)
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, tokens, dropout=None):
+            x = linen.Embed(256, 64, embedding_init=init('vocab', 'embed'))(tokens)
+            for _ in range(2):
+                h = linen.relu(linen.Dense(256, kernel_init=init('embed', 'mlp'))(x))
+                x = x + linen.Dense(64, kernel_init=init('mlp', 'embed'))(h)
+            if dropout is not None:
+                x = x * jax.random.bernoulli(dropout, 0.9, x.shape)
+            return x
+
+    model = Model()
+    tokens = jax.ShapeDtypeStruct((16, 32), jnp.int32)
+    return model, jax.eval_shape(model.init, jax.random.key(0), tokens), tokens
+
+
+def test_data_without_names():
+    """What carries the batch is named; states, keys and biases are not."""
+    model, weights, tokens = named_weights()
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def loss(weights, batch, key, scale):
+        out = model.apply(weights, batch['tokens'], key)
+        return jnp.mean((out * scale - batch['targets'].sum()) ** 2)
+
+    def named(weights, batch, key, scale):
+        batch = einshard(batch, 'batch ...')
+        return loss(weights, batch, key, scale)
+
+    batch = {'tokens': tokens, 'targets': tokens}
+    rest = batch, key, f32(64)
+    for function in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.jit(jax.value_and_grad(loss))):
+        found = find_model(function, (weights, *rest), {})
+        assert found.unnamed_data == ("'batch/tokens' int32[16,32]",)
+    for function in (jax.grad(named), jax.jit(jax.grad(named))):
+        assert find_model(function, (weights, *rest), {}).unnamed_data == ()
+    for spec in ('batch ...', 'batch seq'):
+        specs = {'weights': None, 'batch': spec, 'key': None, 'scale': None}
+        assert find_model(sharded(**specs)(jax.grad(loss)), (weights, *rest), {}).unnamed_data == ()
+
+
+def test_warning_about_data_without_names():
+    model, weights, tokens = named_weights()
+    found, with_names = (
+        plan(f, weights, tokens, mesh=jax.devices()[:4], objective='bytes', compilations=1)
+        for f in (
+            model.apply,
+            lambda weights, tokens: model.apply(weights, einshard(tokens, 'batch ...')),
+        )
+    )
+    (warning,) = found.warnings
+    assert warning.startswith("no axis names for argument 'args' int32[16,32]: the axes of this")
+    assert 'no axis names for argument' in str(found)
+    assert with_names.warnings == ()
+    assert 'batch' in with_names.rules
+    assert 'batch' not in found.rules
+
+
 def test_names_that_are_not_valid():
     """plan leaves them out, and says so."""
     linen = pytest.importorskip('flax.linen')

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, Sharding
-from jax.stages import Compiled
+from jax.stages import Compiled, Traced
 
 from .._notation.expression import ELLIPSIS, axis_letters
 from .._program.hlo.text import Program
@@ -83,17 +83,21 @@ def _make_array(
 
 def find_names(
     stages: Stages,
-    compiled: Compiled | Oversized,
-    shardings: Sequence[Sharding | None],
-    program: Program,
+    stage: Compiled | Oversized | Traced,
+    shardings: Sequence[Sharding | None] = (),
+    program: Program | None = None,
 ) -> Mapping[int, str]:
-    """Returns the names of positional arguments, by position."""
+    """Returns the names of positional arguments, by position.
+
+    `stage` has their paths. Without a trace, the names are those in the compiled `program`.
+    """
     if stages.argument_names is not None:
         return stages.argument_names
-    paths = [path for path, _ in jtu.tree_leaves_with_path(compiled.args_info)]
+    paths = [path for path, _ in jtu.tree_leaves_with_path(stage.args_info)]
     if stages.traced is not None:
         names = stages.traced.jaxpr.jaxpr.debug_info.arg_names
     else:  # the compiled program has only the arguments that it uses
+        assert program is not None
         paths = [path for path, s in zip(paths, shardings, strict=True) if s is not None]
         # XLA combines the names of equal parameters: '(weights[1]:weights[0])'
         in_program = [op.op_name.lstrip('(') for op in program.parameters]

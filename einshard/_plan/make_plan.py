@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from .._errors import EinshardError, plural, quoted
 from .._explain.partition import ENDED
-from .._text import format_bytes
+from .._text import first_of, format_bytes
 from .._trees.axis_names import invalid_names, misfits
 from .._trees.paths import leaf_text
 from .candidate import Evaluation
@@ -118,6 +118,13 @@ def _n_indistinguishable(choices: Sequence[Evaluation]) -> int:
 
 
 def _warnings(best: Evaluation, search: Search, model: Model) -> Iterator[str]:
+    if unnamed := model.unnamed_data:
+        have = 'argument' if len(unnamed) == 1 else 'arguments'
+        yield (
+            f'no axis names for {have} {first_of(unnamed, 4)}: the axes of this data, such as the '
+            "batch, are not sharded. Name them, in a spec of sharded or with einshard(x, 'batch "
+            "...') at the start of the function"
+        )
     if best.memory is None or search.limit is None or best.fits(search.limit):
         return
     state = sum(array.bytes for array in model.arrays if array.is_state)

@@ -11,8 +11,11 @@ from typing import Any
 
 import jax.tree_util as jtu
 
+from .._explain.arrays import find_names
+from .._explain.lowered import Stages
 from .._program.jaxpr.graph import Program, flatten
 from .._trees.axis_names import MetadataNames, fitting_names
+from .._trees.paths import argument_path, path_and_array
 from .costly_ops import CostlyOp, find_costly_ops
 from .live_sets import LiveSet, StoredArray, find_live_sets
 from .names import ArrayNames, AxisNames, name_axes
@@ -53,6 +56,7 @@ class Model:
         live_sets: see `find_live_sets`.
         metadata_names: for each leaf of the arguments of the call, the axis names in its metadata
             that shard it, or None.
+        unnamed_data: the arguments without axis names that carry data, as text.
     """
 
     name: str
@@ -63,6 +67,7 @@ class Model:
     costly_ops: tuple[CostlyOp, ...]
     live_sets: tuple[LiveSet, ...]
     metadata_names: tuple[MetadataNames | None, ...]
+    unnamed_data: tuple[str, ...] = ()
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
@@ -118,6 +123,44 @@ def find_model(
         costly_ops=find_costly_ops(program, axis_names, states),
         live_sets=find_live_sets(program, axis_names),
         metadata_names=tuple(metadata_names),
+        unnamed_data=_unnamed_data(stages, program, argument_names, result_names, axis_names),
+    )
+
+
+def _unnamed_data(
+    stages: Stages,
+    program: Program,
+    argument_names: Sequence[ArrayNames | None],
+    result_names: Sequence[ArrayNames | None],
+    axis_names: Sequence[tuple[AxisNames, ...]],
+) -> tuple[str, ...]:
+    """Returns the arguments without axis names that have an axis of half of all flops.
+
+    The batch is an axis of nearly all products, an axis of a weight only of its own.
+    """
+    traced: Any = stages.traced
+    leaves = jtu.tree_leaves_with_path(traced.args_info)
+    marks: dict[int, str] = {}
+    marked: list[ArrayNames | None] = []
+    for i, (value, names) in enumerate(zip(program.arguments, argument_names, strict=True)):
+        if value is not None and names is None and not any(axis_names[value]):
+            marks[i] = f'#{i}'  # not a name of the user's
+            names = ((marks[i],),) * len(program.values[value].shape)
+        marked.append(names)
+    if not marks:
+        return ()
+    found = name_axes(program, marked, result_names)
+    flops: Counter[str] = Counter()
+    total = 0
+    for op in find_costly_ops(program, [tuple(x or () for x in names) for names in found], ()):
+        names = {n for array in (*op.operands, op.out) for axis in array.names for n in axis}
+        flops.update(dict.fromkeys(names, op.flops * op.executions))
+        total += op.flops * op.executions
+    of_position = find_names(stages, traced)
+    return tuple(
+        path_and_array(argument_path(leaves[i][0], of_position), leaves[i][1])
+        for i, mark in marks.items()
+        if 2 * flops[mark] >= total > 0
     )
 
 
