@@ -276,6 +276,7 @@ def test_meshes_that_differ(run, n):
     texts, ids = everyone[0]
     rest, last = {2: ('process 0', 1), 4: ('processes 0, 1, 2', 3)}[n]
     m = 8 // n
+
     def differ(before, after):
         width = max(len(rest), len('expected')) + 1
         return (

@@ -1,10 +1,12 @@
 """topology: TPU slices you don't have, and reports of programs compiled for them."""
 
+import contextlib
 import importlib.util
 import os
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,7 @@ from einshard import (
     device_mesh,
     einshard,
     explain,
+    plan,
     sharded,
     topology,
 )
@@ -317,3 +320,102 @@ def test_communication_in_pallas_kernels(function, runs):
 def test_more_chips_than_libtpu_describes(name, options):
     with pytest.raises(EinshardError, match='more than 65,536 chips'):
         topology(name, **options)
+
+
+# --- functions that ask for the devices of this process ------------------------------------------
+
+
+def asking(question):
+    """A constraint that is dropped on CPUs, as in public code, and the line that asks."""
+
+    def shard(x, *spec):
+        if question() in ('cpu', 16):
+            return x
+        return jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(*spec))
+
+    return shard, question.__code__.co_firstlineno
+
+
+QUESTIONS = {
+    'jax.devices()': lambda: jax.devices()[0].platform,
+    'jax.local_devices()': lambda: jax.local_devices()[0].platform,
+    'jax.default_backend()': lambda: jax.default_backend(),
+    'jax.device_count()': lambda: jax.device_count(),
+    'jax.local_device_count()': lambda: jax.local_device_count(),
+}
+
+
+def asks(report):
+    return [note.text for note in report.notes if note.kind == 'asks for local devices']
+
+
+@pytest.mark.parametrize('call', QUESTIONS)
+def test_functions_that_ask_for_local_devices(call):
+    shard, line = asking(QUESTIONS[call])
+    mesh = topology('v5e:2x4', data=2, tensor=4)
+
+    def mlp(batch, ws):
+        x = shard(batch['x'] @ ws[0], 'data', 'tensor')
+        return shard(jax.jit(lambda x: shard(x, 'data', None))(x @ ws[1]), 'data', None)
+
+    x, w_in, w_out = struct(512, 256), struct(256, 1024), struct(1024, 256)
+    specs = {'batch': 'b d -> b@data d', 'ws': ['d f -> d f@tensor', 'f d -> f@tensor d']}
+    args = {'batch': {'x': x}, 'ws': [w_in, w_out]}
+    placed = einshard(args, specs, mesh=mesh)
+    own = sharded(**specs, mesh=mesh)(mlp)
+    for function, given in ((jax.jit(mlp), placed), (mlp, placed), (own, args)):
+        for tries in (0, 1):  # the second is traced already
+            report = explain(function, **given, tries=tries)
+            (text,) = asks(report)
+            assert text.startswith(f'test_topology.py:{line}: {call} returns what this process has')
+            assert '(cpu)' in text
+            assert '(TPU v5 lite)' in text
+        assert sys.getprofile() is None
+    # on its own devices, a function may ask
+    here = einshard(args, specs, mesh=device_mesh(jax.devices()[:8], data=2, tensor=4))
+    assert not asks(explain(jax.jit(mlp), **here, tries=0))
+
+
+def test_libraries_that_ask_for_local_devices():
+    """A call in Flax, Equinox or JAX is not one of the user's."""
+    nnx = pytest.importorskip('flax.nnx')
+    mesh = topology('v5e:2x4', data=2, tensor=4)
+    code = 'import jax\n\n\ndef silent(x):\n    jax.devices()\n    return x * 2\n'
+    file = os.path.join(os.path.dirname(nnx.__file__), 'silent.py')
+    library = {}
+    exec(compile(code, file, 'exec'), library)
+    x = struct(512, 256)
+
+    def step(x):
+        return nnx.relu(library['silent'](x))
+
+    assert not asks(explain(step, einshard(x, 'b d -> b@data d', mesh=mesh), tries=0))
+
+
+def test_plan_notes_questions_about_local_devices():
+    shard, line = asking(QUESTIONS['jax.devices()'])
+
+    @sharded('batch embed', 'embed mlp')
+    def up(x, w):
+        return shard(x @ w, 'data', None)
+
+    found = plan(up, struct(512, 256), struct(256, 1024), mesh=topology('v5e:2x4'), compilations=1)
+    (note,) = (note for note in found.notes if 'jax.devices()' in note)
+    assert note.startswith(f'test_topology.py:{line}: jax.devices() returns what this process has')
+    assert '(TPU v5 lite)' in note
+
+
+def test_a_function_traced_as_on_the_target():
+    """What the FAQ says: with the devices of the mesh, the constraints stay."""
+    shard, _ = asking(QUESTIONS['jax.devices()'])
+    mesh = topology('v5e:2x4', data=2, tensor=4)
+
+    def constrained(question):
+        x = einshard(struct(512, 256), 'b d -> b d', mesh=mesh)
+        with question, jax.set_mesh(mesh):
+            return explain(jax.jit(lambda x: shard(x * 2, 'data', None)), x, tries=0)
+
+    asked = constrained(contextlib.nullcontext())
+    patched = constrained(mock.patch('jax.devices', return_value=[*mesh.devices.flat]))
+    assert (asked.results[0].placement, len(asks(asked))) == ('a b -> 8 a b', 1)
+    assert (patched.results[0].placement, asks(patched)) == ('a b -> a@data b', [])

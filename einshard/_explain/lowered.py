@@ -56,6 +56,7 @@ from .frameworks import (
     trace_filtered,
     unbound,
 )
+from .local_devices import local_devices_asked, remember_asked
 
 
 @dataclass(frozen=True)
@@ -235,8 +236,10 @@ def trace_call(
     with (
         nullcontext() if target is None else mesh_scope(target),
         restored_if_failed(fn, args, kwargs),
+        local_devices_asked(_is_for_other_devices(fn, args, kwargs)) as asked,
     ):
         stages = replace(_trace(fn, name, args, kwargs, target), called=called)
+    remember_asked(stages.jaxpr, asked)
     if stages.program is not None and target is not None and stages.program.setup.mesh is not None:
         raise EinshardError(
             f'{name} has its own mesh, so mesh= cannot be given',
@@ -279,6 +282,18 @@ def trace_to_compile(
             'instead': "constrain a value in the function: einshard(x, '...')",
         },
     )
+
+
+def _is_for_other_devices(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a program is for devices that are not those of this process, as of `topology`."""
+    is_sharded = isinstance(fn, ShardedFunction)
+    context = fn._setup.context() if is_sharded else current_context()  # type: ignore[reportPrivateUsage]
+    shardings = (getattr(leaf, 'sharding', None) for leaf in jtu.tree_leaves((args, kwargs)))
+    meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
+    meshes = [mesh for mesh in (*meshes, context.lowering_mesh) if isinstance(mesh, Mesh)]
+    kinds = {(mesh.devices.flat[0].platform, mesh.devices.flat[0].device_kind) for mesh in meshes}
+    own = jax.local_devices()[0]
+    return not kinds <= {(own.platform, own.device_kind)}
 
 
 def _devices_of(stages: Stages) -> set[Any] | None:

@@ -68,6 +68,7 @@ def _no_plan_compiles(choices: Sequence[Evaluation], model: Model) -> EinshardEr
 def _notes(
     choices: Sequence[Evaluation], search: Search, model: Model, function: Function
 ) -> Iterator[str]:
+    yield from model.asked
     unused = misfits((function.args, function.kwargs))
     if unused:
         path, leaf, names = unused[0]

@@ -12,6 +12,7 @@ from typing import Any
 import jax.tree_util as jtu
 
 from .._explain.arrays import find_names
+from .._explain.local_devices import asked_texts
 from .._explain.lowered import Stages
 from .._program.jaxpr.graph import Program, flatten
 from .._trees.axis_names import MetadataNames, fitting_names
@@ -57,6 +58,7 @@ class Model:
         metadata_names: for each leaf of the arguments of the call, the axis names in its metadata
             that shard it, or None.
         unnamed_data: the arguments without axis names that carry data, as text.
+        asked: see `asked_texts`.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Model:
     live_sets: tuple[LiveSet, ...]
     metadata_names: tuple[MetadataNames | None, ...]
     unnamed_data: tuple[str, ...] = ()
+    asked: tuple[str, ...] = ()
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
@@ -88,11 +91,16 @@ class Model:
 
 
 def find_model(
-    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh_axes: Sequence[str] = ()
+    fn: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    mesh_axes: Sequence[str] = (),
+    device_kind: str = '',
 ) -> Model:
     """Traces a function, and finds the axis names of all its arrays.
 
-    `mesh_axes` are the mesh axes that the expressions of the function may name directly.
+    `mesh_axes` are the mesh axes that the expressions of the function may name directly, and
+    `device_kind` is that of the devices to plan for.
     """
     expressions, metadata_names = first_trace(fn, args, kwargs, mesh_axes)
     names = [name for array in metadata_names for axis in array or () for name in axis]
@@ -124,6 +132,7 @@ def find_model(
         live_sets=find_live_sets(program, axis_names),
         metadata_names=tuple(metadata_names),
         unnamed_data=_unnamed_data(stages, program, argument_names, result_names, axis_names),
+        asked=tuple(asked_texts(stages.jaxpr, device_kind)),
     )
 
 

@@ -119,7 +119,8 @@ def plan(
     mesh_axes = None if is_canonical_mesh(devices) else tuple(devices.shape.items())
     mesh_axis_names = [name for name, _ in mesh_axes or ()]
     with mesh_scope(devices):
-        model = find_model(fn, arguments, keywords, mesh_axis_names)
+        kind = devices.devices.flat[0].device_kind
+        model = find_model(fn, arguments, keywords, mesh_axis_names, kind)
     pinned = read_pins(pin or {}, mesh_axis_names or AXES)
     slices = {getattr(device, 'slice_index', None) for device in devices.devices.flat}
     space = Space(model, devices.size, len(slices), mesh_axes, pinned)

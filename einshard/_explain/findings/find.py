@@ -18,7 +18,7 @@ from .gathers import (
 )
 from .large_arrays import large_constants, replicated
 from .latency import tested_in_loop, too_many_small
-from .limits import does_not_fit, not_checked, promise_broken
+from .limits import asks_for_local_devices, does_not_fit, not_checked, promise_broken
 from .next_call import (
     compiles_again,
     copied_donations,
@@ -60,6 +60,7 @@ _DIAGNOSES = (
 )
 _NOTES = (
     not_checked,
+    asks_for_local_devices,
     replicated,
     large_constants,
     recomputed_collectives,

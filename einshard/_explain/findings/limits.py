@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ..._functions.promise import allowed_text, counts_text, exceeding
 from ..._text import format_bytes
+from ..local_devices import asked_texts
 from ..report_rows import Finding
 from .facts import Facts
 
@@ -58,3 +59,10 @@ def not_checked(facts: Facts) -> Iterator[Finding]:
             f'{runs} in line {lines[0]}: what it sends and computes is not counted'
         )
         yield Finding('not checked', text)
+
+
+def asks_for_local_devices(facts: Facts) -> Iterator[Finding]:
+    """Notes the lines that asked, while the function was traced, which devices this process has."""
+    # the line is part of the text, since a suggestion for it does not answer this
+    for text in asked_texts(facts.stages.jaxpr, facts.devices[0].device_kind):
+        yield Finding('asks for local devices', text)
