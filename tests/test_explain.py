@@ -1102,6 +1102,39 @@ def test_numbers_with_the_same_text_are_not_a_difference():
     assert str(flops[0].diff(flops[2])) == '  flops: 776 Mflop => 800 Mflop (x 1.03)'
 
 
+def test_paths_of_string_keys():
+    """As in seqax, whose dataclasses are registered with plain strings as keys."""
+
+    class Pair:
+        def __init__(self, up, down):
+            self.up, self.down = up, down
+
+    jax.tree_util.register_pytree_with_keys(
+        Pair,
+        lambda pair: ([('up', pair.up), ('down', pair.down)], None),
+        lambda _, children: Pair(*children),
+    )
+    state = Pair({'w': [struct(16, 32)]}, Pair(struct(32, 16), struct(8, 4)))
+
+    def step(state, x, *, other):
+        return jax.tree.map(lambda a: a * 2, (state, other)), x
+
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    keys = [jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in leaves]
+    assert keys == ['up/w/0', 'down/up', 'down/down']
+    expected = [*(f'state/{key}' for key in keys), 'x', 'other/up', 'other/down']
+    given = {'other': Pair(struct(4, 4), struct(2, 2))}
+    jitted = jax.jit(step)
+    lowered = jitted.lower(state, struct(8), **given)
+    for report in (
+        explain(jitted, state, struct(8), **given),
+        explain(lowered),
+        explain(lowered.compile()),
+    ):
+        assert [row.path for row in report.arguments] == expected
+    assert [row.path for row in report.results[:3]] == [f'result/0/0/{key}' for key in keys]
+
+
 def test_control_characters_in_paths_are_replaced():
     rich = pytest.importorskip('rich.console')
     tree = {'\x1b[2Jw\r\n': np.ones((16, 4), np.float32), 'b\nc': np.ones(4, np.float32)}

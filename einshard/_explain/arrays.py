@@ -106,7 +106,8 @@ def find_names(
         if any(name.startswith('Arg_') for name in names):
             return {}
     found = {
-        path[1].idx: re.split(r'[\[.]', name)[0]
+        # JAX adds the keys of the leaf, of which strings have no mark in front
+        path[1].idx: re.split(r'[\[.]', name.removesuffix(jtu.keystr(path[2:])))[0]
         for path, name in zip(paths, names, strict=True)
         if path[0].idx == 0
     }

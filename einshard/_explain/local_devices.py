@@ -30,7 +30,7 @@ def asked_texts(jaxpr: Any, device_kind: str) -> list[str]:
         f'{short_source(line)}: {call} returns what this process has ({own}) while the function is '
         f'traced, not what the program is for ({device_kind}): on the target, it may be another '
         'program. Ask the mesh instead: mesh.devices.flat[0].platform'
-        for line, call in _asked.get(jaxpr, {}).items()
+        for line, call in (_asked.get(jaxpr, {}) if jaxpr is not None else {}).items()
     ]
 
 
