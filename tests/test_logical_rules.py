@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from beartype import beartype
 from counting import counted
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, jaxtyped
 from placed import mesh_of
@@ -18,7 +18,9 @@ from einshard import (
     Sharded,
     axis_rules,
     describe,
+    device_mesh,
     einshard,
+    explain,
     make_sharding,
     per_device,
     sharded,
@@ -225,11 +227,60 @@ def test_indivisible_axes_of_sharded():
         assert (body.runs == n) == known
 
 
-@pytest.mark.parametrize('option', [{'indivisible': 'pad'}, {'indivisible': None}])
+@pytest.mark.parametrize('option', [{'indivisible': 'other'}, {'indivisible': None}])
 def test_invalid_options(option):
-    for call in (lambda: einshard(np.zeros(8), 'x*', **option), lambda: sharded('x*', **option)):
-        with pytest.raises(EinshardError, match="indivisible= must be 'error' or 'replicate'"):
+    with pytest.raises(EinshardError, match="indivisible= must be 'error' or 'replicate'"):
+        sharded('x*', **option)
+    with pytest.raises(EinshardError, match="must be 'error', 'replicate' or 'pad'"):
+        einshard(np.zeros(8), 'x*', **option)
+
+
+# ------------------------------------------------------------------------------ indivisible='pad'
+
+
+def test_padded_values_are_what_jax_makes():
+    """1003 columns on 8 devices are 126 on each, as in a constraint of plain JAX."""
+    mesh = device_mesh(jax.devices()[:8], d=8)
+    x, w = np.ones((1000, 512), np.float32), np.ones((512, 1003), np.float32)
+    w[:, 1002] = np.linspace(0, 1, 512)
+
+    def by_einshard(x, w):
+        return einshard({'h': [x @ w]}, 'a b -> a b@d', mesh=mesh, indivisible='pad')['h'][0].sum(1)
+
+    def by_jax(x, w):
+        sharding = NamedSharding(mesh, P(None, 'd'))
+        return jax.lax.with_sharding_constraint(x @ w, sharding).sum(1)
+
+    def replicated(x, w):
+        h = einshard(x @ w, 'a b -> a b@d', mesh=mesh, indivisible='replicate')
+        return h.sum(1)
+
+    arrays = einshard([x, w], 'a b', mesh=mesh)
+    for nested in (lambda f: f, lambda f: lambda x, w: jax.jit(f)(x, w), jax.checkpoint):
+        for function in (by_einshard, by_jax):
+            assert '[1000,126]' in jax.jit(nested(function)).lower(*arrays).compile().as_text()
+    np.testing.assert_allclose(jax.jit(by_einshard)(*arrays), (x @ w).sum(1), rtol=1e-5)
+    assert explain(jax.jit(by_einshard), *arrays, tries=0).flops == 2 * 1000 * 512 * 126
+    assert explain(jax.jit(replicated), *arrays, tries=0).flops == 2 * 1000 * 512 * 1003
+
+
+def test_only_values_in_programs_are_padded():
+    mesh, odd = device_mesh(jax.devices()[:8], d=8), np.ones((4, 1003), np.float32)
+    explicit = device_mesh(jax.devices()[:8], axis_types=AxisType.Explicit, d=8)
+
+    def pad(x, mesh=mesh):
+        return einshard(x, 'a b -> a b@d', mesh=mesh, indivisible='pad')
+
+    for call in (
+        lambda: pad(odd),
+        lambda: pad(jnp.asarray(odd)),
+        lambda: pad({'x': jax.ShapeDtypeStruct(odd.shape, odd.dtype)}),
+        lambda: jax.jit(lambda: pad(odd).sum())(),
+        lambda: jax.jit(lambda x: pad(x, explicit))(odd),
+    ):
+        with pytest.raises(EinshardError, match=r"axis 'b' \(size 1003\) is not divisible by 8"):
             call()
+    assert pad(np.ones((4, 16), np.float32)).sharding.spec == P(None, 'd')
 
 
 # ------------------------------------------------------------------------------- where they apply

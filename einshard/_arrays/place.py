@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, Literal, TypeAlias, TypeVar, overload
 
@@ -17,7 +17,15 @@ from .._cache import cached
 from .._errors import EinshardError, combine_errors, hide_frames
 from .._notation.expression import Expression
 from .._sharding.axis_rules import check_flag, check_option
-from .._sharding.context import Context, Fallback, changed, current_context, in_memory, is_tracing
+from .._sharding.context import (
+    Context,
+    Fallback,
+    Indivisible,
+    changed,
+    current_context,
+    in_memory,
+    is_tracing,
+)
 from .._sharding.describe import describe
 from .._sharding.leaf_spec import AnySpec, with_memory_kind
 from .._sharding.mesh import AnyMesh, MeshLike
@@ -50,7 +58,7 @@ def einshard(  # type: ignore[reportOverlappingOverload]
     donate: bool = False,
     memory_kind: str | None = None,
     missing: Fallback = 'error',
-    indivisible: Fallback = 'error',
+    indivisible: Indivisible = 'error',
     check_processes: bool = True,
 ) -> jax.Array: ...
 @overload
@@ -62,7 +70,7 @@ def einshard(
     donate: bool = False,
     memory_kind: str | None = None,
     missing: Fallback = 'error',
-    indivisible: Fallback = 'error',
+    indivisible: Indivisible = 'error',
     check_processes: bool = True,
 ) -> T: ...
 def einshard(
@@ -73,7 +81,7 @@ def einshard(
     donate: bool = False,
     memory_kind: str | None = None,
     missing: Fallback = 'error',
-    indivisible: Fallback = 'error',
+    indivisible: Indivisible = 'error',
     check_processes: bool = True,
 ) -> Any:
     """Shards an array, or every array of a pytree, as specified by an expression.
@@ -113,7 +121,9 @@ def einshard(
         missing: what to do if a spec names mesh axes that the mesh lacks: 'error', or 'replicate'
             to treat them as axes of size 1.
         indivisible: what to do if the size of an axis is not divisible by its number of shards:
-            'error', or 'replicate' to replicate that axis only.
+            'error'; 'replicate' to replicate that axis only; or 'pad', for traced values on Auto
+            axes, to let XLA pad the last shards, as with `jax.lax.with_sharding_constraint`. JAX
+            has no such arrays outside of a program, so an argument or result cannot be padded.
         check_processes: whether the processes of a multi-process mesh compare digests of host data,
             like `jax.device_put`, which compares the data. If so, all of them must call `einshard`.
 
@@ -130,7 +140,7 @@ def einshard(
         context = current_context(mesh)
         if missing != 'error' or indivisible != 'error':
             check_option('missing', missing)
-            check_option('indivisible', indivisible)
+            check_option('indivisible', indivisible, ('error', 'replicate', 'pad'))
             context = changed(context, missing=missing, indivisible=indivisible)
         if check_processes is not True or donate is not False:
             check_flag('check_processes', check_processes)
@@ -138,7 +148,7 @@ def einshard(
         if memory_kind is not None:
             check_memory_kind(spec, memory_kind)
             context = in_memory(context, memory_kind)
-        if type(spec) is str:
+        if type(spec) is str and indivisible != 'pad':
             placed = _place_array(x, spec, context, donate, check_processes)
             if placed is not None:
                 return placed
@@ -202,7 +212,7 @@ def _place_leaves(
     leaves: list[Any],
     spec_tree: Spec,
     specs: Sequence[AnySpec | None],
-    find: Callable[..., Placement],
+    find: partial[Placement],
     tracing: bool,
     donate: bool,
     compare_on: AnyMesh | None,
@@ -255,14 +265,17 @@ def _place_leaves(
 
 
 def _placement_of_leaf(
-    leaf: Any, kind: _LeafKind, spec: AnySpec | None, find: Callable[..., Placement]
+    leaf: Any, kind: _LeafKind, spec: AnySpec | None, find: partial[Placement]
 ) -> Placement | None:
     if spec is None:
         return None
     if kind == 'other':
         check_registered_pytree(leaf)
         return None
-    options = {'traced': False} if kind in ('struct', 'ref') else {}
+    options: dict[str, Any] = {'traced': False} if kind in ('struct', 'ref') else {}
+    context: Context = find.keywords['context']
+    if context.indivisible == 'pad' and kind != 'tracer':  # only values in a program are padded
+        options['context'] = changed(context, indivisible='error')
     placement = find(spec, () if kind == 'number' else leaf.shape, **options)
     if kind == 'number':
         _check_number(placement.expression, leaf)

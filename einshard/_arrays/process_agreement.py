@@ -114,12 +114,12 @@ def _all_gather_bytes(data: bytes, mesh: Mesh) -> dict[int, bytes]:
 def _mesh_records(mesh: Mesh) -> Sequence[str]:
     """Describes a mesh: its axes, and then each device, so that an error can show the first one."""
     names = [*map(str, mesh.axis_names)]
-    positions = np.ndindex(mesh.devices.shape)
+    devices = zip(np.ndindex(mesh.devices.shape), mesh.devices.flat, strict=True)
     return [
         mesh_fact(mesh),
         *(
-            f'device {mesh.devices[at].id} at {", ".join(map("{}={}".format, names, at))}'
-            for at in positions
+            f'device {device.id} at {", ".join(map("{}={}".format, names, at))}'
+            for at, device in devices
         ),
     ]
 

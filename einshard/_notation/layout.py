@@ -151,6 +151,7 @@ def lay_out(
     *,
     replicates_by_default: bool = False,
     replicate_indivisible: bool | Collection[str] = False,
+    pad_indivisible: bool = False,
     hints: Mapping[str, str] = MappingProxyType({}),
 ) -> Layout:
     """Returns the layout of an expression on `n_devices` devices, or raises if it does not fit.
@@ -164,6 +165,7 @@ def lay_out(
             devices instead of raising. True on a user's mesh.
         replicate_indivisible: whether to replicate axes whose size is not divisible, instead of
             raising: True for all axes, or the names of the axes that may be replicated.
+        pad_indivisible: whether such axes are left to XLA, which pads them.
         hints: facts to add to errors about the number of devices.
     """
     ndim, rank_text = (len(shape), None) if isinstance(shape, tuple) else (shape, f'ndim={shape}')
@@ -179,7 +181,8 @@ def lay_out(
         if axes:
             splits = [replace(s, axis=None) if s.axis in axes else s for s in layout.splits]
             layout = Layout(tuple(merge_neighbors(splits)), axes)
-    check_divisible(expression, layout, shape, n_devices)
+    if not pad_indivisible:
+        check_divisible(expression, layout, shape, n_devices)
     return layout
 
 

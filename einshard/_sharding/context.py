@@ -53,6 +53,8 @@ AxisRules: TypeAlias = tuple[AxisRule, ...]
 
 # What to do with mesh axes that the mesh lacks, or with array axes that are not divisible.
 Fallback: TypeAlias = Literal['error', 'replicate']
+# For traced values, XLA pads the last shards of an axis.
+Indivisible: TypeAlias = Literal['error', 'replicate', 'pad']
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +72,7 @@ class Context:
     # options of the call; no scope has them, so they are not in cache keys
     memory_kind: str | None = None
     missing: Fallback = 'error'
-    indivisible: Fallback = 'error'
+    indivisible: Indivisible = 'error'
 
     @property
     def lowering_mesh(self) -> AnyMesh:

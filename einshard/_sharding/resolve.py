@@ -338,6 +338,8 @@ def _lay_out(
         replicates_by_default=_is_users_mesh(context),
         replicate_indivisible='replicate' in (spec.on_indivisible, context.indivisible)
         or applied.replicate_indivisible,
+        # types on Explicit axes have no uneven shards
+        pad_indivisible=context.indivisible == 'pad' and AxisType.Explicit not in mesh.axis_types,
         hints=_device_facts(mesh, context),
     )
 
