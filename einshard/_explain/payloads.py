@@ -57,7 +57,8 @@ class Payloads:
         self._moved_from, self._computed_from = Origins(), Origins(elementwise=True)
         self._moved: dict[Node, Node] = {}
         # {output number: the parameters that the output replaces}
-        self.updated = _updated_inputs(graph, inputs, outputs)
+        self.updated, self.replaced = _updated_inputs(graph, inputs, outputs)
+        self.gradients = _gradients(graph, self.replaced)
         self.roles = _find_roles(graph, inputs, self.updated)
 
     def of(self, collective: Collective) -> Collective:
@@ -192,8 +193,10 @@ def _is_train_step(graph: Graph) -> bool:
 
 def _updated_inputs(
     graph: Graph, inputs: Sequence[tuple[str, str]], outputs: Mapping[int, str]
-) -> Mapping[int, Sequence[int]]:
+) -> tuple[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]]:
     """Returns {output number: the parameters that the output replaces}.
+
+    Also those that it replaces in the next call. It may reuse the memory of another one.
 
     An output replaces a parameter that is donated to it. It also replaces parameters with a
     matching path, such as 'state/w' for 'result/state/w', 'result/w' or 'result/1/0/w'. In
@@ -227,11 +230,35 @@ def _updated_inputs(
     ]
     found = _updated_bare(graph, bare, rest)
     updated |= {output: [i] for output, i in found.items()}
+    replaced = {output: [*parameters] for output, parameters in updated.items()}
     # JAX donates an argument to the first result of its type, which may replace another argument
     for output, parameter in graph.program.aliases.items():
         if parameter < len(inputs) and output not in found and parameter not in found.values():
             updated[output].insert(0, parameter)
-    return updated
+            replaced.setdefault(output, [parameter])
+    return updated, replaced
+
+
+def _gradients(graph: Graph, replaced: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
+    """Returns {output: its parameters} for a function that returns gradients by the same paths.
+
+    A new weight or state is computed from the old one by elementwise operations, a gradient is not.
+    Empty if one output is new, since a step may also replace a state by a gradient, or if an output
+    comes from a kernel, which may do anything.
+    """
+    if '/transpose(' not in graph.program.text:
+        return {}
+    kept, found = _returned_inputs(graph), dict[int, Sequence[int]]()
+    for output, parameters in replaced.items():
+        if any((output, i) in kept for i in parameters):
+            continue
+        sources = [*origins(graph.outputs[output], elementwise=True)]
+        numbers = {int(n.op.operand_text) for n in sources if n.opcode == 'parameter'}
+        is_unknown = any(n.opcode == 'custom-call' for n in sources)
+        if is_unknown or not numbers.isdisjoint(parameters):
+            return {}
+        found[output] = parameters
+    return {} if any(output in graph.program.aliases for output in found) else found
 
 
 def _updated_bare(graph: Graph, inputs: Sequence[int], outputs: Sequence[int]) -> dict[int, int]:

@@ -9,7 +9,7 @@ from ..._trees.paths import common_suffix_length
 from ..fold_layers import fold_paths
 from ..report_rows import ArrayRow, Finding
 from .facts import Facts
-from .next_call import next_arguments
+from .next_call import next_arguments, weights_of_gradients
 
 
 def states_of_parameters(facts: Facts) -> dict[int, int]:
@@ -48,13 +48,18 @@ def unsharded_states(facts: Facts) -> Iterator[Finding]:
 
 
 def replicated_results(facts: Facts) -> Iterator[Finding]:
-    """Reports replicated results that replace a sharded argument in the next call."""
-    pairs = [
-        (facts.result_rows[result], facts.argument_rows[argument])
-        for result, argument in next_arguments(facts).items()
-    ]
+    """Reports replicated results that replace a sharded argument in the next call.
+
+    Also replicated gradients of sharded weights.
+    """
     texts = '{}, which it replaces in the next call,', '{}, which they replace in the next call,'
-    yield from _replicated('replicated result', pairs, texts)
+    of_gradients = 'its weight {}', 'their weights {}'
+    for pairs, of in ((next_arguments, texts), (weights_of_gradients, of_gradients)):
+        rows = [
+            (facts.result_rows[result], facts.argument_rows[argument])
+            for result, argument in pairs(facts).items()
+        ]
+        yield from _replicated('replicated result', rows, of)
 
 
 def _replicated(

@@ -83,7 +83,14 @@ class Facts(Reading):
     @functools.cached_property
     def replaced(self) -> Mapping[int, Sequence[int]]:
         """{result number: the parameters that the result replaces in the next call}."""
-        return {i: p for i, p in self.payloads.updated.items() if i < len(self.results)}
+        found, gradients = self.payloads.replaced, self.payloads.gradients
+        n = len(self.results)
+        return {i: p for i, p in found.items() if i < n and i not in gradients}
+
+    @functools.cached_property
+    def gradients(self) -> Mapping[int, Sequence[int]]:
+        """{result number: the parameters of which it may be the gradient}."""
+        return {i: p for i, p in self.payloads.gradients.items() if i < len(self.results)}
 
     @functools.cached_property
     def is_training(self) -> bool:

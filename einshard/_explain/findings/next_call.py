@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding
@@ -20,12 +20,19 @@ _MIN_COPIED = 0.05  # of the bytes that the program at least reads from and writ
 
 
 def next_arguments(facts: Facts) -> dict[int, int]:
-    """Returns {result: the argument that it replaces in the next call}, by index.
+    """Returns {result: the argument that it replaces in the next call}, by index."""
+    return _pairs(facts, facts.replaced)
 
-    Results that may replace the same arguments, as weights and their momentum, are in their order.
-    """
+
+def weights_of_gradients(facts: Facts) -> dict[int, int]:
+    """Returns {result: the argument of which it is the gradient}, by index."""
+    return _pairs(facts, facts.gradients)
+
+
+def _pairs(facts: Facts, replaced: Mapping[int, Sequence[int]]) -> dict[int, int]:
+    """Results that fit the same arguments, as weights and their momentum, are in their order."""
     candidates: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for result, parameters in sorted(facts.replaced.items()):
+    for result, parameters in sorted(replaced.items()):
         arguments = sorted({facts.used_arguments[n] for n in parameters})
         shape = facts.results[result].shape
         candidates[tuple(i for i in arguments if facts.arguments[i].shape == shape)].append(result)
@@ -37,13 +44,13 @@ def next_arguments(facts: Facts) -> dict[int, int]:
     }
 
 
-def results_to_pin(facts: Facts) -> dict[int, NamedSharding]:
-    """Returns the results that are sharded differently from the arguments that they replace.
+def results_to_pin(facts: Facts, pairs: Mapping[int, int]) -> dict[int, NamedSharding]:
+    """Returns the results that are sharded differently from their arguments in `pairs`.
 
     Maps the index of each result to the sharding of the argument.
     """
     found: dict[int, NamedSharding] = {}
-    for result, argument in next_arguments(facts).items():
+    for result, argument in pairs.items():
         old, new = facts.arguments[argument].sharding, facts.results[result].sharding
         if isinstance(old, NamedSharding) and isinstance(new, NamedSharding):
             ndim = len(facts.results[result].shape)
@@ -57,7 +64,7 @@ def compiles_again(facts: Facts) -> Iterator[Finding]:
     explained = facts.explained
     arguments = next_arguments(facts)
     by_placement: dict[tuple[str, str], list[tuple[ArrayRow, ArrayRow]]] = defaultdict(list)
-    for result in results_to_pin(facts):
+    for result in results_to_pin(facts, arguments):
         row, argument = facts.result_rows[result], facts.argument_rows[arguments[result]]
         if row.path not in explained:
             by_placement[row.placement, argument.placement].append((row, argument))
@@ -154,10 +161,11 @@ def not_donated(facts: Facts) -> Iterator[Finding]:
     """Notes large arguments that results replace, and that are not donated."""
     if facts.stages.traced is None and facts.stages.lowered is None:
         return
-    donated, pinned = {*_donated(facts)}, results_to_pin(facts)
+    replaced = next_arguments(facts)
+    donated, pinned = {*_donated(facts)}, results_to_pin(facts, replaced)
     arguments = sorted(
         argument
-        for result, argument in next_arguments(facts).items()
+        for result, argument in replaced.items()
         if argument not in donated
         and facts.arguments[argument].dtype == facts.results[result].dtype
         and result not in pinned

@@ -16,12 +16,17 @@ from ..findings.expressions import expression_of, shard_text
 from ..findings.facts import Facts
 from ..findings.gathered_axes import IN_TWO_LEVELS
 from ..findings.gathers import reshard_text
-from ..findings.next_call import next_arguments, pin_text, results_to_pin
+from ..findings.next_call import (
+    next_arguments,
+    pin_text,
+    results_to_pin,
+    weights_of_gradients,
+)
 from ..findings.trace import mesh_entries
 from ..findings.values import Axis
 from ..partition import ENDED
 from ..report import Report
-from ..report_rows import Finding, changes
+from ..report_rows import Figures, Finding, Tried, changes
 from .candidates import Change
 from .costs import find_costs
 from .patch import make_patch, operand_text, placement_of, source_of
@@ -65,42 +70,46 @@ class Fixes:
         if states is not None:
             self._per_device.append(states[0])
             self._first |= states[1]
-        self._pins, self._pinned = Edits(), None
+        self._pins, self._pinned, self._pin_costs = Edits(), None, ''
+        self._replaced = {**next_arguments(facts), **weights_of_gradients(facts)}
 
     def try_pins(self) -> None:
         """Tries to shard results like the arguments that they replace, and the reverse.
 
-        Keeps the change with the smaller bound. If the difference is less than 3 %, the results are
-        pinned, because that leaves the arguments as they are. Leaves out what other changes move.
+        The reverse is what the next call runs anyway, if nothing is changed. So results are pinned,
+        which leaves the arguments as they are, unless that costs more. Gradients are only pinned.
+        Leaves out what other changes move.
         """
-        facts, replaced = self._facts, next_arguments(self._facts)
+        facts, replaced = self._facts, self._replaced
         others = self._first if self._search is None else self._search.edits
         results = {
             i: sharding
-            for i, sharding in results_to_pin(facts).items()
+            for i, sharding in results_to_pin(facts, replaced).items()
             if i not in others.results and replaced[i] not in others.arguments
         }
-        self._pins, self._pinned = Edits(), None
+        self._pins, self._pinned, self._pin_costs = Edits(), None, ''
         call = facts.stages.call if results else None
         if call is None or len(call.dynamic) != len(facts.arguments):
             return
         trials = Trials(facts, call)
-        as_returned = {i: facts.results[i].sharding for i in results}
-        shardings = {i: s for i, s in as_returned.items() if isinstance(s, NamedSharding)}
-        options = (
-            Edits(results=results),
-            Edits(arguments={replaced[i]: s for i, s in shardings.items()}, results=shardings),
-        )
-        base = self._search.current if self._search else trials.run(self._first)
-        tried = [(trials.run(others | edits), edits) for edits in options]
-        found = [(trial, edits) for trial, edits in tried if trial is not None]
-        if not found or base is None:
+        edits = Edits(results=results)
+        pinned = trials.run(others | edits)
+        base = None
+        if not facts.gradients:
+            as_returned = {i: facts.results[i].sharding for i in results}
+            shardings = {i: s for i, s in as_returned.items() if isinstance(s, NamedSharding)}
+            moves = {replaced[i]: s for i, s in shardings.items()}
+            moved = Edits(arguments=moves, results=shardings)
+            base = trials.run(others | moved)
+            if base is not None and pinned is not None:
+                self._pin_costs = str(as_tried(base.figures, pinned.figures))
+            if base is not None and (not pinned or _costs_more(base.figures, pinned.figures)):
+                edits, pinned = moved, base
+        if base is None:
+            base = self._search.current if self._search else trials.run(self._first)
+        if base is None or pinned is None or _costs_more(base.figures, pinned.figures):
             return
-        least = min(trial.figures.bound for trial, _ in found)
-        trial, edits = next(
-            pair for pair in found if (1 - MIN_GAIN) * pair[0].figures.bound <= least
-        )
-        self._pinned = as_tried(base.figures, trial.figures, trial.reading.is_simulated)
+        self._pinned = as_tried(base.figures, pinned.figures, pinned.reading.is_simulated)
         self._pins = edits
 
     def report(self) -> Report:
@@ -185,6 +194,13 @@ class Fixes:
             about = {*note.explains, note.source} - {None} if note.explains else set[str]()
             if explained.isdisjoint(about):
                 notes.append(note)
+        # whatever suggested it: what costs more is not a suggestion
+        findings = [
+            replace(one, suggestion='', tried=None)
+            if one.tried is not None and _costs_more(one.tried.before, one.tried)
+            else one
+            for one in findings
+        ]
         findings.sort(key=lambda one: one.kind not in _FACTS[:2])
         return tuple(findings), tuple(notes)
 
@@ -194,16 +210,18 @@ class Fixes:
 
     def _pin(self, finding: Finding) -> str:
         """Returns the change after which the next call of a program does not compile again."""
-        facts, replaced = self._facts, next_arguments(self._facts)
-        if self._pins.arguments:
-            return ', and '.join(self._moves(self._pins))
+        facts, replaced = self._facts, self._replaced
         pinned = [i for i in self._pins.results if facts.results[i].path in finding.explains]
         if not pinned:
             return ''
         it = 'it' if len(pinned) == 1 else 'them'
         placements = [f"'{facts.argument_rows[replaced[i]].placement}'" for i in pinned]
-        listed = first_of(list(dict.fromkeys(placements)), 3)
-        return pin_text(facts, it, listed)
+        pin = pin_text(facts, it, first_of(list(dict.fromkeys(placements)), 3))
+        if not self._pins.arguments:
+            return pin
+        moves = ', and '.join(self._moves(self._pins))
+        costs = f', which costs more: {self._pin_costs}' if self._pin_costs else ''
+        return f'{moves}, as the step returns {it}. Or {pin}{costs}'
 
     def _finding(self, accepted: Accepted, rules: list[Finding]) -> Finding:
         """Returns the finding of a change, in the words of one of `rules`, which it removes."""
@@ -363,6 +381,11 @@ class Fixes:
             self._search.confirm()
         self.try_pins()
         return self.report()
+
+
+def _costs_more(before: Figures, after: Figures | Tried) -> bool:
+    """Whether the sum of the bounds is larger, as `changes` would print it."""
+    return after.bound > 1.01 * before.bound
 
 
 def _edge(path: str, placement: str, where: str) -> str:
