@@ -1,5 +1,7 @@
 """What makes the next call compile again, donations that free nothing, and dense groups."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -162,6 +164,44 @@ def test_gradients_are_pinned_like_their_weights(function, of):
     found = report.fixed_function()(values[0], {'w': values[1:]})
     for w in jax.tree.leaves(found)[-3:]:
         assert w.sharding.is_equivalent_to(sharding, 2)
+
+
+def init(params):
+    return {'count': jnp.zeros([], jnp.int32), 'mu': jax.tree.map(jnp.zeros_like, params)}
+
+
+@pytest.mark.parametrize('in_context', [False, True])
+@pytest.mark.parametrize('kind', ['jit', 'nested', 'optax', 'equinox'])
+def test_new_states_that_are_not_sharded(kind, in_context):
+    """JAX drops the unused arguments of init, and makes all states on one device."""
+    sharding = NamedSharding(MESH, P('data', 'model'))
+    w = jax.device_put(np.ones((1024, 1024), np.float32), sharding)
+    params = {'layers': [{'w': w}, {'w': w}]}
+    function = jax.jit(init)
+    if kind == 'nested':
+        function = jax.jit(lambda params: jax.jit(init)(params))
+    if kind == 'optax':
+        function = jax.jit(pytest.importorskip('optax').sgd(0.1, momentum=0.9).init)
+    if kind == 'equinox':
+        function = pytest.importorskip('equinox').filter_jit(init)
+    with jax.set_mesh(MESH) if in_context else contextlib.nullcontext():
+        made = function(params)
+        report = explain(function, params, tries=1)
+    states = [x for x in jax.tree.leaves(made) if x.ndim]
+    assert all(x.sharding.shard_shape(x.shape) == x.shape for x in states)  # what JAX does
+    (finding,) = report.findings
+    assert finding.kind == 'unsharded new states'
+    assert ('replicated' if in_context else 'on one device') in finding.text
+    assert '8.0 MiB on ' in finding.text
+    assert finding.text.endswith('instead of 1.0 MiB')
+    if kind != 'equinox':
+        needs = 'out_shardings=: compiled so, the program needs 1.0 MiB instead of 8.0 MiB'
+        assert finding.suggestion.endswith(needs)
+    # with out_shardings=, or where values are used, nothing is said
+    like = jax.tree.map(lambda x: x.sharding, params)
+    good = jax.jit(init, out_shardings={'count': None, 'mu': like})
+    assert explain(good, params, tries=0).findings == ()
+    assert explain(jax.jit(lambda p: jax.tree.map(jnp.copy, p)), params, tries=0).findings == ()
 
 
 def struct(shape, spec, dtype=jnp.float32):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from jax.sharding import NamedSharding
 
 from ..._text import first_of, format_bytes
 from ..._trees.paths import common_suffix_length
+from ..arrays import array_row
 from ..fold_layers import fold_paths
 from ..report_rows import ArrayRow, Finding
 from .facts import Facts
@@ -62,8 +66,55 @@ def replicated_results(facts: Facts) -> Iterator[Finding]:
         yield from _replicated('replicated result', rows, of)
 
 
+def arguments_of_new_states(facts: Facts) -> dict[int, tuple[int, NamedSharding]]:
+    """Returns {result: the argument with its type and last key, and the sharding of that one}.
+
+    Only for arguments that the program does not use, as in `jax.jit(optimizer.init)`, which makes
+    zeros of their shapes: JAX drops the arguments, and with them their shardings.
+    """
+    unused = [i for i, array in enumerate(facts.arguments) if array.sharding is None]
+    unsharded = [i for i, row in enumerate(facts.result_rows) if not row.sharded and row.shape]
+    call = facts.stages.call if unused and unsharded else None
+    if call is None or len(call.dynamic) != len(facts.arguments):
+        return {}
+    given = {i: getattr(call.leaves[call.dynamic[i]], 'sharding', None) for i in unused}
+    rows, found = facts.argument_rows, dict[int, tuple[int, NamedSharding]]()
+    for result in unsharded:
+        row = facts.result_rows[result]
+        alike = [
+            (common_suffix_length(row.path, rows[i].path), -i, sharding)
+            for i, sharding in given.items()
+            if isinstance(sharding, NamedSharding) and rows[i].array == row.array
+        ]
+        length, i, sharding = max(alike, key=lambda one: one[:2], default=(0, 0, None))
+        if length and sharding is not None and sharding.shard_shape(row.shape) != row.shape:
+            found[result] = -i, sharding
+    return found
+
+
+def unsharded_new_states(facts: Facts) -> Iterator[Finding]:
+    """Reports new optimizer states on one device, or replicated, of sharded parameters."""
+    found = arguments_of_new_states(facts)
+    arrays = [replace(facts.arguments[i], sharding=sharding) for i, sharding in found.values()]
+    pairs = [
+        (facts.result_rows[result], array_row(array, [sharding.mesh]))
+        for (result, (_, sharding)), array in zip(found.items(), arrays, strict=True)
+    ]
+    if sum(row.bytes for row, _ in pairs) > facts.replicated_above:
+        on_one = facts.n_devices == 1
+        yield from _replicated(
+            'unsharded new states',
+            pairs,
+            ('its parameter {}', 'their parameters {}'),
+            'on one device' if on_one else 'replicated',
+        )
+
+
 def _replicated(
-    kind: str, pairs: Iterable[tuple[ArrayRow, ArrayRow]], of: tuple[str, str]
+    kind: str,
+    pairs: Iterable[tuple[ArrayRow, ArrayRow]],
+    of: tuple[str, str],
+    where: str = 'replicated',
 ) -> Iterator[Finding]:
     """Yields one finding for all pairs of a replicated array and the sharded one it belongs to."""
     pairs = [(row, other) for row, other in pairs if other.sharded and not row.sharded]
@@ -71,11 +122,12 @@ def _replicated(
         return
     replicated, sharded = ([pair[i] for pair in pairs] for i in (0, 1))
     n_bytes, if_sharded = (sum(row.bytes for row in rows) for rows in (replicated, sharded))
+    device = 'each device' if where == 'replicated' else 'this one'
     are, of_them = ('is', of[0]) if len(pairs) == 1 else ('are', of[1])
     yield Finding(
         kind,
-        f'{_paths(replicated)} {are} replicated, but {of_them.format(_paths(sharded))} {are} '
-        f'sharded: {format_bytes(n_bytes)} on each device instead of {format_bytes(if_sharded)}',
+        f'{_paths(replicated)} {are} {where}, but {of_them.format(_paths(sharded))} {are} '
+        f'sharded: {format_bytes(n_bytes)} on {device} instead of {format_bytes(if_sharded)}',
         None,
         n_bytes,
         explains=tuple(row.path for row in replicated),

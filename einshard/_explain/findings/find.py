@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..report_rows import Finding
 from .activations import contracted_axes, missing_constraint
-from .arguments import replicated_results, unsharded_states
+from .arguments import replicated_results, unsharded_new_states, unsharded_states
 from .constraints import names_without_rule, repeated_constraints, unused_constraints
 from .facts import Facts
 from .gathered_axes import gathered_for_operation
@@ -48,6 +48,7 @@ _DIAGNOSES = (
     sliced_sums,
     summed_in_loop,
     unsharded_states,
+    unsharded_new_states,
     replicated_results,
     compiles_again,
     copied_donations,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 from jax.sharding import NamedSharding
 
 from ..._errors import EinshardError, plural
-from ..._program.jaxpr.edits import FixedFunction, PerDevice
+from ..._program.hlo.memory import read_memory
+from ..._program.jaxpr.edits import FixedFunction, PerDevice, apply
+from ..._sharding.context import mesh_scope
 from ..._text import first_of, format_bytes, short_source
-from ..findings.arguments import states_of_parameters
+from ..findings.arguments import arguments_of_new_states, states_of_parameters
 from ..findings.expressions import expression_of, shard_text
 from ..findings.facts import Facts
 from ..findings.gathered_axes import IN_TWO_LEVELS
@@ -43,7 +46,10 @@ from .search import (
 from .trials import Edits, Trial, Trials
 
 # They do not depend on what a change costs: the program does not run, or code has no effect.
-_FACTS = ('does not fit', 'promise broken', 'no effect', 'names without a rule')
+_FACTS = (
+    *('does not fit', 'promise broken', 'no effect', 'names without a rule'),
+    'unsharded new states',
+)
 # About results that are sharded unlike the arguments that they replace in the next call.
 _PINNED = ('second compile', 'replicated result')
 
@@ -406,6 +412,7 @@ def with_fixes(report: Report, facts: Facts, tries: int, seconds: float | None) 
 
     If the program cannot be edited, the report stays as it is, with a note that says why.
     """
+    report = _try_new_states(report, facts)
     trials = make_trials(facts)
     if isinstance(trials, str):
         return _not_tried(report, trials) if trials and report.network_bytes else report
@@ -435,6 +442,31 @@ def with_fixes(report: Report, facts: Facts, tries: int, seconds: float | None) 
 def _not_tried(report: Report, reason: str) -> Report:
     note = Finding('not tried', f'no change of the program could be tried: {reason}')
     return replace(report, notes=(*report.notes, note))
+
+
+def _try_new_states(report: Report, facts: Facts) -> Report:
+    """Compiles a function that makes states with the shardings of their parameters."""
+    rule = next((each for each in report.findings if each.kind == 'unsharded new states'), None)
+    call, scope = facts.stages.call, facts.stages.scope
+    if rule is None or call is None or report.memory is None:
+        return report
+    shardings = {r: sharding for r, (_, sharding) in arguments_of_new_states(facts).items()}
+    try:
+        with nullcontext() if scope is None else mesh_scope(scope):
+            edited = apply(call, results=shardings)
+            memory = read_memory(edited.function.lower(*edited.args, **edited.kwargs).compile())
+    except (RuntimeError, TypeError, ValueError):  # such as results that a framework rearranges
+        return report
+    if memory is None or memory.total >= report.memory.total:
+        return report
+    needs = f'{format_bytes(memory.total)} instead of {format_bytes(report.memory.total)}'
+    suggestion = (
+        'shard these results like their parameters, with sharded(out=for_optimizer(...)) or '
+        f'out_shardings=: compiled so, the program needs {needs}'
+    )
+    tried = replace(rule, suggestion=suggestion)
+    findings = (tried if each is rule else each for each in report.findings)
+    return replace(report, findings=tuple(findings))
 
 
 def _try_states(report: Report, trials: Trials, first: Edits) -> tuple[Finding, Edits] | None:
