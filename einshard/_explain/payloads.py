@@ -243,19 +243,17 @@ def _gradients(graph: Graph, replaced: Mapping[int, Sequence[int]]) -> Mapping[i
     """Returns {output: its parameters} for a function that returns gradients by the same paths.
 
     A new weight or state is computed from the old one by elementwise operations, a gradient is not.
-    Empty if one output is new, since a step may also replace a state by a gradient, or if an output
-    comes from a kernel, which may do anything.
+    Empty if one output is new, since a step may also replace a state by a gradient, or donated.
     """
     if '/transpose(' not in graph.program.text:
         return {}
     kept, found = _returned_inputs(graph), dict[int, Sequence[int]]()
+    computed_from = Origins(elementwise=True)
     for output, parameters in replaced.items():
         if any((output, i) in kept for i in parameters):
             continue
-        sources = [*origins(graph.outputs[output], elementwise=True)]
-        numbers = {int(n.op.operand_text) for n in sources if n.opcode == 'parameter'}
-        is_unknown = any(n.opcode == 'custom-call' for n in sources)
-        if is_unknown or not numbers.isdisjoint(parameters):
+        numbers, _ = computed_from.of(graph.outputs[output])
+        if not numbers.isdisjoint(parameters):
             return {}
         found[output] = parameters
     return {} if any(output in graph.program.aliases for output in found) else found
