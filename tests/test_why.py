@@ -375,8 +375,8 @@ def test_why_a_value_is_sharded():
     ]
     before = line_of(two_layers, 'x @ w')
     assert str(value) == (
-        f'the multiplication at {place}, f32[16,128]: data on axis 0 from argument x '
-        f'(through {before} > {place}); model on axis 1 from argument w '
+        f'the multiplication at {place}, f32[16,128]: data on axis 0, from argument x '
+        f'(through {before} > {place}); model on axis 1, from argument w '
         f'(through {before} > {place})'
     )
     assert why_value(program, f'/elsewhere/{place}') == ()
@@ -386,7 +386,7 @@ def test_why_an_argument_is_sharded():
     lowered = jax.jit(two_layers).lower(X, W)
     program = read_program(lowered.compiler_ir('stablehlo'), {0: 'x', 1: 'w'})
     [value] = why_value(program, 'w')
-    assert str(value) == 'w, f32[64,128]: model on axis 1 from argument w'
+    assert str(value) == 'w, f32[64,128]: model on axis 1, as given'
 
 
 def test_names_of_combined_operations():

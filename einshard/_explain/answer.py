@@ -96,7 +96,7 @@ def answer(facts: Facts, where: Collective | str) -> Why:
     else:
         place = where
         rows = [c for c in facts.collectives if _is_at(c, place)]
-    values = () if isinstance(where, Collective) else why_value(program, place)
+    values = () if isinstance(where, Collective) else why_value(program, place, facts.joined_axes)
     if not rows and not values:
         raise _nothing_at(place, facts.collectives)
     return Why(tuple(facts.reasons[c.name] for c in rows), values, note)

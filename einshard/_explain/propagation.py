@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -36,11 +36,12 @@ class Propagation(NamedTuple):
     note: str = ''
 
 
-def propagate(stages: Stages, names: Mapping[int, str]) -> Propagation:
+def propagate(stages: Stages, arguments: Sequence[str], results: Sequence[str]) -> Propagation:
     """Runs Shardy on a program, which compiles nothing.
 
     Args:
-        names: the path of each argument that the program uses, by its number among these.
+        arguments: the paths of the arguments that the program uses.
+        results: the paths of the results.
     """
     if stages.compiled is not None:
         return Propagation(None, 'a compiled function no longer has the values before partitioning')
@@ -50,9 +51,12 @@ def propagate(stages: Stages, names: Mapping[int, str]) -> Propagation:
             if stages.traced is None:
                 return Propagation(None, 'a function that was lowered for GSPMD is not propagated')
             lowered, note = _lower_for_shardy(stages), _GSPMD
-        return Propagation(read_program(lowered.compiler_ir('stablehlo'), names), note)
+        program = read_program(lowered.compiler_ir('stablehlo'), dict(enumerate(arguments)))
     except NotPropagated as error:
         return Propagation(None, str(error))
+    for value, path in zip(program.results, results, strict=False):  # Refs come last
+        value.name = path
+    return Propagation(program, note)
 
 
 def _lower_for_shardy(stages: Stages) -> Lowered:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TypeAlias
 
 from .._program.hlo.collective import KINDS, PERMUTE, Collective
 from .._program.hlo.queries import MOVES, strip
@@ -52,6 +53,8 @@ from .._program.traced.program import (
 from .._program.traced.program import RESULT as PROGRAM_RESULT
 from .._text import short_source
 
+JoinAxes: TypeAlias = Callable[[Sequence[str]], str]
+
 REQUESTED, INSERTED, UNKNOWN = 'requested', 'inserted', 'unknown'
 
 # the conflicts that a collective resolves, the likely ones first
@@ -87,6 +90,8 @@ _NAMES = {
     'div': 'division',
     'exp': 'exponential',
 }
+# an operation of the user may be lowered to several; these prepare its operands
+_PREPARING = PASSING | {'broadcast_in_dim', 'convert', 'iota', 'reshape'}
 # what the user may have written in a `shard_map`; custom calls are kernels
 _WRITTEN = frozenset(kind.replace('-', '_') for kind in KINDS[:-1])
 
@@ -131,10 +136,6 @@ class AxisReason:
     origin: str
     travelled: tuple[str, ...]
 
-    def __str__(self) -> str:
-        text = f'{self.axis} on axis {self.dimension} from {self.origin}'
-        return text + _way(self.travelled)
-
 
 @dataclass(frozen=True)
 class ValueReason:
@@ -144,42 +145,54 @@ class ValueReason:
         value: the value.
         name: in words, such as 'the product at model.py:34'.
         axes: a reason for each mesh axis that shards it.
+        text: a sentence with all of it.
     """
 
     value: Value
     name: str
     axes: tuple[AxisReason, ...]
+    text: str
 
     def __str__(self) -> str:
-        array = f'{self.value.dtype}[{",".join(map(str, self.value.shape))}]'
-        return f'{self.name}, {array}: {"; ".join(map(str, self.axes)) or "not sharded"}'
+        return self.text
 
 
-def find_reasons(program: Program, rows: Iterable[Collective]) -> tuple[Reason, ...]:
+def find_reasons(
+    program: Program, rows: Iterable[Collective], joined: JoinAxes = ' and '.join
+) -> tuple[Reason, ...]:
     """Returns the reason of each collective.
 
     Args:
         program: the traced program; its arguments have the user's names.
         rows: the collectives of the compiled program, with their `mesh_axes`. With `nodes`, a
             collective whose operand XLA has sharded differently than Shardy is unknown.
+        joined: writes several mesh axes.
     """
-    why = _Why(program)
+    why = _Why(program, joined)
     return tuple(why.reason(row) for row in rows)
 
 
-def why_value(program: Program, place: str) -> tuple[ValueReason, ...]:
+def why_value(
+    program: Program, place: str, joined: JoinAxes = ' and '.join
+) -> tuple[ValueReason, ...]:
     """Returns why the values of a line, or an argument, are sharded as they are.
 
     Args:
         place: a line, such as 'model.py:34' or a longer path, or the name of an argument or result.
     """
-    words = _Words(program)
+    words = _Words(program, joined)
     values = [v for v in (*program.arguments, *program.results) if v.name == place]
     if not values:
-        for line, ops in program.by_place.items():
-            if line == place or line.endswith((f'/{place}', f'\\{place}')):
-                values += [v for op in ops if op.kind != 'constant' for v in op.results if v.shape]
-    found: dict[object, ValueReason] = {}
+        ops = [
+            op
+            for line, at_line in program.by_place.items()
+            if line == place or line.endswith((f'/{place}', f'\\{place}'))
+            for op in at_line
+            if op.kind != 'constant'
+        ]
+        computing = [op for op in ops if op.kind not in _PREPARING]
+        values = [v for op in computing or ops for v in op.results if v.shape]
+    alike: dict[tuple[tuple[int, ...], str, tuple[AxisReason, ...]], list[Value]] = {}
     for value in values:
         axes = tuple(
             AxisReason(
@@ -188,17 +201,20 @@ def why_value(program: Program, place: str) -> tuple[ValueReason, ...]:
             for i, axes in enumerate(value.axes)
             for axis in axes
         )
-        name = words.value_at(value)
-        found.setdefault((name, value.shape, value.dtype, axes), ValueReason(value, name, axes))
-    return tuple(found.values())
+        alike.setdefault((value.shape, value.dtype, axes), []).append(value)
+    return tuple(
+        ValueReason(same[0], name, axes, words.value_reason(same[0], name, axes))
+        for (*_, axes), same in alike.items()
+        for name in [words.names(same)]
+    )
 
 
 # --- which conflict a collective belongs to -------------------------------------------------------
 
 
 class _Why:
-    def __init__(self, program: Program):
-        self.program, self.words = program, _Words(program)
+    def __init__(self, program: Program, joined: JoinAxes):
+        self.program, self.words = program, _Words(program, joined)
         self.conflicts = Conflicts(program)
         # unrolled layers have one conflict for each collective: a used one is less likely
         self.used: Counter[Conflict] = Counter()
@@ -247,7 +263,7 @@ class _Why:
             text = f'no shardings of an array of this size disagree at {place}'
             return Reason(row, UNKNOWN, text, text)
         found = list(dict.fromkeys(found))
-        shorts = list(dict.fromkeys(self.words.conflict(c) for c in found))
+        shorts = self.words.conflicts(found)
         short = '; '.join(shorts[:_MAX_PARTS])
         if shorts[_MAX_PARTS:]:
             short += f'; and {len(shorts) - _MAX_PARTS} more'
@@ -487,17 +503,19 @@ def _way(lines: Sequence[str]) -> str:
 
 
 class _Words:
-    def __init__(self, program: Program):
-        self.program = program
+    def __init__(self, program: Program, joined: JoinAxes):
+        self.program, self.joined = program, joined
 
     @functools.cached_property
-    def callers(self) -> dict[str, set[str]]:
-        """The lines that call the functions of constraints, by the line of the constraint."""
-        found: dict[str, set[str]] = {}
-        for op in self.program.constraints.values():
-            if op.user_frames[1:]:
-                found.setdefault(op.place, set()).add(op.user_frames[1].place)
-        return found
+    def n_shared(self) -> int:
+        """How many outermost frames all operations share: where the function itself is called."""
+        stacks = {op.user_frames[::-1] for op in self.program.operations if op.user_frames}
+        n = 0
+        for frames in zip(*stacks, strict=False):
+            if len({*frames}) > 1:
+                break
+            n += 1
+        return n
 
     def line(self, op: Operation) -> str:
         return short_source(op.place) or 'an unknown line'
@@ -512,9 +530,9 @@ class _Words:
         return f'the {name} at {self.line(op)}'
 
     def constraint(self, op: Operation) -> str:
-        """A constraint or a type, with the call if its function has several."""
+        """A constraint or a type, with the call of the helper that it is in."""
         place = self.line(op)
-        if len(self.callers.get(op.place, ())) > 1 and op.user_frames[1:]:
+        if len(op.user_frames) > self.n_shared + 1:
             outside = op.user_frames[1]
             is_same = op.frame is not None and outside.file == op.frame.file
             called = f'line {outside.line}' if is_same else short_source(outside.place)
@@ -555,14 +573,38 @@ class _Words:
             return value.name
         return self.operation(value.producer) if value.producer is not None else 'a value'
 
+    def names(self, values: Sequence[Value]) -> str:
+        """The name of the first value, and how many others there are."""
+        names = list(dict.fromkeys(map(self.value_at, values)))
+        return names[0] if len(names) == 1 else f'{names[0]} (and {len(names) - 1} more)'
+
+    def value_reason(self, value: Value, name: str, axes: Sequence[AxisReason]) -> str:
+        alike: dict[str, list[str]] = {}
+        for axis in axes:
+            is_own = axis.origin in (f'argument {name}', f'out_shardings of {name}')
+            source = ', as given' if is_own else f', from {axis.origin}'
+            text = f' on axis {axis.dimension}{source}{_way(axis.travelled)}'
+            alike.setdefault(text, []).append(axis.axis)
+        array = f'{value.dtype}[{",".join(map(str, value.shape))}]'
+        texts = (self.joined(found) + text for text, found in alike.items())
+        return f'{name}, {array}: {"; ".join(texts) or "not sharded"}'
+
+    def conflicts(self, found: Iterable[Conflict]) -> list[str]:
+        """A text for each conflict; one for those that differ only in the mesh axis."""
+        alike: dict[str, list[str]] = {}
+        for c in found:
+            alike.setdefault(self.conflict(c), []).append(c.axis)
+        return [text.replace(_AXIS, self.joined(axes)) for text, axes in alike.items()]
+
     def has(self, value: Value, axis: Axis) -> str:
         """For example "params/w has tensor on axis 1, from your constraint at model.py:9"."""
         name, found = self.value(value), origin(self.program, value, axis)
-        text = f'{name} has {axis} on axis {value.dimension(axis)}'
+        text = f'{name} has {_AXIS} on axis {value.dimension(axis)}'
         is_own = found.value is not None and found.value.name == name
         return text if is_own else f'{text}, from {self.origin(found)}'
 
     def conflict(self, c: Conflict) -> str:
+        """Both sides, with `_AXIS` in place of the mesh axis."""
         op, values, n, axis = c.operation, c.operation.values, len(c.operation.operands), c.axis
         has, what = self.has(c.value, axis), self.operation(op)
         result = op.results[0] if op.results else None
@@ -589,7 +631,7 @@ class _Words:
             others = [i for i in c.others if i < n]
             if others:
                 sides = dict.fromkeys(self.has(values[i], axis) for i in others)
-                return f'{has}, but {" and ".join(sides)}; {what} needs both alike'
+                return f'{has}, and {" and ".join(sides)}: different axes of {what}'
             source = origin(self.program, values[c.others[0]], axis)
             on = values[c.others[0]].dimension(axis)
             return f'{has}; the result of {what} has it on axis {on}, from {self.origin(source)}'
@@ -604,6 +646,10 @@ class _Words:
                 if user.kind == PROGRAM_RESULT and user.results[0].axes:
                     return f': out_shardings of {user.results[0].name} drop it'
         return ''
+
+
+# in a text about one mesh axis, before others like it are known
+_AXIS = '\0'
 
 
 def _reduces(op: Operation) -> str:

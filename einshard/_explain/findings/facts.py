@@ -13,7 +13,8 @@ from jax.sharding import AxisType
 from ..._program.hlo.collective import Collective
 from ..._program.hlo.slices import Gather, find_gather
 from ..._program.hlo.sources import is_user_file
-from ..._sharding.collective_axes import mesh_axes_between, pairs_of_groups
+from ..._sharding.collective_axes import axes_text, mesh_axes_between, pairs_of_groups
+from ..._sharding.mesh import is_canonical_mesh
 from ..arrays import ProgramArray
 from ..lowered import Stages
 from ..propagation import Propagation, propagate
@@ -114,7 +115,8 @@ class Facts(Reading):
     def propagation(self) -> Propagation:
         if self.n_devices == 1:
             return Propagation(None, 'a program for one device is not partitioned')
-        return propagate(self.stages, {n: array.path for n, array in enumerate(self.used)})
+        paths = ([array.path for array in arrays] for arrays in (self.used, self.results))
+        return propagate(self.stages, *paths)
 
     @functools.cached_property
     def reasons(self) -> Mapping[str, Reason]:
@@ -122,7 +124,15 @@ class Facts(Reading):
         program = self.propagation.program
         if program is None:
             return {}
-        return {reason.row.name: reason for reason in find_reasons(program, self.collectives)}
+        found = find_reasons(program, self.collectives, self.joined_axes)
+        return {reason.row.name: reason for reason in found}
+
+    def joined_axes(self, names: Sequence[str]) -> str:
+        """Writes mesh axes; those of the canonical mesh by the array axes that they shard."""
+        mesh = self.mesh
+        if mesh is None or not is_canonical_mesh(mesh) or any(':' in name for name in names):
+            return ' and '.join(names)
+        return axes_text(tuple(names), mesh, self.sharded_by)
 
     def reason_of(self, rows: Iterable[Collective]) -> str:
         """Half a sentence on why the program has the largest of these collectives, or ''."""

@@ -191,7 +191,7 @@ def _spread(masks: dict[Node, int], followed: Mapping[Node, Sequence[Node]]) -> 
     """
     before: dict[Node, list[Node]] = {}
     for node, uses in followed.items():
-        for use in uses:
+        for use in {*uses}:  # a square follows one node twice
             before.setdefault(use, []).append(node)
     pending = deque(followed)
     waiting = {*followed}

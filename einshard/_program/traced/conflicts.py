@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .program import PASSING, RESULT, Axis, Operation, Program, Rule, Value, name_of
+from .program import PASSING, RESULT, SHARD, Axis, Operation, Program, Rule, Value, name_of
 
 # sums, or takes the maximum, over a dimension that the axis shards
 REDUCE = 'reduce'
@@ -16,6 +16,7 @@ MOVED = 'moved'
 DISAGREE = 'disagree'
 # a result has the dimension, but not sharded by the axis
 DROPPED = 'dropped'
+CUSTOM = 'custom_call'
 # operations that move elements only if the dimension changes its size, which their rules don't tell
 _MAY_MOVE = frozenset(
     ('slice', 'pad', 'concatenate', 'dynamic_slice', 'dynamic_update_slice', 'reverse')
@@ -74,8 +75,12 @@ class Conflicts:
     def _find(self, op: Operation, axis: Axis) -> list[Conflict]:
         values, n = op.values, len(op.operands)
         held = [(i, v, d) for i, v in enumerate(values) if (d := v.dimension(axis)) is not None]
-        if not held or (op.rule is None and op.kind not in PASSING):
+        if not held or op.kind == SHARD:
             return []
+        if op.rule is None and op.kind not in PASSING:
+            # XLA partitions none of the operations that Shardy does not know, such as a QR
+            sizes = ((i, self.program.local_size(v, axis)) for i, v, _ in held)
+            return [Conflict(WHOLE, op, axis, i, size) for i, size in sizes if i < n]
         rule, program = op.rule or _passing_rule(values), self.program
         # the factor that the axis shards, of each value that has the axis
         factor = {
@@ -93,7 +98,7 @@ class Conflicts:
                 size = program.local_size(op.results[0])
                 same = tuple(j for j in others if factor[j] == mine)
                 found.append(Conflict(REDUCE, op, axis, i, size, same))
-            elif mine in rule.whole:
+            elif mine in rule.whole or (op.kind == CUSTOM and _is_alone(rule, mine)):
                 found.append(Conflict(WHOLE, op, axis, i, gathered, tuple(others)))
             elif mine in rule.moved or self._changes_size(op, value, dim):
                 size = program.local_size(value)
@@ -128,6 +133,11 @@ class Conflicts:
     def _changes_size(self, op: Operation, value: Value, dim: int) -> bool:
         result = op.results[0].shape if op.results else ()
         return op.kind in _MAY_MOVE and dim < len(result) and result[dim] != value.shape[dim]
+
+
+def _is_alone(rule: Rule, factor: int) -> bool:
+    """Whether only one tensor has a factor, as with the operands of a kernel for a QR."""
+    return sum(factor in factors for tensor in rule.tensors for factors in tensor) == 1
 
 
 def _passing_rule(values: list[Value]) -> Rule:
