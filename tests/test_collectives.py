@@ -902,7 +902,7 @@ def test_instruction():
 # --- cost ---------------------------------------------------------------------------------------
 
 
-def test_memory_stays_below_six_texts():
+def test_memory_stays_below_seven_texts():
     """A long program, with a collective in every ten lines."""
     lines = ['%y0 = f32[8,4]{1,0} copy(%x)']
     for i in range(1, 5_000):
@@ -919,7 +919,7 @@ def test_memory_stays_below_six_texts():
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(collectives) == 499
-    assert peak < 6 * len(text)
+    assert peak < 7 * len(text)
 
 
 def test_names_as_jax_has_them():

@@ -137,11 +137,11 @@ class Report(Display):
             >>> import jax
             >>> import jax.numpy as jnp
             >>> from einshard import explain, sharded
-            >>> @sharded('x y*', 'y z', out='* x z')
+            >>> @sharded('x* y', 'y z -> * y z')
             ... def product(x, w):
             ...     return x @ w
-            >>> n = jax.device_count()
-            >>> x, w = (jax.ShapeDtypeStruct((8 * n, 8 * n), jnp.float32) for _ in range(2))
+            >>> x = jax.ShapeDtypeStruct((8 * jax.device_count(), 32), jnp.float32)
+            >>> w = jax.ShapeDtypeStruct((32, 8), jnp.float32)
             >>> report = explain(product, x, w, tries=0)
             >>> why = report.why('x')  # or report.why(report.collectives[0]), or 'model.py:34'
             >>> why.values[0].axes[0].origin

@@ -106,8 +106,9 @@ class Reason:
             sharding of a result or the specs that ask for it; 'inserted' for other conflicts;
             'unknown' if no reason was found.
         short: half a sentence, such as "params/w has tensor on axis 1; your constraint at
-            model.py:13 drops it".
-        text: a sentence: `short`, and the lines through which the sharding came. If unknown, why.
+            model.py:13 drops it". Of a combined collective, about its first array.
+        text: a sentence about all of it, with the lines through which the sharding came. If
+            unknown, why.
         conflicts: for each mesh axis of the collective, the conflict; empty if unknown, and for
             collectives that the user wrote.
         origins: for each mesh axis of a conflict and each side, where the axis comes from, such as
@@ -243,7 +244,7 @@ class _Why:
         if not row.is_spmd_generated:
             written = [op for n in names for op in self._at_path(n) if op.kind in _WRITTEN]
             if written or row.kind == 'custom-call':
-                text = f'you wrote it at {self.words.line(written[0])}' if written else 'a kernel'
+                text = f'you wrote it at {self.words.at(written[0])}' if written else 'a kernel'
                 return Reason(row, REQUESTED, text, text)
         if (differs := self._differs(row)) is not None:
             return Reason(row, UNKNOWN, differs, differs)
@@ -264,9 +265,10 @@ class _Why:
             return Reason(row, UNKNOWN, text, text)
         found = list(dict.fromkeys(found))
         shorts = self.words.conflicts(found)
-        short = '; '.join(shorts[:_MAX_PARTS])
+        short = shorts[0] + (f'; and {len(shorts) - 1} more' if shorts[1:] else '')
+        text = '; '.join(shorts[:_MAX_PARTS])
         if shorts[_MAX_PARTS:]:
-            short += f'; and {len(shorts) - _MAX_PARTS} more'
+            text += f'; and {len(shorts) - _MAX_PARTS} more'
         lines = tuple(self.words.lines(c.sharded[0], c.axis) for c in found)
         origins: dict[tuple[str, str], None] = {}
         for c in found:
@@ -277,7 +279,7 @@ class _Why:
                 origins[c.axis, self.words.constraint(c.operation)] = None
         way = next((_way(each) for each in lines if each[1:]), '')
         cause = REQUESTED if all(map(_is_requested, found)) else INSERTED
-        return Reason(row, cause, short, short + way, tuple(found), tuple(origins), lines)
+        return Reason(row, cause, short, text + way, tuple(found), tuple(origins), lines)
 
     def _best(
         self, row: Collective, names: tuple[str, ...], axis: Axis, sizes: frozenset[int]
@@ -392,6 +394,7 @@ def _name_of_operand(row: Collective) -> str:
 
 
 _MAX_PARTS = 3  # that are said of a combined collective
+_MAX_LINES = 5  # through which a sharding came
 _HLO_KINDS = {'dot': 'dot_general'}
 # XLA computes these with the shape that the traced program has
 _KEPT = frozenset(('dot_general', 'concatenate', 'add', 'multiply', 'tanh', 'exponential'))
@@ -499,6 +502,8 @@ def full_names(op_name: str) -> list[str]:
 
 
 def _way(lines: Sequence[str]) -> str:
+    if len(lines) > _MAX_LINES:
+        lines = [*lines[: _MAX_LINES - 2], '..', lines[-1]]
     return f' (through {" > ".join(lines)})' if lines[1:] else ''
 
 
@@ -531,15 +536,20 @@ class _Words:
 
     def constraint(self, op: Operation) -> str:
         """A constraint or a type, with the call of the helper that it is in."""
+        if not is_asked(op):
+            return f'the type of {self.operation(op)}'
+        place = self.at(op)
+        return f'your constraint at {place}{"," * ("," in place)}'
+
+    def at(self, op: Operation) -> str:
+        """The line of an operation, and that of the call of the helper that it is in."""
         place = self.line(op)
-        if len(op.user_frames) > self.n_shared + 1:
-            outside = op.user_frames[1]
-            is_same = op.frame is not None and outside.file == op.frame.file
-            called = f'line {outside.line}' if is_same else short_source(outside.place)
-            place += f', called at {called},'
-        if is_asked(op):
-            return f'your constraint at {place}'
-        return f'the type of {self.operation(op)}'
+        if len(op.user_frames) <= self.n_shared + 1:
+            return place
+        outside = op.user_frames[1]
+        is_same = op.frame is not None and outside.file == op.frame.file
+        called = f'line {outside.line}' if is_same else short_source(outside.place)
+        return f'{place}, called at {called}'
 
     def origin(self, found: Origin) -> str:
         if found.kind == ARGUMENT and found.value is not None:
@@ -591,10 +601,10 @@ class _Words:
 
     def conflicts(self, found: Iterable[Conflict]) -> list[str]:
         """A text for each conflict; one for those that differ only in the mesh axis."""
-        alike: dict[str, list[str]] = {}
+        alike: dict[str, dict[str, None]] = {}
         for c in found:
-            alike.setdefault(self.conflict(c), []).append(c.axis)
-        return [text.replace(_AXIS, self.joined(axes)) for text, axes in alike.items()]
+            alike.setdefault(self.conflict(c), {})[c.axis] = None
+        return [text.replace(_AXIS, self.joined([*axes])) for text, axes in alike.items()]
 
     def has(self, value: Value, axis: Axis) -> str:
         """For example "params/w has tensor on axis 1, from your constraint at model.py:9"."""
