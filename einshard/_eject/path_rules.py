@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from .._errors import EinshardError
 from .._plan.source import raw_string
 from .._text import first_of
-from .._trees.paths import leaf_paths, path_text
+from .._trees.paths import leaf_paths, path_text, single_keys
 from .._trees.rules import Rules
 from .shardings import Writer, has_default_memory, numbered, spec_code
 from .source import Brackets, Code, statement
@@ -172,7 +172,7 @@ class Tables:
 
     def paths(self, tree: Any) -> list[str]:
         """Returns the paths of a pytree's leaves, as the written code finds them."""
-        raw = [path for path, _ in jtu.tree_leaves_with_path(tree)]
+        raw = [single_keys(path) for path, _ in jtu.tree_leaves_with_path(tree)]
         if [*map(path_text, raw)] == [*leaf_paths(tree)]:
             return [*map(path_text, raw)]
         self.skips_boxes = True

@@ -63,11 +63,13 @@ def leaves_with_paths(
         if isinstance(node, boxes):
             inner = jtu.tree_leaves_with_path(node)
         pairs += [((*path, *keys[1:]), leaf) for keys, leaf in inner]
-    return [(tuple(itertools.chain.from_iterable(map(_keys, path))), x) for path, x in pairs]
+    return [(single_keys(path), x) for path, x in pairs]
 
 
-def _keys(key: Any) -> tuple[Any, ...]:
-    return key.keys if isinstance(key, PathKeys) else (key,)
+def single_keys(path: Sequence[Any]) -> tuple[Any, ...]:
+    """Replaces each `PathKeys` with its keys."""
+    keys = ((key.keys if isinstance(key, PathKeys) else (key,)) for key in path)
+    return tuple(itertools.chain.from_iterable(keys))
 
 
 def path_text(path: Sequence[Any]) -> str:
