@@ -76,6 +76,7 @@ _SAME = frozenset(
     )
 )
 _NAMES = {
+    'conv_general_dilated': 'convolution',
     'dot_general': 'product',
     'gather': 'lookup',
     'convert': 'cast',
@@ -544,9 +545,11 @@ class _Words:
     def at(self, op: Operation) -> str:
         """The line of an operation, and that of the call of the helper that it is in."""
         place = self.line(op)
-        if len(op.user_frames) <= self.n_shared + 1:
+        # a lambda is called on its own line
+        outsides = (frame for frame in op.user_frames[1:] if frame.place != op.place)
+        outside = next(outsides, None)
+        if len(op.user_frames) <= self.n_shared + 1 or outside is None:
             return place
-        outside = op.user_frames[1]
         is_same = op.frame is not None and outside.file == op.frame.file
         called = f'line {outside.line}' if is_same else short_source(outside.place)
         return f'{place}, called at {called}'
