@@ -54,7 +54,7 @@ def read(text):
         find_gather(graph, c)
         find_sliced_sum(graph, c)
     min_hbm_bytes(graph)
-    largest_temporaries(graph.program)
+    largest_temporaries(graph)
     list(find_products(graph))
     return collectives
 

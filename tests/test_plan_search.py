@@ -197,7 +197,7 @@ def ranged(least, most):
 )
 def test_notes_plans_whose_ranges_overlap(objective, ranges, last):
     search, _ = run(objective=objective)
-    model = types.SimpleNamespace(metadata_names=(), sizes={})
+    model = types.SimpleNamespace(metadata_names=(), sizes={}, asked=(), unnamed=())
     function = types.SimpleNamespace(args=(), kwargs={})
     notes = list(_notes(list(itertools.starmap(ranged, ranges)), search, model, function))
     assert notes == [

@@ -26,6 +26,8 @@ def find_intermediates(facts: Facts) -> list[ArrayRow]:
 
     Returns [] without a mesh or on one device, because XLA then partitions nothing.
     """
+    if facts.stages.compiled is not None:
+        facts.stages.lower()  # raises the error that says so
     if not facts.meshes or facts.meshes[0].size == 1:
         return []
     program, note = facts.propagation

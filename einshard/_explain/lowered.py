@@ -366,16 +366,8 @@ def _trace(
                     'einshard(jax.ShapeDtypeStruct(...), spec, mesh=mesh)'
                 },
             )
-        if jitted_by_haliax(fn):
-            raise EinshardError(
-                f'{name} is jitted by haliax.named_jit, which cannot be traced',
-                code='tracing',
-                facts={
-                    'instead': f'pass the lowered function: {name}.lower(...)'
-                    if isinstance(fn.lower(*args, **kwargs), Lowered)
-                    else f'pass the function that {name} jits'
-                },
-            )
+        if jitted_by_haliax(fn) and isinstance(stage := fn.lower(*args, **kwargs), Lowered):
+            return Stages(name, lowered=stage, scope=target)
         is_filtered = is_filter_jitted(jitted)
         if is_filtered and (target is not None or has_shapes(args, kwargs)):
             function = jtu.tree_map(_without_devices, fn) if target is not None else fn

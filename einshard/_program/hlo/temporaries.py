@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -156,9 +157,10 @@ def _buffers(graph: Graph) -> Iterator[_Buffer]:
             if node.opcode == 'phi':
                 end = max(end, ends[node.loops[-1]])
             for user in node.users:
-                # what a loop reads is needed until the loop ends
-                inside = [ends[loop] for loop in user.loops if loop not in node.loops]
-                end = max(end, at[user], *inside)
+                # what a loop reads is needed until the outermost such loop ends
+                around = itertools.zip_longest(node.loops, user.loops)
+                inside = next((loop for own, loop in around if loop and own is not loop), None)
+                end = max(end, at[user] if inside is None else ends[inside])
         yield _Buffer(nodes, made, at[nodes[0]], end)
 
 
