@@ -31,6 +31,25 @@ def shaped():
     return shape
 
 
+# --- lines --------------------------------------------------------------------------------------
+
+
+def test_lines_that_call_the_function_itself(shaped):
+    """JAX lowers the reducers of `pmax` and `psum_scatter` with a line, but without the lines around it."""
+
+    def local(x):
+        largest = lax.pmax(x, 'tensor')
+        whole = lax.all_gather(largest, 'data', axis=1, tiled=True)
+        return lax.psum_scatter(whole, 'data', scatter_dimension=1, tiled=True)
+
+    mesh = shaped().sharding.mesh
+    specs = {'in_specs': P('data'), 'out_specs': P('data')}
+    mapped = jax.shard_map(local, mesh=mesh, check_vma=False, **specs)
+    report = explain(jax.jit(mapped), shaped(B, D, spec=P('data')), tries=0)
+    assert len(report.collectives) == 3
+    assert {row.called_at for row in report.collectives} == {None}
+
+
 # --- roles --------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -108,10 +108,17 @@ class Sources:
 
     @functools.cached_property
     def _shared_frames(self) -> set[int]:
-        """The frames that all stacks share, such as the jitted function and its callers."""
+        """The frames that all stacks share, such as the jitted function and its callers.
+
+        The stacks of some operations, such as the addition of a `psum`, lack these callers. So only
+        the stacks with the most common outermost frame count.
+        """
         parents = {parent - self._parent_offset for _, parent in self._frames.values()}
-        innermost = [frame for frame in self._frames if frame not in parents]
-        stacks = [{frame for frame, _ in self._stack(frame)} for frame in innermost]
+        by_outermost: dict[int, list[set[int]]] = defaultdict(list)
+        for frame in self._frames.keys() - parents:
+            if stack := [frame for frame, _ in self._stack(frame)]:
+                by_outermost[stack[-1]].append({*stack})
+        stacks = max(by_outermost.values(), key=len, default=[])
         return set[int].intersection(*stacks) if stacks else set()
 
     def _is_helper(self, function: _Function) -> bool:
