@@ -288,6 +288,26 @@ def test_flax_variables():
         assert model.arrays[1].names == (('embed',), ())
 
 
+def test_modules_that_nnx_jit_passes_in_a_list():
+    """The list has the arrays without their variables. The kernels have the same shape."""
+    nnx = pytest.importorskip('flax.nnx')
+    init = nnx.initializers.lecun_normal()
+
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            up = nnx.with_partitioning(init, ('embed', 'mlp'))
+            down = nnx.with_partitioning(init, ('mlp', 'embed'))
+            self.up = nnx.Linear(16, 16, kernel_init=up, use_bias=False, rngs=rngs)
+            self.down = nnx.Linear(16, 16, kernel_init=down, use_bias=False, rngs=rngs)
+
+    with nnx.use_eager_sharding(False):
+        module = nnx.eval_shape(lambda: Two(nnx.Rngs(0)))
+    model = find_model(nnx.jit(lambda m, x: m.down(nnx.relu(m.up(x)))), (module, f32(8, 16)), {})
+    assert model.sizes == {'mlp': 16, 'embed': 16}
+    assert [*products(model)] == ['. ., embed mlp -> . mlp', '. mlp, mlp embed -> . embed']
+    assert model.unnamed_data == ("'x' float32[8,16]",)
+
+
 def test_mesh_axes_in_expressions():
     @sharded('batch act', 'embed mlp@tensor')
     def up(x, w):

@@ -111,8 +111,9 @@ def find_model(
     stages, spec_names, result_names = trace_with_names(fn, args, kwargs, names, mesh_axes)
     assert stages.traced is not None, 'only a jax.stages.Lowered has no trace'
     known = {*names, *mesh_axes}
-    argument_names = _with_metadata_names(spec_names, stages.traced.args_info, known)
-    result_names = _with_metadata_names(result_names, stages.traced.out_info, known)
+    in_metadata = _metadata_of_traced(args, kwargs, metadata_names, stages.traced.args_info)
+    argument_names = _with_metadata_names(spec_names, in_metadata, known)
+    result_names = _with_metadata_names(result_names, fitting_names(stages.traced.out_info), known)
     program = flatten(stages.traced.jaxpr)
     found = name_axes(program, argument_names, result_names)
     axis_names = [tuple(axis or () for axis in value_names) for value_names in found]
@@ -173,15 +174,35 @@ def _unnamed_data(
     )
 
 
+def _metadata_of_traced(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    metadata_names: Sequence[MetadataNames | None],
+    args_info: Any,
+) -> Sequence[MetadataNames | None]:
+    """Returns the axis names in the metadata of each traced argument.
+
+    `nnx.jit` passes the arrays of a module in a list, without their metadata but in their order.
+    """
+    leaves = zip(jtu.tree_leaves((args, kwargs)), metadata_names, strict=True)
+    given = [(tuple(leaf.shape), names) for leaf, names in leaves if hasattr(leaf, 'shape')]
+    traced = fitting_names(args_info)
+    if [shape for shape, _ in given] != [leaf.shape for leaf in jtu.tree_leaves(args_info)]:
+        return traced
+    return [names or in_call for names, (_, in_call) in zip(traced, given, strict=True)]
+
+
 def _with_metadata_names(
-    spec_names: Sequence[ArrayNames | None], tree: Any, known: Collection[str]
+    spec_names: Sequence[ArrayNames | None],
+    metadata_names: Sequence[MetadataNames | None],
+    known: Collection[str],
 ) -> list[ArrayNames | None]:
     """Replaces None by the names in the metadata of the leaf, without names not in `known`.
 
     Names are not in `known` if only results have them, or the `self` of a method.
     """
     found: list[ArrayNames | None] = []
-    for names, in_metadata in zip(spec_names, fitting_names(tree), strict=True):
+    for names, in_metadata in zip(spec_names, metadata_names, strict=True):
         if names is None and in_metadata is not None:
             names = tuple(tuple(name for name in axis if name in known) for axis in in_metadata)
         found.append(names)
