@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from jax.sharding import NamedSharding
 
+from ..._program.hlo.graph import Node
 from ..._text import first_of, format_bytes
 from ..._trees.paths import common_suffix_length
 from ..arrays import array_row
@@ -66,39 +68,80 @@ def replicated_results(facts: Facts) -> Iterator[Finding]:
         yield from _replicated('replicated result', rows, of)
 
 
-def arguments_of_new_states(facts: Facts) -> dict[int, tuple[int, NamedSharding]]:
-    """Returns {result: the argument with its type and last key, and the sharding of that one}.
+class Parameter(NamedTuple):
+    """An argument or a result that is a parameter of an optimizer state."""
 
-    Only for arguments that the program does not use, as in `jax.jit(optimizer.init)`, which makes
-    zeros of their shapes: JAX drops the arguments, and with them their shardings.
+    row: ArrayRow
+    sharding: NamedSharding
+
+
+def parameters_of_new_states(facts: Facts) -> dict[int, Parameter]:
+    """Returns {result: the parameter with its type and the longest common suffix of the path}.
+
+    The parameter may be an argument that the program does not use, as in `jax.jit(optimizer.init)`,
+    which makes zeros of its shape: JAX drops the argument, and with it the sharding. Or, where
+    states are filled with a constant, a sharded result, as in a function that makes a model and its
+    optimizer.
     """
-    unused = [i for i, array in enumerate(facts.arguments) if array.sharding is None]
-    unsharded = [i for i, row in enumerate(facts.result_rows) if not row.sharded and row.shape]
-    call = facts.stages.call if unused and unsharded else None
-    if call is None or len(call.dynamic) != len(facts.arguments):
-        return {}
-    given = {i: getattr(call.leaves[call.dynamic[i]], 'sharding', None) for i in unused}
-    rows, found = facts.argument_rows, dict[int, tuple[int, NamedSharding]]()
+    rows, found = facts.result_rows, dict[int, Parameter]()
+    unsharded = [i for i, row in enumerate(rows) if not row.sharded and row.shape]
+    parameters = [*_unused_parameters(facts)] if unsharded else []
+    results = [
+        Parameter(row, result.sharding)
+        for row, result in zip(rows, facts.results, strict=True)
+        if row.sharded and isinstance(result.sharding, NamedSharding)
+    ]
+    filled = {i for i, node in enumerate(facts.graph.outputs) if results and _is_filled(node)}
+    replaced = next_arguments(facts) if filled else {}
+    # a bias of zeros is in a tree with other numbers, and is not a state
+    trees = {tree for i, row in enumerate(rows) if i not in filled for tree in _trees(row.path)}
     for result in unsharded:
-        row = facts.result_rows[result]
+        row = rows[result]
+        is_new = result in filled and result not in replaced
         alike = [
-            (common_suffix_length(row.path, rows[i].path), -i, sharding)
-            for i, sharding in given.items()
-            if isinstance(sharding, NamedSharding) and rows[i].array == row.array
+            (common_suffix_length(row.path, parameter.row.path), -i, parameter)
+            for i, parameter in enumerate([*parameters, *(results if is_new else [])])
+            if parameter.row.array == row.array
         ]
-        length, i, sharding = max(alike, key=lambda one: one[:2], default=(0, 0, None))
-        if length and sharding is not None and sharding.shard_shape(row.shape) != row.shape:
-            found[result] = -i, sharding
+        length, i, parameter = max(alike, key=lambda one: one[:2], default=(0, 0, None))
+        if not length or parameter is None:
+            continue
+        is_state = -i < len(parameters) or [*_trees(row.path)][-length] not in trees
+        if is_state and parameter.sharding.shard_shape(row.shape) != row.shape:
+            found[result] = parameter
     return found
+
+
+def _trees(path: str) -> Iterator[str]:
+    """Yields the paths of the trees that a leaf is in, such as 'result' and 'result/0'."""
+    keys = path.split('/')
+    yield from ('/'.join(keys[:i]) for i in range(len(keys)))
+
+
+def _unused_parameters(facts: Facts) -> Iterator[Parameter]:
+    unused = [i for i, array in enumerate(facts.arguments) if array.sharding is None]
+    call = facts.stages.call if unused else None
+    if call is None or len(call.dynamic) != len(facts.arguments):
+        return
+    for i in unused:
+        sharding = getattr(call.leaves[call.dynamic[i]], 'sharding', None)
+        if isinstance(sharding, NamedSharding):
+            array = replace(facts.arguments[i], sharding=sharding)
+            yield Parameter(array_row(array, [sharding.mesh]), sharding)
+
+
+def _is_filled(node: Node) -> bool:
+    """Whether all numbers of an array are the same constant."""
+    while node.opcode in ('bitcast', 'broadcast', 'copy') and node.inputs:
+        node = node.inputs[0]
+    return node.opcode == 'constant' and not node.array.shape
 
 
 def unsharded_new_states(facts: Facts) -> Iterator[Finding]:
     """Reports new optimizer states on one device, or replicated, of sharded parameters."""
-    found = arguments_of_new_states(facts)
-    arrays = [replace(facts.arguments[i], sharding=sharding) for i, sharding in found.values()]
     pairs = [
-        (facts.result_rows[result], array_row(array, [sharding.mesh]))
-        for (result, (_, sharding)), array in zip(found.items(), arrays, strict=True)
+        (facts.result_rows[result], parameter.row)
+        for result, parameter in parameters_of_new_states(facts).items()
     ]
     if sum(row.bytes for row, _ in pairs) > facts.replicated_above:
         on_one = facts.n_devices == 1

@@ -14,7 +14,7 @@ from ..._program.hlo.memory import read_memory
 from ..._program.jaxpr.edits import FixedFunction, PerDevice, apply
 from ..._sharding.context import mesh_scope
 from ..._text import first_of, format_bytes, short_source
-from ..findings.arguments import arguments_of_new_states, states_of_parameters
+from ..findings.arguments import parameters_of_new_states, states_of_parameters
 from ..findings.expressions import expression_of, shard_text
 from ..findings.facts import Facts
 from ..findings.gathered_axes import IN_TWO_LEVELS
@@ -450,7 +450,7 @@ def _try_new_states(report: Report, facts: Facts) -> Report:
     call, scope = facts.stages.call, facts.stages.scope
     if rule is None or call is None or report.memory is None:
         return report
-    shardings = {r: sharding for r, (_, sharding) in arguments_of_new_states(facts).items()}
+    shardings = {r: found.sharding for r, found in parameters_of_new_states(facts).items()}
     try:
         with nullcontext() if scope is None else mesh_scope(scope):
             edited = apply(call, results=shardings)
