@@ -35,7 +35,7 @@ def shaped():
 
 
 def test_lines_that_call_the_function_itself(shaped):
-    """JAX lowers the reducers of `pmax` and `psum_scatter` with a line, but without the lines around it."""
+    """JAX lowers the reducers of `pmax` and `psum_scatter` with a line, but without its callers."""
 
     def local(x):
         largest = lax.pmax(x, 'tensor')

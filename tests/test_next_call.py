@@ -204,6 +204,30 @@ def test_new_states_that_are_not_sharded(kind, in_context):
     assert explain(jax.jit(lambda p: jax.tree.map(jnp.copy, p)), params, tries=0).findings == ()
 
 
+def test_new_states_of_new_parameters():
+    """XLA replicates what is filled with a constant. A bias of zeros is not a state."""
+    optax = pytest.importorskip('optax')
+
+    def create(key):
+        layers = [
+            {'w': einshard(jax.random.normal(key, (1024, 1024)), 'i o -> i o@model', mesh=MESH)}
+            for _ in range(2)
+        ]
+        bias = [jnp.zeros(2**20), einshard(jnp.zeros(2**20), 'i -> i@model', mesh=MESH)]
+        params = [{**layer, 'b': b} for layer, b in zip(layers, bias, strict=True)]
+        return {'params': params, 'state': optax.adam(1e-3).init(layers)}
+
+    shardings = jax.jit(create).lower(jax.random.key(0)).compile().output_shardings
+    assert all(x.is_fully_replicated for x in jax.tree.leaves(shardings['state']))
+    (finding,) = explain(jax.jit(create), jax.random.key(0), tries=0).findings
+    assert finding.kind == 'unsharded new states'
+    n_shards = MESH.shape['model']
+    assert finding.text == (
+        'result/state/0/{mu,nu}/0-1/w are replicated, but their parameters result/params/0-1/w are '
+        f'sharded: 16.0 MiB on each device instead of {16 / n_shards:.1f} MiB'
+    )
+
+
 def struct(shape, spec, dtype=jnp.float32):
     return einshard(jax.ShapeDtypeStruct(shape, dtype), spec, mesh=MESH)
 
@@ -485,3 +509,24 @@ def test_a_large_cholesky_is_noted():
     (note,) = [row for row in report.notes if row.kind == 'gathered for an operation']
     assert note.text.startswith('cholesky of float32[2048,2048], whose axis 0 is sharded')
     assert note.bytes == sum(c.total_bytes for c in report.collectives if c.name in note.explains)
+
+
+@pytest.mark.parametrize('is_swapped', [False, True])
+def test_donated_caches_that_change_places(is_swapped):
+    """XLA holds a copy of one of them at least. Without the swap, nothing is copied."""
+    sharding = NamedSharding(MESH, P(None, None, 'model'))
+    cache = jax.ShapeDtypeStruct((16, 512, 128), jnp.float32, sharding=sharding)
+    n_bytes = 4 * 16 * 512 * 128 // MESH.shape['model']
+
+    def step(caches, x, at):
+        x, *new = attended(x, *caches, at)
+        return x, tuple(reversed(new)) if is_swapped else tuple(new)
+
+    x = jax.ShapeDtypeStruct((16, 128), jnp.float32, sharding=NamedSharding(MESH, P(None, 'model')))
+    jitted = jax.jit(step, donate_argnums=0)
+    report = explain(jitted, (cache, cache), x, 3, tries=0)
+    temporaries = jitted.lower((cache, cache), x, 3).compile().memory_analysis().temp_size_in_bytes
+    assert (temporaries >= n_bytes) == is_swapped
+    found = [row for row in report.findings if row.kind == 'copied donation']
+    assert sorted(row.text.split(',')[0] for row in found) == ['caches/0', 'caches/1'] * is_swapped
+    assert all(row.bytes >= n_bytes for row in found)

@@ -17,6 +17,7 @@ from .facts import Facts
 _PLURAL = 'are', 'they replace', 'them'
 _LARGE = 2**23  # bytes on a device, of all arrays of a note
 _MIN_COPIED = 0.05  # of the bytes that the program at least reads from and writes to HBM
+_MIN_COPIED_BYTES = 2**20  # copies of small states do not matter
 
 
 def next_arguments(facts: Facts) -> dict[int, int]:
@@ -116,7 +117,7 @@ def copied_donations(facts: Facts) -> Iterator[Finding]:
     """Reports donated arguments that the program copies, where it should only update slices."""
     found = [c for c in find_copied(facts.graph) if c.parameter < len(facts.used_arguments)]
     n_bytes = sum(copied.bytes for copied in found)
-    if n_bytes < max(_LARGE, _MIN_COPIED * min_hbm_bytes(facts.graph)):
+    if n_bytes < max(_MIN_COPIED_BYTES, _MIN_COPIED * min_hbm_bytes(facts.graph)):
         return
     by_line: dict[str | None, list[Copied]] = defaultdict(list)
     for copied in found:

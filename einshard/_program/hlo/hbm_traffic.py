@@ -85,11 +85,18 @@ def find_copied(graph: Graph) -> Iterator[Copied]:
     """Finds results that reuse a donated argument, but get its numbers by a copy.
 
     XLA copies a cache if it cannot order all reads of the old numbers before the update, if the
-    update needs another layout, or if a loop gets the cache as `xs` and returns it as `ys`. On TPU,
-    it may also update a copy in VMEM, and write all of it back.
+    update needs another layout, if a loop gets the cache as `xs` and returns it as `ys`, or if the
+    result is in the place of another donated argument. On TPU, it may also update a copy in VMEM,
+    and write all of it back.
     """
-    for output, parameter in graph.program.aliases.items():
-        start, end = graph.parameters.get(parameter), graph.outputs[output]
+    donated = {
+        graph.parameters[number]: number
+        for number in graph.program.aliases.values()
+        if number in graph.parameters
+    }
+    for output, place in graph.program.aliases.items():
+        end = graph.outputs[output]
+        start = updated if (updated := _updated(end)) in donated else graph.parameters.get(place)
         if start is None or start is end or not is_in_hbm(start.type):
             continue
         path = between(start, end)
@@ -118,10 +125,18 @@ def find_copied(graph: Graph) -> Iterator[Copied]:
                 if fusion is None or (not is_slice and (is_result or node is end)):
                     written += node.array.bytes * _n_runs(node)
         if written:
-            yield Copied(output, parameter, update, written)
+            yield Copied(output, donated[start], update, written)
 
 
 _COPYING = ('copy', 'copy-done', 'transpose')
+_MOVING = ('convert', 'copy', 'copy-done', 'copy-start')
+
+
+def _updated(node: Node) -> Node:
+    """Returns the array of which this one is a copy, but for updates of slices."""
+    while node.opcode in (*_IN_PLACE, *_MOVING) and node.inputs:
+        node = node.inputs[0]
+    return node
 
 
 def _n_runs(node: Node) -> int:
