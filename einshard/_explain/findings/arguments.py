@@ -98,17 +98,18 @@ def parameters_of_new_states(facts: Facts) -> dict[int, Parameter]:
     for result in unsharded:
         row = rows[result]
         is_new = result in filled and result not in replaced
+        owners = parameters + results if is_new else parameters
         alike = [
-            (common_suffix_length(row.path, parameter.row.path), -i, parameter)
-            for i, parameter in enumerate([*parameters, *(results if is_new else [])])
-            if parameter.row.array == row.array
+            (common_suffix_length(row.path, owner.row.path), -i)
+            for i, owner in enumerate(owners)
+            if owner.row.array == row.array
         ]
-        length, i, parameter = max(alike, key=lambda one: one[:2], default=(0, 0, None))
-        if not length or parameter is None:
+        length, i = max(alike, default=(0, 0))
+        if not length:
             continue
         is_state = -i < len(parameters) or [*_trees(row.path)][-length] not in trees
-        if is_state and parameter.sharding.shard_shape(row.shape) != row.shape:
-            found[result] = parameter
+        if is_state and owners[-i].sharding.shard_shape(row.shape) != row.shape:
+            found[result] = owners[-i]
     return found
 
 
