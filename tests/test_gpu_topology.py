@@ -684,6 +684,52 @@ def test_donated_caches_that_are_copied_for_a_layout():
     assert report.memory.temporaries >= 2**25
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize('kind', ['arrays', 'specs', 'constraints'])
+def test_host_memory(kind):
+    """JAX's described GPUs have no memories, but the compiler knows both."""
+    mesh = topology('h100:1x8', x=8)
+    on_device, on_host = 'a b -> a@x b', 'a b -> a@x b (in pinned_host)'
+    shape = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
+    n_bytes = 8192 * 8192 * 4 // 8
+    states, params = (einshard(shape, spec, mesh=mesh) for spec in (on_host, on_device))
+
+    def moved(states, params):
+        states = jax.device_put(states, jax.memory.Space.Device)
+        return jax.device_put(0.9 * states + params, jax.memory.Space.Host)
+
+    def constrained(states, params):
+        return einshard(0.9 * einshard(states, on_device) + params, on_host)
+
+    if kind == 'arrays':
+        report = explain(jax.jit(moved), states, params, tries=0)
+    elif kind == 'specs':
+        report = explain(sharded(on_host, on_device, out=on_host, mesh=mesh)(moved), shape, shape)
+    else:
+        with jax.set_mesh(mesh):
+            report = explain(jax.jit(constrained), states, params, tries=0)
+    assert report.memory is not None
+    assert (report.memory.arguments, report.memory.results) == (n_bytes, 0)
+    assert report.memory.temporaries >= n_bytes  # the states have to be on the device, too
+    rows = (*report.arguments, *report.results)
+    assert [row.placement for row in rows] == [on_host, on_device, on_host]
+    assert report.findings == ()
+
+
+@pytest.mark.gpu
+def test_memory_kinds_that_jax_drops():
+    mesh = topology('h100:1x8', x=8)
+    shape = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
+    assert einshard(shape, 'a b -> a@x b', mesh=mesh, memory_kind='device').sharding.mesh is mesh
+    refused = refusal(einshard, shape, 'a b -> a@x b', mesh=mesh, memory_kind='hbm')
+    assert refused.facts['memory kinds'] == 'device, pinned_host'
+    host = NamedSharding(mesh, P('x'), memory_kind='pinned_host')
+    assert host.memory_kind is None  # JAX
+    x = jax.ShapeDtypeStruct((8192, 8192), jnp.float32, sharding=host)
+    (finding,) = explain(jax.jit(lambda x: 2 * jax.device_put(x, host)), x, tries=0).findings
+    assert 'so it drops memory_kind=. For host memory, use jax.memory.Space.Host' in finding.text
+
+
 QUIET = """
 import jax
 from einshard import explain, topology

@@ -20,7 +20,7 @@ from .._notation.expression import ELLIPSIS, axis_letters
 from .._program.hlo.text import Program
 from .._sharding.collective_axes import named_sharding
 from .._sharding.describe import Description, describe, describe_named
-from .._sharding.leaf_spec import AnySpec, as_leaf_spec
+from .._sharding.leaf_spec import AnySpec, as_leaf_spec, with_memory_kind
 from .._sharding.mesh import AnyMesh
 from .._trees.paths import argument_path, result_path
 from .frameworks import equinox_path, framework_result_path, program_leaves
@@ -40,6 +40,7 @@ class ProgramArray:
     dtype: Any
     sharding: Sharding | None  # None if the program does not use the array
     names: tuple[str, ...] | None  # the axis names, or None if unknown
+    is_on_host: bool = False  # if `sharding` does not say so
 
 
 def find_arguments(
@@ -74,11 +75,36 @@ def find_results(stages: Stages, out_info: Any, names: Mapping[int, str]) -> lis
     ]
 
 
+def with_memory(arrays: list[ProgramArray], variables: Sequence[Any]) -> list[ProgramArray]:
+    """Finds arrays in host memory by the types of the program.
+
+    JAX's described GPUs have no memories, so their compiled programs do not say it.
+    """
+    if len(variables) != len(arrays):
+        return arrays
+    return [
+        replace(array, is_on_host=True)
+        if array.sharding is not None
+        and array.sharding.memory_kind is None
+        and variable.aval.memory_space == jax.memory.Space.Host
+        else array
+        for array, variable in zip(arrays, variables, strict=True)
+    ]
+
+
 def _make_array(
     path: str, leaf: Any, sharding: Sharding | None, spec: AnySpec | None
 ) -> ProgramArray:
     shape = tuple(leaf.shape)
-    return ProgramArray(path, shape, leaf.dtype, sharding, _axis_names(spec, len(shape)))
+    lacks_memory = sharding is not None and sharding.memory_kind is None
+    is_on_host = lacks_memory and spec is not None and _is_on_host(spec)
+    return ProgramArray(
+        path, shape, leaf.dtype, sharding, _axis_names(spec, len(shape)), is_on_host
+    )
+
+
+def _is_on_host(spec: AnySpec) -> bool:
+    return as_leaf_spec(spec).memory_kind == 'pinned_host'
 
 
 def find_names(
@@ -149,6 +175,10 @@ def array_row(array: ProgramArray, meshes: Sequence[AnyMesh]) -> ArrayRow:
 
 
 def _placement(array: ProgramArray, meshes: Sequence[AnyMesh]) -> str:
+    return with_memory_kind(_text(array, meshes), 'pinned_host' if array.is_on_host else None)
+
+
+def _text(array: ProgramArray, meshes: Sequence[AnyMesh]) -> str:
     sharding, ndim = array.sharding, len(array.shape)
     if sharding is None:
         return _NOT_USED

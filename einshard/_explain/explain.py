@@ -19,7 +19,14 @@ from .._program.hlo.text import Program
 from .._program.jaxpr.graph import flatten
 from .._sharding.collective_axes import find_sharded_by
 from .._sharding.mesh import Device, MeshLike, is_canonical_mesh, position
-from .arrays import array_row, find_arguments, find_names, find_results, results_in_place
+from .arrays import (
+    array_row,
+    find_arguments,
+    find_names,
+    find_results,
+    results_in_place,
+    with_memory,
+)
 from .collectives import Collectives
 from .findings.causes import with_causes
 from .findings.facts import Facts
@@ -124,6 +131,9 @@ def _read(
     names = find_names(stages, compiled, argument_shardings, program)
     arguments = find_arguments(stages, compiled, argument_shardings, names)
     results = find_results(stages, result_info, names)
+    if (jaxpr := stages.jaxpr) is not None:
+        arguments = with_memory(arguments, jaxpr.invars)
+        results = with_memory(results, jaxpr.outvars)
     shardings = [array.sharding for array in (*arguments, *results)]
     meshes = list(dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding)))
     devices = _devices(shardings)

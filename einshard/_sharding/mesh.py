@@ -392,7 +392,22 @@ def memory_kinds(mesh: AnyMesh) -> list[str] | None:
     """Returns the kinds of memory that the devices have, or None for an abstract mesh."""
     if isinstance(mesh, AbstractMesh):
         return None
-    return sorted({memory.kind for memory in mesh.devices.flat[0].addressable_memories()})
+    kinds = {memory.kind for memory in mesh.devices.flat[0].addressable_memories()}
+    return sorted(kinds or {'device', 'pinned_host'})  # JAX's described GPUs have no memories
+
+
+def named_sharding(
+    mesh: AnyMesh, spec: PartitionSpec, memory_kind: str | None = None
+) -> NamedSharding:
+    """Makes a NamedSharding that keeps its memory kind.
+
+    On described GPUs, which have no memories, JAX drops it. On the abstract mesh it keeps it, and
+    compiles for the devices of the other arrays.
+    """
+    sharding = NamedSharding(mesh, spec, memory_kind=memory_kind)
+    if memory_kind in (None, 'device', sharding.memory_kind) or isinstance(mesh, AbstractMesh):
+        return sharding
+    return NamedSharding(mesh.abstract_mesh, spec, memory_kind=memory_kind)
 
 
 def check_mesh(mesh: Any, option: str = 'mesh=') -> None:

@@ -51,6 +51,7 @@ from .mesh import (
     is_canonical_mesh,
     memory_kinds,
     mesh_fact,
+    named_sharding,
     partition_spec,
     partition_text,
     reshape_canonical_mesh,
@@ -263,7 +264,7 @@ def _about_spec(error: EinshardError, spec: AnySpec) -> EinshardError:
 @cached
 def _named_sharding(mesh: AnyMesh, spec: PartitionSpec, memory_kind: str | None) -> NamedSharding:
     """Cached, so arrays of many shapes share one sharding object, as in `lower`."""
-    return NamedSharding(mesh, spec, memory_kind=memory_kind)
+    return named_sharding(mesh, spec, memory_kind)
 
 
 @cached
@@ -294,7 +295,7 @@ def lower(
         [names[axis] for axis in signed_axes(layout, fitted, sign)] for sign in SIGNS
     )
     spec = partition_spec(entries, unreduced, reduced)
-    return NamedSharding(mesh, spec, memory_kind=memory_kind)
+    return named_sharding(mesh, spec, memory_kind)
 
 
 def _lay_out_rules(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from jax.sharding import AxisType, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, Sharding
 
 from ..._program.jaxpr.graph import Program
 from ..._sharding.describe import describe_named
@@ -21,6 +21,11 @@ _RESULT_UNUSED = 'the result of this constraint is not used; assign it: x = eins
 _DEVICE_PUT = (
     'jax.device_put has no effect in a jitted function; use einshard or '
     'jax.lax.with_sharding_constraint'
+)
+_MEMORY_KIND_DROPPED = (
+    'jax.device_put has no effect here: GPUs that JAX describes have no memories, so it drops '
+    "memory_kind=. For host memory, use jax.memory.Space.Host, or einshard with '(in "
+    "pinned_host)'; for another sharding, einshard or jax.lax.with_sharding_constraint"
 )
 
 
@@ -65,7 +70,7 @@ def _no_effect(facts: Facts) -> Iterator[tuple[Finding, bool]]:
         several = [reason for stack in stacks for reason in by_stack[stack]]
         reason = several[-1]
         if reason is not None and None not in several:
-            is_repeated = reason not in (_RESULT_UNUSED, _DEVICE_PUT)
+            is_repeated = reason not in (_RESULT_UNUSED, _DEVICE_PUT, _MEMORY_KIND_DROPPED)
             yield Finding('no effect', reason, line or None), is_repeated
 
 
@@ -111,7 +116,10 @@ def _constraints(traced: Program, shardings: dict[int, Any]) -> Iterator[tuple[_
             pairs = zip(op.eqn.invars, op.eqn.outvars, strict=True)
             is_moved = any(v.aval.memory_space != new.aval.memory_space for v, new in pairs)
             if targets and not is_moved and all(map(_has_no_effect_in_jit, targets)):
-                yield stack, _DEVICE_PUT
+                is_dropped = all(
+                    s.memory_kind is None and not isinstance(s.mesh, AbstractMesh) for s in targets
+                )
+                yield stack, _MEMORY_KIND_DROPPED if is_dropped else _DEVICE_PUT
             continue
         before, result = op.ins[0], op.outs[0]
         if before is None or result is None:  # a scalar
