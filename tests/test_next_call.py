@@ -530,3 +530,29 @@ def test_donated_caches_that_change_places(is_swapped):
     found = [row for row in report.findings if row.kind == 'copied donation']
     assert sorted(row.text.split(',')[0] for row in found) == ['caches/0', 'caches/1'] * is_swapped
     assert all(row.bytes >= n_bytes for row in found)
+
+
+def in_place(window, row, at):
+    return jax.lax.dynamic_update_slice(window, row[None], (at, 0)), row.sum()
+
+
+def of_one_row(window, row, at):
+    return jnp.where(jnp.arange(4096)[:, None] == at, row, window), window[at]
+
+
+def of_many_rows(window, row, at):
+    return jnp.where(jnp.arange(4096)[:, None] < at, row, window), window[at]
+
+
+@pytest.mark.parametrize('fn', [in_place, of_one_row, of_many_rows])
+def test_donated_states_that_are_written_anew(fn):
+    """The last one changes many rows, so an update in place may write as much."""
+    window = struct((4096, 1024), 'n d -> n d@model')
+    row = struct((1024,), 'd -> d@model')
+    report = explain(jax.jit(fn, donate_argnums=0), window, row, 3, tries=0)
+    found = [row for row in report.findings if row.kind == 'copied donation']
+    assert len(found) == (fn is of_one_row)
+    for finding in found:
+        assert finding.source == f'{__file__}:{fn.__code__.co_firstlineno + 1}'
+        assert 'is donated, but written anew and not updated in place' in finding.text
+        assert finding.bytes >= 4096 * 1024 * 4 // MESH.shape['model']

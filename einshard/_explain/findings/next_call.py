@@ -127,9 +127,10 @@ def copied_donations(facts: Facts) -> Iterator[Finding]:
         paths = first_of(fold_paths(facts.used[one.parameter].path for one in several), 3)
         written = sum(one.bytes for one in several)
         is_ = 'is' if len(several) == 1 else 'are'
+        how = 'written anew' if several[0].update.opcode == 'select' else 'copied in full'
         yield Finding(
             'copied donation',
-            f'{paths}, {first_of([*shards], 3)} on a device, {is_} donated, but copied in full and '
+            f'{paths}, {first_of([*shards], 3)} on a device, {is_} donated, but {how} and '
             f'not updated in place: {format_bytes(written)} written',
             line,
             written,

@@ -87,7 +87,8 @@ def find_copied(graph: Graph) -> Iterator[Copied]:
     XLA copies a cache if it cannot order all reads of the old numbers before the update, if the
     update needs another layout, if a loop gets the cache as `xs` and returns it as `ys`, or if the
     result is in the place of another donated argument. On TPU, it may also update a copy in VMEM,
-    and write all of it back.
+    and write all of it back. Or the program asks for it, though an update of a slice would do; see
+    `_writes_all`.
     """
     donated = {
         graph.parameters[number]: number
@@ -96,7 +97,7 @@ def find_copied(graph: Graph) -> Iterator[Copied]:
     }
     for output, place in graph.program.aliases.items():
         end = graph.outputs[output]
-        start = updated if (updated := _updated(end)) in donated else graph.parameters.get(place)
+        start = origin if (origin := _updated(end)) in donated else graph.parameters.get(place)
         if start is None or start is end or not is_in_hbm(start.type):
             continue
         path = between(start, end)
@@ -105,12 +106,15 @@ def find_copied(graph: Graph) -> Iterator[Copied]:
             for node in graph.nodes
             if node in path and node.opcode in ('dynamic-update-slice', 'scatter')
         }
-        # without an update of a slice, the program moves all numbers because it is asked to
-        update = next((node for node, is_moved in updated.items() if not is_moved), None)
-        if update is None or update.inputs[0] not in path:
+        written, update = (
+            0,
+            next((node for node, is_moved in updated.items() if not is_moved), None),
+        )
+        if update is None and _writes_all(origin, start):
+            written, update = start.array.bytes, origin
+        elif update is None or update.inputs[0] not in path:
             continue
         in_place = {node.scope.fusion for node in updated if node.scope.fusion is not None}
-        written = 0
         for node in path:
             if updated.get(node):
                 n = prod(node.inputs[1].array.shape) * _n_runs(node)
@@ -135,6 +139,28 @@ _MOVING = ('convert', 'copy', 'copy-done', 'copy-start')
 def _updated(node: Node) -> Node:
     """Returns the array of which this one is a copy, but for updates of slices."""
     while node.opcode in (*_IN_PLACE, *_MOVING) and node.inputs:
+        node = node.inputs[0]
+    return node
+
+
+def _writes_all(node: Node, start: Node) -> bool:
+    """Whether this is `where(arange(n) == i, new, x)`, which writes all of x to change a row."""
+    is_of_start = any(_updated(x) is start for x in node.inputs[1:])
+    return node.opcode == 'select' and is_of_start and _is_one(node.inputs[0])
+
+
+def _is_one(mask: Node) -> bool:
+    """Whether a mask is of one index along an axis: an iota that equals a scalar."""
+    compare = _unbroadcast(mask)
+    if compare.opcode != 'compare' or 'direction=EQ' not in compare.attributes:
+        return False
+    sides = [_unbroadcast(node) for node in compare.inputs]
+    has_iota = any(node.opcode == 'iota' for node in sides)
+    return has_iota and any(not node.array.shape for node in sides)
+
+
+def _unbroadcast(node: Node) -> Node:
+    while node.opcode in ('bitcast', 'broadcast', 'convert', 'copy') and node.inputs:
         node = node.inputs[0]
     return node
 
