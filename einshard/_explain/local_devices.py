@@ -21,11 +21,13 @@ _asked: WeakKeyDictionary[Any, Mapping[str, str]] = WeakKeyDictionary()
 
 
 def asked_texts(jaxpr: Any, device_kind: str) -> list[str]:
-    """Returns a sentence for each line that `local_devices_asked` recorded.
+    """Returns a sentence for each line that `local_devices_asked` recorded, on other devices.
 
     `device_kind` is that of the devices of the program.
     """
     own = jax.local_devices()[0].device_kind
+    if own == device_kind:
+        return []
     return [
         f'{short_source(line)}: {call} returns what this process has ({own}) while the function is '
         f'traced, not what the program is for ({device_kind}): on the target, it may be another '

@@ -290,8 +290,11 @@ def _is_for_other_devices(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     context = fn._setup.context() if is_sharded else current_context()  # type: ignore[reportPrivateUsage]
     shardings = (getattr(leaf, 'sharding', None) for leaf in jtu.tree_leaves((args, kwargs)))
     meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
-    meshes = [mesh for mesh in (*meshes, context.lowering_mesh) if isinstance(mesh, Mesh)]
-    kinds = {(mesh.devices.flat[0].platform, mesh.devices.flat[0].device_kind) for mesh in meshes}
+    meshes.append(context.lowering_mesh)
+    if any(isinstance(mesh, AbstractMesh) for mesh in meshes):  # `plan` decides the devices later
+        return True
+    first = [mesh.devices.flat[0] for mesh in meshes if isinstance(mesh, Mesh)]
+    kinds = {(device.platform, device.device_kind) for device in first}
     own = jax.local_devices()[0]
     return not kinds <= {(own.platform, own.device_kind)}
 
