@@ -20,13 +20,22 @@ _FUNCTIONS = ('default_backend', 'device_count', 'devices', 'local_device_count'
 _asked: WeakKeyDictionary[Any, Mapping[str, str]] = WeakKeyDictionary()
 
 
+def local_device() -> Any:
+    """Returns a device of this process. None if JAX has no backend, as for CUDA without a GPU."""
+    try:
+        return jax.local_devices()[0]
+    except (AssertionError, RuntimeError):
+        return None
+
+
 def asked_texts(jaxpr: Any, device_kind: str) -> list[str]:
     """Returns a sentence for each line that `local_devices_asked` recorded, on other devices.
 
     `device_kind` is that of the devices of the program.
     """
-    own = jax.local_devices()[0].device_kind
-    if own == device_kind:
+    device = local_device()
+    own = device and device.device_kind
+    if own in (None, device_kind):
         return []
     return [
         f'{short_source(line)}: {call} returns what this process has ({own}) while the function is '

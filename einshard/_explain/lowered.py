@@ -56,7 +56,7 @@ from .frameworks import (
     trace_filtered,
     unbound,
 )
-from .local_devices import local_devices_asked, remember_asked
+from .local_devices import local_device, local_devices_asked, remember_asked
 
 
 @dataclass(frozen=True)
@@ -295,8 +295,8 @@ def _is_for_other_devices(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any
         return True
     first = [mesh.devices.flat[0] for mesh in meshes if isinstance(mesh, Mesh)]
     kinds = {(device.platform, device.device_kind) for device in first}
-    own = jax.local_devices()[0]
-    return not kinds <= {(own.platform, own.device_kind)}
+    own = local_device()
+    return own is not None and not kinds <= {(own.platform, own.device_kind)}
 
 
 def _devices_of(stages: Stages) -> set[Any] | None:
