@@ -583,6 +583,9 @@ class Dot:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason='XLA of JAX 0.10 gives the collectives other lines'
+)
 def test_the_bytes_of_a_helper_are_counted_by_call():
     """Only one of three reduce-scatters on the line is in the call that the finding is about."""
     mesh = topology('h100:1x8', data=2, tp=4)
