@@ -61,8 +61,9 @@ def propagate(stages: Stages, arguments: Sequence[str], results: Sequence[str]) 
 
 def _lower_for_shardy(stages: Stages) -> Lowered:
     with _option_lock, nullcontext() if stages.scope is None else mesh_scope(stages.scope):
+        before = jax.config.jax_use_shardy_partitioner  # type: ignore[reportAttributeAccessIssue]
         jax.config.update('jax_use_shardy_partitioner', True)
         try:
             return stages.lower()
         finally:
-            jax.config.update('jax_use_shardy_partitioner', False)
+            jax.config.update('jax_use_shardy_partitioner', before)

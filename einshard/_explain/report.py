@@ -162,7 +162,9 @@ class Report(Display):
         """
         if self.reading is None:
             raise EinshardError(
-                'this report no longer has its program', code='argument', facts={'try': 'explain'}
+                'this report no longer has its program',
+                code='argument',
+                facts={'instead': 'call this of the report that explain has returned'},
             )
         return answer(self.reading, where)
 
