@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 from einshard import explain
 
 # private: edits of jaxprs, before a suggestion chooses among them
-from einshard._program.jaxpr.edits import ValueEdit, apply, read_call
+from einshard._program.edits.apply import apply
+from einshard._program.edits.call import read_call
+from einshard._program.edits.edit import Constrain
 from einshard._program.jaxpr.spans import Span
 
 SHARDED = P('data', None, 'tensor')
@@ -166,7 +168,7 @@ def test_constraint_is_what_the_source_would_do(loss, monkeypatch):
     spec = P('data', None, 'tensor')
     call = read(loss, *args)
     unedited = apply(call)
-    edited = apply(call, [ValueEdit(marked(loss), NamedSharding(on, spec))])
+    edited = apply(call, [Constrain((marked(loss),), NamedSharding(on, spec))])
     values, cotangents = edited.applied[0]
     assert values > 0
     assert cotangents > 0 or loss is looped
@@ -215,7 +217,7 @@ def test_constraint_in_a_partially_manual_shard_map(monkeypatch):
 
     up = jax.device_put(np.asarray(w['up']), NamedSharding(on, P()))
     call = read_call(make(), (up, x), {}, jax.tree.structure(0))
-    edited = apply(call, [ValueEdit(marked(body), NamedSharding(on, spec))])
+    edited = apply(call, [Constrain((marked(body),), NamedSharding(on, spec))])
     assert edited.applied == ((1, 0),)
     compiled = edited.function.lower(*edited.args).compile()
     monkeypatch.setitem(globals(), 'held', lambda x: jax.lax.with_sharding_constraint(x, spec))
@@ -237,5 +239,5 @@ def test_bodies_that_are_all_manual_are_left_alone():
     )
     up = jax.device_put(np.asarray(w['up']), NamedSharding(on, P()))
     call = read_call(step, (up, x), {}, jax.tree.structure(0))
-    edited = apply(call, [ValueEdit(marked(body), NamedSharding(on, P('data')))])
+    edited = apply(call, [Constrain((marked(body),), NamedSharding(on, P('data')))])
     assert edited.applied == ((0, 0),)

@@ -33,6 +33,7 @@ from einshard._cli.main import main
 from einshard._explain.fixes import search, trials
 from einshard._explain.lowered import Stages
 from einshard._explain.report_rows import Figures, Finding, Tried
+from einshard._program.edits.edit import PlaceArguments, indices
 
 
 def mesh_of(**axes):
@@ -1262,13 +1263,13 @@ def test_changes_of_two_costs_as_large_are_compared(monkeypatch, weight, diagnos
 
     def trial_of(edits):
         names = ['batch', 'weight']
-        bound = min([100, *(bounds[names[i]] for i in edits.arguments)])
+        bound = min([100, *(bounds[names[i]] for i in indices(edits, 'argument'))])
         return SimpleNamespace(
             figures=Figures(0, 0, 0, bound), reading=SimpleNamespace(is_simulated=True)
         )
 
     def of(cost):
-        edits = search.Edits(arguments={[sends, gathers].index(cost): X.sharding})
+        edits = (PlaceArguments({[sends, gathers].index(cost): X.sharding}, {}),)
         return iter([search.Change(cost.name, cost, edits)])
 
     def find(facts, trial):
@@ -1279,7 +1280,7 @@ def test_changes_of_two_costs_as_large_are_compared(monkeypatch, weight, diagnos
     monkeypatch.setattr(search, 'Candidates', lambda *_: candidates)
     chip = SimpleNamespace(memory=1, share=lambda device: 1)
     fake = SimpleNamespace(facts=SimpleNamespace(devices=[0]), chip=chip, run=trial_of, error='')
-    base = trial_of(search.Edits())
+    base = trial_of(())
     found = search.Search(fake, base, SimpleNamespace(), diagnosed=diagnosed)
     found.run(8, None)
     assert [one.change.kind for one in found.accepted] == kept

@@ -261,7 +261,7 @@ def test_lowered_programs_keep_their_devices_and_shardings_in_private():
 
 
 def test_compiler_options_are_in_private():
-    # _program.jaxpr.edits reads them there
+    # _program.edits.call reads them there
     options = {'xla_cpu_enable_fast_math': False}
     jitted = jax.jit(lambda x: x + 1, compiler_options=options)
     with pytest.raises(ValueError, match='`compiler_options` can only be passed to top-level'):

@@ -27,7 +27,8 @@ from .._functions.program import Program
 from .._functions.promise import Limits
 from .._functions.sharded_function import ShardedFunction
 from .._functions.traced_function import TracedFunction
-from .._program.jaxpr.edits import FixedFunction, JittedCall, read_call
+from .._program.edits.call import JittedCall, read_call
+from .._program.edits.fixed_function import FixedFunction
 from .._progress import progress
 from .._sharding.context import LIBRARY_FOLDERS, current_context, mesh_scope
 from .._sharding.cuda_plugin import start_backend

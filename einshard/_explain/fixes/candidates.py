@@ -13,7 +13,16 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh, NamedSharding
 
-from ..._program.jaxpr.edits import ValueEdit
+from ..._program.edits.edit import (
+    Constrain,
+    Edit,
+    MoveThrough,
+    PlaceArguments,
+    PlaceResults,
+    ReplaceConstraint,
+    combine,
+    placements,
+)
 from ..._program.jaxpr.graph import Op
 from ..._program.jaxpr.spans import Span
 from ..._sharding.mesh import partition_spec
@@ -26,7 +35,7 @@ from ..findings.trace import PRODUCTS, mesh_entries
 from ..findings.values import Axis
 from .costs import Cost, bytes_on_device, looped
 from .moves import Entries, Move, Moves
-from .trials import Edits, Trial
+from .trials import Trial
 
 _MAX_POINTS = 5  # for each cost
 _CONSTRAINT = 'sharding_constraint'
@@ -50,6 +59,7 @@ class Point:
 
     span: Span
     axes: tuple[Axis, ...]
+    edit: Constrain | ReplaceConstraint | MoveThrough
     is_constraint: bool
     n_mapped: int
     of_operand: bool = False
@@ -106,7 +116,7 @@ class Change:
 
     kind: str
     cost: Cost
-    edits: Edits
+    edits: tuple[Edit, ...]
     points: tuple[Point, ...] = ()
     added: int = 0
 
@@ -242,18 +252,19 @@ class Candidates:
             if not c.source or c.source in lines  # an exported program may lack lines
         ]
         for of_cost in (False, True):
-            edits, added = Edits(), 0
+            edits: tuple[Edit, ...] = ()
+            added = 0
             for argument in (i for i, is_of_cost in gathered if is_of_cost or not of_cost):
                 current = self._entries_of_argument(argument)
                 if current is None:
                     continue
                 new = tuple(tuple(a for a in entry if a not in cost.mesh_axes) for entry in current)
                 if new != current:
-                    edits |= self._state(argument, new)
-            for i, new in edits.arguments.items():
+                    edits = combine(edits, [self._state(argument, new)])
+            for i, new in placements(edits)[0].items():
                 old = self.trial.arguments[i].sharding
                 added += bytes_on_device(self.facts, i, new) - bytes_on_device(self.facts, i, old)
-            if edits.arguments:
+            if edits:
                 yield Change('gathered weights', cost, edits, added=added)
 
     @functools.cached_property
@@ -329,12 +340,13 @@ class Candidates:
                 new = self._with(current, shape, dim, dropped)
                 if new is not None:
                     spans.add(op.site.frames[0])
-                    edits, point = self._constrained(op, new)
-                    yield Change('wrong constraint', cost, edits, (point,))
+                    point = self._constrained(op, new)
+                    yield Change('wrong constraint', cost, (point.edit,), (point,))
 
     def _loops(self, cost: Cost) -> Iterator[Change]:
         """Shards another axis of the values that a loop runs over along a sharded axis."""
-        edits, points = Edits(), list[Point]()
+        edits: tuple[Edit, ...] = ()
+        points: list[Point] = []
         for v in looped(self.trial):
             first, *rest = (axis.mesh_axes for axis in self.trial.values[v].axes)
             shape = self.trial.traced.values[v].shape
@@ -344,12 +356,12 @@ class Candidates:
             if new is None:
                 continue
             if v in self.argument_of:
-                edits |= self._state(self.argument_of[v], new)
+                edits = combine(edits, [self._state(self.argument_of[v], new)])
             for op in self.producers[v]:
                 if op.site.frames and not op.site.is_backward and op.primitive not in _PASSING:
-                    edit, point = self._constrained(op, new)
-                    edits, points = edits | edit, [*points, point]
-        if edits != Edits():
+                    point = self._constrained(op, new)
+                    edits, points = combine(edits, [point.edit]), [*points, point]
+        if edits:
             yield Change('sharded loop axis', cost, edits, tuple(points))
 
     # --- reshards -----------------------------------------------------------------------------
@@ -367,15 +379,18 @@ class Candidates:
             if entries is None:
                 continue
             points: tuple[Point, ...] = ()
+            sharding = self._sharding(entries)
             if moved.op is not None:
                 is_constraint = moved.op.primitive == _CONSTRAINT
-                edits, point = self._constrained(moved.op, entries, of_operand=is_constraint)
-                points = (point,)
+                point = self._constrained(moved.op, entries, of_operand=is_constraint)
+                what = ('constraint' if is_constraint else 'value', (point.span,))
+                point = replace(point, edit=MoveThrough(what, sharding))
+                edits, points = (point.edit,), (point,)
             elif moved.argument is not None:
-                edits = Edits(entering={moved.argument: self._sharding(entries)})
+                edits = (MoveThrough(('argument', moved.argument), sharding),)
             else:
                 assert moved.result is not None
-                edits = Edits(leaving={moved.result: self._sharding(entries)})
+                edits = (MoveThrough(('result', moved.result), sharding),)
             kind = 'full rematerialization' if cost.reshard else 'reshard'
             yield Change(kind, cost, edits, points)
 
@@ -460,10 +475,9 @@ class Candidates:
 
         Then their callers would have to move them.
         """
-        edits = change.edits
+        arguments, results = placements(change.edits)
         return not (
-            self.only_moved[0].isdisjoint(edits.arguments)
-            and self.only_moved[1].isdisjoint(edits.results)
+            self.only_moved[0].isdisjoint(arguments) and self.only_moved[1].isdisjoint(results)
         )
 
     @functools.cached_property
@@ -532,7 +546,8 @@ class Candidates:
     def _logical_axis(
         self, cost: Cost, axes: tuple[str, ...], root: tuple[int, int]
     ) -> Change | None:
-        edits, points = Edits(), list[Point]()
+        edits: tuple[Edit, ...] = ()
+        points: list[Point] = []
         for argument, array in enumerate(self.facts.arguments):
             v = self.trial.traced.arguments[argument]
             current = self._entries_of_argument(argument)
@@ -543,7 +558,7 @@ class Candidates:
                 if self.logical(v, dim) == root:
                     new = self._with(current, array.shape, dim, axes)
                 if new is not None:
-                    edits |= self._state(argument, new)
+                    edits = combine(edits, [self._state(argument, new)])
                     break
         for op in self.constraints:
             v = op.arrays_out[0]
@@ -552,20 +567,17 @@ class Candidates:
             dims = [dim for dim in range(len(shape)) if self.logical(v, dim) == root]
             new = self._with(current, shape, dims[0], axes) if dims else None
             if new is not None and op.site.frames[0] not in {point.span for point in points}:
-                edit, point = self._constrained(op, new)
-                edits, points = edits | edit, [*points, point]
-        if edits == Edits():
+                point = self._constrained(op, new)
+                edits, points = combine(edits, [point.edit]), [*points, point]
+        if not edits:
             return None
         kind = 'replicated compute' if cost.kind == 'product' else 'unsharded axis'
         return Change(kind, cost, edits, tuple(points))
 
-    def _constrained(
-        self, op: Op, entries: Entries, of_operand: bool = False
-    ) -> tuple[Edits, Point]:
+    def _constrained(self, op: Op, entries: Entries, of_operand: bool = False) -> Point:
         span, axes = op.site.frames[0], self.trial.values[op.arrays_out[0]].axes
         pairs = zip(axes, entries, strict=True)
         named = tuple(replace(axis, mesh_axes=entry) for axis, entry in pairs)
-        edits = Edits((ValueEdit(span, self._sharding(entries), of_operand),))
         mapped = self._mapped(op.arrays_out[0]) if op.site.n_mapped else 0
         is_alone = all(
             self.trial.values[v].axes[self._mapped(v)].mesh_axes == entries[mapped]
@@ -577,7 +589,8 @@ class Candidates:
         callers = {frames[1:2] for frames in same if frames[0] == span}
         is_constraint, n_mapped = op.primitive == _CONSTRAINT, op.site.n_mapped
         of = is_constraint, n_mapped, of_operand, mapped, is_alone, len(callers)
-        return edits, Point(span, named, *of)
+        change = ReplaceConstraint if is_constraint else Constrain
+        return Point(span, named, change((span,), self._sharding(entries)), *of)
 
     def _mapped(self, v: int) -> int:
         """Returns the axis that the outermost `jax.vmap` adds: the first axis of the data."""
@@ -629,7 +642,7 @@ class Candidates:
             sorted(found, key=lambda pair: pair[1]), range(3), strict=False
         ):
             size = self.facts.arguments[argument].shape[dim]
-            edits = Edits()
+            edits: tuple[Edit, ...] = ()
             entries: Entries | None = None
             for i, array in enumerate(self.facts.arguments):
                 if not self._is_data(i) or len(array.shape) <= dim or array.shape[dim] != size:
@@ -639,7 +652,7 @@ class Candidates:
                     continue
                 new = self._with(current, array.shape, dim, axes)
                 if new is not None:
-                    edits |= self._state(i, new)
+                    edits = combine(edits, [self._state(i, new)])
                     entries = new if i == argument or entries is None else entries
             if entries is not None:
                 kind = 'replicated compute' if cost.kind == 'product' else 'unsharded data'
@@ -740,8 +753,8 @@ class Candidates:
                 if new is None and {*axes} <= {*current[dim]} and not was_constrained:
                     new = current
                 if new is not None:
-                    edits, point = self._constrained(op, new)
-                    yield Change(kind, cost, edits, (point,))
+                    point = self._constrained(op, new)
+                    yield Change(kind, cost, (point.edit,), (point,))
                     n_found += 1
                     if n_found == (2 if was_constrained else 1):
                         break
@@ -800,9 +813,9 @@ class Candidates:
                 for each in (swapped, new):
                     if each is not None and each != current:
                         kind = 'contracted axis' if op.primitive in PRODUCTS else 'placement'
-                        yield Change(kind, cost, self._state(argument, each))
+                        yield Change(kind, cost, (self._state(argument, each),))
 
-    def _state(self, argument: int, entries: Entries) -> Edits:
+    def _state(self, argument: int, entries: Entries) -> PlaceArguments:
         """Shards an argument, the same argument of other layers, its states and the results."""
         arguments, sharding = self.facts.arguments, self._sharding(entries)
         path, current = _folded(arguments[argument].path), self._entries_of_argument(argument)
@@ -833,8 +846,7 @@ class Candidates:
         chosen |= {state for state, i in self.states.items() if i in chosen}
         # 3. The results that replace them.
         replacing = {result for result, i in self.replaced.items() if i in chosen}
-        return Edits(
-            (),
+        return PlaceArguments(
             dict.fromkeys(sorted(chosen), sharding),
             {
                 i: sharding
@@ -867,7 +879,7 @@ class Candidates:
             for dim in range(len(shape)):
                 new = self._with(current, shape, dim, cost.mesh_axes)
                 if new is not None:
-                    yield Change('placement', cost, self._state(argument, new))
+                    yield Change('placement', cost, (self._state(argument, new),))
 
     # --- results ------------------------------------------------------------------------------
 
@@ -884,7 +896,7 @@ class Candidates:
             axes = tuple(axis.mesh_axes for axis in self.trial.values[v].axes)
             new = self._checked(axes, shape)
             if new is not None and self._sharding(new) != current:
-                yield Change('replicated result', cost, Edits(results={i: self._sharding(new)}))
+                yield Change('replicated result', cost, (PlaceResults({i: self._sharding(new)}),))
 
     # --- shardings ----------------------------------------------------------------------------
 

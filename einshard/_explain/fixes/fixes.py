@@ -10,8 +10,19 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from ..._errors import EinshardError, plural
+from ..._program.edits.apply import apply
+from ..._program.edits.edit import (
+    Edit,
+    MoveThrough,
+    PlaceArguments,
+    PlaceResults,
+    combine,
+    indices,
+    placements,
+)
+from ..._program.edits.fixed_function import FixedFunction
+from ..._program.edits.per_device import RunPerDevice
 from ..._program.hlo.memory import read_memory
-from ..._program.jaxpr.edits import FixedFunction, PerDevice, apply
 from ..._sharding.context import mesh_scope
 from ..._text import first_of, format_bytes, short_source
 from ..findings.arguments import parameters_of_new_states, states_of_parameters
@@ -30,7 +41,7 @@ from ..findings.values import Axis
 from ..partition import ENDED
 from ..report import Report
 from ..report_rows import Figures, Finding, Tried, changes
-from .candidates import Change
+from .candidates import Change, Point
 from .costs import find_costs
 from .patch import make_patch, operand_text, placement_of, source_of
 from .per_device import try_per_device
@@ -43,7 +54,7 @@ from .search import (
     make_trials,
     start_search,
 )
-from .trials import Edits, Trial, Trials
+from .trials import Trial, Trials
 
 # They do not depend on what a change costs: the program does not run, or code has no effect.
 _FACTS = (
@@ -65,18 +76,19 @@ class Fixes:
         report: Report,
         facts: Facts,
         search: Search | None,
-        per_device: Sequence[tuple[Finding, PerDevice]] = (),
+        per_device: Sequence[tuple[Finding, RunPerDevice]] = (),
         can_try: bool = True,
-        states: tuple[Finding, Edits] | None = None,
+        states: tuple[Finding, tuple[Edit, ...]] | None = None,
     ):
         self._report, self._facts, self._search = report, facts, search
         self._can_try = can_try
         self._per_device = [*dict.fromkeys(finding for finding, _ in per_device)]
-        self._first = Edits(per_device=tuple(change for _, change in per_device))
+        self._first: tuple[Edit, ...] = tuple(change for _, change in per_device)
         if states is not None:
             self._per_device.append(states[0])
-            self._first |= states[1]
-        self._pins, self._pinned, self._pin_costs = Edits(), None, ''
+            self._first = combine(self._first, states[1])
+        self._pins: tuple[Edit, ...] = ()
+        self._pinned, self._pin_costs = None, ''
         self._replaced = {**next_arguments(facts), **weights_of_gradients(facts)}
 
     def try_pins(self) -> None:
@@ -88,25 +100,26 @@ class Fixes:
         """
         facts, replaced = self._facts, self._replaced
         others = self._first if self._search is None else self._search.edits
+        moved, returned = indices(others, 'argument'), indices(others, 'result')
         results = {
             i: sharding
             for i, sharding in results_to_pin(facts, replaced).items()
-            if i not in others.results and replaced[i] not in others.arguments
+            if i not in returned and replaced[i] not in moved
         }
-        self._pins, self._pinned, self._pin_costs = Edits(), None, ''
+        self._pins, self._pinned, self._pin_costs = (), None, ''
         call = facts.stages.call if results else None
         if call is None or len(call.dynamic) != len(facts.arguments):
             return
         trials = Trials(facts, call)
-        edits = Edits(results=results)
-        pinned = trials.run(others | edits)
+        edits: tuple[Edit, ...] = (PlaceResults(results),)
+        pinned = trials.run(combine(others, edits))
         base = None
         if not facts.gradients:
             as_returned = {i: facts.results[i].sharding for i in results}
             shardings = {i: s for i, s in as_returned.items() if isinstance(s, NamedSharding)}
             moves = {replaced[i]: s for i, s in shardings.items()}
-            moved = Edits(arguments=moves, results=shardings)
-            base = trials.run(others | moved)
+            moved = (PlaceArguments(moves, shardings),)
+            base = trials.run(combine(others, moved))
             if base is not None and pinned is not None:
                 self._pin_costs = str(as_tried(base.figures, pinned.figures))
             if base is not None and (not pinned or _costs_more(base.figures, pinned.figures)):
@@ -217,13 +230,13 @@ class Fixes:
     def _pin(self, finding: Finding) -> str:
         """Returns the change after which the next call of a program does not compile again."""
         facts, replaced = self._facts, self._replaced
-        pinned = [i for i in self._pins.results if facts.results[i].path in finding.explains]
+        pinned = [i for i in placements(self._pins)[1] if facts.results[i].path in finding.explains]
         if not pinned:
             return ''
         it = 'it' if len(pinned) == 1 else 'them'
-        placements = [f"'{facts.argument_rows[replaced[i]].placement}'" for i in pinned]
-        pin = pin_text(facts, it, first_of(list(dict.fromkeys(placements)), 3))
-        if not self._pins.arguments:
+        shown = [f"'{facts.argument_rows[replaced[i]].placement}'" for i in pinned]
+        pin = pin_text(facts, it, first_of(list(dict.fromkeys(shown)), 3))
+        if not indices(self._pins, 'argument'):
             return pin
         moves = ', and '.join(self._moves(self._pins))
         costs = f', which costs more: {self._pin_costs}' if self._pin_costs else ''
@@ -248,7 +261,7 @@ class Fixes:
         if accepted.trial.reading.is_simulated and not cost.n_repeats:
             text += ' (on simulated CPUs)'
         lines = {cost.line, *(point.span.source for point in change.points)}
-        moved = change.edits.paths(self._facts)
+        moved = self._paths(change.edits)
         for rule in rules:
             if rule.kind == 'no effect':
                 continue
@@ -282,6 +295,11 @@ class Fixes:
             '' if cost.n_repeats else self._facts.reason_of(rows),
         )
 
+    def _paths(self, edits: Sequence[Edit]) -> set[str]:
+        """Returns the arguments and results that get new shardings."""
+        arguments = {self._facts.arguments[i].path for i in indices(edits, 'argument')}
+        return arguments | {self._facts.results[i].path for i in indices(edits, 'result')}
+
     def _suggestion(self, change: Change) -> str:
         facts = self._facts
         assert facts.mesh is not None
@@ -311,32 +329,37 @@ class Fixes:
         texts += self._through(change.edits)
         return ', and '.join(texts)
 
-    def _moves(self, edits: Edits) -> list[str]:
+    def _moves(self, edits: Sequence[Edit]) -> list[str]:
         """Returns what to shard otherwise: arguments, or else results."""
         facts, texts = self._facts, list[str]()
+        moved, returned = placements(edits)
         arguments = {
             facts.arguments[i].path: self._placement(facts.values[i].axes, sharding)
-            for i, sharding in edits.arguments.items()
+            for i, sharding in moved.items()
         }
         if arguments:
             texts.append(shard_text(arguments))
-        elif edits.results:
+        elif returned:
             results = {
                 facts.results[i].path: self._placement([Axis()] * len(sharding.spec), sharding)
-                for i, sharding in edits.results.items()
+                for i, sharding in returned.items()
             }
             texts.append(shard_text(results))
         return texts
 
-    def _through(self, edits: Edits) -> list[str]:
+    def _through(self, edits: Sequence[Edit]) -> list[str]:
         """Returns how to move arguments and results through other placements."""
         facts, texts = self._facts, list[str]()
-        for i, sharding in edits.entering.items():
-            placement = self._placement(facts.values[i].axes, sharding)
-            texts.append(_edge(facts.arguments[i].path, placement, 'at the start of the function'))
-        for i, sharding in edits.leaving.items():
+        for edit in edits:
+            if not (isinstance(edit, MoveThrough) and isinstance(i := edit.what[1], int)):
+                continue
+            if edit.what[0] == 'argument':
+                placement = self._placement(facts.values[i].axes, edit.sharding)
+                path = facts.arguments[i].path
+                texts.append(_edge(path, placement, 'at the start of the function'))
+                continue
             names = facts.results[i].names or [''] * len(facts.results[i].shape)
-            placement = self._placement([Axis(name) for name in names], sharding)
+            placement = self._placement([Axis(name) for name in names], edit.sharding)
             texts.append(_edge(facts.results[i].path, placement, 'before the function returns'))
         return texts
 
@@ -353,20 +376,18 @@ class Fixes:
         others = [finding.suggestion for finding in self._per_device]
         if search is None or not search.accepted:
             return make_patch((), [*others, *self._moves(self._pins)])
-        points = {
-            (point.span, point.of_operand): point
-            for one in search.accepted
-            for point in one.change.points
+        points: dict[Edit, Point] = {
+            one.edit: one for each in search.accepted for one in each.change.points
         }
-        edits = search.edits | self._pins
-        shardings = [(points[edit.span, edit.of_operand], edit.sharding) for edit in edits.values]
+        edits = combine(search.edits, self._pins)
+        shardings = [(points[edit], points[edit].edit.sharding) for edit in edits if edit in points]
         return make_patch(shardings, [*others, *self._moves(edits), *self._through(edits)])
 
     def function(self) -> Any:
         """See `Report.fixed_function`."""
         search, call = self._search, self._facts.stages.call
-        edits = (self._first if search is None else search.edits) | self._pins
-        if call is None or edits == Edits():
+        edits = combine(self._first if search is None else search.edits, self._pins)
+        if call is None or not edits:
             raise EinshardError('no change of the program was found that helps', code='argument')
         if self._facts.stages.framework is not None or self._facts.stages.is_filtered:
             raise EinshardError(
@@ -375,7 +396,7 @@ class Fixes:
                 facts={'instead': 'change the lines that report.findings name'},
             )
         edited = Trials(self._facts, call).edited(edits)
-        moved = [call.dynamic[i] for i in edits.arguments]
+        moved = [call.dynamic[i] for i in indices(edits, 'argument')]
         named = zip(call.dynamic, self._facts.arguments, strict=True)
         paths = {leaf: argument.path for leaf, argument in named}
         return FixedFunction(call, edited, moved, paths, self._facts.stages.bind)
@@ -420,10 +441,10 @@ def with_fixes(report: Report, facts: Facts, tries: int, seconds: float | None) 
     if not facts.is_explicit:  # two levels that were tried and do not help
         notes = (replace(n, text=n.text.partition(IN_TWO_LEVELS)[0]) for n in report.notes)
         report = replace(report, notes=tuple(notes))
-    first = Edits(per_device=tuple(change for _, change in per_device))
+    first: tuple[Edit, ...] = tuple(change for _, change in per_device)
     states = _try_states(report, trials, first)
     if states is not None:
-        first |= states[1]
+        first = combine(first, states[1])
     diagnosed = {each.source for each in report.findings if each.kind == 'contracted axis'}
     search = start_search(trials, first, diagnosed) if needs_search else None
     can_try = search is not None or not needs_search
@@ -453,7 +474,7 @@ def _try_new_states(report: Report, facts: Facts) -> Report:
     shardings = {r: found.sharding for r, found in parameters_of_new_states(facts).items()}
     try:
         with nullcontext() if scope is None else mesh_scope(scope):
-            edited = apply(call, results=shardings)
+            edited = apply(call, [PlaceResults(shardings)])
             memory = read_memory(edited.function.lower(*edited.args, **edited.kwargs).compile())
     except (RuntimeError, TypeError, ValueError):  # such as results that a framework rearranges
         return report
@@ -469,7 +490,9 @@ def _try_new_states(report: Report, facts: Facts) -> Report:
     return replace(report, findings=tuple(findings))
 
 
-def _try_states(report: Report, trials: Trials, first: Edits) -> tuple[Finding, Edits] | None:
+def _try_states(
+    report: Report, trials: Trials, first: tuple[Edit, ...]
+) -> tuple[Finding, tuple[Edit, ...]] | None:
     """Tries to shard replicated states of the optimizer as their parameters.
 
     Keeps that if it saves memory and raises no cost: states are in memory between steps.
@@ -485,16 +508,16 @@ def _try_states(report: Report, trials: Trials, first: Edits) -> tuple[Finding, 
             shardings[state] = sharding
     replaced = next_arguments(facts).items()
     results = {r: shardings[state] for r, state in replaced if state in shardings}
-    edits = Edits(arguments=shardings, results=results)
-    before, after = trials.on_target(first), trials.on_target(first | edits)
+    edits = (PlaceArguments(shardings, results),)
+    before, after = trials.on_target(first), trials.on_target(combine(first, edits))
     if before is None or after is None or after.bound > before.bound:
         return None
     if (after.memory or 0) > (1 - MIN_GAIN) * (before.memory or 0):
         return None
-    placements = {
+    shown = {
         facts.arguments[state].path: facts.argument_rows[parameters[state]].placement
         for state in shardings
     }
     tried = as_tried(before, after)
-    suggestion = f'{shard_text(placements)}, as for_optimizer does'
+    suggestion = f'{shard_text(shown)}, as for_optimizer does'
     return replace(rule, suggestion=suggestion, tried=tried), edits

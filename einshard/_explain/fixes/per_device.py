@@ -9,8 +9,8 @@ from math import prod
 
 from jax.sharding import Mesh
 
+from ..._program.edits.per_device import RunPerDevice
 from ..._program.hlo.collective import Collective
-from ..._program.jaxpr.edits import PerDevice
 from ..._program.jaxpr.graph import Op
 from ..._program.jaxpr.op_sharding_rule import BatchAxis, batch_axes
 from ..._program.jaxpr.two_levels import axis_in_place, code_in_two_levels
@@ -23,18 +23,18 @@ from ..findings.values import Axis, Value
 from ..report_rows import Figures, Finding
 from .patch import source_of
 from .search import as_tried
-from .trials import Edits, Trials
+from .trials import Trials
 
 _MIN_GAIN = 0.03  # of the sum of the bounds, as for other changes
 _MAX_TRIES = 4
 
 
-def try_per_device(trials: Trials) -> list[tuple[Finding, PerDevice]]:
+def try_per_device(trials: Trials) -> list[tuple[Finding, RunPerDevice]]:
     """Returns the operations that are cheaper per device, with the costs.
 
     They are compiled for the target, because library loops and custom calls differ on CPUs.
     """
-    facts, found = trials.facts, list[tuple[Finding, PerDevice]]()
+    facts, found = trials.facts, list[tuple[Finding, RunPerDevice]]()
     if not isinstance(facts.mesh, Mesh) or facts.traced is None or facts.is_explicit:
         return []
     before, n_tried = trials.as_compiled().figures, 0
@@ -48,10 +48,10 @@ def try_per_device(trials: Trials) -> list[tuple[Finding, PerDevice]]:
             continue
         if along and n_tried < _MAX_TRIES:  # also where the gather is over its batch
             n_tried += 1
-            change = PerDevice(
+            change = RunPerDevice(
                 span, op.primitive, _sharded(op, values), facts.mesh, along, dim_along
             )
-            after = trials.on_target(Edits(per_device=(*(one for _, one in found), change)))
+            after = trials.on_target([*(one for _, one in found), change])
             if after is not None and after.bound <= (1 - _MIN_GAIN) * before.bound:
                 text = operand_text(facts.traced.values[v], op, values[v], dim)
                 suggestion = _in_two_levels(facts, op, values, dim_along, along)
@@ -62,8 +62,8 @@ def try_per_device(trials: Trials) -> list[tuple[Finding, PerDevice]]:
         if sent.isdisjoint(name for _, entry in _sharded(op, values) for name in entry):
             for axes in itertools.islice(_moved(facts, op, values, sent), _MAX_TRIES - n_tried):
                 n_tried += 1
-                change = PerDevice(op.site.frames[0], op.primitive, axes, facts.mesh)
-                after = trials.on_target(Edits(per_device=(*(one for _, one in found), change)))
+                change = RunPerDevice(op.site.frames[0], op.primitive, axes, facts.mesh)
+                after = trials.on_target([*(one for _, one in found), change])
                 # XLA itself moves the axis of a sort
                 if (
                     after is not None
@@ -93,7 +93,7 @@ def try_per_device(trials: Trials) -> list[tuple[Finding, PerDevice]]:
         several = [op, *(other for other in same.values() if other.site.frames != op.site.frames)]
         for ops in [[op]] + [several] * (len(several) > 1):
             changes = [
-                PerDevice(one.site.frames[0], one.primitive, _sharded(one, values), facts.mesh)
+                RunPerDevice(one.site.frames[0], one.primitive, _sharded(one, values), facts.mesh)
                 for one in ops
             ]
             made = {(change.span, change.primitive) for _, change in found}
@@ -101,7 +101,7 @@ def try_per_device(trials: Trials) -> list[tuple[Finding, PerDevice]]:
             if not changes or n_tried == _MAX_TRIES:
                 break
             n_tried += 1
-            after = trials.on_target(Edits(per_device=(*(one for _, one in found), *changes)))
+            after = trials.on_target([*(one for _, one in found), *changes])
             if after is None or after.bound > (1 - _MIN_GAIN) * before.bound:
                 continue
             array, what = facts.traced.values[v], op.primitive.replace('_', ' ')

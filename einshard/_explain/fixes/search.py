@@ -6,11 +6,11 @@ import itertools
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from jax.sharding import Mesh
 
 from ..._program.cost.bounds import NO_BOUNDS, Bounds
+from ..._program.edits.edit import Edit, combine, key_of
 from ..._progress import progress
 from ..findings.facts import Facts
 from ..lowered import Stages
@@ -18,7 +18,7 @@ from ..report_rows import Figures, Tried
 from .candidates import Candidates, Change
 from .costs import Cost, find_costs
 from .moves import Moves
-from .trials import Edits, Trial, Trials
+from .trials import Trial, Trials
 
 MIN_GAIN = 0.03  # of the sum of the bounds
 _TRIES_PER_COST = 5
@@ -55,7 +55,7 @@ class Search:
     trials: Trials
     base: Trial
     moves: Moves
-    first: Edits = field(default_factory=Edits)
+    first: tuple[Edit, ...] = ()
     diagnosed: Collection[str | None] = ()
     accepted: list[Accepted] = field(default_factory=list)
     n_tried: int = 0
@@ -63,13 +63,13 @@ class Search:
     cut: str = ''
     target: tuple[Figures, Figures] | None = None
     bounds: Bounds = NO_BOUNDS
-    _rejected: dict[Any, None] = field(default_factory=dict)
+    _rejected: list[tuple[Edit, ...]] = field(default_factory=list)
 
     @property
-    def edits(self) -> Edits:
+    def edits(self) -> tuple[Edit, ...]:
         edits = self.first
         for accepted in self.accepted:
-            edits |= accepted.change.edits
+            edits = combine(edits, accepted.change.edits)
         return edits
 
     @property
@@ -153,35 +153,23 @@ class Search:
         return is_left and cost.seconds > 0.5 * largest
 
     def _try(self, change: Change) -> Trial | None:
-        self._rejected[self._key(change)] = None
+        self._rejected.append(change.edits)
         self.n_tried += 1
         with progress(f'trying {change.kind} at {change.cost.line}'):
-            trial = self.trials.run(self.edits | change.edits)
+            trial = self.trials.run(combine(self.edits, change.edits))
         if trial is None and self.trials.error:
             self.failed.append((change, self.trials.error))
         return trial
 
     def _untried(self, changes: Iterator[Change]) -> Iterator[Change]:
         for change in changes:
-            if self._key(change) not in self._rejected and not self._is_undone(change):
+            if change.edits not in self._rejected and not self._is_undone(change):
                 yield change
 
     def _is_undone(self, change: Change) -> bool:
         """Whether it places what an accepted change moves in two steps to its placement."""
-        accepted, edits = self.edits, change.edits
-        return bool(
-            {*edits.arguments} & {*accepted.entering} or {*edits.results} & {*accepted.leaving}
-        )
-
-    def _key(self, change: Change) -> Any:
-        edits = change.edits
-        return (
-            edits.values,
-            *(
-                tuple(sorted((i, str(s.spec)) for i, s in shardings.items()))
-                for shardings in (edits.arguments, edits.results, edits.entering, edits.leaving)
-            ),
-        )
+        through = {what for kind, what in key_of(self.edits) if kind == 'through'}
+        return not through.isdisjoint(key_of(change.edits))
 
     def _fits(self, figures: Figures) -> bool:
         chip, before = self.trials.chip, self.base.figures.memory
@@ -191,7 +179,7 @@ class Search:
     def confirm(self) -> None:
         """Compiles the accepted changes for the target. Drops them if they do not help there."""
         before = self.trials.as_compiled().figures
-        without = before if self.first == Edits() else self.trials.on_target(self.first)
+        without = before if not self.first else self.trials.on_target(self.first)
         found = self.trials.bounds_on_target(self.edits)
         if found is None or without is None or not self._fits(found[0]):
             self.accepted.clear()
@@ -238,7 +226,9 @@ def has_candidates(trials: Trials) -> bool:
     return any(map(Candidates(facts, compiled).has_any, find_costs(facts, compiled)))
 
 
-def start_search(trials: Trials, first: Edits, diagnosed: Collection[str | None]) -> Search | None:
+def start_search(
+    trials: Trials, first: tuple[Edit, ...], diagnosed: Collection[str | None]
+) -> Search | None:
     """Compiles a program for simulated devices. Returns None if that fails.
 
     `first` are changes that are made already, `diagnosed` as in `Search`.

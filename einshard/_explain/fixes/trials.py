@@ -6,15 +6,17 @@ import importlib.util
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 
 from ..._program.cost.bounds import Bounds
 from ..._program.cost.chips import Chip, find_chip
-from ..._program.jaxpr.edits import Edited, JittedCall, PerDevice, ValueEdit, apply
+from ..._program.edits.apply import Edited, apply
+from ..._program.edits.call import JittedCall
+from ..._program.edits.edit import Edit, indices, placements
 from ..._program.jaxpr.graph import Program as TracedProgram
 from ..._program.jaxpr.graph import flatten
 from ..._sharding.context import mesh_scope
@@ -35,43 +37,6 @@ OPTIONS = {
 _DEFAULT_CHIP = 'TPU v5 lite'
 _lock = threading.Lock()
 _workers: dict[int, Worker] = {}
-
-
-@dataclass(frozen=True)
-class Edits:
-    """Changes of a program.
-
-    Attributes:
-        values: constraints on values.
-        arguments, results: new shardings, by index.
-        entering, leaving: shardings of arguments and results on the way to the values that the
-            program computes with, by index.
-        per_device: operations that each device runs on its shard.
-    """
-
-    values: tuple[ValueEdit, ...] = ()
-    arguments: Mapping[int, NamedSharding] = field(default_factory=dict)
-    results: Mapping[int, NamedSharding] = field(default_factory=dict)
-    entering: Mapping[int, NamedSharding] = field(default_factory=dict)
-    leaving: Mapping[int, NamedSharding] = field(default_factory=dict)
-    per_device: tuple[PerDevice, ...] = ()
-
-    def paths(self, facts: Facts) -> set[str]:
-        """The arguments and results that get new shardings."""
-        arguments = {facts.arguments[i].path for i in self.arguments}
-        return arguments | {facts.results[i].path for i in self.results}
-
-    def __or__(self, later: Edits) -> Edits:
-        edited = {(edit.span, edit.of_operand) for edit in later.values}
-        kept = (edit for edit in self.values if (edit.span, edit.of_operand) not in edited)
-        return Edits(
-            (*kept, *later.values),
-            {**self.arguments, **later.arguments},
-            {**self.results, **later.results},
-            {**self.entering, **later.entering},
-            {**self.leaving, **later.leaving},
-            (*self.per_device, *later.per_device),
-        )
 
 
 @dataclass(frozen=True)
@@ -123,13 +88,13 @@ class Trials:
             facts.figures(bounds),
         )
 
-    def run(self, edits: Edits) -> Trial | None:
+    def run(self, edits: Sequence[Edit]) -> Trial | None:
         """Compiles the program with changes. Returns None if it does not compile."""
         facts, self.error = self.facts, ''
         with self._scope():
             try:
                 edited = self._apply(edits)
-                if not all((*(n for n, _ in edited.applied), *edited.n_per_device)):
+                if not edited.is_complete:
                     return None
                 traced = edited.function.trace(*edited.args, **edited.kwargs)
                 program = flatten(traced.jaxpr, keep_unused=True)
@@ -138,11 +103,12 @@ class Trials:
             except Exception as error:  # the ShardingTypeError of a trace has no public name
                 self.error = str(error).strip().partition('\n')[0] or type(error).__name__
                 return None
+        placed = placements(edits)[0]
         arguments = [
             SimpleNamespace(
                 shape=array.shape,
                 names=array.names,
-                sharding=edits.arguments.get(i, array.sharding),
+                sharding=placed.get(i, array.sharding),
             )
             for i, array in enumerate(facts.arguments)
         ]
@@ -153,16 +119,16 @@ class Trials:
         figures = reading.figures(bounds)
         return Trial(edited, reading, program, values, arguments, bounds, figures)
 
-    def on_target(self, edits: Edits) -> Figures | None:
+    def on_target(self, edits: Sequence[Edit]) -> Figures | None:
         """Compiles the program with changes for its own devices."""
         found = self.bounds_on_target(edits)
         return None if found is None else found[0]
 
-    def bounds_on_target(self, edits: Edits) -> tuple[Figures, Bounds] | None:
+    def bounds_on_target(self, edits: Sequence[Edit]) -> tuple[Figures, Bounds] | None:
         with self._scope():
             try:
                 edited = self._apply(edits)
-                if not all(edited.n_per_device):
+                if not edited.is_complete:
                     return None
                 reading = self._read(edited.function.trace(*edited.args, **edited.kwargs))
                 bounds = reading.bounds_on(self.chip)
@@ -174,27 +140,23 @@ class Trials:
         scope = self.facts.stages.scope
         return nullcontext() if scope is None else mesh_scope(scope)
 
-    def edited(self, edits: Edits) -> Edited:
+    def edited(self, edits: Sequence[Edit]) -> Edited:
         with self._scope():
             return self._apply(edits)
 
-    def _apply(self, edits: Edits) -> Edited:
-        leaves = self.call.dynamic
-        arguments = {leaves[i]: sharding for i, sharding in edits.arguments.items()}
-        entering = {leaves[i]: sharding for i, sharding in edits.entering.items()}
-        through = entering, edits.leaving
-        given = self.call.eqn.params['out_shardings']
+    def _apply(self, edits: Sequence[Edit]) -> Edited:
+        given, moved = self.call.eqn.params['out_shardings'], indices(edits, 'argument')
         # suggestions name the arguments that these results replace; the compiler shards the results
         # likewise, and temporaries may take more memory if they are pinned
-        implied = {
-            i
+        implied = frozenset(
+            ('result', i)
             for i, argument in next_arguments(self.facts).items()
-            if argument in edits.arguments and not isinstance(given[i], Sharding)
-        }
-        is_auto = not self.facts.is_explicit
-        results = {i: s for i, s in edits.results.items() if not (is_auto and i in implied)}
-        shardings = arguments, results
-        return apply(self.call, edits.values, *shardings, through, edits.per_device)
+            if argument in moved and not isinstance(given[i], Sharding)
+        )
+        if not self.facts.is_explicit:
+            left = (edit.without(implied) for edit in edits)
+            edits = [edit for edit in left if edit is not None]
+        return apply(self.call, edits)
 
     def _compile(self, traced: Any, program: TracedProgram) -> Reading:
         facts, mesh = self.facts, self.facts.mesh

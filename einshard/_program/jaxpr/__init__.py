@@ -1,1 +1,1 @@
-"""Reads and edits traced programs: graph, sharding rules of operations, source spans, edits."""
+"""Reads traced programs: graph, sharding rules of operations, source spans."""

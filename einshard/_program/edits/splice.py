@@ -1,0 +1,383 @@
+"""Inserts, replaces and removes the constraints of one expression in a jaxpr."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax.extend import core as jex
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..._sharding.mesh import partition_spec, spec_axes
+from ..jaxpr.graph import Site, inner_jaxprs
+from ..jaxpr.spans import Frames, Span
+from .jaxprs import closed_like, is_var, map_jaxprs, opened
+
+_CONSTRAINT = 'sharding_constraint'
+# These pass a cotangent on to their operands: no equation of the backward pass is theirs.
+_PASS_COTANGENTS_ON = ('add', 'add_any', 'sub')
+
+
+class _Signature(NamedTuple):
+    """What the equation that returns the value of an expression has in common everywhere.
+
+    Attributes:
+        path: the frames inside the expression, innermost first.
+        primitive, output, shape: of the equation.
+        is_only_kind: whether all equations at `path` are of this primitive.
+        operands: the frames, from the innermost to the expression, of the equations that return
+            operands which nothing else uses.
+        is_transposed: whether the expression is in the backward pass, as in a custom derivative.
+        is_custom: whether the equations at `path` have no transposes.
+    """
+
+    path: tuple[Span, ...]
+    primitive: str
+    output: int
+    shape: tuple[int, ...]
+    is_only_kind: bool
+    operands: tuple[tuple[Span, ...], ...]
+    is_transposed: bool
+    is_custom: bool = False
+
+
+@dataclass
+class Splicer:
+    """Changes the constraints of one expression.
+
+    Attributes:
+        path: the expression, and the calls through which it is evaluated.
+        sharding: None removes a constraint.
+        which: whether the value is constrained, a constraint is replaced, or its operand is
+            constrained. A value that a constraint computes is constrained in its place.
+        applied: the numbers of values and of cotangents that were changed.
+    """
+
+    path: tuple[Span, ...]
+    sharding: NamedSharding | None
+    which: Literal['value', 'constraint', 'operand'] = 'value'
+    frames: Frames = field(default_factory=Frames)
+    applied: tuple[int, int] = (0, 0)
+    signature: _Signature | None = None
+
+    def splice(self, closed: Any) -> Any:
+        for is_transposed in (False, True):
+            if self.signature is None:
+                self._find_signature(closed, Site(), is_transposed)
+        signature = self.signature
+        if signature is None or (self.which != 'value' and signature.primitive != _CONSTRAINT):
+            return closed
+        found = self._edit(closed, Site(), (), frozenset())
+        if not self.applied[1] and signature.primitive not in _PASS_COTANGENTS_ON:
+            # the backward pass of a custom derivative has other equations
+            self.applied, self.signature = (0, 0), signature._replace(is_custom=True)
+            found = self._edit(closed, Site(), (), frozenset())
+        return found
+
+    def _at(self, frames: Sequence[Span]) -> int:
+        """Returns where in the frames the path begins, or -1."""
+        first, n = self.path[0], len(self.path)
+        for i, span in enumerate(frames):
+            if span == first and (*frames[i : i + n],) == self.path:
+                return i
+        return -1
+
+    def _find_signature(self, closed: Any, site: Site, is_transposed: bool) -> None:
+        """Finds an equation that returns the value of the expression."""
+        jaxpr = opened(closed)
+        sites = [site.at(eqn, self.frames.of(eqn)) for eqn in jaxpr.eqns]
+        forward = [
+            n
+            for n, at in enumerate(sites)
+            if self._at(at.frames) >= 0 > self._at(site.frames)
+            and at.is_transposed == is_transposed
+            and any(not _is_dropped(v) for v in jaxpr.eqns[n].outvars)
+        ]
+        if forward:
+            users: dict[Any, list[int]] = {}
+            for n, eqn in enumerate(jaxpr.eqns):
+                for v in eqn.invars:
+                    if not isinstance(v, jex.Literal):
+                        users.setdefault(v, []).append(n)
+            inside = {*forward}
+            values = [(n, i, v) for n in forward for i, v in enumerate(jaxpr.eqns[n].outvars)]
+            # The last value that the rest of the forward pass uses. If only the caller uses it, the
+            # first result: the others are what the backward pass needs.
+            used = [
+                (n, -output)
+                for n, output, v in values
+                if any(
+                    m not in inside and sites[m].is_transposed == is_transposed
+                    for m in users.get(v, ())
+                )
+            ]
+            returned = [
+                (-position, n, -output)
+                for n, output, v in values
+                for position, result in enumerate(jaxpr.outvars)
+                if result is v
+            ]
+            found = max(used) if used else max(returned)[1:] if returned else (forward[-1], 0)
+            found = found[0], -found[1]
+            eqn, frames = jaxpr.eqns[found[0]], sites[found[0]].frames
+            path = frames[: self._at(frames)]
+            kinds = {
+                jaxpr.eqns[n].primitive.name
+                for n in forward
+                if sites[n].frames[: self._at(sites[n].frames)] == path
+            }
+            producers = {v: n for n, each in enumerate(jaxpr.eqns) for v in each.outvars}
+            shape = tuple(eqn.outvars[found[1]].aval.shape)
+            operands = [
+                inner[: max(self._at(inner), 0) + 1]
+                for v in eqn.invars
+                if not isinstance(v, jex.Literal) and v in producers and v.aval.shape == shape
+                for inner in [sites[producers[v]].frames]
+                # but its derivative may keep it
+                if len(users[v]) == 1 or sum(sites[n].frames != inner for n in users[v]) == 1
+            ]
+            self.signature = _Signature(
+                path,
+                eqn.primitive.name,
+                found[1],
+                shape,
+                len(kinds) == 1,
+                tuple(operands),
+                is_transposed,
+            )
+            return
+        for eqn, at in zip(jaxpr.eqns, sites, strict=True):
+            if self._is_all_manual(eqn):
+                continue
+            for inner in (
+                () if eqn.primitive.name == 'pallas_call' else inner_jaxprs(eqn.params.values())
+            ):
+                self._find_signature(inner, at.inside(eqn), is_transposed)
+                if self.signature is not None:
+                    return
+
+    def _edit(
+        self,
+        closed: Any,
+        site: Site,
+        cotangent_inputs: Sequence[bool],
+        manual: frozenset[str],
+    ) -> Any:
+        """Returns a jaxpr with changed constraints.
+
+        Args:
+            cotangent_inputs: whether each input is a cotangent; False for missing ones.
+            manual: the manual mesh axes of the `shard_map` around it.
+        """
+        jaxpr, signature, sharding = opened(closed), self.signature, self.sharding
+        assert signature is not None
+        inputs = zip(jaxpr.invars, cotangent_inputs, strict=False)
+        cotangents = {v for v, is_cotangent in inputs if is_cotangent}
+        constants = {*jaxpr.constvars}
+        producer_paths: dict[Any, tuple[Span, ...] | None] = {}
+        eqns: list[Any] = []
+        new: dict[Any, Any] = {}  # constrained values, by what they replace
+        unconstrained: dict[Any, Any] = {}  # the reverse
+        constrained_cotangents: dict[Any, Any] = {}
+        is_changed = False
+
+        def constrain(v: Any, eqn: Any, n_mapped: int) -> Any:
+            assert self.sharding is not None
+            shape = tuple(v.aval.shape)
+            constraint = _constraint(shape, v.aval.dtype, self.sharding, manual, n_mapped)
+            fresh = constraint.outvars[0]
+            eqns.append(
+                constraint.replace(invars=[v], outvars=[fresh], source_info=eqn.source_info)
+            )
+            return fresh
+
+        def count(values: int, cotangents: int) -> None:
+            before = self.applied
+            self.applied = before[0] + values, before[1] + cotangents
+
+        for eqn in jaxpr.eqns:
+            at = site.at(eqn, self.frames.of(eqn))
+            frames = at.frames
+            begin = self._at(frames)
+            is_inside = begin >= 0 > self._at(site.frames)
+            path = frames[:begin] if is_inside else None
+            is_there = is_inside and path == signature.path
+            invars = [v if isinstance(v, jex.Literal) else new.get(v, v) for v in eqn.invars]
+            # what the derivative of the expression keeps is computed from its unconstrained value
+            if is_there and eqn.primitive.name != signature.primitive:
+                invars = [unconstrained.get(v, v) if is_var(v) else v for v in invars]
+            # 1. the cotangent enters the equations that are the transposes of the expression
+            passes_on = signature.primitive in _PASS_COTANGENTS_ON
+            if passes_on:
+                is_transpose = any(frames[: len(each)] == each for each in signature.operands)
+            else:
+                is_transpose = is_inside if signature.is_custom else is_there
+            if at.is_transposed and is_transpose and not signature.is_transposed:
+                entering = [
+                    n
+                    for n, v in enumerate(eqn.invars)
+                    if is_var(v)
+                    and v in cotangents
+                    and _has_shape(v, signature.shape)
+                    and (
+                        passes_on
+                        or (signature.is_only_kind and not signature.is_custom)
+                        or (
+                            producer_paths.get(v) is None
+                            if signature.is_custom
+                            else producer_paths.get(v) != signature.path
+                        )
+                    )
+                ]
+                if signature.primitive == _CONSTRAINT:
+                    entering = []
+                for n in entering[:1]:
+                    old, v = eqn.invars[n], invars[n]
+                    if old not in constrained_cotangents:
+                        constrained_cotangents[old] = constrain(v, eqn, at.n_mapped)
+                        count(0, 1)
+                        if passes_on:
+                            new[old] = constrained_cotangents[old]
+                    invars = [constrained_cotangents[old] if w is v else w for w in invars]
+            params = eqn.params
+            if not is_inside:
+                flags = [is_var(v) and v in cotangents for v in eqn.invars]
+                params = self._edit_inner(eqn, at, flags, manual)
+                is_changed = is_changed or params is not eqn.params
+            eqn_new = eqn.replace(invars=invars, params=params)
+            is_constraint = is_there and eqn.primitive.name == _CONSTRAINT == signature.primitive
+            if is_constraint and self.which == 'operand':
+                if not at.is_transposed:
+                    invars = [constrain(invars[0], eqn, at.n_mapped)]
+                    count(1, 0)
+                eqn_new = eqn.replace(invars=invars)
+            elif is_constraint and self.sharding is None:
+                new[eqn.outvars[0]] = invars[0]
+                count(not at.is_transposed, at.is_transposed)
+                is_changed = True
+                eqn_new = None
+            elif is_constraint:
+                old = eqn.outvars[0]
+                assert sharding is not None
+                shape = tuple(old.aval.shape)
+                eqn_new = _constraint(shape, old.aval.dtype, sharding, manual, at.n_mapped).replace(
+                    invars=invars, outvars=eqn.outvars, source_info=eqn.source_info
+                )
+                count(not at.is_transposed, at.is_transposed)
+                is_changed = True
+            if eqn_new is not None:
+                eqns.append(eqn_new)
+            if is_constraint and self.which == 'operand' and at.is_transposed:
+                (old,) = eqn.outvars
+                new[old] = constrain(old, eqn, at.n_mapped)
+                count(0, 1)
+            # the cotangent of the loss is a constant
+            is_constant = all(not is_var(v) or v in constants for v in eqn.invars)
+            if any(is_var(v) and v in cotangents for v in eqn.invars) or (
+                is_constant and at.is_transposed
+            ):
+                cotangents.update(eqn.outvars)
+            elif is_constant:
+                constants.update(eqn.outvars)
+            for v in eqn.outvars:
+                producer_paths[v] = path
+            # 2. the value
+            if (
+                is_there
+                and at.is_transposed == signature.is_transposed
+                and eqn.primitive.name == signature.primitive != _CONSTRAINT
+                and signature.output < len(eqn.outvars)
+                and _has_shape(eqn.outvars[signature.output], signature.shape)
+            ):
+                v = eqn.outvars[signature.output]
+                if not _is_dropped(v):
+                    new[v] = constrain(v, eqn, at.n_mapped)
+                    unconstrained[new[v]] = v
+                    count(1, 0)
+        outvars = [new.get(v, v) if is_var(v) else v for v in jaxpr.outvars]
+        # the same object where nothing has changed: XLA shares a function that is called twice
+        if len(eqns) == len(jaxpr.eqns) and not is_changed:
+            return closed
+        return closed_like(closed, jaxpr.replace(eqns=eqns, outvars=outvars))
+
+    def _is_all_manual(self, eqn: Any) -> bool:
+        """Whether each device runs the body of a `shard_map` on its own."""
+        if eqn.primitive.name != 'shard_map':
+            return False
+        mesh = eqn.params['mesh'] if self.sharding is None else self.sharding.mesh
+        return _manual_axes(eqn) >= {*map(str, mesh.axis_names)}
+
+    def _edit_inner(
+        self, eqn: Any, site: Site, cotangents: Sequence[bool], manual: frozenset[str]
+    ) -> dict[str, Any]:
+        inside = site.inside(eqn)
+        manual |= _manual_axes(eqn)
+        if eqn.primitive.name == 'pallas_call' or self._is_all_manual(eqn):
+            return eqn.params
+
+        def edited(jaxpr: Any) -> Any:
+            # the inputs of the jaxpr are the last operands, as in `cond`
+            flags = cotangents[max(len(cotangents) - len(opened(jaxpr).invars), 0) :]
+            return self._edit(jaxpr, inside, flags, manual)
+
+        return map_jaxprs(eqn, edited)
+
+
+def _manual_axes(eqn: Any) -> frozenset[str]:
+    """The mesh axes over which a `shard_map` is manual. Empty for other equations."""
+    if eqn.primitive.name != 'shard_map':
+        return frozenset()
+    return frozenset(map(str, eqn.params['newly_manual_axes']))
+
+
+def _constraint(
+    shape: tuple[int, ...],
+    dtype: Any,
+    sharding: NamedSharding,
+    manual: frozenset[str],
+    n_mapped: int,
+) -> Any:
+    """Returns the equation of a constraint, whose variables the caller replaces.
+
+    `jax.vmap` adds `n_mapped` axes, at the front.
+    """
+    entries = spec_axes(sharding.spec)
+    n_new = min(n_mapped, len(shape) - len(entries))
+    spec = partition_spec([(PartitionSpec.UNCONSTRAINED,)] * n_new + entries)
+    struct = jax.ShapeDtypeStruct(shape, dtype)
+    if not manual:
+
+        def constrain(x: Any) -> Any:
+            return jax.lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, spec))
+
+        closed = jax.make_jaxpr(constrain)(struct)
+    else:
+        # in a partially manual shard_map, the mesh of a constraint has Manual axes
+
+        def constrain_auto(x: Any) -> Any:
+            return jax.lax.with_sharding_constraint(x, spec)
+
+        closed = jax.make_jaxpr(
+            jax.shard_map(
+                constrain_auto,
+                mesh=sharding.mesh,
+                in_specs=PartitionSpec(),
+                out_specs=PartitionSpec(),
+                axis_names={*manual},
+                check_vma=False,
+            )
+        )(struct)
+        (outer,) = opened(closed).eqns
+        closed = outer.params['jaxpr']
+    (eqn,) = opened(closed).eqns
+    return eqn
+
+
+def _is_dropped(v: Any) -> bool:
+    return type(v).__name__ == 'DropVar'  # not public
+
+
+def _has_shape(v: Any, shape: tuple[int, ...]) -> bool:
+    return tuple(getattr(v.aval, 'shape', ())) == shape
