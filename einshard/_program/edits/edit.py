@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Self, TypeAlias
+from typing import ClassVar, Literal, Self, TypeAlias
 
 from jax.sharding import NamedSharding
 
 from ..jaxpr.spans import Span
+from .draft import Draft
 from .jaxprs import has_explicit_axes
-from .splice import Splicer
-
-if TYPE_CHECKING:
-    from .apply import Draft
+from .splice import Applied, Splicer
 
 # The user's frames, innermost first: an expression, the call of the function that it is in, and so
 # on, up to the jitted function. A shorter path is that of all calls.
 Path: TypeAlias = tuple[Span, ...]
 # What an edit changes: ('argument', 3), ('value', path).
 Key: TypeAlias = tuple[str, Hashable]
-# The numbers of values and of cotangents that an edit changes. 0 values: it does not apply.
-Applied: TypeAlias = tuple[int, int]
 
 
 class Edit:

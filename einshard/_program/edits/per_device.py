@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -16,11 +16,10 @@ from ..jaxpr.graph import Site
 from ..jaxpr.op_sharding_rule import BatchAxis, batch_axes
 from ..jaxpr.spans import Frames, Span
 from ..jaxpr.two_levels import run_in_two_levels
-from .edit import Applied, Edit, Key
+from .draft import Draft
+from .edit import Edit, Key
 from .jaxprs import closed_like, map_jaxprs, opened
-
-if TYPE_CHECKING:
-    from .apply import Draft
+from .splice import Applied
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 from jax.extend import core as jex
@@ -15,6 +15,8 @@ from ..jaxpr.graph import Site, inner_jaxprs
 from ..jaxpr.spans import Frames, Span
 from .jaxprs import closed_like, is_var, map_jaxprs, opened
 
+# The numbers of values and of cotangents that an edit changes. 0 values: it does not apply.
+Applied: TypeAlias = tuple[int, int]
 _CONSTRAINT = 'sharding_constraint'
 # These pass a cotangent on to their operands: no equation of the backward pass is theirs.
 _PASS_COTANGENTS_ON = ('add', 'add_any', 'sub')
@@ -59,7 +61,7 @@ class Splicer:
     sharding: NamedSharding | None
     which: Literal['value', 'constraint', 'operand'] = 'value'
     frames: Frames = field(default_factory=Frames)
-    applied: tuple[int, int] = (0, 0)
+    applied: Applied = (0, 0)
     signature: _Signature | None = None
 
     def splice(self, closed: Any) -> Any:

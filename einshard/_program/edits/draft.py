@@ -1,0 +1,83 @@
+"""A traced call while edits change it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from ..jaxpr.spans import Frames
+from .call import JittedCall, array_type, is_committed
+from .jaxprs import has_explicit_axes
+from .splice import Applied, Splicer
+
+
+@dataclass
+class Draft:
+    """A call that edits change.
+
+    Attributes:
+        arguments, results: the new shardings, by index.
+        entering, leaving: shardings that arguments and results have on the way from the caller and
+            to it, by index.
+        needs_trace: whether types in the jaxpr have the shardings of the arguments.
+    """
+
+    call: JittedCall
+    arguments: dict[int, Sharding] = field(default_factory=dict)
+    results: dict[int, Sharding] = field(default_factory=dict)
+    entering: dict[int, Sharding] = field(default_factory=dict)
+    leaving: dict[int, Sharding] = field(default_factory=dict)
+    needs_trace: bool = False
+    frames: Frames = field(default_factory=Frames)
+    _jaxpr: Any = None
+
+    @property
+    def in_shardings(self) -> list[Sharding | None]:
+        """The shardings of the leaves, as far as the program or an edit gives them."""
+        call, found = self.call, list[Sharding | None]([None] * len(self.call.leaves))
+        for i, leaf in enumerate(call.dynamic):
+            given = call.eqn.params['in_shardings'][call.arguments[leaf]]
+            found[leaf] = self.arguments.get(i, given if isinstance(given, Sharding) else None)
+        return found
+
+    @property
+    def structs(self) -> list[Any]:
+        """The leaves, with ShapeDtypeStructs for the arguments."""
+        pairs = enumerate(zip(self.call.leaves, self.in_shardings, strict=True))
+        dynamic = {*self.call.dynamic}
+        return [_struct(leaf, s) if i in dynamic else leaf for i, (leaf, s) in pairs]
+
+    @property
+    def jaxpr(self) -> Any:
+        if self._jaxpr is None:
+            if self.needs_trace:
+                if self.call.trace_again is None:
+                    raise ValueError('it cannot be traced with other shardings of its arguments')
+                self.call = self.call.trace_again(self.structs)
+            self._jaxpr = self.call.jaxpr
+        return self._jaxpr
+
+    @jaxpr.setter
+    def jaxpr(self, jaxpr: Any) -> None:
+        self._jaxpr = jaxpr
+
+    def splice(self, splicer: Splicer) -> Applied:
+        """Changes constraints in the jaxpr."""
+        jaxpr = self.jaxpr
+        if self.needs_trace or has_explicit_axes(splicer.sharding):
+            raise ValueError('on Explicit mesh axes, only arguments and results can change')
+        splicer.frames = self.frames
+        self.jaxpr = splicer.splice(jaxpr)
+        return splicer.applied
+
+
+def _struct(leaf: Any, sharding: Sharding | None) -> Any:
+    """Returns the ShapeDtypeStruct of an argument, with its own sharding if it is committed."""
+    aval = array_type(leaf)
+    if sharding is None and (isinstance(leaf, jax.ShapeDtypeStruct) or is_committed(leaf)):
+        sharding = leaf.sharding
+    weak = bool(getattr(aval, 'weak_type', False))
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
