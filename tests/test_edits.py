@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 import textwrap
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,17 @@ from einshard import explain
 # private: edits of jaxprs, before a suggestion chooses among them
 from einshard._program.edits.apply import apply
 from einshard._program.edits.call import read_call
-from einshard._program.edits.edit import Constrain
+from einshard._program.edits.edit import (
+    Constrain,
+    MoveThrough,
+    PlaceArguments,
+    PlaceResults,
+    RemoveConstraint,
+    ReplaceConstraint,
+    combine,
+    placements,
+)
+from einshard._program.jaxpr.graph import flatten
 from einshard._program.jaxpr.spans import Span
 
 SHARDED = P('data', None, 'tensor')
@@ -132,6 +143,15 @@ def marked(function):
     raise AssertionError('nothing is marked')
 
 
+def path_to(function, call):
+    """Returns the path of the marked expression through all calls of the user."""
+    span = marked(function)
+    for op in flatten(call.jaxpr, keep_unused=True).ops:
+        if span in op.site.frames and not op.site.is_backward:
+            return op.site.frames[op.site.frames.index(span) :]
+    raise AssertionError('the expression is not evaluated')
+
+
 def step_of(loss):
     def step(w, x, rate):
         value, g = jax.value_and_grad(loss)(w, x)
@@ -155,8 +175,9 @@ def hlo(compiled):
 LOSSES = [plain, residual, library, helper, scanned, unrolled, branches, custom, looped, twice]
 
 
+@pytest.mark.parametrize('is_at_call', [False, True], ids=['all calls', 'at the call'])
 @pytest.mark.parametrize('loss', LOSSES, ids=lambda loss: loss.__name__)
-def test_constraint_is_what_the_source_would_do(loss, monkeypatch):
+def test_constraint_is_what_the_source_would_do(loss, is_at_call, monkeypatch):
     if loss is looped:  # JAX does not differentiate it in reverse
 
         def step_of_forward(loss):
@@ -168,7 +189,9 @@ def test_constraint_is_what_the_source_would_do(loss, monkeypatch):
     spec = P('data', None, 'tensor')
     call = read(loss, *args)
     unedited = apply(call)
-    edited = apply(call, [Constrain((marked(loss),), NamedSharding(on, spec))])
+    path = path_to(loss, call) if is_at_call else (marked(loss),)
+    assert len(path) > 1 or not is_at_call
+    edited = apply(call, [Constrain(path, NamedSharding(on, spec))])
     values, cotangents = edited.applied[0]
     assert values > 0
     assert cotangents > 0 or loss is looped
@@ -241,3 +264,136 @@ def test_bodies_that_are_all_manual_are_left_alone():
     call = read_call(step, (up, x), {}, jax.tree.structure(0))
     edited = apply(call, [Constrain((marked(body),), NamedSharding(on, P('data')))])
     assert edited.applied == ((0, 0),)
+
+
+def constrain(x, *spec):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P(*spec)))
+
+
+def placed(x, w, scores=('data', None, 'tensor'), residual=('data', 'tensor', None)):
+    """Places two values with one helper, in a loop over layers."""
+    for _ in range(2):
+        s = constrain(jnp.einsum('btd,bsd->bts', x @ w, x), *scores)
+        x = constrain(x + jnp.einsum('bts,bsd->btd', jax.nn.softmax(s), x), *residual)
+    return jnp.mean(x**2)
+
+
+def constraints_of(call):
+    """Returns the call paths of constraints, each with the number of times it is evaluated."""
+    ops = flatten(call.jaxpr, keep_unused=True).ops
+    return Counter(
+        op.site.frames
+        for op in ops
+        if op.primitive == 'sharding_constraint' and not op.site.is_backward
+    )
+
+
+@pytest.mark.parametrize('kind', ['replaced', 'removed', 'through'])
+def test_one_call_of_a_helper_is_edited(kind):
+    on = mesh()
+    w, x = arguments(on)
+
+    def step(**specs):
+        return jax.jit(jax.value_and_grad(lambda w, x: placed(x, w['square'], **specs)))
+
+    given = (w, x)
+    call = read_call(step(), given, {}, jax.tree.structure(jax.eval_shape(step(), *given)))
+    (scores, residual), counts = zip(*sorted(constraints_of(call).items(), key=str), strict=True)
+    assert counts == (2, 2)  # a loop over layers is one call
+    assert scores[0] == residual[0]
+    spec = P('data', 'tensor', None)
+    made = {
+        'replaced': ReplaceConstraint(scores, NamedSharding(on, spec)),
+        'removed': RemoveConstraint(scores),
+        'through': MoveThrough(('constraint', scores), NamedSharding(on, P('data'))),
+    }
+    edited = apply(call, [made[kind]])
+    assert edited.applied == ((2, 2),)
+    if kind == 'through':
+
+        def through(x, *spec):
+            x = jax.lax.with_sharding_constraint(x, NamedSharding(on, P('data')))
+            return jax.lax.with_sharding_constraint(x, NamedSharding(on, P(*spec)))
+
+        def by_hand(x, w):
+            for _ in range(2):
+                s = through(jnp.einsum('btd,bsd->bts', x @ w, x), 'data', None, 'tensor')
+                x = x + jnp.einsum('bts,bsd->btd', jax.nn.softmax(s), x)
+                x = constrain(x, 'data', 'tensor', None)
+            return jnp.mean(x**2)
+
+        expected = jax.jit(jax.value_and_grad(lambda w, x: by_hand(x, w['square'])))
+    elif kind == 'replaced':
+        expected = step(scores=spec)
+    else:
+        anything = P.UNCONSTRAINED, P.UNCONSTRAINED, P.UNCONSTRAINED
+        expected = step(scores=anything)
+    right = explain(expected, *given, tries=0)
+    found = explain(edited.function, *edited.args, tries=0)
+    assert found.collectives.counts == right.collectives.counts
+    assert found.network_bytes == right.network_bytes
+    assert found.network_bytes != explain(step(), *given, tries=0).network_bytes
+    for one, other in zip(
+        jax.tree.leaves(edited.function(*given)), jax.tree.leaves(step()(*given)), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_functions_stay_shared_where_nothing_or_the_same_changes():
+    on = mesh()
+    w, x = arguments(on)
+
+    @jax.jit
+    def block(x, w):
+        return jnp.tanh(x @ w)
+
+    def loss(x, w):
+        x = block(x, w)
+        x = block(x, w)
+        x = block(x, w)
+        return jnp.sum(x)
+
+    call = read_call(jax.jit(loss), (x, w['square']), {}, jax.tree.structure(0))
+    paths = dict.fromkeys(
+        op.site.frames
+        for op in flatten(call.jaxpr, keep_unused=True).ops
+        if op.primitive == 'dot_general'
+    )
+    assert len(paths) == 3
+    # only in `block`, whose products have other paths
+    edits = [Constrain(path, NamedSharding(on, SHARDED)) for path in paths]
+    for several, n_functions in ((edits[:1], 2), (edits[:2], 2), (edits, 1)):
+        edited = apply(call, several)
+        assert edited.applied == ((1, 0),) * len(several)
+        text = edited.function.lower(*edited.args).as_text()
+        assert text.count('func.func private @block') == n_functions
+        np.testing.assert_allclose(edited.function(x, w['square']), loss(x, w['square']), rtol=1e-5)
+
+
+def test_a_later_edit_replaces_what_it_changes_as_well():
+    on = mesh()
+    one, other = NamedSharding(on, P('data')), NamedSharding(on, P('tensor'))
+    span = Span('model.py', 1, 2, 1, 8)
+    path, elsewhere = (span, span._replace(line=7)), (span, span._replace(line=9))
+    first = [
+        PlaceArguments({0: one, 1: one}, {2: one}),
+        Constrain(path, one),
+        ReplaceConstraint(path, one),
+        MoveThrough(('argument', 1), one),
+    ]
+    later = [
+        PlaceArguments({1: other}, {}),
+        PlaceResults({2: other}),
+        Constrain(elsewhere, other),
+        RemoveConstraint(path),
+    ]
+    both = combine(first, later)
+    assert both == (
+        PlaceArguments({0: one}, {}),
+        Constrain(path, one),
+        MoveThrough(('argument', 1), one),
+        *later,
+    )
+    assert combine(both, both) == both
+    assert placements(both) == ({0: one, 1: other}, {2: other})
+    assert len({*both, *later, *first[1:2]}) == len(both)

@@ -23,6 +23,7 @@ from ..._program.edits.edit import (
     combine,
     placements,
 )
+from ..._program.edits.keys import Path
 from ..._program.jaxpr.graph import Op
 from ..._program.jaxpr.spans import Span
 from ..._sharding.mesh import partition_spec
@@ -47,6 +48,7 @@ class Point:
 
     Attributes:
         axes: its axes, with the new sharding.
+        edits: one for each call of the function that computes it.
         is_constraint: whether the change replaces a constraint.
         of_operand: whether the value is the operand of a constraint, which is kept.
         n_mapped: how many axes `jax.vmap` adds to it, which the code does not see.
@@ -59,7 +61,8 @@ class Point:
 
     span: Span
     axes: tuple[Axis, ...]
-    edit: Constrain | ReplaceConstraint | MoveThrough
+    sharding: NamedSharding
+    edits: tuple[Edit, ...]
     is_constraint: bool
     n_mapped: int
     of_operand: bool = False
@@ -341,7 +344,7 @@ class Candidates:
                 if new is not None:
                     spans.add(op.site.frames[0])
                     point = self._constrained(op, new)
-                    yield Change('wrong constraint', cost, (point.edit,), (point,))
+                    yield Change('wrong constraint', cost, point.edits, (point,))
 
     def _loops(self, cost: Cost) -> Iterator[Change]:
         """Shards another axis of the values that a loop runs over along a sharded axis."""
@@ -360,7 +363,7 @@ class Candidates:
             for op in self.producers[v]:
                 if op.site.frames and not op.site.is_backward and op.primitive not in _PASSING:
                     point = self._constrained(op, new)
-                    edits, points = combine(edits, [point.edit]), [*points, point]
+                    edits, points = combine(edits, point.edits), [*points, point]
         if edits:
             yield Change('sharded loop axis', cost, edits, tuple(points))
 
@@ -382,10 +385,8 @@ class Candidates:
             sharding = self._sharding(entries)
             if moved.op is not None:
                 is_constraint = moved.op.primitive == _CONSTRAINT
-                point = self._constrained(moved.op, entries, of_operand=is_constraint)
-                what = ('constraint' if is_constraint else 'value', (point.span,))
-                point = replace(point, edit=MoveThrough(what, sharding))
-                edits, points = (point.edit,), (point,)
+                point = self._constrained(moved.op, entries, is_constraint, is_move=True)
+                edits, points = point.edits, (point,)
             elif moved.argument is not None:
                 edits = (MoveThrough(('argument', moved.argument), sharding),)
             else:
@@ -568,13 +569,15 @@ class Candidates:
             new = self._with(current, shape, dims[0], axes) if dims else None
             if new is not None and op.site.frames[0] not in {point.span for point in points}:
                 point = self._constrained(op, new)
-                edits, points = combine(edits, [point.edit]), [*points, point]
+                edits, points = combine(edits, point.edits), [*points, point]
         if not edits:
             return None
         kind = 'replicated compute' if cost.kind == 'product' else 'unsharded axis'
         return Change(kind, cost, edits, tuple(points))
 
-    def _constrained(self, op: Op, entries: Entries, of_operand: bool = False) -> Point:
+    def _constrained(
+        self, op: Op, entries: Entries, of_operand: bool = False, is_move: bool = False
+    ) -> Point:
         span, axes = op.site.frames[0], self.trial.values[op.arrays_out[0]].axes
         pairs = zip(axes, entries, strict=True)
         named = tuple(replace(axis, mesh_axes=entry) for axis, entry in pairs)
@@ -585,12 +588,25 @@ class Candidates:
             if other.site.n_mapped and other.site.frames[0] != span
             for v in other.arrays_out
         )
-        same = (each.site.frames for each in self.by_line[span.source])
-        callers = {frames[1:2] for frames in same if frames[0] == span}
         is_constraint, n_mapped = op.primitive == _CONSTRAINT, op.site.n_mapped
+        # the code of a function is that of all its calls
+        calls = dict.fromkeys(
+            each.site.frames
+            for each in (op, *self.by_line[span.source])
+            if each.site.frames[0] == span and not (each.site.is_backward or each.site.n_shards)
+        )
+        sharding = self._sharding(entries)
+
+        def change(path: Path) -> Edit:
+            if is_move:
+                what = 'constraint' if is_constraint else 'value'
+                return MoveThrough((what, path), sharding)
+            return (ReplaceConstraint if is_constraint else Constrain)(path, sharding)
+
+        edits = tuple(map(change, calls or [op.site.frames]))
+        callers = {path[1:2] for path in calls}
         of = is_constraint, n_mapped, of_operand, mapped, is_alone, len(callers)
-        change = ReplaceConstraint if is_constraint else Constrain
-        return Point(span, named, change((span,), self._sharding(entries)), *of)
+        return Point(span, named, sharding, edits, *of)
 
     def _mapped(self, v: int) -> int:
         """Returns the axis that the outermost `jax.vmap` adds: the first axis of the data."""
@@ -754,7 +770,7 @@ class Candidates:
                     new = current
                 if new is not None:
                     point = self._constrained(op, new)
-                    yield Change(kind, cost, (point.edit,), (point,))
+                    yield Change(kind, cost, point.edits, (point,))
                     n_found += 1
                     if n_found == (2 if was_constrained else 1):
                         break

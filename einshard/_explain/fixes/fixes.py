@@ -41,7 +41,7 @@ from ..findings.values import Axis
 from ..partition import ENDED
 from ..report import Report
 from ..report_rows import Figures, Finding, Tried, changes
-from .candidates import Change, Point
+from .candidates import Change
 from .costs import find_costs
 from .patch import make_patch, operand_text, placement_of, source_of
 from .per_device import try_per_device
@@ -376,11 +376,15 @@ class Fixes:
         others = [finding.suggestion for finding in self._per_device]
         if search is None or not search.accepted:
             return make_patch((), [*others, *self._moves(self._pins)])
-        points: dict[Edit, Point] = {
-            one.edit: one for each in search.accepted for one in each.change.points
+        points = {
+            edit: one
+            for each in search.accepted
+            for one in each.change.points
+            for edit in one.edits
         }
         edits = combine(search.edits, self._pins)
-        shardings = [(points[edit], points[edit].edit.sharding) for edit in edits if edit in points]
+        left = dict.fromkeys(points[edit] for edit in edits if edit in points)
+        shardings = [(point, point.sharding) for point in left]
         return make_patch(shardings, [*others, *self._moves(edits), *self._through(edits)])
 
     def function(self) -> Any:

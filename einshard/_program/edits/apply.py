@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.sharding import Sharding
 from .call import JittedCall
 from .draft import Draft
 from .edit import Edit
-from .splice import Applied
+from .splice import Applied, constrained
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,12 @@ def apply(call: JittedCall, edits: Sequence[Edit] = ()) -> Edited:
 
     Everything else is kept: the shardings of other arguments and results, donation and the name.
     """
-    draft, applied = Draft(call), dict[int, Applied]()
+    return apply_to(Draft(call), edits)
+
+
+def apply_to(draft: Draft, edits: Sequence[Edit]) -> Edited:
+    """Applies edits to a draft, of which they are the last."""
+    applied = dict[int, Applied]()
     for i in sorted(range(len(edits)), key=lambda i: edits[i].stage):
         applied[i] = edits[i].apply(draft)
     run = jex.jaxpr_as_fun(draft.jaxpr)
@@ -54,7 +60,6 @@ def apply(call: JittedCall, edits: Sequence[Edit] = ()) -> Edited:
         draft.results.get(i, given if isinstance(given, Sharding) else None)
         for i, given in enumerate(params['out_shardings'])
     ]
-    entering = {call.dynamic[i]: sharding for i, sharding in draft.entering.items()}
     args, kwargs = call.args_tree.unflatten(structs)
     numbers: tuple[tuple[Any, ...], dict[str, Any]] = call.args_tree.unflatten(
         range(len(call.leaves))
@@ -73,7 +78,7 @@ def apply(call: JittedCall, edits: Sequence[Edit] = ()) -> Edited:
         'static_argnames': [name for name, tree in numbers[1].items() if is_static(tree)],
         'donate_argnums': [i for i, tree in enumerate(numbers[0]) if is_donated(tree)],
         'donate_argnames': [name for name, tree in numbers[1].items() if is_donated(tree)],
-        'keep_unused': params['keep_unused'],
+        'keep_unused': params['keep_unused'] or draft.tags is not None,
         'compiler_options': dict(params['compiler_options_kvs']) or None,
     }
     if any(s is not None for s in in_shardings) and not kwargs:
@@ -84,16 +89,19 @@ def apply(call: JittedCall, edits: Sequence[Edit] = ()) -> Edited:
     if any(s is not None for s in out_shardings):
         options['out_shardings'] = call.result_tree.unflatten(out_shardings)
 
-    def constrained(leaves: Sequence[Any], shardings: Mapping[int, Sharding]) -> list[Any]:
-        return [
-            jax.lax.with_sharding_constraint(leaf, shardings[i]) if i in shardings else leaf
-            for i, leaf in enumerate(leaves)
-        ]
+    def through(values: Sequence[Any], kind: str, shardings: Mapping[int, Sharding]) -> list[Any]:
+        moved = [*values]
+        for i, sharding in shardings.items():
+            at = call.dynamic[i] if kind == 'argument' else i
+            tag = draft.tag(('through', (kind, i)))
+            with jax.named_scope(tag) if tag else nullcontext():
+                moved[at] = constrained(values[at], sharding, draft.tags is not None)
+        return moved
 
     def edited(*args: Any, **kwargs: Any) -> Any:
-        leaves = constrained(jtu.tree_leaves((args, kwargs)), entering)
+        leaves = through(jtu.tree_leaves((args, kwargs)), 'argument', draft.entering)
         operands = [leaves[each] if isinstance(each, int) else each.value for each in call.operands]
-        return call.result_tree.unflatten(constrained(run(*operands), draft.leaving))
+        return call.result_tree.unflatten(through(run(*operands), 'result', draft.leaving))
 
     edited.__name__ = edited.__qualname__ = params['name']
     numbers_applied = tuple(applied[i] for i in range(len(edits)))

@@ -11,6 +11,8 @@ from jax.sharding import Sharding
 from ..jaxpr.spans import Frames
 from .call import JittedCall, array_type, is_committed
 from .jaxprs import has_explicit_axes
+from .keys import Key
+from .marks import TAG
 from .splice import Applied, Splicer
 
 
@@ -22,6 +24,8 @@ class Draft:
         arguments, results: the new shardings, by index.
         entering, leaving: shardings that arguments and results have on the way from the caller and
             to it, by index.
+        tags: the numbers of tagged places. None if places have no tags; else, all constraints that
+            edits add are open.
         needs_trace: whether types in the jaxpr have the shardings of the arguments.
     """
 
@@ -30,8 +34,10 @@ class Draft:
     results: dict[int, Sharding] = field(default_factory=dict)
     entering: dict[int, Sharding] = field(default_factory=dict)
     leaving: dict[int, Sharding] = field(default_factory=dict)
+    tags: dict[Key, int] | None = None
     needs_trace: bool = False
     frames: Frames = field(default_factory=Frames)
+    _shared: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
     _jaxpr: Any = None
 
     @property
@@ -64,12 +70,20 @@ class Draft:
     def jaxpr(self, jaxpr: Any) -> None:
         self._jaxpr = jaxpr
 
-    def splice(self, splicer: Splicer) -> Applied:
+    def tag(self, key: Key, n_mapped: int = 0) -> str:
+        """Returns the tag of a place, or '' if places have none."""
+        if self.tags is None:
+            return ''
+        return TAG.format(self.tags.setdefault(key, len(self.tags)), n_mapped)
+
+    def splice(self, key: Key, splicer: Splicer) -> Applied:
         """Changes constraints in the jaxpr."""
         jaxpr = self.jaxpr
         if self.needs_trace or has_explicit_axes(splicer.sharding):
             raise ValueError('on Explicit mesh axes, only arguments and results can change')
-        splicer.frames = self.frames
+        if self.tags is not None:
+            splicer.tag = lambda n_mapped: self.tag(key, n_mapped)
+        splicer.frames, splicer.shared = self.frames, self._shared
         self.jaxpr = splicer.splice(jaxpr)
         return splicer.applied
 

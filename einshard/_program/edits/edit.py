@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self, TypeAlias
+from typing import ClassVar, Literal, Self
 
 from jax.sharding import NamedSharding
 
-from ..jaxpr.spans import Span
 from .draft import Draft
 from .jaxprs import has_explicit_axes
+from .keys import Key, Path
+from .marks import Marks, NotMarked
 from .splice import Applied, Splicer
-
-# The user's frames, innermost first: an expression, the call of the function that it is in, and so
-# on, up to the jitted function. A shorter path is that of all calls.
-Path: TypeAlias = tuple[Span, ...]
-# What an edit changes: ('argument', 3), ('value', path).
-Key: TypeAlias = tuple[str, Hashable]
 
 
 class Edit:
     """A change of a program, a frozen dataclass.
 
     Attributes:
-        stage: 0 for placements, which may trace again; 1 for constraints; 2 for what puts
-            operations into a `shard_map`, where no constraint can be inserted.
+        stage: when it is applied. 0: placements, which may trace again. 1 to 3: constraints that
+            are there, their operands, and values, whose constraints may look like those. 4: what
+            puts operations into a `shard_map`, where no constraint can be inserted.
     """
 
     stage: ClassVar[int] = 0
@@ -42,6 +38,14 @@ class Edit:
     def apply(self, draft: Draft) -> Applied:
         """Changes the draft of a program."""
         raise NotImplementedError
+
+    def mark(self, marks: Marks) -> None:
+        """Sets the attributes of a lowered module that the program with this edit has.
+
+        Raises:
+            NotMarked: if the module has no place for it.
+        """
+        raise NotMarked(f'{type(self).__name__} has no attribute')
 
 
 def combine(edits: Iterable[Edit], later: Iterable[Edit]) -> tuple[Edit, ...]:
@@ -92,9 +96,13 @@ class Constrain(_OfValue):
 
     sharding: NamedSharding
     kind: ClassVar[str] = 'value'
+    stage: ClassVar[int] = 3
 
     def apply(self, draft: Draft) -> Applied:
-        return draft.splice(Splicer(self.path, self.sharding))
+        return draft.splice(('value', self.path), Splicer(self.path, self.sharding))
+
+    def mark(self, marks: Marks) -> None:
+        marks.site(('value', self.path), self.sharding)
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,12 @@ class ReplaceConstraint(_OfValue):
     sharding: NamedSharding
 
     def apply(self, draft: Draft) -> Applied:
-        return draft.splice(Splicer(self.path, self.sharding, 'constraint'))
+        return draft.splice(
+            ('constraint', self.path), Splicer(self.path, self.sharding, 'constraint')
+        )
+
+    def mark(self, marks: Marks) -> None:
+        marks.site(('constraint', self.path), self.sharding)
 
 
 @dataclass(frozen=True)
@@ -116,7 +129,10 @@ class RemoveConstraint(_OfValue):
     """Removes a constraint."""
 
     def apply(self, draft: Draft) -> Applied:
-        return draft.splice(Splicer(self.path, None, 'constraint'))
+        return draft.splice(('constraint', self.path), Splicer(self.path, None, 'constraint'))
+
+    def mark(self, marks: Marks) -> None:
+        marks.site(('constraint', self.path), None)
 
 
 @dataclass(frozen=True)
@@ -152,6 +168,12 @@ class PlaceArguments(Edit):
         draft.needs_trace |= any(map(has_explicit_axes, self.arguments.values()))
         return len(self.arguments) + len(self.results), 0
 
+    def mark(self, marks: Marks) -> None:
+        for i, sharding in self.arguments.items():
+            marks.argument(i, sharding)
+        for i, sharding in self.results.items():
+            marks.result(i, sharding)
+
 
 @dataclass(frozen=True)
 class PlaceResults(Edit):
@@ -180,6 +202,10 @@ class PlaceResults(Edit):
         draft.results.update(self.results)
         return len(self.results), 0
 
+    def mark(self, marks: Marks) -> None:
+        for i, sharding in self.results.items():
+            marks.result(i, sharding)
+
 
 @dataclass(frozen=True)
 class MoveThrough(Edit):
@@ -193,7 +219,7 @@ class MoveThrough(Edit):
 
     what: tuple[Literal['argument', 'result', 'constraint', 'value'], int | Path]
     sharding: NamedSharding
-    stage: ClassVar[int] = 1
+    stage: ClassVar[int] = 2
 
     @property
     def key(self) -> frozenset[Key]:
@@ -205,7 +231,10 @@ class MoveThrough(Edit):
             (draft.entering if kind == 'argument' else draft.leaving)[at] = self.sharding
             return 1, 0
         which = 'operand' if kind == 'constraint' else 'value'
-        return draft.splice(Splicer(at, self.sharding, which))
+        return draft.splice(('through', self.what), Splicer(at, self.sharding, which))
+
+    def mark(self, marks: Marks) -> None:
+        marks.site(('through', self.what), self.sharding)
 
 
 def placements(

@@ -40,7 +40,7 @@ class RunPerDevice(Edit):
     mesh: Mesh
     along: tuple[str, ...] = ()
     dim: int = 0
-    stage: ClassVar[int] = 2
+    stage: ClassVar[int] = 4
 
     @property
     def key(self) -> frozenset[Key]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -18,6 +18,7 @@ from .jaxprs import closed_like, is_var, map_jaxprs, opened
 # The numbers of values and of cotangents that an edit changes. 0 values: it does not apply.
 Applied: TypeAlias = tuple[int, int]
 _CONSTRAINT = 'sharding_constraint'
+CONSTRAINTS = _CONSTRAINT, 'reshard'
 # These pass a cotangent on to their operands: no equation of the backward pass is theirs.
 _PASS_COTANGENTS_ON = ('add', 'add_any', 'sub')
 
@@ -54,6 +55,9 @@ class Splicer:
         sharding: None removes a constraint.
         which: whether the value is constrained, a constraint is replaced, or its operand is
             constrained. A value that a constraint computes is constrained in its place.
+        shared: for each jaxpr and changes of it, both that jaxpr and the changed one.
+        tag: returns the tag of a constraint, from the number of axes that `jax.vmap` adds. With
+            tags, constraints are open, and none is replaced.
         applied: the numbers of values and of cotangents that were changed.
     """
 
@@ -61,6 +65,8 @@ class Splicer:
     sharding: NamedSharding | None
     which: Literal['value', 'constraint', 'operand'] = 'value'
     frames: Frames = field(default_factory=Frames)
+    shared: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
+    tag: Callable[[int], str] | None = None
     applied: Applied = (0, 0)
     signature: _Signature | None = None
 
@@ -70,6 +76,8 @@ class Splicer:
                 self._find_signature(closed, Site(), is_transposed)
         signature = self.signature
         if signature is None or (self.which != 'value' and signature.primitive != _CONSTRAINT):
+            return closed
+        if self.tag is not None and self.which != 'operand' and signature.primitive == _CONSTRAINT:
             return closed
         found = self._edit(closed, Site(), (), frozenset())
         if not self.applied[1] and signature.primitive not in _PASS_COTANGENTS_ON:
@@ -133,7 +141,7 @@ class Splicer:
             producers = {v: n for n, each in enumerate(jaxpr.eqns) for v in each.outvars}
             shape = tuple(eqn.outvars[found[1]].aval.shape)
             operands = [
-                inner[: max(self._at(inner), 0) + 1]
+                inner[: len(self.path) + max(self._at(inner), 0)]
                 for v in eqn.invars
                 if not isinstance(v, jex.Literal) and v in producers and v.aval.shape == shape
                 for inner in [sites[producers[v]].frames]
@@ -183,16 +191,18 @@ class Splicer:
         new: dict[Any, Any] = {}  # constrained values, by what they replace
         unconstrained: dict[Any, Any] = {}  # the reverse
         constrained_cotangents: dict[Any, Any] = {}
-        is_changed = False
+        changes: list[Any] = []
 
         def constrain(v: Any, eqn: Any, n_mapped: int) -> Any:
             assert self.sharding is not None
+            changes.append((len(eqns), v, self.sharding, manual, n_mapped))
             shape = tuple(v.aval.shape)
-            constraint = _constraint(shape, v.aval.dtype, self.sharding, manual, n_mapped)
-            fresh = constraint.outvars[0]
-            eqns.append(
-                constraint.replace(invars=[v], outvars=[fresh], source_info=eqn.source_info)
-            )
+            is_open = self.tag is not None
+            constraint = _constraint(shape, v.aval.dtype, self.sharding, manual, n_mapped, is_open)
+            fresh, source = constraint.outvars[0], eqn.source_info
+            if self.tag is not None:
+                source = source.replace(name_stack=source.name_stack.extend(self.tag(n_mapped)))
+            eqns.append(constraint.replace(invars=[v], outvars=[fresh], source_info=source))
             return fresh
 
         def count(values: int, cotangents: int) -> None:
@@ -247,7 +257,8 @@ class Splicer:
             if not is_inside:
                 flags = [is_var(v) and v in cotangents for v in eqn.invars]
                 params = self._edit_inner(eqn, at, flags, manual)
-                is_changed = is_changed or params is not eqn.params
+                if params is not eqn.params:
+                    changes.append((len(eqns), *map(id, inner_jaxprs(params.values()))))
             eqn_new = eqn.replace(invars=invars, params=params)
             is_constraint = is_there and eqn.primitive.name == _CONSTRAINT == signature.primitive
             if is_constraint and self.which == 'operand':
@@ -258,7 +269,7 @@ class Splicer:
             elif is_constraint and self.sharding is None:
                 new[eqn.outvars[0]] = invars[0]
                 count(not at.is_transposed, at.is_transposed)
-                is_changed = True
+                changes.append((len(eqns), 'removed'))
                 eqn_new = None
             elif is_constraint:
                 old = eqn.outvars[0]
@@ -268,7 +279,7 @@ class Splicer:
                     invars=invars, outvars=eqn.outvars, source_info=eqn.source_info
                 )
                 count(not at.is_transposed, at.is_transposed)
-                is_changed = True
+                changes.append((len(eqns), sharding, manual, at.n_mapped))
             if eqn_new is not None:
                 eqns.append(eqn_new)
             if is_constraint and self.which == 'operand' and at.is_transposed:
@@ -299,10 +310,17 @@ class Splicer:
                     unconstrained[new[v]] = v
                     count(1, 0)
         outvars = [new.get(v, v) if is_var(v) else v for v in jaxpr.outvars]
-        # the same object where nothing has changed: XLA shares a function that is called twice
-        if len(eqns) == len(jaxpr.eqns) and not is_changed:
+        # the same object where nothing has changed, or the same has: XLA shares a function that is
+        # called twice
+        if not changes:
             return closed
-        return closed_like(closed, jaxpr.replace(eqns=eqns, outvars=outvars))
+        key = id(closed), tuple(changes)
+        if key not in self.shared:
+            self.shared[key] = (
+                closed,
+                closed_like(closed, jaxpr.replace(eqns=eqns, outvars=outvars)),
+            )
+        return self.shared[key][1]
 
     def _is_all_manual(self, eqn: Any) -> bool:
         """Whether each device runs the body of a `shard_map` on its own."""
@@ -340,6 +358,7 @@ def _constraint(
     sharding: NamedSharding,
     manual: frozenset[str],
     n_mapped: int,
+    is_open: bool = False,
 ) -> Any:
     """Returns the equation of a constraint, whose variables the caller replaces.
 
@@ -348,6 +367,8 @@ def _constraint(
     entries = spec_axes(sharding.spec)
     n_new = min(n_mapped, len(shape) - len(entries))
     spec = partition_spec([(PartitionSpec.UNCONSTRAINED,)] * n_new + entries)
+    if is_open:
+        spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * len(shape))
     struct = jax.ShapeDtypeStruct(shape, dtype)
     if not manual:
 
@@ -383,3 +404,11 @@ def _is_dropped(v: Any) -> bool:
 
 def _has_shape(v: Any, shape: tuple[int, ...]) -> bool:
     return tuple(getattr(v.aval, 'shape', ())) == shape
+
+
+def constrained(x: Any, sharding: Any, is_open: bool) -> Any:
+    """Constrains a traced value, on no axis if the constraint is open."""
+    if is_open:
+        spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * x.ndim)
+        sharding = NamedSharding(sharding.mesh, spec)
+    return jax.lax.with_sharding_constraint(x, sharding)

@@ -1,0 +1,185 @@
+"""Edits as attributes of one lowered module, against the same edits applied to the trace."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from einshard import explain
+
+# private: a search scores marked modules
+from einshard._program.edits.apply import apply
+from einshard._program.edits.call import read_call
+from einshard._program.edits.edit import (
+    Constrain,
+    MoveThrough,
+    PlaceArguments,
+    PlaceResults,
+    RemoveConstraint,
+    ReplaceConstraint,
+)
+from einshard._program.edits.marks import NotMarked
+from einshard._program.edits.per_device import RunPerDevice
+from einshard._program.edits.sites import Sites
+from einshard._program.jaxpr.graph import flatten
+from einshard._program.traced.read import read_program
+
+MESH = jax.make_mesh((4, 2), ('data', 'tensor'), axis_types=(AxisType.Auto,) * 2)
+UP, X = 2, 3  # in the order of the leaves: down, scale, up, x
+
+
+def placed(x, *spec):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(MESH, P(*spec)))
+
+
+def layer(x, w):
+    h = jax.nn.silu(x @ w['up'])
+    return x + placed(h @ w['down'], 'data', None, None), None
+
+
+def loss(w, x):
+    x, _ = jax.lax.scan(jax.checkpoint(layer), x, {'up': w['up'], 'down': w['down']})
+    x = jax.vmap(lambda x: x @ w['up'][0].T)(x @ w['up'][0])
+    return jnp.mean(placed(x, 'data', 'tensor') ** 2)
+
+
+def step(w, x):
+    value, g = jax.value_and_grad(loss)(w, x)
+    return jax.tree.map(lambda a, b: a - 0.1 * b, w, g), value
+
+
+def given():
+    rng = np.random.default_rng(0)
+
+    def array(shape, *spec):
+        values = np.asarray(rng.standard_normal(shape) * 0.1, np.float32)
+        return jax.device_put(values, NamedSharding(MESH, P(*spec)))
+
+    w = {
+        'up': array((3, 32, 64), None, 'data', 'tensor'),
+        'down': array((3, 64, 32), None, 'tensor', 'data'),
+        'scale': array((32,)),
+    }
+    return w, array((8, 4, 32), 'data')
+
+
+def call_of(step, *args):
+    jitted = jax.jit(step, donate_argnums=0)
+    return read_call(jitted, args, {}, jax.tree.structure(jax.eval_shape(step, *args)))
+
+
+CALL = call_of(step, *given())
+
+
+def paths_of(*primitives):
+    """The call paths of operations of the forward pass, in order."""
+    ops = flatten(CALL.jaxpr, keep_unused=True).ops
+    found = [op for op in ops if op.primitive in primitives and not op.site.is_backward]
+    return [*dict.fromkeys(op.site.frames for op in found)]
+
+
+def sharding(*spec):
+    return NamedSharding(MESH, P(*spec))
+
+
+PRODUCTS = paths_of('dot_general')
+CONSTRAINTS = paths_of('sharding_constraint')
+THROUGH = [
+    MoveThrough(('argument', X), sharding(None, 'tensor')),
+    MoveThrough(('result', 0), sharding(None, 'data')),
+    MoveThrough(('constraint', CONSTRAINTS[0]), sharding(None, 'tensor')),
+]
+VALUES = [*PRODUCTS, *paths_of('add', 'transpose', 'mul', 'sub')]
+
+
+def propagated(module):
+    """The shardings of all values of a module that no constraint computes."""
+    program = read_program(module)
+    found = Counter()
+    for op in program.operations:
+        if op.kind != 'sharding_constraint':
+            for value in op.results:
+                found[op.kind, value.shape, value.axes, value.replicated] += 1
+    return found, [value.axes for value in (*program.arguments, *program.results)]
+
+
+def collectives(lowered):
+    report = explain(lowered.compile())
+    return report.collectives.counts, report.network_bytes
+
+
+def test_open_constraints_change_nothing():
+    sites = Sites(CALL, VALUES, MESH, THROUGH)
+    assert {*PRODUCTS} <= {*sites.values}
+    assert {*sites.constraints} == {*CONSTRAINTS}
+    plain = apply(CALL)
+    lowered = plain.function.lower(*plain.args)
+    # of values and their cotangents, in the forward pass, the backward pass and what it recomputes
+    assert str(sites.module).count('sdy.sharding_constraint') > 4 * len(PRODUCTS)
+    module = lowered.compiler_ir('stablehlo')
+    assert propagated(sites.module) == propagated(module)
+    assert collectives(sites.lowered) == collectives(lowered)
+    args = given()
+    for one, other in zip(
+        jax.tree.leaves(sites.edited.function(*args)), jax.tree.leaves(step(*given())), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+EDITS = {
+    'product in a loop': [Constrain(PRODUCTS[0], sharding('data', None, None))],
+    'axis of a product': [Constrain(PRODUCTS[1], sharding(None, 'data', 'tensor'))],
+    'under vmap': [Constrain(PRODUCTS[3], sharding('tensor', None))],
+    'replaced': [ReplaceConstraint(CONSTRAINTS[0], sharding(None, ('data', 'tensor'), None))],
+    'removed': [RemoveConstraint(CONSTRAINTS[1])],
+    'removed in a loop': [RemoveConstraint(CONSTRAINTS[0])],
+    'arguments': [
+        PlaceArguments({UP: sharding(None, None, 'data')}, {UP: sharding(None, None, 'data')})
+    ],
+    'results': [PlaceResults({3: sharding(), 0: sharding(None, 'data', 'tensor')})],
+    'through an argument': [THROUGH[0]],
+    'through a result': [THROUGH[1]],
+    'through a constraint': [THROUGH[2]],
+    'several': [
+        Constrain(PRODUCTS[0], sharding(('data', 'tensor'))),
+        PlaceArguments({X: sharding(('data', 'tensor'))}, {}),
+        ReplaceConstraint(CONSTRAINTS[0], sharding(('data', 'tensor'))),
+    ],
+}
+
+
+@pytest.mark.parametrize('name', EDITS)
+def test_marks_are_the_applied_edit(name):
+    edits = EDITS[name]
+    sites = Sites(CALL, VALUES, MESH, THROUGH)
+    with sites.marked([]) as module:
+        before = str(module)
+    edited = apply(CALL, edits)
+    assert edited.is_complete
+    lowered = edited.function.lower(*edited.args)
+    expected = propagated(lowered.compiler_ir('stablehlo'))
+    with sites.marked(edits) as module:
+        assert propagated(module) == expected
+        # JAX compares the shardings of arguments and results with those that it has traced
+        if not any(isinstance(edit, PlaceArguments | PlaceResults) for edit in edits):
+            assert collectives(sites.lowered) == collectives(lowered)
+    assert str(sites.module) == before
+
+
+def test_what_has_no_place_is_not_marked():
+    sites = Sites(CALL, PRODUCTS[:1], MESH)
+    with sites.marked([]) as module:
+        before = str(module)
+    elsewhere = jax.make_mesh((2, 4), ('data', 'tensor'), axis_types=(AxisType.Auto,) * 2)
+    for edit, message in [
+        (Constrain(PRODUCTS[1], sharding('data')), 'no operation'),
+        (RunPerDevice(PRODUCTS[0][0], 'dot_general', (), MESH), 'RunPerDevice'),
+        (PlaceArguments({X: NamedSharding(elsewhere, P('data'))}, {}), 'no mesh'),
+    ]:
+        with pytest.raises(NotMarked, match=message), sites.marked([edit]):
+            pass
+    assert str(sites.module) == before
