@@ -424,56 +424,72 @@ def test_fixed_function_has_its_static_arguments():
 
 
 @pytest.mark.parametrize(
-    ('change', 'got'),
+    'change',
     [
-        (lambda x: x[:256], 'float32[256,256]'),
-        (lambda x: np.concatenate([x, x]), 'float32[1024,256]'),
-        (lambda x: np.ones(x.shape, np.int32), 'int32[512,256]'),
-        (lambda x: x.astype(jnp.float16), 'float16[512,256]'),
-        (lambda x: jax.ShapeDtypeStruct((8, 256), np.float32), 'float32[8,256]'),
-        (lambda x: 2.0, 'float 2.0'),
+        lambda x: x[:256],
+        lambda x: np.concatenate([x, x]),
+        lambda x: np.asarray(x)[:8],
+        lambda x: np.arange(x.size, dtype=np.int32).reshape(x.shape) % 7,
+        lambda x: x.astype(jnp.float16),
     ],
+    ids=['fewer', 'more', 'NumPy', 'int32', 'float16'],
 )
-def test_fixed_function_refuses_arrays_of_other_types(change, got):
+@pytest.mark.parametrize('is_sharded', [False, True], ids=['jit', 'sharded'])
+def test_fixed_function_is_traced_again_for_arrays_of_other_types(change, is_sharded):
     def loss(batch, weights):
         return jnp.mean(mlp(batch['x'], *weights))
 
     structs = by_columns()
-    report = explain(jax.jit(loss), {'x': structs[0]}, [*structs[1:]], tries=4)
-    fixed = report.fixed_function()
+    function = sharded()(loss) if is_sharded else jax.jit(loss)
+    report = explain(function, {'x': structs[0]}, [*structs[1:]], tries=4)
+    promised, fixed = report.findings[0].tried.network_bytes, report.fixed_function()
     rng = np.random.default_rng(0)
     x, *weights = (
         jax.device_put(rng.standard_normal(s.shape).astype(np.float32), s.sharding) for s in structs
     )
-    host = [np.asarray(array, np.float64) for array in (x, *weights)]
-    np.testing.assert_allclose(
-        fixed({'x': x}, weights), np.mean(np.maximum(host[0] @ host[1], 0) @ host[2]), rtol=1e-3
-    )
+
+    def expected(x):
+        x, w_in, w_out = (np.asarray(array, np.float64) for array in (x, *weights))
+        return np.mean(np.maximum(x @ w_in, 0) @ w_out)
+
+    np.testing.assert_allclose(fixed({'x': x}, weights), expected(x), rtol=1e-3)
+    other = change(x)
+    np.testing.assert_allclose(fixed({'x': other}, weights), expected(other), rtol=2e-2)
+    grad = jax.grad(lambda w: fixed({'x': other}, w))(weights)
+    by_jax = jax.grad(lambda w: loss({'x': other}, w))(weights)
+    for one, two in zip(grad, by_jax, strict=True):
+        np.testing.assert_allclose(one, two, rtol=2e-2, atol=1e-4)
+    # it has the edits
+    if len(other) == len(x) and other.dtype == x.dtype:
+        assert explain(fixed, {'x': other}, weights, tries=0).network_bytes == promised
+
+
+def test_fixed_function_refuses_what_its_suggestions_do_not_fit():
+    structs = by_columns()
+    report = explain(jax.jit(lambda x, w_in, w_out: mlp(x, w_in, w_out)), *structs, tries=4)
+    fixed = report.fixed_function()
+    weights = [jnp.ones(s.shape) for s in structs[1:]]
     with pytest.raises(EinshardError, match='cannot take these arguments') as error:
-        fixed({'x': change(x)}, weights)
-    assert error.value.facts['argument'] == 'batch/x'
-    assert error.value.facts['in the report'] == 'float32[512,256]'
-    assert error.value.facts['got'] == got
+        fixed(jnp.ones((512, 256)), jnp.ones((256, 1025)), jnp.ones((1025, 256)))
+    assert error.value.facts['in the report'] == 'float32[256,1024]'
+    assert error.value.facts['got'] == 'float32[256,1025]'
+    # the function's own error, not one of the suggestions
+    with pytest.raises(TypeError, match='contracting dimensions'):
+        fixed(jnp.ones((512, 128)), *weights)
 
 
-def test_fixed_function_refuses_python_numbers_for_arrays():
+def test_fixed_function_takes_python_numbers_for_arrays():
     def scaled(x, w_in, w_out, scale):
         return mlp(x, w_in, w_out) * scale
 
     structs, scale = by_columns(dtype=jnp.bfloat16), np.float32(2)
     placed = [jax.device_put(np.ones(s.shape, jnp.bfloat16), s.sharding) for s in structs]
-    fixed = explain(jax.jit(scaled), *structs, scale, tries=4).fixed_function()
-    assert fixed(*placed, scale).dtype == np.float32
-    assert jax.jit(scaled)(*placed, 2.0).dtype == jnp.bfloat16  # not what was traced
-    with pytest.raises(EinshardError) as error:
-        fixed(*placed, 2.0)
-    assert error.value.facts['got'] == 'float 2.0'
-    assert error.value.facts['in the report'] == 'float32[]'
-    fixed = explain(jax.jit(scaled), *structs, 2.0, tries=4).fixed_function()
-    assert fixed(*placed, 3.0).dtype == jnp.bfloat16
-    with pytest.raises(EinshardError) as error:
-        fixed(*placed, scale)
-    assert error.value.facts['in the report'] == 'float32[], as a Python number'
+    for given, other in ((scale, 2.0), (2.0, scale)):
+        fixed = explain(jax.jit(scaled), *structs, given, tries=4).fixed_function()
+        for one in (given, other, given):
+            result, expected = fixed(*placed, one), jax.jit(scaled)(*placed, one)
+            assert result.dtype == expected.dtype
+            np.testing.assert_array_equal(np.asarray(result), np.asarray(expected))
 
 
 def test_mapped_axes_are_left_out_of_the_patch(tmp_path):

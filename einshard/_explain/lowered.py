@@ -128,7 +128,7 @@ class Stages:
         if isinstance(fn, ShardedFunction):
             return fn._flatten(args, kwargs), {}  # type: ignore[reportPrivateUsage]
         if isinstance(fn, FixedFunction):
-            return fn.place(args, kwargs)
+            return fn.bound(args, kwargs)[1:]
         return args, kwargs
 
     @property
@@ -225,7 +225,7 @@ def trace_call(
     check_arguments(fn, name, args, kwargs)
     fn, args, kwargs = unbound(fn, args, kwargs)
     if isinstance(fn, FixedFunction):
-        fn, (args, kwargs) = fn.jitted, fn.place(args, kwargs)
+        fn, args, kwargs = fn.bound(args, kwargs)
     with suggest_partial(fn, 'mesh'):
         context = None if mesh is None else current_context(mesh)
         target = context and concrete(context.lowering_mesh, 'compile for')

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from ..._errors import EinshardError, plural
-from ..._program.edits.apply import apply
+from ..._program.edits.apply import Edited, apply
 from ..._program.edits.edit import (
     Edit,
     MoveThrough,
@@ -24,7 +24,7 @@ from ..._program.edits.fixed_function import FixedFunction
 from ..._program.edits.per_device import RunPerDevice
 from ..._program.hlo.memory import read_memory
 from ..._sharding.context import mesh_scope
-from ..._text import first_of, format_bytes, short_source
+from ..._text import first_line, first_of, format_bytes, short_source
 from ..findings.arguments import parameters_of_new_states, states_of_parameters
 from ..findings.expressions import expression_of, shard_text
 from ..findings.facts import Facts
@@ -38,6 +38,7 @@ from ..findings.next_call import (
 )
 from ..findings.trace import mesh_entries
 from ..findings.values import Axis
+from ..lowered import trace_call
 from ..partition import ENDED
 from ..report import Report
 from ..report_rows import Figures, Finding, Tried, changes
@@ -397,13 +398,31 @@ class Fixes:
             raise EinshardError(
                 'the changes of a function that Flax or Equinox jits cannot be applied',
                 code='argument',
-                facts={'instead': 'change the lines that report.findings name'},
+                facts={'instead': 'change the lines of report.patch()'},
             )
         edited = Trials(self._facts, call).edited(edits)
+        stages = self._facts.stages
+
+        def trace(
+            args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[Any]
+        ) -> Edited | str:
+            with nullcontext() if stages.scope is None else mesh_scope(stages.scope):
+                if call.trace_again is not None:
+                    new = call.trace_again(leaves)
+                else:
+                    new = trace_call(stages.called, args, kwargs, stages.scope).call
+            if new is None or new.dynamic != call.dynamic:
+                return 'other arguments are arrays'
+            try:
+                edited = Trials(self._facts, new).edited(edits)
+            except ValueError as error:  # a value that a constraint does not divide
+                return first_line(error)
+            return edited if edited.is_complete else 'an expression is not evaluated'
+
         moved = [call.dynamic[i] for i in indices(edits, 'argument')]
         named = zip(call.dynamic, self._facts.arguments, strict=True)
         paths = {leaf: argument.path for leaf, argument in named}
-        return FixedFunction(call, edited, moved, paths, self._facts.stages.bind)
+        return FixedFunction(call, edited, moved, paths, stages.bind, trace)
 
     def more(self, tries: int, seconds: float | None = None) -> Report:
         """See `Report.try_more`."""
