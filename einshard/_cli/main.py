@@ -245,7 +245,8 @@ def _explain(arguments: Sequence[str]) -> tuple[str, int]:
     if options.patch is not None:
         patch = report.patch()
         with _writing(options.patch):
-            Path(options.patch).write_text(patch, encoding='utf-8')
+            # the bytes of files in other encodings are surrogates
+            Path(options.patch).write_bytes(patch.encode('utf-8', 'surrogateescape'))
     text = json.dumps(report.to_dict(), indent=2) if options.json else str(report)
     return text, 3 if options.fail_on and report.findings else 0
 

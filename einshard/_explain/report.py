@@ -122,8 +122,12 @@ class Report(Display):
     def patch(self) -> str:
         """Returns the suggestions of all findings as a unified diff of the source files.
 
-        Changes of arguments and results, whose specs may be anywhere, are comments at its top.
-        Empty if there are no tried suggestions.
+        Before it is returned, the program is traced with the patched functions, without running
+        modules again; the first line says what that gives, or why it was not done. Changes of
+        arguments and results are comments at the top, with code to paste, and written into
+        `in_shardings=` and `out_shardings=`. A change that code cannot say, because no expression
+        there has the mesh, is a comment. Encode the text with `errors='surrogateescape'` if files
+        are not in UTF-8. Empty if there are no tried suggestions.
         """
         return '' if self.fixes is None else self.fixes.patch()
 

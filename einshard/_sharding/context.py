@@ -10,6 +10,7 @@ across an `await`, and in a thread that runs in a copied `contextvars` context.
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import threading
 import warnings
@@ -384,6 +385,18 @@ def with_rules(context: Context, rules: Sequence[AxisRule]) -> Context:
     # sorted, so that equal rules have equal cache keys; the order of taken='next' rules matters
     merged.sort(key=lambda rule: (True,) if rule.skips_taken else (False, rule))
     return changed(context, axis_rules=tuple(merged))
+
+
+_numbers = itertools.count()
+
+
+def fresh_traces() -> Scope:
+    """Makes JAX trace functions again that it has traced, in a `with` block.
+
+    A rule for a name that no expression can have is in JAX's cache keys, also in scopes inside.
+    """
+    rule = AxisRule(f' {next(_numbers)}', '')
+    return Scope(with_rules(_enclosing_context(), [rule]))
 
 
 def leave_rules(owner: object) -> bool:

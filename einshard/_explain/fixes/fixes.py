@@ -24,6 +24,7 @@ from ..._program.edits.fixed_function import FixedFunction
 from ..._program.edits.per_device import RunPerDevice
 from ..._program.hlo.memory import read_memory
 from ..._sharding.context import mesh_scope
+from ..._sharding.mesh import is_canonical_mesh
 from ..._text import first_line, first_of, format_bytes, short_source
 from ..findings.arguments import parameters_of_new_states, states_of_parameters
 from ..findings.expressions import expression_of, shard_text
@@ -40,11 +41,14 @@ from ..findings.trace import mesh_entries
 from ..findings.values import Axis
 from ..lowered import trace_call
 from ..partition import ENDED
+from ..patch.arguments import code_to_place, in_jit
+from ..patch.patch import make_patch
+from ..patch.write import Change as Written
 from ..report import Report
 from ..report_rows import Figures, Finding, Tried, changes
 from .candidates import Change
 from .costs import find_costs
-from .patch import make_patch, operand_text, placement_of, source_of
+from .named import operand_text, placement_of, source_of
 from .per_device import try_per_device
 from .search import (
     MIN_GAIN,
@@ -373,20 +377,61 @@ class Fixes:
 
     def patch(self) -> str:
         """See `Report.patch`."""
-        search = self._search
+        search, call = self._search, self._facts.stages.call
+        accepted = [] if search is None else search.accepted
+        edits = combine(search.edits if search is not None and accepted else (), self._pins)
         others = [finding.suggestion for finding in self._per_device]
-        if search is None or not search.accepted:
-            return make_patch((), [*others, *self._moves(self._pins)])
-        points = {
-            edit: one
-            for each in search.accepted
-            for one in each.change.points
-            for edit in one.edits
+        others += [*self._code_to_place(edits), *self._through(edits)]
+        if call is None:
+            return make_patch({}, (), None, others)
+        points = [one for each in accepted for one in each.change.points]
+        pairs = [(edit, point) for point in points for edit in point.edits if edit in edits]
+        changes = {edit: self._written(edit, point) for edit, point in pairs}
+        placed = in_jit(self._facts.stages.called, call, edits)
+        return make_patch(changes, edits, Trials(self._facts, call), others, placed)
+
+    def _code_to_place(self, edits: Sequence[Edit]) -> list[str]:
+        """Returns how to shard arguments and results, in words and as code to paste."""
+        facts, (moved, returned) = self._facts, placements(edits)
+        arguments = {
+            facts.arguments[i].path: self._placement(facts.values[i].axes, sharding)
+            for i, sharding in moved.items()
         }
-        edits = combine(search.edits, self._pins)
-        left = dict.fromkeys(points[edit] for edit in edits if edit in points)
-        shardings = [(point, point.sharding) for point in left]
-        return make_patch(shardings, [*others, *self._moves(edits), *self._through(edits)])
+        results = {
+            facts.results[i].path: self._placement(
+                [
+                    Axis(name)
+                    for name in facts.results[i].names or [''] * len(facts.results[i].shape)
+                ],
+                sharding,
+            )
+            for i, sharding in returned.items()
+        }
+        assert facts.mesh is not None or not edits
+        mesh = '' if facts.mesh is None or is_canonical_mesh(facts.mesh) else ', mesh=mesh'
+        texts = self._moves(edits)
+        call = '{name} = einshard({name}, {spec}' + mesh + ')'
+        texts += code_to_place(arguments, [each.path for each in facts.arguments], call)
+        if results:
+            paths = [each.path for each in facts.results]
+            texts += code_to_place(results, paths, '{name} = {spec}')
+            texts.append('of the results: sharded(..., out=result), or out_shardings= of jax.jit')
+        return texts
+
+    def _written(self, edit: Edit, point: Point) -> Written:
+        """Returns the change of a value, as code can say it."""
+        assert self._facts.mesh is not None
+        placement, mapped = placement_of(point, self._facts.mesh)
+        path: Any = edit.what[1] if isinstance(edit, MoveThrough) else getattr(edit, 'path', ())
+        kind = 'replace' if point.is_constraint else 'constrain'
+        return Written(
+            'operand' if point.of_operand else kind,
+            path,
+            point.sharding,
+            f"constrain the value to '{placement}'{mapped}",
+            placement,
+            'it is under jax.vmap' if mapped else '',
+        )
 
     def function(self) -> Any:
         """See `Report.fixed_function`."""

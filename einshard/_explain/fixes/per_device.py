@@ -21,7 +21,7 @@ from ..findings.facts import Facts
 from ..findings.gathered_axes import along_of, gathered_operations, operand_text
 from ..findings.values import Axis, Value
 from ..report_rows import Figures, Finding
-from .patch import source_of
+from .named import source_of
 from .search import as_tried
 from .trials import Trials
 

@@ -1,0 +1,1 @@
+"""Writes the changes of a program into its source files."""

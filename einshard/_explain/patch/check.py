@@ -1,0 +1,176 @@
+"""Traces a program with patched functions, without running their modules again."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import threading
+import types
+from collections.abc import Collection, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..._sharding.context import fresh_traces
+from .files import Piece, Source
+
+_lock = threading.Lock()
+_Key = tuple[str, int, tuple[int, int]]
+
+
+class Entry(NamedTuple):
+    """The new value of an entry of a dictionary that a module makes."""
+
+    rules: dict[str, Any]
+    key: str
+    value: Any
+
+
+class NotTraced(Exception):
+    """Why patched functions cannot be traced."""
+
+
+@contextmanager
+def patched(
+    pieces: Mapping[Source, Iterable[Piece]], entries: Iterable[Entry] = ()
+) -> Generator[None]:
+    """Gives functions their code in patched files, in a `with` block where JAX traces them again.
+
+    A function keeps its globals, defaults, captured variables and instance, wherever decorators,
+    classes and closures hold it: only its code is replaced, in place. Other threads that trace it
+    meanwhile trace the patched code, which computes the same. An import is executed apart from the
+    module, and its name is a global in the block, where dictionaries have the new `entries`.
+
+    Raises `NotTraced` if a patched function is not in use or captures other variables, or if the
+    patched code is not in a function.
+    """
+    with _lock, fresh_traces():
+        changed = {source: _changed(source, each) for source, each in pieces.items()}
+        imported = {source: _imported(each) for source, each in pieces.items()}
+        functions: list[tuple[types.FunctionType, types.CodeType, types.CodeType]] = []
+        by_path, sources = {source.path: source for source in pieces}, dict[str, Source | None]()
+        reached: dict[Source, set[_Key]] = {source: set() for source in pieces}
+        for function in gc.get_objects():
+            if type(function) is not types.FunctionType:
+                continue
+            code = function.__code__
+            if code.co_filename not in sources:
+                sources[code.co_filename] = by_path.get(Path(code.co_filename).resolve())
+            source = sources[code.co_filename]
+            if source in changed and (each := changed[source].get(_key(code))) is not None:
+                functions.append((function, code, each.new))
+                reached[source].add(_key(code))
+        for source, each in changed.items():
+            _check_reached(source, each, reached[source])
+        added: list[tuple[dict[str, Any], str]] = []
+        replaced: list[tuple[dict[str, Any], str, Any]] = []
+        try:
+            for function, code, new in functions:
+                if new.co_freevars != code.co_freevars:
+                    names = ', '.join(sorted({*new.co_freevars} ^ {*code.co_freevars}))
+                    raise NotTraced(
+                        f'{code.co_qualname} does not capture {names} before the change'
+                    )
+                names, source = function.__globals__, sources[code.co_filename]
+                for name, value in imported[source].items() if source else ():
+                    if names.setdefault(name, value) is value:
+                        added.append((names, name))
+                function.__code__ = new
+            for entry in entries:
+                replaced.append((entry.rules, entry.key, entry.rules[entry.key]))
+                entry.rules[entry.key] = entry.value
+            yield
+        finally:
+            for rules, key, value in replaced:
+                rules[key] = value
+            for function, code, _ in functions:
+                function.__code__ = code
+            for names, name in added:
+                names.pop(name, None)
+
+
+def _imported(pieces: Iterable[Piece]) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    for piece in pieces:
+        if piece.is_import:
+            exec(piece.text, names)
+    names.pop('__builtins__', None)
+    return names
+
+
+@dataclass(frozen=True)
+class _Changed:
+    """A function, class or module whose code changes.
+
+    Attributes:
+        around: the key of the function, class or module that it is in.
+        is_own: whether its own code changes, or only that of a function in it.
+    """
+
+    new: types.CodeType
+    around: _Key | None
+    is_own: bool
+
+
+def _changed(source: Source, pieces: Iterable[Piece]) -> dict[_Key, _Changed]:
+    """Returns what changes, by the key of the old code.
+
+    Where a function changes, that around it does: the inner code is one of its constants.
+    """
+    text, name = source.edited(each for each in pieces if not each.is_once), str(source.path)
+    assert text is not None
+    old, new = (compile(each, name, 'exec', dont_inherit=True) for each in (source.text, text))
+    pending: list[tuple[types.CodeType, types.CodeType, _Key | None]] = [(old, new, None)]
+    found: dict[_Key, _Changed] = {}
+    while pending:
+        old, new, around = pending.pop()
+        if not _is_same(old, new):
+            found[_key(old)] = _Changed(new, around, _own(old) != _own(new))
+        pairs = zip(_inner(old), _inner(new), strict=True)
+        pending += [(*pair, _key(old)) for pair in pairs]
+    return found
+
+
+def _inner(code: types.CodeType) -> list[types.CodeType]:
+    return [each for each in code.co_consts if isinstance(each, types.CodeType)]
+
+
+def _is_same(old: types.CodeType, new: types.CodeType) -> bool:
+    """Whether two codes do the same, in whatever lines."""
+    pending = [(old, new)]
+    while pending:
+        a, b = pending.pop()
+        if _own(a) != _own(b):
+            return False
+        pending += zip(_inner(a), _inner(b), strict=True)
+    return True
+
+
+def _own(code: types.CodeType) -> tuple[Any, ...]:
+    constants = [repr(c) for c in code.co_consts if not isinstance(c, types.CodeType)]
+    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
+
+
+def _key(code: types.CodeType) -> _Key:
+    """What tells the functions of a file apart, also two lambdas in one line.
+
+    The bytecode does not: pytest changes that of functions with `assert`.
+    """
+    ends = [(e, end) for _, e, _, end in code.co_positions() if e is not None and end is not None]
+    return code.co_qualname, code.co_firstlineno, max(ends, default=(0, 0))
+
+
+def _check_reached(
+    source: Source, changed: Mapping[_Key, _Changed], reached: Collection[_Key]
+) -> None:
+    """Raises `NotTraced` for code that runs only once, and functions that nothing holds."""
+    for key, each in changed.items():
+        is_function = bool(each.new.co_flags & inspect.CO_OPTIMIZED)
+        if not is_function and each.is_own:
+            raise NotTraced(f'it changes code of {source.path.name} that runs once, at its import')
+        maker: _Key | None = key
+        while maker is not None and maker not in reached:
+            maker = changed[maker].around
+        if is_function and maker is None:
+            raise NotTraced(f'{each.new.co_qualname} of {source.path.name} is not in use')

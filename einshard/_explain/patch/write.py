@@ -1,0 +1,393 @@
+"""Writes a change of a value into source code, in the ways that may do it."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..._arrays.place import einshard
+from ..._program.jaxpr.spans import Span
+from ..._sharding.describe import Description, describe_named
+from .check import Entry
+from .files import Piece, Source, around
+from .observe import Seen
+from .scope import Scope, bindings
+
+_SPEC, _SHARDING = 'jax.sharding.PartitionSpec', 'jax.sharding.NamedSharding'
+_CONSTRAIN = 'jax.lax.with_sharding_constraint'
+_ATOMS = ast.Name, ast.Call, ast.Attribute, ast.Subscript, ast.Constant, ast.List, ast.Dict
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the value of an expression.
+
+    Attributes:
+        kind: 'constrain' the value; 'replace' or 'remove' the constraint that it is; constrain its
+            'operand', and keep the constraint.
+        path: the expression, and calls of the function that it is in. A shorter path is that of
+            all calls.
+        sharding: of the value as the expression sees it. None if it is removed.
+        text: what to change, in words.
+        placement: the sharding as an expression, or '' to name its axes a, b, c, ...
+        missing: what code cannot say about it, or ''.
+    """
+
+    kind: Literal['constrain', 'replace', 'remove', 'operand']
+    path: tuple[Span, ...]
+    sharding: NamedSharding | None
+    text: str
+    placement: str = ''
+    missing: str = ''
+
+    def covers(self, path: Sequence[Span]) -> bool:
+        return tuple(path[: len(self.path)]) == self.path
+
+    def is_like(self, other: Change) -> bool:
+        return (self.kind, self.sharding) == (other.kind, other.sharding)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way to write a change.
+
+    Attributes:
+        pieces: what to replace in the files.
+        is_sure: whether the code says what it does. Else a trace decides.
+        assumed: what is not known about the names in it, or ''.
+        note: what else it changes, or ''.
+        entries: the entries of dictionaries that it changes, which code of the module makes.
+    """
+
+    pieces: tuple[tuple[Source, Piece], ...]
+    is_sure: bool = True
+    assumed: str = ''
+    note: str = ''
+    entries: tuple[Entry, ...] = ()
+
+
+class Missing(Exception):
+    """What an expression cannot name."""
+
+
+def options(change: Change, changes: Collection[Change], seen: Collection[Seen]) -> list[Option]:
+    """Returns the ways to write a change, the best first. Raises `Missing` if there is none."""
+    if change.missing:
+        raise Missing(change.missing)
+    alike = [each for each in changes if each.is_like(change)]
+    ways = [each for each in seen if each.path[0] == change.path[0]]
+    found = next((each for each in ways if change.covers(each.path)), ways[0] if ways else None)
+    if found is None:
+        raise Missing('its function was not called when the program was traced again')
+    reasons, written = list[str](), list[Option]()
+    for level in range(len(found.frames)):
+        # an edit here changes all that is evaluated through this call
+        changed = [each.path for each in ways if each.path[: level + 1] == found.path[: level + 1]]
+        is_shared = not all(any(one.covers(path) for one in alike) for path in changed)
+        scope = found.scope(level)
+        if scope is None:
+            reasons.append(f'the source of {found.path[level].source} cannot be read')
+            break
+        others = _other_calls(scope, [each.path for each in ways], level)
+        if is_shared or (others and _is_helper(scope)):
+            reasons.append(f'{_name_of(scope)} is also called elsewhere')
+            continue
+        try:
+            way = list(_at_call(change, scope, found, level) if level else _in_place(change, scope))
+        except Missing as missing:
+            reasons.append(str(missing))
+            continue
+        note = f'also changes the calls in {", ".join(others)}' if others else ''
+        written += [replace(each, is_sure=each.is_sure and not level, note=note) for each in way]
+        if written and not level:
+            break
+        if level > 1:
+            break
+    if not written:
+        raise Missing(reasons[0] if reasons else 'it cannot be written there')
+    return written
+
+
+def _is_helper(scope: Scope) -> bool:
+    """Whether a function returns the constraint of one of its parameters."""
+    if not scope.functions or not isinstance(scope.node, ast.Call) or not scope.node.args:
+        return False
+    function, first = scope.functions[0], scope.node.args[0]
+    bound = bindings(function).get(getattr(first, 'id', ''), [])
+    is_parameter = len(bound) == 1 and isinstance(bound[0], ast.arg)
+    around = itertools.takewhile(lambda node: node is not function, scope.source.around(scope.node))
+    is_returned = isinstance(function, ast.Lambda) or any(isinstance(n, ast.Return) for n in around)
+    return is_parameter and is_returned
+
+
+def _name_of(scope: Scope) -> str:
+    return next((name for each in scope.functions if (name := getattr(each, 'name', ''))), 'it')
+
+
+def _other_calls(scope: Scope, paths: Sequence[Sequence[Span]], level: int) -> list[str]:
+    """Returns the lines of its module that call the function, but not in the program."""
+    name, source = _name_of(scope), scope.source
+    known = {path[level + 1] for path in paths if len(path) > level + 1}
+    nodes = {source.node(span) for span in known}
+    return [
+        f'line {node.lineno}'
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call)
+        and getattr(node.func, 'id', None) == name
+        and node not in nodes
+        and not any(each in nodes for each in source.around(node))
+    ]
+
+
+def _in_place(change: Change, scope: Scope) -> Iterator[Option]:
+    node, source = scope.node, scope.source
+    if change.kind == 'constrain':
+        yield _constrained(change, scope, node)
+        return
+    if not isinstance(node, ast.Call) or not node.args:
+        raise Missing('it is not a call that constrains its argument')
+    if change.kind == 'operand':
+        yield _constrained(change, scope, node.args[0])
+        return
+    given = {each.arg: each for each in node.keywords}
+    out = given.get('out_sharding')
+    if change.kind == 'remove':
+        if out is not None:
+            yield Option(((source, _without(source, node, out)),))
+        else:
+            yield _only(scope, node.args[0])
+        return
+    names = ('shardings', 'out_shardings', 'out_sharding', 'spec')
+    placement = next((given[name].value for name in names if name in given), None)
+    if placement is None and len(node.args) > 1:
+        placement = node.args[1]
+    if placement is None:
+        raise Missing('its placement is not an argument')
+    yield placed(change, scope, placement, is_expression=scope.value(node.func) is einshard)
+
+
+def _at_call(change: Change, scope: Scope, seen: Seen, level: int) -> Iterator[Option]:
+    """Yields the ways to write a change around a call, or in its arguments."""
+    node, source = scope.node, scope.source
+    if change.kind == 'constrain':
+        yield _constrained(change, scope, node)
+        return
+    if not isinstance(node, ast.Call) or not node.args:
+        raise Missing('the call has no argument that is constrained')
+    first = node.args[0]
+    if change.kind == 'operand':
+        yield _constrained(change, scope, first)
+    elif change.kind == 'remove':
+        yield _only(scope, first)
+    else:
+        yield from _in_arguments(change, scope, node)
+        yield from _in_rules(change, scope, node)
+        # the helper may only constrain, or do more
+        opened, closed, assumed, imports = _wrapping(change, scope)
+        whole = (
+            Piece(source.start(node), source.start(first), opened),
+            Piece(source.end(first), source.end(node), closed),
+            *imports,
+        )
+        yield Option(tuple((source, each) for each in whole), assumed=assumed)
+        yield _constrained(change, scope, node)
+
+
+def _in_arguments(change: Change, scope: Scope, call: ast.Call) -> Iterator[Option]:
+    """Yields the ways to write a placement into the arguments of a call."""
+    assert change.sharding is not None
+    source, entries = scope.source, _entries(change.sharding.spec, scope)
+    for argument in [*call.args[1:], *(each.value for each in call.keywords)]:
+        if _is_spec(scope, argument) or isinstance(argument, ast.Tuple | ast.List):
+            yield placed(change, scope, argument)
+        elif isinstance(argument, ast.Constant) and ' ' in str(argument.value).strip():
+            yield placed(change, scope, argument, is_expression=True)
+    rest = call.args[1:]
+    if all(isinstance(each, ast.Constant | ast.Tuple) for each in rest) and entries:
+        end = source.end(call.args[0])
+        last = source.end(rest[-1]) if rest else end
+        yield Option(((source, Piece(end, last, ', ' + ', '.join(entries))),))
+
+
+def _in_rules(change: Change, scope: Scope, call: ast.Call) -> Iterator[Option]:
+    """Yields the ways to change a rule that a call names, if nothing else names it."""
+    source = scope.source
+    given = [*call.args[1:], *(each.value for each in call.keywords)]
+    keys = {each.value for each in given if isinstance(each, ast.Constant)}
+    for node in source.tree.body:
+        rules = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, 'target', None)
+        held = scope.value(target)
+        if not isinstance(rules, ast.Dict) or type(held) is not dict:
+            continue
+        for key, value in zip(rules.keys, rules.values, strict=True):
+            if not isinstance(key, ast.Constant) or key.value not in keys & {*held}:
+                continue
+            uses = (n for n in ast.walk(source.tree) if isinstance(n, ast.Constant))
+            if sum(each.value == key.value for each in uses) == 2:  # the rule, and this call
+                is_text = isinstance(held[key.value], str)
+                way = placed(change, scope, value, is_expression=is_text)
+                pieces = tuple((s, piece._replace(is_once=True)) for s, piece in way.pieces)
+                new = Entry(held, key.value, _like(change, held[key.value]))
+                yield replace(way, pieces=pieces, entries=(new,))
+
+
+def _like(change: Change, old: Any) -> Any:
+    """Returns the new placement, in the form of the old one."""
+    assert change.sharding is not None
+    if isinstance(old, str):
+        return _expression(change)
+    if isinstance(old, tuple | list):
+        return type(old)(change.sharding.spec)
+    return change.sharding.spec if isinstance(old, PartitionSpec) else change.sharding
+
+
+def _is_spec(scope: Scope, node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and scope.value(node.func) in (PartitionSpec, NamedSharding)
+
+
+def _entries(spec: PartitionSpec, scope: Scope) -> list[str]:
+    def entry(axes: Any) -> str:
+        if axes is PartitionSpec.UNCONSTRAINED:
+            return f'{_spelled(scope, _SPEC)[0]}.UNCONSTRAINED'
+        return repr(axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes)
+
+    return [entry(axes) for axes in spec]
+
+
+def _spelled(scope: Scope, dotted: str) -> tuple[str, tuple[Piece, ...]]:
+    """Returns an expression for a public object of JAX, and the import that it needs."""
+    if (text := scope.spell(dotted)) is not None:
+        return text, ()
+    module, _, name = dotted.rpartition('.')
+    if 'jax' not in scope.names:
+        return dotted, (scope.source.imported('import jax'),)
+    if name in scope.names:
+        raise Missing(f'jax and {name} are other names there')
+    return name, (scope.source.imported(f'from {module} import {name}'),)
+
+
+def _mesh(scope: Scope, mesh: Mesh) -> tuple[str, str]:
+    """Returns an expression for a mesh, and what is assumed about it, or ''."""
+    found = scope.mesh(mesh)
+    if found is None and (other := scope.mesh(mesh, other_types=True)) is not None:
+        # `jax.make_mesh` has made it with Explicit axes
+        made, _ = _spelled(scope, 'jax.sharding.Mesh')
+        found = f'{made}({other[0]}.devices, {other[0]}.axis_names)', True
+    if found is None:
+        axes = ', '.join(f'{name!r}: {size}' for name, size in mesh.shape.items())
+        raise Missing(f"no expression in {_name_of(scope)} has the program's mesh, ({axes})")
+    text, is_known = found
+    return text, '' if is_known else f"{text} is taken for the program's mesh"
+
+
+def _is_equal(mesh: Mesh, other: Any) -> bool:
+    return other is not None and other in (mesh, mesh.abstract_mesh)
+
+
+def _sharding(change: Change, scope: Scope) -> tuple[str, str, tuple[Piece, ...]]:
+    """Writes a sharding for JAX. Returns also what is assumed, and imports."""
+    assert change.sharding is not None
+    mesh = change.sharding.mesh
+    assert isinstance(mesh, Mesh)
+    spec, imports = _spelled(scope, _SPEC)
+    text, assumed = f'{spec}({", ".join(_entries(change.sharding.spec, scope))})', ''
+    if not _is_equal(mesh, scope.bare_mesh):
+        named, more = _spelled(scope, _SHARDING)
+        name, assumed = _mesh(scope, mesh)
+        text, imports = f'{named}({name}, {text})', (*imports, *more)
+    return text, assumed, imports
+
+
+def _expression(change: Change) -> str | None:
+    assert change.sharding is not None
+    if change.placement:
+        return change.placement
+    text = describe_named(change.sharding, len(change.sharding.spec))
+    return None if isinstance(text, Description) else text
+
+
+def _wrapping(change: Change, scope: Scope) -> tuple[str, str, str, tuple[Piece, ...]]:
+    """Returns what to write before and after a value, what is assumed, and imports."""
+    assert change.sharding is not None
+    mesh = change.sharding.mesh
+    assert isinstance(mesh, Mesh)
+    function, expression = scope.spell('einshard.einshard'), _expression(change)
+    if function is not None and expression is not None:
+        if _is_equal(mesh, scope.einshard_mesh):
+            return f'{function}(', f', {expression!r})', '', ()
+        text, assumed = _mesh(scope, mesh)
+        return f'{function}(', f', {expression!r}, mesh={text})', assumed, ()
+    text, assumed, imports = _sharding(change, scope)
+    function, more = _spelled(scope, _CONSTRAIN)
+    return f'{function}(', f', {text})', assumed, (*imports, *more)
+
+
+def _constrained(change: Change, scope: Scope, node: ast.AST) -> Option:
+    source = scope.source
+    opened, closed, assumed, imports = _wrapping(change, scope)
+    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name | ast.Attribute):
+        operator = _operator(source, node)
+        target = source.segment(node.target)
+        begin = f'{target} = {opened}{target} {operator} ('
+        value = source.start(node.value), source.end(node.value)
+        pieces = (
+            Piece(source.start(node), value[0], begin),
+            Piece(value[1], value[1], f'){closed}', source.start(node)),
+        )
+    elif isinstance(node, ast.expr) and not isinstance(node, ast.Starred):
+        pieces = around(source.start(node), source.end(node), opened, closed)
+    else:
+        raise Missing('it is not an expression')
+    return Option(tuple((source, each) for each in (*pieces, *imports)), assumed=assumed)
+
+
+def _operator(source: Source, node: ast.AugAssign) -> str:
+    between = source.utf8[source.end(node.target) : source.start(node.value)].decode()
+    return between.partition('=')[0].strip()
+
+
+def _only(scope: Scope, operand: ast.expr) -> Option:
+    """Puts the operand of a call in its place."""
+    source, node = scope.source, scope.node
+    before, after = ('', '') if isinstance(operand, _ATOMS) else ('(', ')')
+    pieces = (
+        Piece(source.start(node), source.start(operand), before),
+        Piece(source.end(operand), source.end(node), after),
+    )
+    return Option(tuple((source, each) for each in pieces))
+
+
+def _without(source: Source, call: ast.Call, keyword: ast.keyword) -> Piece:
+    start, end = source.start(keyword), source.end(keyword)
+    before = [source.end(each) for each in (*call.args, *call.keywords) if source.end(each) < start]
+    return Piece(max(before, default=start), end, '')
+
+
+def placed(change: Change, scope: Scope, node: ast.expr, is_expression: bool = False) -> Option:
+    """Writes another placement in the place of an expression for one."""
+    assert change.sharding is not None
+    source, mesh = scope.source, change.sharding.mesh
+    entries = ', '.join(_entries(change.sharding.spec, scope))
+    expression = _expression(change) if isinstance(node, ast.Constant) and is_expression else None
+    if expression is not None:
+        return Option(((source, source.replace(node, repr(expression))),))
+    if isinstance(node, ast.Tuple | ast.List):
+        comma = ',' if isinstance(node, ast.Tuple) and len(change.sharding.spec) == 1 else ''
+        text = f'({entries}{comma})' if isinstance(node, ast.Tuple) else f'[{entries}]'
+        return Option(((source, source.replace(node, text)),))
+    if isinstance(node, ast.Call):
+        made = scope.value(node.func)
+        if made is PartitionSpec:
+            text = f'{source.segment(node.func)}({entries})'
+            return Option(((source, source.replace(node, text)),))
+        if made is NamedSharding and len(node.args) > 1 and scope.value(node.args[0]) == mesh:
+            return placed(change, scope, node.args[1])
+    text, assumed, imports = _sharding(change, scope)
+    pieces = (source.replace(node, text), *imports)
+    return Option(tuple((source, each) for each in pieces), assumed=assumed)
