@@ -46,7 +46,7 @@ from ..patch.patch import make_patch
 from ..patch.write import Change as Written
 from ..report import Report
 from ..report_rows import Figures, Finding, Tried, changes
-from .candidates import Change
+from .candidates import Change, Point
 from .costs import find_costs
 from .named import operand_text, placement_of, source_of
 from .per_device import try_per_device

@@ -233,7 +233,7 @@ def _in_rules(change: Change, scope: Scope, call: ast.Call) -> Iterator[Option]:
                 is_text = isinstance(held[key.value], str)
                 way = placed(change, scope, value, is_expression=is_text)
                 pieces = tuple((s, piece._replace(is_once=True)) for s, piece in way.pieces)
-                new = Entry(held, key.value, _like(change, held[key.value]))
+                new = Entry(held, str(key.value), _like(change, held[key.value]))
                 yield replace(way, pieces=pieces, entries=(new,))
 
 
