@@ -287,6 +287,20 @@ def step(x, w, v):
         HEAD + MESH_TEXT + STEP.replace('    h =', '    from jax.sharding import NamedSharding, PartitionSpec as P\n    h ='),
         'NamedSharding(mesh, P(',
     ),
+    'sharded': (
+        HEAD + 'from einshard import einshard, sharded\n' + MESH_TEXT + STEP.replace('@jax.jit', "@sharded('b@data d', 'd@data f', 'd f@data', mesh=mesh)"),
+        "einshard(x @ w, 'a b -> a b@data')",
+    ),
+    'function with effects': (
+        HEAD + SHARDING + MESH_TEXT + '''
+def load():
+    raise SystemExit
+def put(x):
+    with load():
+        return jax.device_put(x, get_sharding(load()))
+''' + STEP,
+        'NamedSharding(mesh, P(',
+    ),
     'unknown mesh of a closure': (
         HEAD + SHARDING + """
 def make(mesh):
@@ -540,6 +554,31 @@ def test_edits(name, tmp_path, monkeypatch):
 
 
 PLAIN = HELPER + STEP
+
+
+def test_what_is_not_written_is_a_comment(tmp_path, monkeypatch):
+    """Of two changes, one stands where the mesh has no name."""
+    text = HEAD + SHARDING + MESH_TEXT + STEP.replace('h @ v', 'times(h, v)')
+    (tmp_path / 'other.py').write_text('def times(h, v):\n    return h @ v\n')
+    monkeypatch.chdir(tmp_path)
+    load(tmp_path / 'other.py', 'other_file')
+    (tmp_path / 'model.py').write_text('from other_file import times\n' + text)
+    module = load(tmp_path / 'model.py', 'model_file')
+    changes = [
+        ('constrain', (spans(tmp_path / 'model.py', 'x @ w')[0],), None, 'data'),
+        ('constrain', (spans(tmp_path / 'other.py', 'h @ v')[0],), 'data', 'tensor'),
+    ]
+    patch, _, _ = patch_of(module.step, arguments(), *changes)
+    _, alone, _ = patch_of(module.step, arguments(), changes[0])
+    first, second, *_ = patch.splitlines()
+    assert first == f'# parsed, traced: sends {alone / 1024:.1f} KiB'
+    assert second == (
+        f'# {tmp_path}/other.py:2: constrain the value (not written: no expression in times has '
+        "the program's mesh, ('data': 4, 'tensor': 2))"
+    )
+    assert patch.count('--- a/') == 1
+
+
 FILES = {
     'windows': PLAIN.replace('\n', '\r\n').encode(),
     'tabs': PLAIN.replace('    ', '\t').encode(),

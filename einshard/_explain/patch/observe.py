@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from ..._program.hlo.sources import is_user_file
 from ..._program.jaxpr.spans import Span
@@ -130,6 +130,8 @@ def _variables(frame: types.FrameType, last: Any) -> list[tuple[str, Mapping[str
 
 def _bare_mesh() -> Any:
     """Returns the mesh of a constraint with a PartitionSpec, which `with mesh:` also sets."""
+    if not (mesh := get_abstract_mesh()).empty:
+        return mesh
 
     def constrained(x: Any) -> Any:
         return jax.lax.with_sharding_constraint(x, PartitionSpec())

@@ -16,7 +16,7 @@ from ..._program.edits.call import JittedCall
 from ..._program.edits.edit import Edit
 from ..._program.jaxpr.graph import flatten
 from ..._sharding.mesh import spec_axes
-from ..._text import format_bytes
+from ..._text import first_line, format_bytes
 from ..fixes.trials import Trials
 from .check import NotTraced, patched
 from .files import Piece, Source, relative_to
@@ -83,10 +83,10 @@ class _Patch:
                 missing[edit] = str(reason)
         # 2. the first ways, or else those that a trace finds right one by one
         chosen = {edit: several[0] for edit, several in ways.items()}
-        checked = self._check(chosen, [*chosen]) if chosen else None
+        checked = self._check(chosen, is_last=True) if chosen else None
         if checked is not None and not checked.is_right:
             for edit, several in ways.items():
-                each = (self._check({edit: way}, [edit]) for way in several)
+                each = (self._check({edit: way}) for way in several)
                 found = [(way, one) for way, one in zip(several, each, strict=True)]
                 right = next((way for way, one in found if one.is_right), None)
                 if right is None:
@@ -94,7 +94,7 @@ class _Patch:
                     del chosen[edit]
                 else:
                     chosen[edit] = right
-            checked = self._check(chosen, [*chosen]) if chosen else None
+            checked = self._check(chosen, is_last=True) if chosen else None
         # 3. the diff
         texts = [*comments]
         for edit, reason in missing.items():
@@ -137,8 +137,11 @@ class _Patch:
     def _trace(self) -> JittedCall | None:
         return replace(self.trials.facts.stages).call
 
-    def _check(self, chosen: Mapping[Edit, Option], written: Sequence[Edit]) -> _Checked:
-        """Traces the program with some edits in its source, and the others applied to the trace."""
+    def _check(self, chosen: Mapping[Edit, Option], is_last: bool = False) -> _Checked:
+        """Traces the program with edits in its source.
+
+        `is_last` applies the edits of arguments and results to the trace, and reads the figures.
+        """
         pieces = _pieces(chosen.values())
         try:
             texts = [source.edited(each) for source, each in pieces.items()]
@@ -157,13 +160,11 @@ class _Patch:
         if call is None:
             return _Checked(False, 'the patched function does not trace')
         facts = self.trials.facts
-        is_all = len(written) == len(self.changes)
-        rest = tuple(edit for edit in self.edits if edit not in self.changes) if is_all else ()
-        tried = (*rest, *written)
-        after = Trials(facts, call)
+        rest = tuple(edit for edit in self.edits if edit not in self.changes) if is_last else ()
+        tried, after = (*rest, *chosen), Trials(facts, call)
         expected, got = _edited(self.trials, tried), _edited(after, rest)
         is_same = expected == got
-        if is_same and not is_all:
+        if is_same and not is_last:
             return _Checked(True, '')
         now = after.run(rest)
         if now is None:
@@ -204,5 +205,4 @@ def _constraints(jaxpr: Any) -> Counter[Any]:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip().partition('\n')[0]
-    return f'{type(error).__name__}: {text}' if text else type(error).__name__
+    return f'{type(error).__name__}: {first_line(error)}'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -198,34 +199,29 @@ def _is_mesh(value: Any, mesh: Mesh, other_types: bool) -> bool:
 
 
 def _meant(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """Yields the expressions that code uses as a mesh."""
+    """Yields the expressions that code uses as a mesh: names, attributes, and calls of a getter."""
     for node in ast.walk(tree):
+        given = list[ast.expr]()
         if isinstance(node, ast.Call):
             name = getattr(node.func, 'id', getattr(node.func, 'attr', ''))
-            given = [each.value for each in node.keywords if each.arg == 'mesh']
-            if name in ('NamedSharding', 'set_mesh', 'use_mesh') or 'harding' in name:
-                given += node.args[:1]
-        elif isinstance(node, ast.With | ast.AsyncWith):
-            given = [each.context_expr for each in node.items]
-        elif isinstance(node, ast.arg) and 'Mesh' in ast.unparse(
-            node.annotation or ast.Constant('')
-        ):
-            given = [ast.Name(node.arg, ast.Load())]
+            given += [each.value for each in node.keywords if each.arg == 'mesh']
+            given += node.args[:1] if name in ('NamedSharding', 'set_mesh', 'use_mesh') else []
+        elif isinstance(node, ast.With | ast.AsyncWith):  # what else is called there has effects
+            items = (each.context_expr for each in node.items)
+            given += [each for each in items if not isinstance(each, ast.Call)]
+        elif isinstance(node, ast.arg) and node.annotation is not None:
+            is_mesh = 'Mesh' in ast.unparse(node.annotation)
+            given += [ast.Name(node.arg, ast.Load())] if is_mesh else []
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             made = getattr(node.value.func, 'id', getattr(node.value.func, 'attr', ''))
-            given = node.targets if made in ('Mesh', 'make_mesh', 'device_mesh') else []
-        else:
-            continue
+            given += node.targets if made in ('Mesh', 'make_mesh', 'device_mesh') else []
         for each in given:
-            if isinstance(each, ast.Name | ast.Attribute | ast.Subscript) or (
-                isinstance(each, ast.Call) and not each.args and not each.keywords
-            ):
+            is_getter = isinstance(each, ast.Call) and not each.args and not each.keywords
+            if is_getter or isinstance(each, ast.Name | ast.Attribute | ast.Subscript):
                 yield ast.unparse(each), each
 
 
 def resolve(parts: Sequence[str]) -> Any:
-    import importlib
-
     found: Any = importlib.import_module(parts[0])
     for n, part in enumerate(parts[1:], 2):
         found = getattr(found, part, None) or importlib.import_module('.'.join(parts[:n]))
