@@ -89,8 +89,11 @@ class Network:
         return max(bounds, default=0.0)
 
     def seconds_per_byte(self, kind: str, groups: Sequence[Ints]) -> float:
-        """Returns the minimum time of a collective in these groups, per byte of its array."""
-        pattern = _Pattern(False, tuple(map(tuple, groups)))
+        """Returns the minimum time of a collective in these groups, per byte of its array.
+
+        Of a 'collective-permute', the groups are pairs (source, target).
+        """
+        pattern = _Pattern(kind == 'collective-permute', tuple(map(tuple, groups)))
         return _max_seconds(self.crossings(kind, pattern), self.bandwidths((pattern,)))
 
     def seconds_in_turn(self, *collectives: Collective) -> float:

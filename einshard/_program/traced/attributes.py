@@ -125,6 +125,16 @@ class Attributes:
             found = self._locations[key] = (_unescaped(path[1]) if path else ''), frames
         return found
 
+    def number(self, n: int) -> Any:
+        """An attribute with a number."""
+        return self._ir.IntegerAttr.get(self._ir.IntegerType.get_signless(64), n)
+
+    def sharding(self, mesh: str, axes: Axes, is_open: bool = False) -> Any:
+        """The attribute of a sharding. If it is open, propagation may add axes to a dimension."""
+        more = ['?'] if is_open else []
+        dims = ('{' + ', '.join([*map(_axis_text, dim), *more]) + '}' for dim in axes)
+        return self._ir.Attribute.parse(f'#sdy.sharding<@{mesh}, [{", ".join(dims)}]>')
+
     def origins(self, attribute: Any) -> tuple[dict[Axis, str], ...]:
         """The origin of each mesh axis of each value; one for an attribute of a single value."""
         found = self._origins.get(attribute)
@@ -151,6 +161,11 @@ class Attributes:
                 for axis, part, side, number, ends in _EDGE.findall(text)
             )
         return found
+
+
+def _axis_text(axis: Axis) -> str:
+    name, colon, part = axis.partition(':')
+    return f'"{name}"{colon}{part}'
 
 
 def _end(line: str, end_line: str, end_column: str) -> tuple[int, int]:

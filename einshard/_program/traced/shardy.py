@@ -7,7 +7,7 @@ attributes, none of which JAX promises to keep: tests/test_traced.py notices if 
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -15,18 +15,29 @@ from typing import Any, TypeAlias
 Op: TypeAlias = Any
 
 _DEBUG = 'debug-sharding-origins=true debug-propagation-edge-sharding=true'
-# in the order of XLA (addPropagationPipeline of Shardy), without what it adds for partitioning
-PASSES = (
+# In the order of XLA (addPropagationPipeline of Shardy), without what it adds for partitioning. The
+# first passes are the same whatever the shardings are.
+IMPORT_PASSES = (
     'sdy-import-pipeline',
     # before the next pass each call gets a function of its own, with shardings of its own
     'sdy-flatten-call-graph',
     'symbol-dce',
     'sdy-import-func-calls',
     'symbol-dce',
+)
+PASSES = (
+    *IMPORT_PASSES,
     f'sdy-apply-sharding-constraints{{{_DEBUG}}}',
     'sdy-sharding-group-import',
     f'sdy-user-priority-propagate{{{_DEBUG} keep-sharding-rules=true}}',
 )
+# without notes of origins and rules, half of the time
+QUICK_PASSES = (
+    'sdy-apply-sharding-constraints',
+    'sdy-sharding-group-import',
+    'sdy-user-priority-propagate',
+)
+RULE_PASSES = ('func.func(sdy-populate-op-sharding-rules)',)
 # attributes that the passes write
 SHARDING = 'sdy.sharding'  # of the results of an operation, or of an argument or result of `main`
 EDGE_SHARDING = 'sharding'  # of a constraint or a data-flow edge
@@ -38,6 +49,8 @@ EDGES = 'sdy.propagation_edges'
 # attributes that `propagated` writes on the operations that it replaces or adds
 REPLACED = 'einshard.replaced'  # the name of the operation that stood here
 ADDED = 'einshard.added'  # on an operation that only separates two others
+# attribute that `read_outline` writes: the position of an operation before the passes
+POSITION = 'einshard.position'
 
 # a custom call for which Shardy has a rule, unlike for chlo.top_k; XLA reads top_k as this, too
 _TOP_K = 'mhlo.topk'
@@ -64,7 +77,7 @@ def is_gspmd(module: Op) -> bool:
         for key in ('arg_attrs', 'res_attrs'):
             if key in op.attributes and any(_GSPMD in given for given in op.attributes[key]):
                 return True
-    return any(_GSPMD in op.attributes for op in _all_ops(module.operation))
+    return any(_GSPMD in op.attributes for op in all_ops(module.operation))
 
 
 @contextmanager
@@ -80,27 +93,60 @@ def propagated(module: Op) -> Generator[Op]:
     Raises:
         NotPropagated: if the module was lowered for GSPMD, or the passes are missing or fail.
     """
+    with imported(module, ()) as copy:
+        run(copy, PASSES)
+        yield copy
+
+
+@contextmanager
+def imported(module: Op, passes: Sequence[str] = IMPORT_PASSES) -> Generator[Op]:
+    """Yields a copy of a module that can be propagated, in its context and with the lock."""
     try:
-        from jax.extend.mlir import ir, passmanager
+        from jax.extend.mlir import ir
     except ImportError as error:
         raise NotPropagated(f'this JAX has no jax.extend.mlir: {error}') from error
     if is_gspmd(module):
         raise NotPropagated('the program was lowered for GSPMD (jax_use_shardy_partitioner is off)')
-    with _lock, module.context, ir.Location.unknown():
+    with locked(module):
         copy = module.operation.clone()
         try:
             _replace_operations(copy, ir)
-            manager = passmanager.PassManager.parse(f'builtin.module({",".join(PASSES)})')
-            # with JAX 0.10, notes on the edges of loops don't pass the verifier
-            manager.enable_verifier(False)
-            manager.run(copy)
         except (ValueError, RuntimeError, ir.MLIRError) as error:
-            reason = str(error).strip().partition('\n')[0]
-            raise NotPropagated(f"Shardy's passes failed: {reason}") from error
+            raise _failed(error) from error
+        run(copy, passes)
         yield copy
 
 
-def _all_ops(op: Op) -> list[Op]:
+@contextmanager
+def locked(module: Op) -> Generator[None]:
+    """Enters the context of a module. Other threads run no passes meanwhile."""
+    from jax.extend.mlir import ir
+
+    with _lock, module.context, ir.Location.unknown():
+        yield
+
+
+def run(module: Op, passes: Sequence[str]) -> None:
+    """Runs passes on a copy of a module, inside `locked`."""
+    from jax.extend.mlir import ir, passmanager
+
+    if not passes:
+        return
+    try:
+        manager = passmanager.PassManager.parse(f'builtin.module({",".join(passes)})')
+        # with JAX 0.10, notes on the edges of loops don't pass the verifier
+        manager.enable_verifier(False)
+        manager.run(module)
+    except (ValueError, RuntimeError, ir.MLIRError) as error:
+        raise _failed(error) from error
+
+
+def _failed(error: Exception) -> NotPropagated:
+    reason = str(error).strip().partition('\n')[0]
+    return NotPropagated(f"Shardy's passes failed: {reason}")
+
+
+def all_ops(op: Op) -> list[Op]:
     """Returns an operation and all inside it. A loop: `Operation.walk` takes twice the time."""
     found = [op]
     for op in found:
@@ -112,7 +158,7 @@ def _all_ops(op: Op) -> list[Op]:
 
 def _replace_operations(module: Op, ir: Any) -> None:
     """Replaces operations on which the passes stop or crash by similar ones."""
-    for op in _all_ops(module):
+    for op in all_ops(module):
         if op.name == 'chlo.top_k':
             attributes = {'call_target_name': ir.StringAttr.get(_TOP_K)}
             _replace(op, 'stablehlo.custom_call', attributes, ir)

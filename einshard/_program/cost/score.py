@@ -1,0 +1,330 @@
+"""The cost of a program from the shardings of its values, without compiling it.
+
+Nearly the sum of the lower bounds of the compiled program (`bounds.py`), in seconds of the chip:
+products, the collectives of the cheapest way to run each operation, and what arguments and results
+take to be read and written. Temporaries, and what the compiler fuses, are unknown before it runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+from ..traced.attributes import Sharding
+from ..traced.outline import MOVE, PRODUCTS, Form, Outline, Step, Type, bytes_of
+from ..traced.program import Axes, Axis, Rule
+from .chips import Chip
+from .mesh_network import MeshNetwork
+
+# more ways to run an operation than 2 to this power are not tried
+_MAX_OPTIONS = 5
+# the CPU backend widens these, see `find_bounds`
+_WIDENED = frozenset(('f32', 'f16'))
+
+
+class Row(NamedTuple):
+    """One cost of a program.
+
+    Attributes:
+        op: the position of the operation in the module; -1 for arguments and results.
+        what: 'product'; the kind of operation that needs collectives, such as 'dot_general' or
+            'sharding_constraint'; 'argument' or 'result' for reads and writes of HBM.
+        value: the number of the value that is moved, made or read.
+        axes: the mesh axes along which partial sums are reduced, or that the value has before.
+        target: what the value has afterwards.
+        bytes: of the value, on all devices.
+    """
+
+    seconds: float
+    what: str
+    op: int
+    value: int
+    axes: Axes
+    target: Axes
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a program with certain shardings costs.
+
+    Attributes:
+        seconds: the sum of the estimates for compute, HBM and network.
+        memory: bytes of arguments and results on a device. Results in the memory of donated
+            arguments count once.
+        shardings: of each value, by its number.
+    """
+
+    seconds: float
+    memory: int
+    shardings: Sequence[Sharding] = field(repr=False)
+
+
+class Way(NamedTuple):
+    """A way to run an operation: the operands that are resharded before, and the rest."""
+
+    moves: tuple[tuple[int, Axes], ...]
+    collectives: float
+    compute: float
+    along: tuple[Axis, ...] = ()
+
+
+class Costs:
+    """Finds the costs of one outline with different shardings.
+
+    Args:
+        share: which part of a chip each device has.
+        is_widened: whether f32 products count as those of bf16; see `find_bounds`.
+    """
+
+    def __init__(
+        self,
+        outline: Outline,
+        network: MeshNetwork,
+        chip: Chip,
+        share: float = 1.0,
+        is_widened: bool = True,
+    ):
+        self.outline, self.network, self.chip = outline, network, chip
+        self.share, self.is_widened = share, is_widened
+        self._ways: dict[tuple[Form, tuple[Axes, ...]], Way] = {}
+        self._bytes = [bytes_of(type_) for type_ in outline.types]
+        self._read, self._written = _traffic(outline)
+
+    def score(self, shardings: Sequence[Sharding]) -> Score:
+        n_bytes = self._bytes
+        shards = self.network.n_shards
+        kept = {*self.outline.aliases.values()}
+        memory = sum(n_bytes[v] // shards(shardings[v].axes) for v in self.outline.arguments)
+        memory += sum(
+            n_bytes[v] // shards(shardings[v].axes)
+            for i, v in enumerate(self.outline.ends)
+            if i not in kept
+        )
+        seconds = sum(seconds for seconds, *_ in self._walk(shardings))
+        return Score(seconds, memory, shardings)
+
+    def rows(self, shardings: Sequence[Sharding]) -> list[Row]:
+        """The costs one by one, largest first."""
+        rows = [
+            Row(seconds, what, op, value, have, want, self._bytes[value])
+            for seconds, what, op, value, have, want in self._walk(shardings)
+            if seconds
+        ]
+        return sorted(rows, key=lambda row: -row.seconds)
+
+    def _walk(
+        self, shardings: Sequence[Sharding]
+    ) -> Iterator[tuple[float, str, int, int, Axes, Axes]]:
+        axes = [sharding.axes for sharding in shardings]
+        n_bytes, network, ways = self._bytes, self.network, self._ways
+        bandwidth = self.chip.memory_bandwidth * self.share
+        for what, values in (('argument', self._read), ('result', self._written)):
+            for value in values:
+                local = n_bytes[value] / network.n_shards(axes[value])
+                yield local / bandwidth, what, -1, value, axes[value], axes[value]
+        # a value that several operations need alike is resharded once
+        moved = set[tuple[int, Axes]]()
+        for form, operands, results, runs, op in self.outline.steps:
+            if form.kind == MOVE:
+                [value], [to] = operands, results
+                have, want = axes[value], axes[to]
+                if have != want and (value, want) not in moved:
+                    moved.add((value, want))
+                    yield runs * network.reshard(have, want, n_bytes[value]), MOVE, op, value, have, want
+                continue
+            key = form, tuple([axes[v] for v in (*operands, *results)])
+            way = ways.get(key)
+            if way is None:
+                way = ways[key] = self._way(form, key[1])
+            for i, want in way.moves:
+                value = operands[i]
+                if (value, want) not in moved:
+                    moved.add((value, want))
+                    have = axes[value]
+                    yield runs * network.reshard(have, want, n_bytes[value]), form.kind, op, value, have, want
+            if way.compute:
+                yield runs * way.compute, 'product', op, results[0], (), ()
+            if way.collectives:
+                made = results[0]
+                yield runs * way.collectives, form.kind, op, made, (way.along,), axes[made]
+
+    # --- one operation ----------------------------------------------------------------------------
+
+    def _way(self, form: Form, axes: tuple[Axes, ...]) -> Way:
+        """The cheapest way to run an operation on values with these mesh axes."""
+        n = len(form.operands)
+        axes = tuple(self.network.split(*axes))
+        ins, outs = axes[:n], axes[n:]
+        if form.groups:
+            return Way((), self._manual(form), 0.0)
+        if form.kind in ('dynamic_slice', 'dynamic_update_slice'):
+            return self._slice(form, ins, outs[0])
+        if form.rule is None:
+            # XLA partitions none of the operations that Shardy does not know, such as a QR
+            whole = ((i, ((),) * len(x)) for i, x in enumerate(ins) if any(x))
+            return Way(tuple(whole), 0.0, 0.0)
+        return self._ruled(form, form.rule, ins, outs)
+
+    def _ruled(self, form: Form, rule: Rule, ins: Sequence[Axes], outs: Sequence[Axes]) -> Way:
+        network, n, is_product = self.network, len(ins), form.kind in PRODUCTS
+        kept = {f for dims in rule.tensors[n:] for dim in dims for f in dim}
+        found = [self._by_factor(rule, i, x) for i, x in enumerate(ins)]
+        wanted = {
+            f: axes
+            for f, axes in self._by_factor(rule, n, outs[0]).items()
+            if f not in rule.whole
+        }
+        # mesh axes that the result does not have there: those of contracted axes, or those of a
+        # product that moves afterwards
+        options = list(
+            dict.fromkeys(
+                (f, a)
+                for by in found
+                for f, axes in by.items()
+                for a in axes
+                if a not in wanted.get(f, ()) and f not in rule.whole and (f not in kept or is_product)
+            )
+        )[:_MAX_OPTIONS]
+        rate = self.chip.rate(self._dtype(form.operands[0])) * self.share if form.flops else 1.0
+        n_out = sum(map(bytes_of, form.results))
+        best: tuple[float, Way] | None = None
+        for chosen in _subsets(options):
+            names = {a for _, a in chosen}
+            if len(names) < len(chosen):
+                continue
+            use = {f: tuple(a for a in axes if a not in names) for f, axes in wanted.items()}
+            for f, a in chosen:
+                use[f] = (*use.get(f, ()), a)
+
+            def place(i: int) -> Axes:
+                return tuple(
+                    tuple(a for f in dim for a in use.get(f, ())) for dim in rule.tensors[i]
+                )
+
+            moves = [(i, want) for i in range(n) if (want := place(i)) != ins[i]]
+            made, partial = place(n), [a for f, a in chosen if f not in kept]
+            scattered = [a for a in partial if any(a in dim for dim in outs[0])]
+            summed = [a for a in partial if a not in scattered]
+            local = n_out / network.n_shards(made)
+            sent = network.seconds('reduce-scatter', scattered, local)
+            local /= prod(map(network.size, scattered))
+            sent += network.seconds('all-reduce', summed, local)
+            made = tuple(
+                (*dim, *(a for a in scattered if a in want))
+                for dim, want in zip(made, outs[0], strict=True)
+            )
+            sent += network.reshard(made, outs[0], n_out)
+            used = prod(network.size(a) for axes in use.values() for a in axes)
+            compute = form.flops / used / rate
+            before = sum(
+                network.reshard(ins[i], want, bytes_of(form.operands[i])) for i, want in moves
+            )
+            seconds = before + sent + compute
+            if best is None or seconds < best[0]:
+                best = seconds, Way(tuple(moves), sent, compute, tuple(partial))
+        assert best is not None  # no axis is one of the choices
+        return best[1]
+
+    def _by_factor(self, rule: Rule, tensor: int, axes: Axes) -> dict[int, tuple[Axis, ...]]:
+        found: dict[int, tuple[Axis, ...]] = {}
+        for factors, dim in zip(rule.tensors[tensor], axes, strict=True):
+            left = [*dim]
+            for f in factors:
+                size, mine = rule.sizes[f], list[Axis]()
+                while left and (size % self.network.size(left[0]) == 0 or f == factors[-1]):
+                    mine.append(left.pop(0))
+                    size //= self.network.size(mine[-1])
+                found[f] = tuple(mine)
+        return found
+
+    def _dtype(self, type_: Type) -> str:
+        return 'bf16' if self.is_widened and type_.dtype in _WIDENED else type_.dtype
+
+    def _slice(self, form: Form, ins: Sequence[Axes], out: Axes) -> Way:
+        """XLA masks slices and updates of one element along a sharded axis.
+
+        For longer ones, it gathers the array.
+        """
+        is_update = form.kind == 'dynamic_update_slice'
+        array, part = (
+            (form.results[0], form.operands[1]) if is_update else (form.operands[0], form.results[0])
+        )
+        sizes = [*zip(array.shape, part.shape, strict=True)]
+        if is_update:
+            made = tuple(x if m in (1, n) else () for (n, m), x in zip(sizes, out, strict=True))
+            update = tuple(x if m == n else () for (n, m), x in zip(sizes, out, strict=True))
+            moves = [(i, x) for i, x in ((0, made), (1, update)) if x != ins[i]]
+            return Way(tuple(moves), self.network.reshard(made, out, bytes_of(array)), 0.0)
+        lost = [
+            a for (n, m), dim in zip(sizes, ins[0], strict=True) if m == 1 < n for a in dim
+        ]
+        want = tuple(
+            tuple(a for a in new if a not in lost) if m == n else old if m == 1 else ()
+            for (n, m), old, new in zip(sizes, ins[0], out, strict=True)
+        )
+        whole = (
+            self.network.size(a)
+            for (n, m), dim in zip(sizes, want, strict=True)
+            if m == n
+            for a in dim
+        )
+        sent = self.network.seconds('all-reduce', lost, bytes_of(part) / prod(whole))
+        return Way(((0, want),) if want != ins[0] else (), sent, 0.0, tuple(lost))
+
+    def _manual(self, form: Form) -> float:
+        """A collective that the user wrote inside `shard_map`."""
+        kind = form.kind.replace('_', '-')
+        larger = max(map(bytes_of, (*form.operands, *form.results)))
+        return self.network.network.seconds_per_byte(kind, form.groups) * larger
+
+
+def _subsets(options: Sequence[tuple[int, Axis]]) -> Iterator[tuple[tuple[int, Axis], ...]]:
+    sizes = range(len(options) + 1)
+    return itertools.chain.from_iterable(itertools.combinations(options, n) for n in sizes)
+
+
+# operations whose result may be in the place of the first operand, and those that fuse into them
+_IN_PLACE = frozenset(('dynamic_update_slice', 'scatter', 'reshape', 'convert', MOVE))
+_FUSED = frozenset(('reshape', 'convert', MOVE))
+
+
+def _traffic(outline: Outline) -> tuple[list[int], list[int]]:
+    """Returns the arguments that are read in full, and the results that are written, as values.
+
+    As in `min_hbm_bytes`: what a gather reads is unknown, and results may be updated in place.
+    """
+    first: dict[int, int] = {}
+    users: dict[int, list[Step]] = {}
+    arguments = {*outline.arguments}
+    for step in outline.steps:
+        for v in step.operands:
+            users.setdefault(v, []).append(step)
+        if step.form.kind in _IN_PLACE:
+            for v in step.results:
+                first.setdefault(v, step.operands[0])
+
+    def is_read(value: int) -> bool:
+        """Whether an operation other than a gather of its elements reads a value."""
+        seen, todo = {value}, [value]
+        for v in todo:
+            for step in users.get(v, ()):
+                if step.form.kind in _FUSED:
+                    todo += [r for r in step.results if r not in seen]
+                    seen.update(step.results)
+                elif step.form.kind != 'gather' or step.operands[0] != v:
+                    return True
+        return False
+
+    def is_written(value: int) -> bool:
+        while value in first:
+            value = first[value]
+        return value not in arguments
+
+    return (
+        [v for v in outline.arguments if is_read(v)],
+        [end for v, end in zip(outline.results, outline.ends, strict=True) if is_written(v)],
+    )
