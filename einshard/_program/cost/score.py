@@ -21,6 +21,9 @@ from .mesh_network import MeshNetwork
 
 # more ways to run an operation than 2 to this power are not tried
 _MAX_OPTIONS = 5
+import os
+_INFINITY = float('inf')
+KEPT=int(os.environ.get('KEPT','0'))
 # the CPU backend widens these, see `find_bounds`
 _WIDENED = frozenset(('f32', 'f16'))
 
@@ -92,6 +95,7 @@ class Costs:
         self.share, self.is_widened = share, is_widened
         self._ways: dict[tuple[Form, tuple[Axes, ...]], Way] = {}
         self._bytes = [bytes_of(type_) for type_ in outline.types]
+        self._elementwise = {step.form for step in outline.steps if _is_elementwise(step.form)}
         self._read, self._written = _traffic(outline)
 
     def score(self, shardings: Sequence[Sharding]) -> Score:
@@ -122,24 +126,36 @@ class Costs:
         axes = [sharding.axes for sharding in shardings]
         n_bytes, network, ways = self._bytes, self.network, self._ways
         bandwidth = self.chip.memory_bandwidth * self.share
-        for what, values in (('argument', self._read), ('result', self._written)):
-            for value in values:
-                local = n_bytes[value] / network.n_shards(axes[value])
-                yield local / bandwidth, what, -1, value, axes[value], axes[value]
+        # of an argument of which an operation only needs a slice, only that is read
+        shards = {v: _INFINITY for v in self._read}
         # a value that several operations need alike is resharded once
         moved = set[tuple[int, Axes]]()
         for form, operands, results, runs, op in self.outline.steps:
             if form.kind == MOVE:
                 [value], [to] = operands, results
                 have, want = axes[value], axes[to]
+                if value in shards:
+                    n = network.n_shards(want)
+                    shards[value] = min(shards[value], max(n, network.n_shards(have)))
                 if have != want and (value, want) not in moved:
                     moved.add((value, want))
                     yield runs * network.reshard(have, want, n_bytes[value]), MOVE, op, value, have, want
                 continue
             key = form, tuple([axes[v] for v in (*operands, *results)])
+            if form in self._elementwise:
+                # Shardy makes the result where the operands are, and reshards it for users that
+                # need it elsewhere
+                made = axes[results[0]] = self._made(form, key[1])
+                key = form, (*key[1][:-1], made)
             way = ways.get(key)
             if way is None:
                 way = ways[key] = self._way(form, key[1])
+            if not shards.keys().isdisjoint(operands):
+                moves = dict(way.moves)
+                for i, value in enumerate(operands):
+                    if value in shards:
+                        n = network.n_shards(moves.get(i, ()))
+                        shards[value] = min(shards[value], max(n, network.n_shards(axes[value])))
             for i, want in way.moves:
                 value = operands[i]
                 if (value, want) not in moved:
@@ -151,6 +167,26 @@ class Costs:
             if way.collectives:
                 made = results[0]
                 yield runs * way.collectives, form.kind, op, made, (way.along,), axes[made]
+        for value, n in shards.items():
+            have = axes[value]
+            local = n_bytes[value] / (network.n_shards(have) if n == _INFINITY else n)
+            yield local / bandwidth, 'argument', -1, value, have, have
+        for value in self._written:
+            local = n_bytes[value] / network.n_shards(axes[value])
+            yield local / bandwidth, 'result', -1, value, axes[value], axes[value]
+
+    def _made(self, form: Form, axes: tuple[Axes, ...]) -> Axes:
+        """Where an elementwise operation runs: as its result is sharded, or as an operand."""
+        choices = dict.fromkeys((axes[-1], *axes[:-1]))
+        if len(choices) == 1:
+            return axes[-1]
+        sizes = [*map(bytes_of, form.operands)]
+
+        def cost(made: Axes) -> float:
+            moved = {(have, size) for have, size in zip(axes[:-1], sizes, strict=True) if have != made}
+            return sum(self.network.reshard(have, made, size) for have, size in moved)
+
+        return min(choices, key=cost)
 
     # --- one operation ----------------------------------------------------------------------------
 
@@ -178,21 +214,29 @@ class Costs:
             for f, axes in self._by_factor(rule, n, outs[0]).items()
             if f not in rule.whole
         }
-        # mesh axes that the result does not have there: those of contracted axes, or those of a
-        # product that moves afterwards
-        options = list(
-            dict.fromkeys(
-                (f, a)
-                for by in found
-                for f, axes in by.items()
-                for a in axes
-                if a not in wanted.get(f, ()) and f not in rule.whole and (f not in kept or is_product)
-            )
-        )[:_MAX_OPTIONS]
+        held: dict[tuple[int, Axis], int] = {}
+        for by in found:
+            for pair in ((f, a) for f, axes in by.items() for a in axes if f not in rule.whole):
+                held[pair] = held.get(pair, 0) + 1
+        # XLA leaves a mesh axis where an operand and the result have it, and sums over an axis
+        # along which all operands are contracted. Others that are contracted, it may gather.
+        agreed = {a for f, a in held if a in wanted.get(f, ())}
+        summed_over = [
+            (f, a) for (f, a), k in held.items() if f not in kept and k == n > 1 and a not in agreed
+        ]
+        agreed |= {a for _, a in summed_over}
+        options = [
+            (f, a)
+            for f, a in held
+            if a not in wanted.get(f, ())
+            and a not in agreed
+            and (f not in kept or (is_product and KEPT))
+        ][:_MAX_OPTIONS]
         rate = self.chip.rate(self._dtype(form.operands[0])) * self.share if form.flops else 1.0
         n_out = sum(map(bytes_of, form.results))
         best: tuple[float, Way] | None = None
         for chosen in _subsets(options):
+            chosen = (*summed_over, *chosen)
             names = {a for _, a in chosen}
             if len(names) < len(chosen):
                 continue
@@ -282,24 +326,36 @@ class Costs:
         return self.network.network.seconds_per_byte(kind, form.groups) * larger
 
 
+def _is_elementwise(form: Form) -> bool:
+    rule = form.rule
+    if rule is None or len(form.results) != 1 or form.kind in PRODUCTS or not form.operands:
+        return False
+    if rule.reduction or rule.whole or rule.moved:
+        return False
+    return all(
+        tensor == rule.tensors[-1] and type_.shape == form.results[0].shape
+        for tensor, type_ in zip(rule.tensors, form.operands, strict=False)
+    )
+
+
 def _subsets(options: Sequence[tuple[int, Axis]]) -> Iterator[tuple[tuple[int, Axis], ...]]:
     sizes = range(len(options) + 1)
     return itertools.chain.from_iterable(itertools.combinations(options, n) for n in sizes)
 
 
-# operations whose result may be in the place of the first operand, and those that fuse into them
+# operations whose result may be in the place of the first operand, and those that fuse into others
 _IN_PLACE = frozenset(('dynamic_update_slice', 'scatter', 'reshape', 'convert', MOVE))
 _FUSED = frozenset(('reshape', 'convert', MOVE))
 
 
 def _traffic(outline: Outline) -> tuple[list[int], list[int]]:
-    """Returns the arguments that are read in full, and the results that are written, as values.
+    """Returns the arguments that are read, and the results that are written, as values.
 
-    As in `min_hbm_bytes`: what a gather reads is unknown, and results may be updated in place.
+    As in `min_hbm_bytes`: what a gather reads is unknown, and donated arguments may be updated in
+    place.
     """
     first: dict[int, int] = {}
     users: dict[int, list[Step]] = {}
-    arguments = {*outline.arguments}
     for step in outline.steps:
         for v in step.operands:
             users.setdefault(v, []).append(step)
@@ -309,22 +365,27 @@ def _traffic(outline: Outline) -> tuple[list[int], list[int]]:
 
     def is_read(value: int) -> bool:
         """Whether an operation other than a gather of its elements reads a value."""
-        seen, todo = {value}, [value]
-        for v in todo:
+        todo = dict.fromkeys([value])
+        for v in (queue := [value]):
+            inside = outline.carried.get(v, ())
             for step in users.get(v, ()):
                 if step.form.kind in _FUSED:
-                    todo += [r for r in step.results if r not in seen]
-                    seen.update(step.results)
+                    inside = [*inside, *step.results]
                 elif step.form.kind != 'gather' or step.operands[0] != v:
                     return True
+            queue += [r for r in inside if r not in todo]
+            todo |= dict.fromkeys(inside)
         return False
 
-    def is_written(value: int) -> bool:
+    def is_written(number: int, value: int) -> bool:
         while value in first:
             value = first[value]
-        return value not in arguments
+        return value not in outline.arguments or (
+            outline.aliases.get(outline.arguments.index(value)) != number
+        )
 
+    ends = enumerate(zip(outline.results, outline.ends, strict=True))
     return (
         [v for v in outline.arguments if is_read(v)],
-        [end for v, end in zip(outline.results, outline.ends, strict=True) if is_written(v)],
+        [end for i, (v, end) in ends if is_written(i, v)],
     )

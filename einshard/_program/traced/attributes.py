@@ -118,11 +118,8 @@ class Attributes:
         if found is None:
             text = str(location)
             path = _PATH.match(text)
-            frames = tuple(
-                Frame(_unescaped(file), int(line), int(column) + 1, *_end(line, *end))
-                for file, line, column, *end in _FRAME.findall(text)
-            )
-            found = self._locations[key] = (_unescaped(path[1]) if path else ''), frames
+            found = (_unescaped(path[1]) if path else ''), frames_of(text)
+            self._locations[key] = found
         return found
 
     def number(self, n: int) -> Any:
@@ -161,6 +158,14 @@ class Attributes:
                 for axis, part, side, number, ends in _EDGE.findall(text)
             )
         return found
+
+
+def frames_of(text: str) -> tuple[Frame, ...]:
+    """The frames in the text of locations."""
+    return tuple(
+        Frame(_unescaped(file), int(line), int(column) + 1, *_end(line, *end))
+        for file, line, column, *end in _FRAME.findall(text)
+    )
 
 
 def _axis_text(axis: Axis) -> str:

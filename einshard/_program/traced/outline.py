@@ -7,6 +7,7 @@ attributes of shardings.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -107,8 +108,8 @@ class Outline:
         steps: in program order.
         arguments, results: the numbers of their values. A result's own value, with its own
             sharding, is in `ends`.
-        producers: the step that gives a value.
-        users: the steps that take a value.
+        aliases: {argument: the result that is in its memory}.
+        carried: the arguments of the condition and the body of a loop, by its result.
         constraints: the value that each constraint gives, by its position in the module.
     """
 
@@ -120,13 +121,20 @@ class Outline:
     ends: list[int] = field(default_factory=list[int])
     aliases: dict[int, int] = field(default_factory=dict[int, int])
     constraints: dict[int, int] = field(default_factory=dict[int, int])
+    carried: dict[int, list[int]] = field(default_factory=dict[int, 'list[int]'])
     mesh_name: str = ''
     # by position, the attributes to read, and the values that each of their shardings is of
     slots: list[tuple[Slot, ...]] = field(default_factory=list['tuple[Slot, ...]'])
     _unsharded: list[Sharding] = field(default_factory=list[Sharding])
 
-    def bytes(self, value: int) -> int:
-        return bytes_of(self.types[value])
+    @functools.cached_property
+    def steps_of(self) -> dict[int, list[int]]:
+        """The steps that take or give each value, by their position in `steps`."""
+        found: dict[int, list[int]] = {}
+        for i, step in enumerate(self.steps):
+            for value in (*step.operands, *step.results):
+                found.setdefault(value, []).append(i)
+        return found
 
     def shardings(self, module: Op, attributes: Attributes) -> list[Sharding]:
         """The sharding of each value in a propagated copy."""
@@ -175,14 +183,26 @@ def read_outline(module: Op, attributes: Attributes) -> Outline:
     return _Reader(attributes, all_ops(ruled)).read(module)
 
 
+def find_mesh(module: Op, attributes: Attributes) -> tuple[str, dict[str, int]]:
+    """Returns the name of the mesh and the sizes of its axes.
+
+    Keys of random numbers may have a second one, without axes.
+    """
+    ops = (view.operation for view in module.regions[0].blocks[0].operations)
+    meshes = [
+        (op.attributes['sym_name'].value, attributes.mesh(op.attributes['mesh']))
+        for op in ops
+        if op.name == 'sdy.mesh'
+    ]
+    return max(meshes, key=lambda mesh: len(mesh[1]), default=('', {}))
+
+
 class _Reader:
     def __init__(self, attributes: Attributes, ruled: Sequence[Op]):
         self._read = attributes
         self._ruled = ruled
         self._values: dict[Any, int] = {}
         self._forms: dict[Any, Form] = {}
-        # arguments of the bodies of a loop, which are sharded as its result
-        self._followers: dict[int, list[int]] = {}
         self.outline = Outline()
 
     def read(self, module: Op) -> Outline:
@@ -192,9 +212,7 @@ class _Reader:
         for i, op in enumerate(ops):
             # the passes may move constraints, and remove operations that nothing uses
             op.attributes[POSITION] = self._read.number(i)
-            if op.name == 'sdy.mesh':
-                outline.mesh.update(self._read.mesh(op.attributes['mesh']))
-                outline.mesh_name = op.attributes['sym_name'].value
+        outline.mesh_name, outline.mesh = find_mesh(module, self._read)
         main = _main_of(module)
         block = main.regions[0].blocks[0]
         outline.arguments = [self._value(v) for v in block.arguments]
@@ -253,7 +271,7 @@ class _Reader:
                 continue
             if kind == 'data_flow_edge':
                 # it has the sharding of what it takes, and of arguments of the body of a loop
-                followers = self._followers.get(operands[0], ())
+                followers = outline.carried.get(operands[0], ())
                 self._slot(at, EDGE_SHARDING, [(*operands, *followers)])
                 values[op.results[0]] = operands[0]
                 continue
@@ -306,7 +324,7 @@ class _Reader:
             for block in blocks:
                 arguments = [self._value(v) for v in block.arguments]
                 for result, argument in zip(results, arguments, strict=True):
-                    self._followers.setdefault(result, []).append(argument)
+                    self.outline.carried.setdefault(result, []).append(argument)
             for value, result in zip(operands, results, strict=True):
                 self._move(value, result, runs, at)
             n = trip_count(op)

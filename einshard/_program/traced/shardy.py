@@ -51,6 +51,8 @@ REPLACED = 'einshard.replaced'  # the name of the operation that stood here
 ADDED = 'einshard.added'  # on an operation that only separates two others
 # attribute that `read_outline` writes: the position of an operation before the passes
 POSITION = 'einshard.position'
+# on an operation that `inline_calls` moved: the locations of the calls, as text
+CALL_AT = 'einshard.call_at'
 
 # a custom call for which Shardy has a rule, unlike for chlo.top_k; XLA reads top_k as this, too
 _TOP_K = 'mhlo.topk'
@@ -177,6 +179,46 @@ def _replace_operations(module: Op, ir: Any) -> None:
                     attributes = {ADDED: ir.UnitAttr.get()}
                     added = _create(_ELEMENTWISE[0], [operand], [operand.type], attributes, op, ir)
                     op.operands[i] = added.results[0]
+
+
+def inline_calls(module: Op) -> None:
+    """Moves the operations of called functions to the calls. The module has been imported.
+
+    Shardy propagates less through calls than XLA does, which inlines them: of an array that the
+    loop of a gradient reads through `dynamic_index_in_dim`, it loses the batch axis. A loop that
+    gathers this array in each step seemed to take 2,390 us instead of 475.
+    """
+    from jax.extend.mlir import ir
+
+    # first, as edges that are erased below must not be read
+    calls = [op for op in all_ops(module) if op.name == 'sdy.named_computation']
+    for call in calls:
+        if IN_SHARDINGS in call.attributes or OUT_SHARDINGS in call.attributes:
+            continue
+        block = call.regions[0].blocks[0]
+        for argument, operand in zip(list(block.arguments), list(call.operands), strict=True):
+            _drop_edges(argument)
+            argument.replace_all_uses_with(operand)
+        for result in call.results:
+            _drop_edges(result)
+        *inner, end = [view.operation for view in block.operations]
+        at = str(call.location)
+        for op in inner:
+            inside = f'{op.attributes[CALL_AT].value} ' if CALL_AT in op.attributes else ''
+            # an attribute that is a location can't be read
+            op.attributes[CALL_AT] = ir.StringAttr.get(inside + at)
+            op.move_before(call)
+        for result, value in zip(call.results, list(end.operands), strict=True):
+            result.replace_all_uses_with(value)
+        call.erase()
+
+
+def _drop_edges(value: Any) -> None:
+    for use in list(value.uses):
+        edge = use.owner.operation
+        if edge.name == 'sdy.data_flow_edge':
+            edge.results[0].replace_all_uses_with(value)
+            edge.erase()
 
 
 # with one and with two operands; the passes don't fold them away

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .attributes import Attributes, Sharding
-from .outline import Site, read_outline
-from .program import CONSTRAINT, Axes
-from .shardy import EDGE_SHARDING, QUICK_PASSES, SHARDING, Op, all_ops, imported, locked, run
+from ..hlo.sources import innermost_frame, innermost_user_frame, is_user_file
+from ..jaxpr.spans import Span
+from .attributes import Attributes, Sharding, frames_of
+from .outline import Site, bytes_of, find_mesh, read_outline
+from .program import CONSTRAINT, Axes, Frame
+from .shardy import CALL_AT, EDGE_SHARDING, QUICK_PASSES, SHARDING, Op, all_ops, imported, inline_calls, locked, run
 
 # operations behind whose results a constraint may help
 _CANDIDATES = frozenset(
@@ -39,6 +41,7 @@ class Variants:
         self._attributes = Attributes()
         self._texts: dict[tuple[Axes, bool], Any] = {}
         with imported(module) as base:
+            inline_calls(base)
             self._base = base
             self._open_candidates()
             self.outline = read_outline(base, self._attributes)
@@ -51,7 +54,8 @@ class Variants:
             self.given = self._read_given()
 
     def _open_candidates(self) -> None:
-        for op in all_ops(self._base):
+        mesh, _ = find_mesh(self._base, self._attributes)
+        for op in all_ops(self._base) if mesh else ():
             if op.name not in _CANDIDATES or len(op.results) != 1:
                 continue
             value = op.results[0]
@@ -61,7 +65,7 @@ class Variants:
             path = self._attributes.location(op.location)[0]
             if 'transpose(' in path and 'rematted' not in path:
                 continue
-            attribute = self._attributes.sharding('mesh', ((),) * len(shape), True)
+            attribute = self._attributes.sharding(mesh, ((),) * len(shape), True)
             new = self._ir.Operation.create(
                 f'sdy.{CONSTRAINT}',
                 [value.type],
@@ -87,6 +91,43 @@ class Variants:
             is_open = not any(axes) and '?' in str(attribute)
             found[Site('constraint', position)] = None if is_open else axes
         return found
+
+    def shape(self, site: Site) -> tuple[int, ...]:
+        return self.outline.types[self.value(site)].shape
+
+    def bytes(self, site: Site) -> int:
+        return bytes_of(self.outline.types[self.value(site)])
+
+    def value(self, site: Site) -> int:
+        """The number of the value whose sharding is at a site."""
+        outline = self.outline
+        if site.kind == 'constraint':
+            return outline.constraints[site.index]
+        return (outline.arguments if site.kind == 'argument' else outline.ends)[site.index]
+
+    def path(self, site: Site) -> tuple[Span, ...]:
+        """The expression of a constraint and its calls: the user's frames, innermost first.
+
+        Empty if it is in a library other than JAX.
+        """
+        with locked(self._base):
+            frames = self._frames(self._ops[site.index])
+        if not frames or innermost_frame(frames) != innermost_user_frame(frames):
+            return ()
+        return tuple(
+            Span(f.file, f.line, f.column - 1, f.end_line, f.end_column - 1)
+            for f in frames
+            if is_user_file(f.file)
+        )
+
+    def _frames(self, op: Op) -> tuple[Frame, ...]:
+        """The frames of an operation and of the calls that it is in, innermost first."""
+        frames = self._attributes.location(op.location)[1]
+        while op is not None:
+            if CALL_AT in op.attributes:
+                frames += frames_of(op.attributes[CALL_AT].value)
+            op = op.parent
+        return frames
 
     def _ends(self) -> list[tuple[str, str, list[int]]]:
         outline = self.outline

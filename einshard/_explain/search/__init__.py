@@ -1,0 +1,1 @@
+"""All small changes of the shardings of a program, ranked by the compiler's own propagation."""

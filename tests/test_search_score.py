@@ -1,0 +1,290 @@
+"""Scores of programs and of their neighbours, against the compiled programs."""
+
+from math import prod
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from einshard import explain
+from einshard._explain.search.edits import edits_of
+from einshard._explain.search.groups import Named, find_groups
+from einshard._explain.search.neighbours import Neighbour
+from einshard._explain.search.rank import Ranking, candidates
+from einshard._program.cost.chips import find_chip
+from einshard._program.cost.mesh_network import MeshNetwork
+from einshard._program.cost.network import Network
+from einshard._program.cost.score import Costs
+from einshard._program.edits.edit import PlaceArguments, RemoveConstraint
+from einshard._program.traced.outline import Site
+from einshard._program.traced.variants import Variants
+
+MESH = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ('data', 'tensor'))
+CHIP = find_chip('TPU v5e')
+
+
+def on(*spec):
+    return NamedSharding(MESH, P(*spec))
+
+
+def struct(shape, *spec, dtype='float32'):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=on(*spec))
+
+
+def costs_of(variants):
+    devices = [SimpleNamespace(id=i, platform='cpu', coords=None) for i in range(8)]
+    network = MeshNetwork(variants.outline.mesh, Network(devices, CHIP))
+    return Costs(variants.outline, network, CHIP)
+
+
+def ranking_of(jitted, *arguments, names, results=('result',), data=()):
+    variants = Variants(jitted.lower(*arguments).compiler_ir('stablehlo'))
+    named = Named(names, results, data)
+    return Ranking(variants, costs_of(variants), find_groups(variants, named))
+
+
+def score(function, *arguments, **options):
+    variants = Variants(jax.jit(function, **options).lower(*arguments).compiler_ir('stablehlo'))
+    return costs_of(variants).score(variants.propagate({})).seconds
+
+
+def compiled(function, *arguments, **options):
+    report = explain(jax.jit(function, **options), *arguments, chip='TPU v5e', tries=0)
+    return sum(bound.seconds for bound in report.bounds)
+
+
+# --- one program against the bounds of the compiled one ---------------------------------------
+
+
+def products(x, up, down):
+    return jax.nn.relu(x @ up) @ down
+
+
+X = struct((512, 1024), 'data')
+UP, DOWN = (1024, 4096), (4096, 1024)
+SPECS = {
+    'tensor': (('data',), (None, 'tensor'), ('tensor',)),
+    'data only': (('data',), (), ()),
+    'FSDP': (('data',), ('data', 'tensor'), ('tensor', 'data')),
+    'contracted twice': ((None, 'tensor'), ('tensor', None), ('data', None)),
+    'unsharded': ((), (), ()),
+    'rows of all devices': ((('data', 'tensor'),), (None, 'tensor'), ('tensor',)),
+}
+
+
+@pytest.mark.parametrize('name', SPECS)
+def test_products_cost_what_is_compiled(name):
+    specs = SPECS[name]
+    arguments = [struct(s, *p) for s, p in zip(((512, 1024), UP, DOWN), specs, strict=True)]
+    assert score(products, *arguments) == pytest.approx(compiled(products, *arguments), rel=0.02)
+
+
+def attention(x, wq, wo):
+    q = jnp.einsum('btd,dhk->bthk', x, wq)
+    p = jax.nn.softmax(jnp.einsum('bthk,bshk->bhts', q, q))
+    return jnp.einsum('bthk,hkd->btd', jnp.einsum('bhts,bshk->bthk', p, q), wo)
+
+
+def scanned(x, layers):
+    return jax.lax.scan(lambda x, w: (products(x, *w), None), x, layers)[0]
+
+
+def step(x, up, down):
+    def loss(weights):
+        return jnp.mean(products(x, *weights) ** 2)
+
+    return jax.tree.map(lambda w, g: w - g, (up, down), jax.grad(loss)((up, down)))
+
+
+def lookup(table, tokens, w):
+    return table[tokens] @ w
+
+
+def cached(cache, x, i):
+    return jax.lax.dynamic_update_slice(cache, x, (0, i, 0))
+
+
+PROGRAMS = {
+    'attention by heads': (
+        attention,
+        struct((8, 256, 512), 'data'),
+        struct((512, 16, 32), None, 'tensor'),
+        struct((16, 32, 512), 'tensor'),
+    ),
+    'scanned layers': (
+        scanned,
+        X,
+        (struct((3, *UP), None, None, 'tensor'), struct((3, *DOWN), None, 'tensor')),
+    ),
+    'gradients': (step, X, struct(UP, None, 'tensor'), struct(DOWN, 'tensor')),
+    'update of a cache along an unsharded axis': (
+        cached,
+        struct((32, 1024, 64), 'data', None, 'tensor'),
+        struct((32, 1, 64), 'data', None, 'tensor'),
+        struct((), dtype='int32'),
+    ),
+}
+
+
+@pytest.mark.parametrize('name', PROGRAMS)
+def test_programs_cost_what_is_compiled(name):
+    function, *arguments = PROGRAMS[name]
+    estimate, bounds = score(function, *arguments), compiled(function, *arguments)
+    assert estimate == pytest.approx(bounds, rel=0.1)
+
+
+def test_loops_run_as_often_as_they_count():
+    function, x, layers = PROGRAMS['scanned layers']
+    alone = score(products, x, *(jax.ShapeDtypeStruct(w.shape[1:], w.dtype, sharding=on(*w.sharding.spec[1:])) for w in layers))
+    traffic = 2 * 512 * 1024 * 4 / 4 / CHIP.memory_bandwidth  # of x and the result, counted once
+    assert score(function, x, layers) == pytest.approx(3 * (alone - traffic) + traffic, rel=0.01)
+
+
+# --- neighbours -------------------------------------------------------------------------------
+
+
+def tensor_parallel(down):
+    """Two products; `down` is sharded as given, and nothing else is wrong."""
+    return jax.jit(products), X, struct(UP, None, 'tensor'), struct(DOWN, *down)
+
+
+def test_the_best_neighbour_repairs_a_weight_as_compiled():
+    jitted, *arguments = tensor_parallel((None, 'tensor'))
+    ranking = ranking_of(jitted, *arguments, names=['x', 'up', 'down'], data=[0])
+    ranked = ranking.rank()
+    right = {Site('argument', 2): (('tensor',), ())}
+    assert right in [one.neighbour.changes for one in ranked[:4]]
+    # each of the best is compiled: none is cheaper than the right one, and the score is as compiled
+    before = compiled(products, *arguments)
+    repaired = compiled(products, *arguments[:2], struct(DOWN, 'tensor'))
+    assert repaired < 0.97 * before
+    [score] = [one.seconds for one in ranked if one.neighbour.changes == right]
+    assert score == pytest.approx(repaired, rel=0.02)
+    best = candidates(ranked, before)
+    assert right in [one.neighbour.changes for one in best]
+    assert len(best) <= 4
+
+
+def test_order_of_arguments_neighbours_is_that_of_compiled_programs():
+    jitted, *arguments = tensor_parallel((None, 'tensor'))
+    ranking = ranking_of(jitted, *arguments, names=['x', 'up', 'down'], data=[0])
+    scores, bounds = [], []
+    for one in ranking.rank():
+        changes = {site.index: axes for site, axes in one.neighbour.changes.items()}
+        if len(one.neighbour.groups) > 1 or any(s.kind != 'argument' for s in one.neighbour.changes):
+            continue
+        changed = [
+            struct(a.shape, *(dim or None for dim in changes[i])) if i in changes else a
+            for i, a in enumerate(arguments)
+        ]
+        scores.append(one.seconds)
+        bounds.append(compiled(products, *changed))
+    ranks = [np.argsort(np.argsort(np.round(x, 9), kind='stable')) for x in (scores, bounds)]
+    assert len(scores) > 20
+    assert np.corrcoef(*ranks)[0, 1] > 0.8
+
+
+def test_right_program_has_no_candidates():
+    jitted, *arguments = tensor_parallel(('tensor',))
+    arguments[0] = struct((8192, 1024), 'data')
+    ranking = ranking_of(jitted, *arguments, names=['x', 'up', 'down'], data=[0])
+    before = compiled(products, *arguments)
+    for one in candidates(ranking.rank(), before):
+        changes = {site.index: axes for site, axes in one.neighbour.changes.items()}
+        # only by sharding something over more devices
+        for i, axes in changes.items():
+            n = prod(MESH.shape[a] for dim in axes for a in dim)
+            assert n > prod(MESH.shape[a] for a in arguments[i].sharding.spec if a)
+
+
+def test_an_accepted_change_is_not_scored_again():
+    jitted, *arguments = tensor_parallel((None, 'tensor'))
+    ranking = ranking_of(jitted, *arguments, names=['x', 'up', 'down'], data=[0])
+    first = ranking.rank()
+    n = ranking.n_scored
+    right = next(o for o in first if o.neighbour.changes == {Site('argument', 2): (('tensor',), ())})
+    ranking.accept(right.neighbour)
+    assert ranking.now.seconds == pytest.approx(right.seconds)
+    for one in ranking.rank():
+        changes = {**ranking.changes, **one.neighbour.changes}
+        assert one.seconds == pytest.approx(ranking.score(changes).seconds, rel=1e-6)
+    assert n > 0
+
+
+# --- groups -----------------------------------------------------------------------------------
+
+
+def update(params, state, x, y):
+    def loss(params):
+        for layer in params['layers']:
+            x_ = jax.lax.with_sharding_constraint(products(x, layer['up'], layer['down']), on('data'))
+        return jnp.mean((x_ - y) ** 2)
+
+    grads = jax.grad(loss)(params)
+    state = jax.tree.map(lambda m, g: 0.9 * m + g, state, grads)
+    return jax.tree.map(lambda p, m: p - m, params, state), state
+
+
+def test_parameters_move_with_their_layers_states_and_results():
+    layer = {'up': struct(UP, None, 'tensor'), 'down': struct(DOWN, 'tensor')}
+    params = {'layers': [layer, layer]}
+    y = struct((512, 1024), 'data')
+    jitted = jax.jit(update, donate_argnums=(0, 1))
+    leaves = ['layers/0/down', 'layers/0/up', 'layers/1/down', 'layers/1/up']
+    names = [f'{tree}/{leaf}' for tree in ('params', 'state') for leaf in leaves]
+    results = [f'result/{i}/{leaf}' for i in range(2) for leaf in leaves]
+    ranking = ranking_of(
+        jitted, params, params, X, y, names=[*names, 'x', 'y'], results=results, data=[8, 9]
+    )
+    groups = {group.key: group for group in ranking.groups}
+    downs = {Site(kind, i) for kind in ('argument', 'result') for i in (0, 2, 4, 6)}
+    assert downs in [set(group.sites) for group in groups.values()]
+    assert {Site('argument', 8), Site('argument', 9)} in [set(g.sites) for g in groups.values()]
+    [constraint] = [g for g in ranking.groups if g.kind == 'constraint']
+    # in the forward pass and, of the gradient, in the backward pass, for both layers of the loop
+    assert len(constraint.sites) >= 2
+    removed = Neighbour(dict.fromkeys(constraint.sites), (constraint,))
+    [edit] = edits_of(removed.changes, ranking.variants, MESH, range(10))
+    assert isinstance(edit, RemoveConstraint)
+    moved = dict.fromkeys(sorted(downs), ((), ('tensor',)))
+    [edit] = edits_of(moved, ranking.variants, MESH, range(10))
+    assert isinstance(edit, PlaceArguments)
+    assert {*edit.arguments} == {*edit.results} == {0, 2, 4, 6}
+    assert edit.arguments[0] == on(None, 'tensor')
+
+
+def test_removing_a_constraint_is_scored_as_the_program_without_it():
+    def constrained(x, w):
+        h = jax.lax.with_sharding_constraint(x @ w, on())
+        return h @ w.T
+
+    def free(x, w):
+        return (x @ w) @ w.T
+
+    arguments = X, struct(UP, None, 'tensor')
+    ranking = ranking_of(jax.jit(constrained), *arguments, names=['x', 'w'], data=[0])
+    [group] = [g for g in ranking.groups if g.kind == 'constraint']
+    without = ranking.score(dict.fromkeys(group.sites)).seconds
+    assert without == pytest.approx(compiled(free, *arguments), rel=0.02)
+    assert ranking.now.seconds == pytest.approx(compiled(constrained, *arguments), rel=0.05)
+    assert ranking.rank()[0].seconds <= without * 1.001
+
+
+def test_adding_a_constraint_is_scored_as_the_program_with_it():
+    def free(x, w):
+        return jax.nn.relu(x @ w).sum(0)
+
+    def constrained(x, w):
+        h = jax.lax.with_sharding_constraint(x @ w, on('data', 'tensor'))
+        return jax.nn.relu(h).sum(0)
+
+    arguments = struct((512, 1024)), struct(UP)
+    ranking = ranking_of(jax.jit(free), *arguments, names=['x', 'w'], data=[0])
+    [group] = [g for g in ranking.groups if g.kind == 'value']
+    added = ranking.score(dict.fromkeys(group.sites, (('data',), ('tensor',)))).seconds
+    assert added == pytest.approx(compiled(constrained, *arguments), rel=0.05)
+    assert added < ranking.now.seconds
