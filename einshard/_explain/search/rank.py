@@ -39,11 +39,12 @@ class Ranked:
     neighbour: Neighbour
 
     @property
-    def order(self) -> tuple[int, int, int, int]:
-        """The cheapest first; of equal ones the plainest."""
+    def order(self) -> tuple[int, int, int, int, int]:
+        """The cheapest first; of equal ones the plainest, and without new memory."""
         kinds = [_KINDS.index(group.kind) for group in self.neighbour.groups]
         axes = [a for x in self.neighbour.changes.values() for dim in x or () for a in dim]
-        return round(log(self.seconds or 1e-12) / _EQUAL), len(kinds), sum(kinds), len({*axes})
+        equal = round(log(self.seconds or 1e-12) / _EQUAL)
+        return equal, len(kinds), sum(kinds), self.memory, len({*axes})
 
 
 @dataclass
@@ -138,7 +139,7 @@ class Ranking:
         if before is None or after is None:
             self._known.clear()
             return
-        touched = self._touched(before, after)
+        touched = self._touched(before, after, neighbour.changes)
         changed = neighbour.changes.keys()
         self._known = {
             key: known
@@ -162,17 +163,20 @@ class Ranking:
                 known = self._known[key] = _Known(
                     score.seconds - now.seconds,
                     score.memory - now.memory,
-                    self._touched(now, score),
+                    self._touched(now, score, neighbour.changes),
                 )
             seconds, memory = now.seconds + known.gain, now.memory + known.memory
             found.append(Ranked(seconds, memory, neighbour))
         return found
 
-    def _touched(self, a: Score, b: Score) -> frozenset[int]:
-        """The steps of which an operand or a result is sharded differently."""
+    def _touched(self, a: Score, b: Score, sites: Iterable[Site]) -> frozenset[int]:
+        """The steps of which an operand or a result is sharded differently, and those at sites."""
         pairs = zip(a.shardings, b.shardings, strict=True)
+        values = [v for v, (x, y) in enumerate(pairs) if x != y]
         steps = self.variants.outline.steps_of
-        return frozenset(s for v, (x, y) in enumerate(pairs) if x != y for s in steps.get(v, ()))
+        # a constraint may change nothing now, and hold a sharding when something else changes
+        values += map(self.variants.value, sites)
+        return frozenset(s for v in values for s in steps.get(v, ()))
 
 
 def candidates(ranked: Sequence[Ranked], compiled: float, n: int = 4) -> list[Ranked]:

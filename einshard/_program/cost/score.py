@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import inf, prod
 from typing import NamedTuple
 
 from ..traced.attributes import Sharding
@@ -22,7 +22,6 @@ from .mesh_network import MeshNetwork
 # more ways to run an operation than 2 to this power are not tried
 _MAX_OPTIONS = 5
 import os
-_INFINITY = float('inf')
 KEPT=int(os.environ.get('KEPT','0'))
 # the CPU backend widens these, see `find_bounds`
 _WIDENED = frozenset(('f32', 'f16'))
@@ -127,7 +126,7 @@ class Costs:
         n_bytes, network, ways = self._bytes, self.network, self._ways
         bandwidth = self.chip.memory_bandwidth * self.share
         # of an argument of which an operation only needs a slice, only that is read
-        shards = {v: _INFINITY for v in self._read}
+        shards = {v: inf for v in self._read}
         # a value that several operations need alike is resharded once
         moved = set[tuple[int, Axes]]()
         for form, operands, results, runs, op in self.outline.steps:
@@ -169,7 +168,7 @@ class Costs:
                 yield runs * way.collectives, form.kind, op, made, (way.along,), axes[made]
         for value, n in shards.items():
             have = axes[value]
-            local = n_bytes[value] / (network.n_shards(have) if n == _INFINITY else n)
+            local = n_bytes[value] / (network.n_shards(have) if n == inf else n)
             yield local / bandwidth, 'argument', -1, value, have, have
         for value in self._written:
             local = n_bytes[value] / network.n_shards(axes[value])
@@ -219,19 +218,17 @@ class Costs:
             for pair in ((f, a) for f, axes in by.items() for a in axes if f not in rule.whole):
                 held[pair] = held.get(pair, 0) + 1
         # XLA leaves a mesh axis where an operand and the result have it, and sums over an axis
-        # along which all operands are contracted. Others that are contracted, it may gather.
+        # along which all operands are contracted. Where one is, it may gather it (measured on CPU).
         agreed = {a for f, a in held if a in wanted.get(f, ())}
+        is_reduction = form.kind == 'reduce'
         summed_over = [
-            (f, a) for (f, a), k in held.items() if f not in kept and k == n > 1 and a not in agreed
+            (f, a)
+            for (f, a), k in held.items()
+            if f not in kept and a not in agreed and (is_reduction or k == n > 1)
         ]
         agreed |= {a for _, a in summed_over}
-        options = [
-            (f, a)
-            for f, a in held
-            if a not in wanted.get(f, ())
-            and a not in agreed
-            and (f not in kept or (is_product and KEPT))
-        ][:_MAX_OPTIONS]
+        options = [(f, a) for f, a in held if f not in kept and a not in agreed][:_MAX_OPTIONS]
+        n_devices, n_agreed = prod(network.mesh.values()), prod(map(network.size, agreed))
         rate = self.chip.rate(self._dtype(form.operands[0])) * self.share if form.flops else 1.0
         n_out = sum(map(bytes_of, form.results))
         best: tuple[float, Way] | None = None
@@ -240,6 +237,9 @@ class Costs:
             names = {a for _, a in chosen}
             if len(names) < len(chosen):
                 continue
+            n_used = n_agreed * prod(map(network.size, names - agreed))
+            if is_product and names - agreed and n_used != n_devices:
+                continue  # it finds no way to sum if devices would repeat the product
             use = {f: tuple(a for a in axes if a not in names) for f, axes in wanted.items()}
             for f, a in chosen:
                 use[f] = (*use.get(f, ()), a)

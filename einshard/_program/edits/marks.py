@@ -215,4 +215,9 @@ def _tags_of(op: Any) -> list[tuple[int, int]]:
     """Returns the number of the tag of an operation, and how many axes `jax.vmap` adds."""
     if op.name != _CONSTRAINT:
         return []
-    return [(int(n), int(mapped)) for n, mapped in _TAG.findall(str(op.location))[-1:]]
+    return tags_in(str(op.location))
+
+
+def tags_in(location: str) -> list[tuple[int, int]]:
+    """As `_tags_of`, from the text of a location."""
+    return [(int(n), int(mapped)) for n, mapped in _TAG.findall(location)[-1:]]

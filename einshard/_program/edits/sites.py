@@ -90,6 +90,11 @@ class Sites:
     def _tags(self) -> dict[Key, int]:
         return self._draft.tags or {}
 
+    @property
+    def keys(self) -> dict[int, Key]:
+        """What each tag is of, by its number; see `marks.tags_in`."""
+        return {number: key for key, number in self._tags.items()}
+
     @cached_property
     def _marks(self) -> Marks:
         user = {self._tags['constraint', path] for path in self.constraints}

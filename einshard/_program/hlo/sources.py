@@ -156,12 +156,6 @@ def innermost_user_frame(frames: Iterable[_Frame]) -> _Frame | None:
     return in_library or innermost
 
 
-def innermost_frame(frames: Iterable[_Frame]) -> _Frame | None:
-    """Returns the innermost frame outside JAX and einshard."""
-    outside = (f for f in frames if not (f[0].startswith(_PACKAGE) or _JAX_FILE.search(f[0])))
-    return next(outside, None)
-
-
 def is_user_file(file: str) -> bool:
     is_library = file.startswith(_PACKAGE) or _JAX_FILE.search(file) or _LIBRARY_FILE.search(file)
     return bool(file) and not is_library

@@ -118,18 +118,20 @@ class Attributes:
         if found is None:
             text = str(location)
             path = _PATH.match(text)
-            found = (_unescaped(path[1]) if path else ''), frames_of(text)
-            self._locations[key] = found
+            frames = tuple(
+                Frame(_unescaped(file), int(line), int(column) + 1, *_end(line, *end))
+                for file, line, column, *end in _FRAME.findall(text)
+            )
+            found = self._locations[key] = (_unescaped(path[1]) if path else ''), frames
         return found
 
     def number(self, n: int) -> Any:
         """An attribute with a number."""
         return self._ir.IntegerAttr.get(self._ir.IntegerType.get_signless(64), n)
 
-    def sharding(self, mesh: str, axes: Axes, is_open: bool = False) -> Any:
-        """The attribute of a sharding. If it is open, propagation may add axes to a dimension."""
-        more = ['?'] if is_open else []
-        dims = ('{' + ', '.join([*map(_axis_text, dim), *more]) + '}' for dim in axes)
+    def sharding(self, mesh: str, axes: Axes) -> Any:
+        """The attribute of a sharding to which propagation adds nothing."""
+        dims = ('{' + ', '.join(map(_axis_text, dim)) + '}' for dim in axes)
         return self._ir.Attribute.parse(f'#sdy.sharding<@{mesh}, [{", ".join(dims)}]>')
 
     def origins(self, attribute: Any) -> tuple[dict[Axis, str], ...]:
@@ -158,14 +160,6 @@ class Attributes:
                 for axis, part, side, number, ends in _EDGE.findall(text)
             )
         return found
-
-
-def frames_of(text: str) -> tuple[Frame, ...]:
-    """The frames in the text of locations."""
-    return tuple(
-        Frame(_unescaped(file), int(line), int(column) + 1, *_end(line, *end))
-        for file, line, column, *end in _FRAME.findall(text)
-    )
 
 
 def _axis_text(axis: Axis) -> str:

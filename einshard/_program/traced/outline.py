@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -110,7 +110,8 @@ class Outline:
             sharding, is in `ends`.
         aliases: {argument: the result that is in its memory}.
         carried: the arguments of the condition and the body of a loop, by its result.
-        constraints: the value that each constraint gives, by its position in the module.
+        constraints, constrained: the value that each constraint gives, and the one that it takes,
+            by its position in the module, in program order.
     """
 
     mesh: dict[str, int] = field(default_factory=dict[str, int])
@@ -121,6 +122,7 @@ class Outline:
     ends: list[int] = field(default_factory=list[int])
     aliases: dict[int, int] = field(default_factory=dict[int, int])
     constraints: dict[int, int] = field(default_factory=dict[int, int])
+    constrained: dict[int, int] = field(default_factory=dict[int, int])
     carried: dict[int, list[int]] = field(default_factory=dict[int, 'list[int]'])
     mesh_name: str = ''
     # by position, the attributes to read, and the values that each of their shardings is of
@@ -136,8 +138,14 @@ class Outline:
                 found.setdefault(value, []).append(i)
         return found
 
-    def shardings(self, module: Op, attributes: Attributes) -> list[Sharding]:
-        """The sharding of each value in a propagated copy."""
+    def shardings(
+        self, module: Op, attributes: Attributes, removed: Collection[int] = ()
+    ) -> list[Sharding]:
+        """The sharding of each value in a propagated copy.
+
+        Args:
+            removed: the positions of constraints that the copy does not have.
+        """
         found = [*self._unsharded]
         read = attributes.shardings
         for op in all_ops(module):
@@ -160,6 +168,9 @@ class Outline:
             for value, given in zip(values, main.attributes[key], strict=True):
                 if SHARDING in given:
                     found[value] = read(given[SHARDING])[0]
+        for position, value in self.constraints.items():  # in program order
+            if position in removed:
+                found[value] = found[self.constrained[position]]
         return found
 
 
@@ -279,6 +290,7 @@ class _Reader:
             if kind == CONSTRAINT:
                 self._slot(at, EDGE_SHARDING, [(results[0],)])
                 outline.constraints[at] = results[0]
+                outline.constrained[at] = operands[0]
                 self._move(operands[0], results[0], runs, at)
             else:
                 self._slot(at, SHARDING, ((v,) for v in results))

@@ -51,8 +51,6 @@ REPLACED = 'einshard.replaced'  # the name of the operation that stood here
 ADDED = 'einshard.added'  # on an operation that only separates two others
 # attribute that `read_outline` writes: the position of an operation before the passes
 POSITION = 'einshard.position'
-# on an operation that `inline_calls` moved: the locations of the calls, as text
-CALL_AT = 'einshard.call_at'
 
 # a custom call for which Shardy has a rule, unlike for chlo.top_k; XLA reads top_k as this, too
 _TOP_K = 'mhlo.topk'
@@ -188,8 +186,6 @@ def inline_calls(module: Op) -> None:
     loop of a gradient reads through `dynamic_index_in_dim`, it loses the batch axis. A loop that
     gathers this array in each step seemed to take 2,390 us instead of 475.
     """
-    from jax.extend.mlir import ir
-
     # first, as edges that are erased below must not be read
     calls = [op for op in all_ops(module) if op.name == 'sdy.named_computation']
     for call in calls:
@@ -202,11 +198,7 @@ def inline_calls(module: Op) -> None:
         for result in call.results:
             _drop_edges(result)
         *inner, end = [view.operation for view in block.operations]
-        at = str(call.location)
         for op in inner:
-            inside = f'{op.attributes[CALL_AT].value} ' if CALL_AT in op.attributes else ''
-            # an attribute that is a location can't be read
-            op.attributes[CALL_AT] = ir.StringAttr.get(inside + at)
             op.move_before(call)
         for result, value in zip(call.results, list(end.operands), strict=True):
             result.replace_all_uses_with(value)

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..hlo.sources import innermost_frame, innermost_user_frame, is_user_file
-from ..jaxpr.spans import Span
-from .attributes import Attributes, Sharding, frames_of
-from .outline import Site, bytes_of, find_mesh, read_outline
-from .program import CONSTRAINT, Axes, Frame
-from .shardy import CALL_AT, EDGE_SHARDING, QUICK_PASSES, SHARDING, Op, all_ops, imported, inline_calls, locked, run
-
-# operations behind whose results a constraint may help
-_CANDIDATES = frozenset(
-    f'stablehlo.{name}'
-    for name in ('dot_general', 'convolution', 'gather', 'add', 'reshape', 'concatenate')
+from ..edits.keys import Path
+from .attributes import Attributes, Sharding
+from .outline import Site, bytes_of, read_outline
+from .program import CONSTRAINT, Axes
+from .shardy import (
+    EDGE_SHARDING,
+    POSITION,
+    QUICK_PASSES,
+    SHARDING,
+    Op,
+    all_ops,
+    imported,
+    inline_calls,
+    locked,
+    run,
 )
+
+_CONSTRAINT = f'sdy.{CONSTRAINT}'
 
 
 class Variants:
     """Propagates a module with other shardings of its arguments, results and constraints.
 
     Args:
-        module: from `lowered.compiler_ir('stablehlo')`. It is not changed.
+        module: from `lowered.compiler_ir('stablehlo')`, as that of `Sites`. It is not changed.
+        path_of: returns the call path of a constraint from the text of its location; () if it
+            cannot be changed.
 
     Attributes:
         outline: what it computes.
@@ -34,16 +42,15 @@ class Variants:
         NotPropagated: if Shardy cannot read it.
     """
 
-    def __init__(self, module: Op):
+    def __init__(self, module: Op, path_of: Callable[[str], Path] = lambda _: ()):
         from jax.extend.mlir import ir
 
         self._ir: Any = ir
         self._attributes = Attributes()
-        self._texts: dict[tuple[Axes, bool], Any] = {}
+        self._texts: dict[Axes, Any] = {}
         with imported(module) as base:
             inline_calls(base)
             self._base = base
-            self._open_candidates()
             self.outline = read_outline(base, self._attributes)
             self._ops = all_ops(base)
             self._main = next(
@@ -52,30 +59,14 @@ class Variants:
                 if op.name == 'func.func' and op.attributes['sym_name'].value == 'main'
             )
             self.given = self._read_given()
-
-    def _open_candidates(self) -> None:
-        mesh, _ = find_mesh(self._base, self._attributes)
-        for op in all_ops(self._base) if mesh else ():
-            if op.name not in _CANDIDATES or len(op.results) != 1:
-                continue
-            value = op.results[0]
-            shape = getattr(value.type, 'shape', ())
-            if len(shape) < 2 or any(u.owner.name == f'sdy.{CONSTRAINT}' for u in value.uses):
-                continue
-            path = self._attributes.location(op.location)[0]
-            if 'transpose(' in path and 'rematted' not in path:
-                continue
-            attribute = self._attributes.sharding(mesh, ((),) * len(shape), True)
-            new = self._ir.Operation.create(
-                f'sdy.{CONSTRAINT}',
-                [value.type],
-                [value],
-                {EDGE_SHARDING: attribute},
-                loc=op.location,
-                ip=self._ir.InsertionPoint(op),
-            )
-            new.move_after(op)
-            value.replace_all_uses_except(new.results[0], [new])
+            self.paths = {
+                site: path_of(str(self._ops[site.index].location))
+                for site in self.given
+                if site.kind == 'constraint'
+            }
+            # open constraints are taken out: with others in conflict, they would decide where a
+            # sharding stops
+            self._open = {s.index for s, axes in self.given.items() if s in self.paths and axes is None}
 
     def _read_given(self) -> dict[Site, Axes | None]:
         read, found = self._attributes, dict[Site, Axes | None]()
@@ -105,30 +96,6 @@ class Variants:
             return outline.constraints[site.index]
         return (outline.arguments if site.kind == 'argument' else outline.ends)[site.index]
 
-    def path(self, site: Site) -> tuple[Span, ...]:
-        """The expression of a constraint and its calls: the user's frames, innermost first.
-
-        Empty if it is in a library other than JAX.
-        """
-        with locked(self._base):
-            frames = self._frames(self._ops[site.index])
-        if not frames or innermost_frame(frames) != innermost_user_frame(frames):
-            return ()
-        return tuple(
-            Span(f.file, f.line, f.column - 1, f.end_line, f.end_column - 1)
-            for f in frames
-            if is_user_file(f.file)
-        )
-
-    def _frames(self, op: Op) -> tuple[Frame, ...]:
-        """The frames of an operation and of the calls that it is in, innermost first."""
-        frames = self._attributes.location(op.location)[1]
-        while op is not None:
-            if CALL_AT in op.attributes:
-                frames += frames_of(op.attributes[CALL_AT].value)
-            op = op.parent
-        return frames
-
     def _ends(self) -> list[tuple[str, str, list[int]]]:
         outline = self.outline
         return [
@@ -140,8 +107,8 @@ class Variants:
         """Returns the sharding of each value, by its number in the outline.
 
         Args:
-            changes: other shardings of sites. None leaves a result as it is computed, and opens
-                each dimension of a constraint, which has the effect of removing it.
+            changes: other shardings of sites. None leaves a result as it is computed, and removes a
+                constraint.
 
         Raises:
             NotPropagated: if the passes fail.
@@ -156,8 +123,14 @@ class Variants:
                         del op.attributes[key]
                     else:
                         op.attributes[key] = attribute
+            removed = {s.index for s, axes in changes.items() if s in self.paths and axes is None}
+            removed |= self._open - {s.index for s, axes in changes.items() if axes is not None}
+            for op in all_ops(copy) if removed else ():
+                if op.name == _CONSTRAINT and op.attributes[POSITION].value in removed:
+                    op.results[0].replace_all_uses_with(op.operands[0])
+                    op.erase()
             run(copy, QUICK_PASSES)
-            return self.outline.shardings(copy, self._attributes)
+            return self.outline.shardings(copy, self._attributes, removed)
 
     def _mark(self, changes: Mapping[Site, Axes | None]) -> list[tuple[Op, str, Any]]:
         """Sets attributes. Returns what they were before."""
@@ -183,15 +156,11 @@ class Variants:
                 each.append(attributes)
             put(self._main, key, ir.ArrayAttr.get(each))
         for site, axes in changes.items():
-            if site.kind == 'constraint':
-                ndim = len(self.outline.types[self.outline.constraints[site.index]].shape)
-                attribute = self._sharding(((),) * ndim if axes is None else axes, axes is None)
-                put(self._ops[site.index], EDGE_SHARDING, attribute)
+            if site.kind == 'constraint' and axes is not None:
+                put(self._ops[site.index], EDGE_SHARDING, self._sharding(axes))
         return before
 
-    def _sharding(self, axes: Axes, is_open: bool = False) -> Any:
-        key = axes, is_open
-        if key not in self._texts:
-            name = self.outline.mesh_name
-            self._texts[key] = self._attributes.sharding(name, axes, is_open)
-        return self._texts[key]
+    def _sharding(self, axes: Axes) -> Any:
+        if axes not in self._texts:
+            self._texts[axes] = self._attributes.sharding(self.outline.mesh_name, axes)
+        return self._texts[axes]
