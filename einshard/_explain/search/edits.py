@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..._program.edits.call import JittedCall
 from ..._program.edits.edit import (
     Constrain,
     Edit,
@@ -14,12 +15,11 @@ from ..._program.edits.edit import (
     RemoveConstraint,
     ReplaceConstraint,
 )
-from ..._program.edits.call import JittedCall
 from ..._program.edits.keys import Path
 from ..._program.edits.marks import tags_in
 from ..._program.edits.sites import Sites
 from ..._program.jaxpr.graph import flatten
-from ..._program.traced.outline import Site
+from ..._program.traced.outline import Place
 from ..._program.traced.program import Axes
 from ..._program.traced.variants import Variants
 from ..._sharding.mesh import AnyMesh
@@ -31,7 +31,7 @@ _CANDIDATES = frozenset(
 
 
 def edits_of(
-    changes: Mapping[Site, Axes | None], variants: Variants, mesh: AnyMesh
+    changes: Mapping[Place, Axes | None], variants: Variants, mesh: AnyMesh
 ) -> tuple[Edit, ...]:
     """Returns the edits that make changes of the module of `Sites` in its program."""
     arguments, results = dict[int, NamedSharding](), dict[int, NamedSharding]()
@@ -48,7 +48,7 @@ def edits_of(
         elif site.kind == 'argument':
             arguments[site.index] = sharding_of(axes or (), mesh)
         else:
-            results[site.index] = None if axes is None else sharding_of(axes, mesh)
+            results[site.index] = sharding_of(axes or (), mesh)
     placed: list[Edit] = []
     if arguments:
         placed = [PlaceArguments(arguments, results)]

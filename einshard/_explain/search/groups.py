@@ -10,7 +10,7 @@ from itertools import chain
 from math import prod
 
 from ..._program.jaxpr.spans import Span
-from ..._program.traced.outline import Site
+from ..._program.traced.outline import Place
 from ..._program.traced.program import Axes
 from ..._program.traced.variants import Variants
 
@@ -33,7 +33,7 @@ class Group:
 
     key: Hashable
     kind: str
-    sites: tuple[Site, ...]
+    sites: tuple[Place, ...]
     path: tuple[Span, ...] = ()
     names: tuple[str, ...] = ()
 
@@ -72,7 +72,7 @@ def _ends(variants: Variants, named: Named) -> Iterable[Group]:
     outline, given = variants.outline, variants.given
     shape = {site: variants.shape(site) for site in given if site.kind != 'constraint'}
     names = {
-        Site(kind, i): name
+        Place(kind, i): name
         for kind, each in (('argument', named.arguments), ('result', named.results))
         for i, name in enumerate(each)
     }
@@ -85,7 +85,7 @@ def _ends(variants: Variants, named: Named) -> Iterable[Group]:
         if site.kind == 'argument' and site.index not in named.data
     }
 
-    def owner(site: Site) -> Hashable:
+    def owner(site: Place) -> Hashable:
         """The parameter: the argument of this shape with the shortest path that ends the site's."""
         if site.kind == 'argument' and site.index in named.data:
             return 'data', shape[site][:1]
@@ -97,13 +97,13 @@ def _ends(variants: Variants, named: Named) -> Iterable[Group]:
         ]
         return min(alike, key=lambda each: len(each[0]), default=('result', names[site]))
 
-    groups: dict[Hashable, dict[Site, None]] = defaultdict(dict)
+    groups: dict[Hashable, dict[Place, None]] = defaultdict(dict)
     for site in names:
         if not shape[site]:
             continue
         if site.kind == 'result' and site.index in replaced:
             # what replaces an argument is sharded as it, or the module may not compile
-            groups[owner(Site('argument', replaced[site.index]))][site] = None
+            groups[owner(Place('argument', replaced[site.index]))][site] = None
         else:
             groups[owner(site)][site] = None
     alike: dict[Hashable, list[Hashable]] = defaultdict(list)
@@ -143,7 +143,7 @@ def _stripped(axes: Axes | None) -> Axes:
 
 
 def _values(variants: Variants) -> Iterable[Group]:
-    groups: dict[Hashable, list[Site]] = defaultdict(list)
+    groups: dict[Hashable, list[Place]] = defaultdict(list)
     paths: dict[Hashable, tuple[Span, ...]] = {}
     sizes = [prod(variants.shape(site)) for site in variants.given]
     smallest = _MIN_SIZE * max(sizes, default=0)
@@ -159,7 +159,7 @@ def _values(variants: Variants) -> Iterable[Group]:
         key = kind, path, variants.shape(site)
         groups[key].append(site)
         paths[key] = path
-    by_line: dict[Hashable, list[Hashable]] = defaultdict(list)
+    by_line: dict[tuple[Span, Axes], list[Hashable]] = defaultdict(list)
     for key, sites in groups.items():
         kind = 'value' if variants.given[sites[0]] is None else 'constraint'
         yield Group(key, kind, tuple(sites), paths[key])

@@ -1,4 +1,4 @@
-"""All small changes of a program's shardings: one group of sites, one mesh axis or two array axes."""
+"""All small changes of a program's shardings: one group, and one mesh axis or two array axes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ..._program.traced.outline import Site
+from ..._program.traced.outline import Place
 from ..._program.traced.program import Axes, Axis
 from .groups import Group
 
@@ -17,12 +17,11 @@ class Neighbour:
     """A change of the shardings of one group, or of two.
 
     Attributes:
-        changes: the new mesh axes of each site. None removes a constraint, and leaves a result as
-            the compiler computes it.
+        changes: the new mesh axes of each site. None removes a constraint.
         groups: what changes.
     """
 
-    changes: Mapping[Site, Axes | None]
+    changes: Mapping[Place, Axes | None]
     groups: tuple[Group, ...]
 
     def __or__(self, other: Neighbour) -> Neighbour:
@@ -31,9 +30,9 @@ class Neighbour:
 
 def find_neighbours(
     groups: Iterable[Group],
-    given: Mapping[Site, Axes | None],
-    shape_of: Callable[[Site], Sequence[int]],
-    propagated: Callable[[Site], Axes],
+    given: Mapping[Place, Axes | None],
+    shape_of: Callable[[Place], Sequence[int]],
+    propagated: Callable[[Place], Axes],
     mesh: Mapping[str, int],
 ) -> Iterator[Neighbour]:
     """Yields all changes of one group.
@@ -47,7 +46,7 @@ def find_neighbours(
         placed = [site for site in sites if given[site] is not None]
         # arrays of different ranks, such as tokens and labels, move by their leading dimensions
         ndim = min(len(shape_of(site)) for site in sites)
-        if placed and group.kind in ('constraint', 'result'):
+        if placed and group.kind == 'constraint':
             yield Neighbour(dict.fromkeys(placed), (group,))
         first = given[placed[0]] if placed else None
         start = propagated(sites[0]) if first is None else first
@@ -57,9 +56,9 @@ def find_neighbours(
         targets |= {axes: None for site in placed if len(axes := given[site] or ()) == ndim}
         if group.kind == 'result' and not placed:
             targets[start] = None  # pinned as the compiler computes it
-        seen: set[tuple[tuple[Site, Axes], ...]] = set()
+        seen: set[tuple[tuple[Place, Axes], ...]] = set()
         for target in targets:
-            changes: dict[Site, Axes | None] = {}
+            changes: dict[Place, Axes | None] = {}
             for site in sites:
                 full = target + (given[site] or ((),) * len(shape_of(site)))[ndim:]
                 # results of an argument's group that the user did not place follow by themselves

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import inf, log
 
 from ..._program.cost.score import Costs, Score
-from ..._program.traced.outline import Site
+from ..._program.traced.outline import Place
 from ..._program.traced.program import Axes
 from ..._program.traced.shardy import NotPropagated
 from ..._program.traced.variants import Variants
@@ -70,12 +70,12 @@ class Ranking:
     variants: Variants
     costs: Costs
     groups: Sequence[Group]
-    changes: dict[Site, Axes | None] = field(default_factory=dict['Site', 'Axes | None'])
+    changes: dict[Place, Axes | None] = field(default_factory=dict['Place', 'Axes | None'])
     n_scored: int = 0
     n_refused: int = 0
     n_left: int = 0
-    _known: dict[frozenset[tuple[Site, Axes | None]], _Known] = field(
-        default_factory=dict['frozenset[tuple[Site, Axes | None]]', '_Known']
+    _known: dict[frozenset[tuple[Place, Axes | None]], _Known] = field(
+        default_factory=dict['frozenset[tuple[Place, Axes | None]]', '_Known']
     )
     _now: Score | None = None
 
@@ -86,7 +86,7 @@ class Ranking:
             self._now = self.score(self.changes)
         return self._now
 
-    def score(self, changes: Mapping[Site, Axes | None]) -> Score | None:
+    def score(self, changes: Mapping[Place, Axes | None]) -> Score | None:
         """The score of the program with changes, or None if Shardy cannot propagate it."""
         try:
             shardings = self.variants.propagate(changes)
@@ -102,7 +102,7 @@ class Ranking:
         if now is None:
             return []
 
-        def propagated(site: Site) -> Axes:
+        def propagated(site: Place) -> Axes:
             return now.shardings[variants.value(site)].axes
 
         given = {**variants.given, **self.changes}
@@ -169,7 +169,7 @@ class Ranking:
             found.append(Ranked(seconds, memory, neighbour))
         return found
 
-    def _touched(self, a: Score, b: Score, sites: Iterable[Site]) -> frozenset[int]:
+    def _touched(self, a: Score, b: Score, sites: Iterable[Place]) -> frozenset[int]:
         """The steps of which an operand or a result is sharded differently, and those at sites."""
         pairs = zip(a.shardings, b.shardings, strict=True)
         values = [v for v, (x, y) in enumerate(pairs) if x != y]

@@ -21,8 +21,6 @@ from .mesh_network import MeshNetwork
 
 # more ways to run an operation than 2 to this power are not tried
 _MAX_OPTIONS = 5
-import os
-KEPT=int(os.environ.get('KEPT','0'))
 # the CPU backend widens these, see `find_bounds`
 _WIDENED = frozenset(('f32', 'f16'))
 
@@ -94,7 +92,6 @@ class Costs:
         self.share, self.is_widened = share, is_widened
         self._ways: dict[tuple[Form, tuple[Axes, ...]], Way] = {}
         self._bytes = [bytes_of(type_) for type_ in outline.types]
-        self._elementwise = {step.form for step in outline.steps if _is_elementwise(step.form)}
         self._read, self._written = _traffic(outline)
 
     def score(self, shardings: Sequence[Sharding]) -> Score:
@@ -126,7 +123,7 @@ class Costs:
         n_bytes, network, ways = self._bytes, self.network, self._ways
         bandwidth = self.chip.memory_bandwidth * self.share
         # of an argument of which an operation only needs a slice, only that is read
-        shards = {v: inf for v in self._read}
+        shards = dict.fromkeys(self._read, inf)
         # a value that several operations need alike is resharded once
         moved = set[tuple[int, Axes]]()
         for form, operands, results, runs, op in self.outline.steps:
@@ -134,18 +131,19 @@ class Costs:
                 [value], [to] = operands, results
                 have, want = axes[value], axes[to]
                 if value in shards:
-                    n = network.n_shards(want)
-                    shards[value] = min(shards[value], max(n, network.n_shards(have)))
+                    shards[value] = min(shards[value], self._n_read(have, want))
                 if have != want and (value, want) not in moved:
                     moved.add((value, want))
-                    yield runs * network.reshard(have, want, n_bytes[value]), MOVE, op, value, have, want
+                    yield (
+                        runs * network.reshard(have, want, n_bytes[value]),
+                        MOVE,
+                        op,
+                        value,
+                        have,
+                        want,
+                    )
                 continue
             key = form, tuple([axes[v] for v in (*operands, *results)])
-            if form in self._elementwise:
-                # Shardy makes the result where the operands are, and reshards it for users that
-                # need it elsewhere
-                made = axes[results[0]] = self._made(form, key[1])
-                key = form, (*key[1][:-1], made)
             way = ways.get(key)
             if way is None:
                 way = ways[key] = self._way(form, key[1])
@@ -153,14 +151,21 @@ class Costs:
                 moves = dict(way.moves)
                 for i, value in enumerate(operands):
                     if value in shards:
-                        n = network.n_shards(moves.get(i, ()))
-                        shards[value] = min(shards[value], max(n, network.n_shards(axes[value])))
+                        n = self._n_read(axes[value], moves.get(i, axes[value]))
+                        shards[value] = min(shards[value], n)
             for i, want in way.moves:
                 value = operands[i]
                 if (value, want) not in moved:
                     moved.add((value, want))
                     have = axes[value]
-                    yield runs * network.reshard(have, want, n_bytes[value]), form.kind, op, value, have, want
+                    yield (
+                        runs * network.reshard(have, want, n_bytes[value]),
+                        form.kind,
+                        op,
+                        value,
+                        have,
+                        want,
+                    )
             if way.compute:
                 yield runs * way.compute, 'product', op, results[0], (), ()
             if way.collectives:
@@ -174,18 +179,10 @@ class Costs:
             local = n_bytes[value] / network.n_shards(axes[value])
             yield local / bandwidth, 'result', -1, value, axes[value], axes[value]
 
-    def _made(self, form: Form, axes: tuple[Axes, ...]) -> Axes:
-        """Where an elementwise operation runs: as its result is sharded, or as an operand."""
-        choices = dict.fromkeys((axes[-1], *axes[:-1]))
-        if len(choices) == 1:
-            return axes[-1]
-        sizes = [*map(bytes_of, form.operands)]
-
-        def cost(made: Axes) -> float:
-            moved = {(have, size) for have, size in zip(axes[:-1], sizes, strict=True) if have != made}
-            return sum(self.network.reshard(have, made, size) for have, size in moved)
-
-        return min(choices, key=cost)
+    def _n_read(self, have: Axes, want: Axes) -> int:
+        """Into how many parts an argument is divided of which a device reads one."""
+        only_slices = all(new[: len(old)] == old for old, new in zip(have, want, strict=True))
+        return self.network.n_shards(want if only_slices else have)
 
     # --- one operation ----------------------------------------------------------------------------
 
@@ -209,9 +206,7 @@ class Costs:
         kept = {f for dims in rule.tensors[n:] for dim in dims for f in dim}
         found = [self._by_factor(rule, i, x) for i, x in enumerate(ins)]
         wanted = {
-            f: axes
-            for f, axes in self._by_factor(rule, n, outs[0]).items()
-            if f not in rule.whole
+            f: axes for f, axes in self._by_factor(rule, n, outs[0]).items() if f not in rule.whole
         }
         held: dict[tuple[int, Axis], int] = {}
         for by in found:
@@ -238,13 +233,17 @@ class Costs:
             if len(names) < len(chosen):
                 continue
             n_used = n_agreed * prod(map(network.size, names - agreed))
-            if is_product and names - agreed and n_used != n_devices:
-                continue  # it finds no way to sum if devices would repeat the product
+            alone = {f for f, a in chosen if a not in agreed}
+            left = any(by.get(f, ()) and not names.issuperset(by[f]) for f in alone for by in found)
+            if is_product and alone and (n_used != n_devices or left):
+                # it finds no way to sum if devices would repeat the product, or an operand has
+                # other mesh axes there
+                continue
             use = {f: tuple(a for a in axes if a not in names) for f, axes in wanted.items()}
             for f, a in chosen:
                 use[f] = (*use.get(f, ()), a)
 
-            def place(i: int) -> Axes:
+            def place(i: int, use: Mapping[int, tuple[Axis, ...]] = use) -> Axes:
                 return tuple(
                     tuple(a for f in dim for a in use.get(f, ())) for dim in rule.tensors[i]
                 )
@@ -295,7 +294,9 @@ class Costs:
         """
         is_update = form.kind == 'dynamic_update_slice'
         array, part = (
-            (form.results[0], form.operands[1]) if is_update else (form.operands[0], form.results[0])
+            (form.results[0], form.operands[1])
+            if is_update
+            else (form.operands[0], form.results[0])
         )
         sizes = [*zip(array.shape, part.shape, strict=True)]
         if is_update:
@@ -303,9 +304,7 @@ class Costs:
             update = tuple(x if m == n else () for (n, m), x in zip(sizes, out, strict=True))
             moves = [(i, x) for i, x in ((0, made), (1, update)) if x != ins[i]]
             return Way(tuple(moves), self.network.reshard(made, out, bytes_of(array)), 0.0)
-        lost = [
-            a for (n, m), dim in zip(sizes, ins[0], strict=True) if m == 1 < n for a in dim
-        ]
+        lost = [a for (n, m), dim in zip(sizes, ins[0], strict=True) if m == 1 < n for a in dim]
         want = tuple(
             tuple(a for a in new if a not in lost) if m == n else old if m == 1 else ()
             for (n, m), old, new in zip(sizes, ins[0], out, strict=True)
@@ -324,18 +323,6 @@ class Costs:
         kind = form.kind.replace('_', '-')
         larger = max(map(bytes_of, (*form.operands, *form.results)))
         return self.network.network.seconds_per_byte(kind, form.groups) * larger
-
-
-def _is_elementwise(form: Form) -> bool:
-    rule = form.rule
-    if rule is None or len(form.results) != 1 or form.kind in PRODUCTS or not form.operands:
-        return False
-    if rule.reduction or rule.whole or rule.moved:
-        return False
-    return all(
-        tensor == rule.tensors[-1] and type_.shape == form.results[0].shape
-        for tensor, type_ in zip(rule.tensors, form.operands, strict=False)
-    )
 
 
 def _subsets(options: Sequence[tuple[int, Axis]]) -> Iterator[tuple[tuple[int, Axis], ...]]:

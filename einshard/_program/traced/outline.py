@@ -18,9 +18,9 @@ from .attributes import Attributes, Sharding
 from .program import BARRIER, CONSTRAINT, Rule
 from .shardy import (
     EDGE_SHARDING,
-    POSITION,
     IN_SHARDINGS,
     OUT_SHARDINGS,
+    POSITION,
     REPLACED,
     RULE,
     RULE_PASSES,
@@ -86,7 +86,8 @@ class Step(NamedTuple):
     op: int
 
 
-class Site(NamedTuple):
+@dataclass(frozen=True, order=True, slots=True)
+class Place:
     """A place in a module that has an attribute for a sharding.
 
     Attributes:
@@ -109,6 +110,7 @@ class Outline:
         arguments, results: the numbers of their values. A result's own value, with its own
             sharding, is in `ends`.
         aliases: {argument: the result that is in its memory}.
+        unsharded: the sharding of each value without an attribute.
         carried: the arguments of the condition and the body of a loop, by its result.
         constraints, constrained: the value that each constraint gives, and the one that it takes,
             by its position in the module, in program order.
@@ -127,7 +129,7 @@ class Outline:
     mesh_name: str = ''
     # by position, the attributes to read, and the values that each of their shardings is of
     slots: list[tuple[Slot, ...]] = field(default_factory=list['tuple[Slot, ...]'])
-    _unsharded: list[Sharding] = field(default_factory=list[Sharding])
+    unsharded: list[Sharding] = field(default_factory=list[Sharding])
 
     @functools.cached_property
     def steps_of(self) -> dict[int, list[int]]:
@@ -146,7 +148,7 @@ class Outline:
         Args:
             removed: the positions of constraints that the copy does not have.
         """
-        found = [*self._unsharded]
+        found = [*self.unsharded]
         read = attributes.shardings
         for op in all_ops(module):
             given = op.attributes
@@ -235,8 +237,8 @@ class _Reader:
             for i, given in enumerate(main.attributes['arg_attrs']):
                 if 'tf.aliasing_output' in given:
                     outline.aliases[i] = given['tf.aliasing_output'].value
-        unsharded = {type_: Sharding(((),) * len(type_.shape)) for type_ in {*outline.types}}
-        outline._unsharded = [unsharded[type_] for type_ in outline.types]
+        none = {type_: Sharding(((),) * len(type_.shape)) for type_ in {*outline.types}}
+        outline.unsharded = [none[type_] for type_ in outline.types]
         return outline
 
     # --- values ---------------------------------------------------------------------------------
@@ -326,7 +328,6 @@ class _Reader:
         self._add(form, operands, results, runs, at)
 
     def _region(self, kind: str, op: Op, operands: list[int], runs: int, at: int) -> None:
-        values = self._values
         if kind == 'manual_computation':
             self._manual(op, operands, runs, at)
             return
@@ -376,9 +377,9 @@ def trip_count(op: Op) -> int:
             if hasattr(value, 'arg_number'):
                 value = op.operands[value.arg_number]
             owner = getattr(value.owner, 'operation', value.owner)
-            if getattr(owner, 'name', '').endswith('.constant'):
-                if count := _COUNT.search(str(owner.attributes['value'])):
-                    return int(count[1])
+            is_constant = getattr(owner, 'name', '').endswith('.constant')
+            if is_constant and (count := _COUNT.search(str(owner.attributes['value']))):
+                return int(count[1])
     return 1
 
 
@@ -392,4 +393,6 @@ def _groups_of(text: str) -> tuple[tuple[int, ...], ...]:
 
 def _main_of(module: Op) -> Op:
     ops = (view.operation for view in module.regions[0].blocks[0].operations)
-    return next(op for op in ops if op.name == 'func.func' and op.attributes['sym_name'].value == 'main')
+    return next(
+        op for op in ops if op.name == 'func.func' and op.attributes['sym_name'].value == 'main'
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..edits.keys import Path
 from .attributes import Attributes, Sharding
-from .outline import Site, bytes_of, read_outline
+from .outline import Place, bytes_of, read_outline
 from .program import CONSTRAINT, Axes
 from .shardy import (
     EDGE_SHARDING,
@@ -66,30 +66,33 @@ class Variants:
             }
             # open constraints are taken out: with others in conflict, they would decide where a
             # sharding stops
-            self._open = {s.index for s, axes in self.given.items() if s in self.paths and axes is None}
+            self._open = {
+                s.index for s, axes in self.given.items() if s in self.paths and axes is None
+            }
 
-    def _read_given(self) -> dict[Site, Axes | None]:
-        read, found = self._attributes, dict[Site, Axes | None]()
+    def _read_given(self) -> dict[Place, Axes | None]:
+        read, found = self._attributes, dict[Place, Axes | None]()
         for kind, key, values in self._ends():
             given = self._main.attributes.get(key)
             for i in range(len(values)):
-                has = given is not None and SHARDING in given[i]
-                axes = read.shardings(given[i][SHARDING])[0].axes if has else None
-                found[Site(kind, i)] = axes
+                axes = None
+                if given is not None and SHARDING in given[i]:
+                    axes = read.shardings(given[i][SHARDING])[0].axes
+                found[Place(kind, i)] = axes
         for position in self.outline.constraints:
             attribute = self._ops[position].attributes[EDGE_SHARDING]
             axes = read.shardings(attribute)[0].axes
             is_open = not any(axes) and '?' in str(attribute)
-            found[Site('constraint', position)] = None if is_open else axes
+            found[Place('constraint', position)] = None if is_open else axes
         return found
 
-    def shape(self, site: Site) -> tuple[int, ...]:
+    def shape(self, site: Place) -> tuple[int, ...]:
         return self.outline.types[self.value(site)].shape
 
-    def bytes(self, site: Site) -> int:
+    def bytes(self, site: Place) -> int:
         return bytes_of(self.outline.types[self.value(site)])
 
-    def value(self, site: Site) -> int:
+    def value(self, site: Place) -> int:
         """The number of the value whose sharding is at a site."""
         outline = self.outline
         if site.kind == 'constraint':
@@ -103,7 +106,7 @@ class Variants:
             ('result', 'res_attrs', outline.ends),
         ]
 
-    def propagate(self, changes: Mapping[Site, Axes | None]) -> list[Sharding]:
+    def propagate(self, changes: Mapping[Place, Axes | None]) -> list[Sharding]:
         """Returns the sharding of each value, by its number in the outline.
 
         Args:
@@ -132,7 +135,7 @@ class Variants:
             run(copy, QUICK_PASSES)
             return self.outline.shardings(copy, self._attributes, removed)
 
-    def _mark(self, changes: Mapping[Site, Axes | None]) -> list[tuple[Op, str, Any]]:
+    def _mark(self, changes: Mapping[Place, Axes | None]) -> list[tuple[Op, str, Any]]:
         """Sets attributes. Returns what they were before."""
         ir, before = self._ir, list[tuple[Op, str, Any]]()
 
