@@ -24,6 +24,7 @@ from einshard._explain.patch.patch import make_patch
 from einshard._explain.patch.write import Change
 from einshard._program.edits.edit import Constrain, MoveThrough, RemoveConstraint, ReplaceConstraint
 from einshard._program.jaxpr.spans import Span
+from einshard._text import format_bytes
 
 MESH = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ('data', 'tensor'))
 KINDS = {'constrain': Constrain, 'replace': ReplaceConstraint}
@@ -457,6 +458,36 @@ def step(x, w, v):
         ['constrain(x @ w)', 'constrain(h @ v)'],
         "+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, 'data')))",
     ),
+    'one call': (
+        HELPER
+        + """
+class Model:
+    grid = mesh
+    @classmethod
+    def pin(cls, h, *spec):
+        return jax.lax.with_sharding_constraint(h, NamedSharding(cls.grid, P(*spec)))
+    def __call__(self, x, w, v):
+        return self.pin(x @ w, 'data') @ v
+step = jax.jit(Model().__call__)
+""",
+        ["self.pin(x @ w, 'data')"],
+        "self.pin(x @ w, None, 'data') @ v",
+    ),
+    'placement of the object': (
+        HELPER
+        + """
+class Model:
+    def __init__(self, spec):
+        self.spec = spec
+    def pin(self, h):
+        return jax.lax.with_sharding_constraint(h, NamedSharding(mesh, self.spec))
+    def __call__(self, x, w, v):
+        return self.pin(x @ w) @ v
+step = jax.jit(Model(P('data')).__call__)
+""",
+        ['self.pin(x @ w)'],
+        "return jax.lax.with_sharding_constraint(h, NamedSharding(mesh, P(None, 'data')))",
+    ),
     'calls outside the program': (
         HELPER
         + """
@@ -492,6 +523,159 @@ def test_helper_is_changed_at_the_call(name, tmp_path, monkeypatch):
     assert patch.startswith('# parsed, traced: sends ')
 
 
+COMPUTES = """
+def keep_rows(h):
+    h = jnp.where(h > 0, h, 0.01 * h)
+    return jax.lax.with_sharding_constraint(h, NamedSharding(mesh, P('data')))
+@jax.jit
+def step(x, w, v):
+    return keep_rows(x @ w) @ v
+def export(x):
+    return keep_rows(x)
+"""
+
+
+@pytest.mark.parametrize('result', ['directly', 'by name'])
+def test_helper_that_computes_is_not_changed_for_others(result, tmp_path, monkeypatch):
+    text = COMPUTES
+    if result == 'by name':
+        text = text.replace('    return jax.lax', '    h = jax.lax').replace(
+            '@jax.jit', '    return h\n@jax.jit'
+        )
+
+    def found(path):
+        (constraint,) = re.findall('jax.lax.with_sharding_constraint.*', HELPER + text)
+        return spans(path, constraint)[0], spans(path, 'keep_rows(x @ w)')[0]
+
+    patch = check(tmp_path / 'p', HELPER + text, [('replace', found, None, 'data')], monkeypatch)
+    assert patch.endswith('(not written: keep_rows is also called elsewhere)\n')
+    assert patch.count('\n') == 1
+
+
+def test_mesh_of_the_object_is_before_a_global_one(tmp_path, monkeypatch):
+    text = """
+    class Block:
+        def __init__(self, mesh):
+            self.mesh = mesh
+        def step(self, x, w, v):
+            return jnp.tanh(x @ w) @ v
+    block = Block(mesh)
+    step = jax.jit(block.step)
+    """
+    changes = [('constrain', 'x @ w', None, 'data')]
+    patch = check(tmp_path / 'p', HELPER + textwrap.dedent(text), changes, monkeypatch)
+    assert "(x @ w, NamedSharding(self.mesh, P(None, 'data')))" in patch
+
+
+def test_mesh_of_the_function_around_is_before_a_global_one(tmp_path, monkeypatch):
+    text = """
+    def make_step(grid):
+        def mlp(x, w):
+            return jnp.tanh(x @ w)
+        def pin(y):
+            return jax.lax.with_sharding_constraint(y, NamedSharding(grid, P('data')))
+        return jax.jit(lambda x, w, v: pin(mlp(x, w) @ v))
+    step = make_step(mesh)
+    """
+    changes = [('constrain', 'x @ w', None, 'data')]
+    patch = check(tmp_path / 'p', HELPER + textwrap.dedent(text), changes, monkeypatch)
+    assert "(x @ w, NamedSharding(grid, P(None, 'data')))" in patch
+    assert patch.startswith(
+        '# parsed, not traced: make_step.<locals>.mlp does not capture grid before the change\n'
+        "# grid is taken for the program's mesh\n"
+    )
+
+
+def test_call_of_a_decorated_function_is_in_the_program(tmp_path, monkeypatch):
+    text = """
+    import functools
+    def logged(f):
+        @functools.wraps(f)
+        def wrapper(*args):
+            with jax.named_scope('f'):
+                return f(*args)
+        return wrapper
+    @logged
+    def hidden(x, w):
+        return jnp.tanh(x @ w)
+    @jax.jit
+    def step(x, w, v):
+        return hidden(x, w) @ v
+    """
+    changes = [('constrain', 'x @ w', None, 'data')]
+
+    def found(path):
+        calls = 'x @ w', 'f(*args)', 'hidden(x, w)'
+        return tuple(spans(path, each)[0] for each in calls)
+
+    changes = [('constrain', found, None, 'data')]
+    patch = check(tmp_path / 'p', HELPER + textwrap.dedent(text), changes, monkeypatch)
+    assert patch.startswith('# parsed, traced: sends ')
+    assert patch.splitlines()[1] == '--- a/model.py'  # nothing else changes
+
+
+EXPLICIT = (
+    HEAD
+    + SHARDING
+    + """
+types = (jax.sharding.AxisType.Explicit,) * 2
+mesh = jax.make_mesh((4, 2), ('data', 'tensor'), axis_types=types)
+@jax.jit
+def step(x, w, v):
+    h = jnp.einsum('bd,df->bf', x, w, out_sharding=NamedSharding(mesh, P(None, 'tensor')))
+    h = jax.sharding.reshard(h, NamedSharding(mesh, P('data')))
+    return jnp.einsum('bf,fd->bd', h, v, out_sharding=NamedSharding(mesh, P('data')))
+def arguments():
+    def struct(shape, *spec):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+    return struct((256, 64), 'data'), struct((64, 64), None, 'tensor'), struct((64, 64), 'tensor')
+"""
+)
+
+
+def test_code_of_explicit_axes_is_traced_with_its_changes(tmp_path, monkeypatch):
+    """No trial can change constraints there."""
+    folder = tmp_path / 'p'
+    folder.mkdir()
+    path = folder / 'model.py'
+    path.write_text(EXPLICIT)
+    monkeypatch.chdir(folder)
+    module = load(path, 'explicit')
+    facts = explain(module.step, *module.arguments(), tries=0).reading
+    product, reshard = (
+        (spans(path, text)[0],) for text in re.findall(r'(?<=    h = ).*', EXPLICIT)
+    )
+    sharding = NamedSharding(facts.mesh, P('data', 'tensor'))
+    changes = {
+        ReplaceConstraint(product, sharding): Change('replace', product, sharding, ''),
+        RemoveConstraint(reshard): Change('remove', reshard, None, ''),
+    }
+    patch = make_patch(changes, [*changes], Trials(facts, facts.stages.call), ())
+    after = load(applied(patch, folder, path), 'explicit_after')
+    report = explain(after.step, *after.arguments(), tries=0)
+    assert "w, out_sharding=NamedSharding(mesh, P('data', 'tensor')))" in patch
+    assert '-    h = jax.sharding.reshard' in patch
+    assert '+    h' in patch
+    assert {each.kind for each in report.collectives} == {'all-reduce'}
+    assert patch.startswith(f'# parsed, traced: sends {format_bytes(report.network_bytes)}\n')
+
+
+def test_placement_of_arguments_with_in_shardings(tmp_path, monkeypatch):
+    text = """
+    shardings = {'w': NamedSharding(mesh, P()), 'v': NamedSharding(mesh, P('data'))}
+    step = jax.jit(lambda p, x: x @ p['w'] @ p['v'], in_shardings=(shardings, NamedSharding(mesh, P('data'))))
+    def arguments():
+        shape = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+        return {'w': shape, 'v': shape}, jax.ShapeDtypeStruct((256, 1024), jnp.float32)
+    """
+    (tmp_path / 'model.py').write_text(HELPER + textwrap.dedent(text))
+    monkeypatch.chdir(tmp_path)
+    module = load(tmp_path / 'model.py', 'in_shardings')
+    patch = explain(module.step, *module.arguments(), tries=4).patch()
+    assert "# p = einshard(p, Rules([\n#     (r'^v$', " in patch
+    assert '# and in_shardings= of jax.jit, which has to be the same\n' in patch
+
+
 TWICE = """
 @jax.jit
 def step(x, w, v):
@@ -499,10 +683,16 @@ def step(x, w, v):
     return h @ v
 """
 CALL = "jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P('data')))"
+CONSTRAINED = "h = jax.lax.with_sharding_constraint(h, NamedSharding(mesh, P(None, 'data')))"
 EDITS = {
     'replace': (TWICE, [('replace', CALL, None, 'data')], "NamedSharding(mesh, P(None, 'data')))"),
     'remove': (TWICE.replace('x @ w', 'x + 1').replace("P('data')", "P(None, 'data')").replace('h @ v', 'h @ w @ v'),
         [('remove', CALL.replace('x @ w', 'x + 1').replace("P('data')", "P(None, 'data')"))], '+    h = (x + 1)\n'),
+    'remove all of a statement': (
+        TWICE.replace(CALL, 'x @ w').replace('return h', f'{CONSTRAINED}\n    return h').replace('@ v', '@ w @ v'),
+        [('remove', CONSTRAINED.removeprefix('h = '))],
+        "     h = x @ w\n-    h = jax.lax.with_sharding_constraint(h, NamedSharding(mesh, P(None, 'data')))\n     return",
+    ),
     'constraint and operand': (
         TWICE,
         [('replace', CALL, None, 'data'), ('operand', CALL, ('data', 'tensor'))],
@@ -683,6 +873,7 @@ def test_results_that_were_tried_with_arguments(tmp_path, monkeypatch):
     (finding,) = report.findings
     patch = report.patch()
     placement = "'a b c d e -> a b@data c@tensor d e'"
+    assert f'result/1-2 with {placement}' in finding.suggestion
     assert f'# k = einshard(k, {placement}, mesh=mesh)\n' in patch
     assert f"#     (r'^1$', {placement}),\n" in patch
     after = load(applied(patch, folder, folder / 'model.py'), 'decode_after')

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from ..._errors import EinshardError, plural
 from ..._program.edits.apply import Edited, apply
@@ -336,21 +336,21 @@ class Fixes:
 
     def _moves(self, edits: Sequence[Edit]) -> list[str]:
         """Returns what to shard otherwise: arguments, or else results."""
-        facts, texts = self._facts, list[str]()
+        facts = self._facts
         moved, returned = placements(edits)
         arguments = {
             facts.arguments[i].path: self._placement(facts.values[i].axes, sharding)
             for i, sharding in moved.items()
         }
-        if arguments:
-            texts.append(shard_text(arguments))
-        elif returned:
-            results = {
-                facts.results[i].path: self._placement([Axis()] * len(sharding.spec), sharding)
-                for i, sharding in returned.items()
-            }
-            texts.append(shard_text(results))
-        return texts
+        # without out_shardings=, results are sharded like the arguments that they replace
+        call, replaced = facts.stages.call, next_arguments(facts)
+        given = () if call is None else call.eqn.params['out_shardings']
+        results = {
+            facts.results[i].path: self._placement([Axis()] * len(sharding.spec), sharding)
+            for i, sharding in returned.items()
+            if replaced.get(i) not in moved or (given and isinstance(given[i], Sharding))
+        }
+        return [*(shard_text(each) for each in (arguments, results) if each)]
 
     def _through(self, edits: Sequence[Edit]) -> list[str]:
         """Returns how to move arguments and results through other placements."""
@@ -412,6 +412,10 @@ class Fixes:
         texts = self._moves(edits)
         call = '{name} = einshard({name}, {spec}' + mesh + ')'
         texts += code_to_place(arguments, [each.path for each in facts.arguments], call)
+        jitted = facts.stages.call
+        given = () if jitted is None else jitted.eqn.params['in_shardings']
+        if any(isinstance(given[i], Sharding) for i in moved if i < len(given)):
+            texts.append('and in_shardings= of jax.jit, which has to be the same')
         if results:
             paths = [each.path for each in facts.results]
             texts += code_to_place(results, paths, '{name} = {spec}')

@@ -90,7 +90,7 @@ class _Patch:
                 found = [(way, one) for way, one in zip(several, each, strict=True)]
                 right = next((way for way, one in found if one.is_right), None)
                 if right is None:
-                    missing[edit] = found[0][1].text
+                    missing[edit] = several[0].instead or found[0][1].text
                     del chosen[edit]
                 else:
                     chosen[edit] = right
@@ -163,18 +163,24 @@ class _Patch:
             return _Checked(False, f'the patched code raises {_first_line(raised)}')
         if call is None:
             return _Checked(False, 'the patched function does not trace')
+        if _operations(call.jaxpr) != _operations(self.trials.call.jaxpr):
+            return _Checked(False, 'the patched code computes something else')
         facts = self.trials.facts
         rest = tuple(edit for edit in self.edits if edit not in self.changes) if is_last else ()
         tried, after = (*rest, *chosen), Trials(facts, call)
-        expected, got = _edited(self.trials, tried), _edited(after, rest)
-        # around a call, a constraint may be on another value of this shape
-        is_same = expected == got and is_sure
+        try:
+            is_same = is_sure and _edited(self.trials, tried) == _edited(after, rest)
+        except ValueError as error:  # such as on Explicit mesh axes, where only code can be changed
+            if not is_sure:
+                return _Checked(False, f'it cannot be tried: {first_line(error)}')
+            is_same = True
         if is_same and not is_last:
             return _Checked(True, '')
         now = after.run(rest)
         if now is None:
             return _Checked(False, f'the patched program does not compile: {after.error}')
         sends = f'sends {format_bytes(now.figures.network_bytes)}'
+        # around a call, a constraint may be on another value of this shape
         before = None if is_same else self.trials.run(tried)
         if before is not None and _costs(before) != _costs(now):
             promised = format_bytes(before.figures.network_bytes)
@@ -212,6 +218,15 @@ def _constraints(jaxpr: Any) -> Counter[Any]:
                 entries.pop()
             found[op.primitive, out.aval.shape, str(entries), sharding.mesh.abstract_mesh] += 1
     return found
+
+
+def _operations(jaxpr: Any) -> Counter[Any]:
+    """Counts all other operations of a program, by the types of their results."""
+    return Counter(
+        (op.primitive, *((out.aval.shape, out.aval.dtype) for out in op.eqn.outvars))
+        for op in flatten(jaxpr, keep_unused=True).ops
+        if op.primitive not in _CONSTRAINTS and op.eqn is not None
+    )
 
 
 def _first_line(error: Exception) -> str:

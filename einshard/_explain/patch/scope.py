@@ -132,23 +132,28 @@ class Scope:
         values = [*self._values()]
         values += [(text, self._read(node)) for text, node in _meant(self.source.tree)]
         known = [text for text, value in values if _is_mesh(value, mesh, other_types)]
-        here = self.source.segment(self.functions[-1]) if self.functions else ''
-        if known:
-            in_use = {text for text, _ in _meant(self.source.tree)}
-            return min(
-                known,
-                key=lambda text: (
-                    text.count('.') + text.count('['),
-                    text not in in_use,
-                    text not in here,
-                ),
-            ), True
-        if other_types:
-            return None
+        given = {name for each in self.functions for name in _parameters(each)} & {*self.names}
         unknown = {name for name, value in self.names.items() if value is UNKNOWN}
         around = [each for function in self.functions for each in _meant(function)]
-        found = {text for text, _ in around if text.partition('.')[0] in unknown}
-        return (found.pop(), False) if len(found) == 1 else None
+        found = {text for text, _ in around if _name(text) in unknown}
+        # a function may be called with another mesh: that of a parameter is before a global one
+        is_given = any(_name(text) in given for text in known)
+        found = {text for text in found if not known or (_name(text) in given and not is_given)}
+        if len(found) == 1 and not other_types:
+            return found.pop(), False
+        if not known:
+            return None
+        in_use = {text for text, _ in _meant(self.source.tree)}
+        here = self.source.segment(self.functions[-1]) if self.functions else ''
+        return min(
+            known,
+            key=lambda text: (
+                _name(text) not in given,
+                text.count('.') + text.count('['),
+                text not in in_use,
+                text not in here,
+            ),
+        ), True
 
     def _read(self, node: ast.AST) -> Any:
         """The value of what the file uses as a mesh, such as `self.mesh` or `mesh()`."""
@@ -168,6 +173,14 @@ class Scope:
                 yield name + suffix, entry
                 for end, inner in _entries(entry):
                     yield f'{name}{suffix}{end}', inner
+
+
+def _name(expression: str) -> str:
+    return expression.partition('.')[0].partition('[')[0].partition('(')[0]
+
+
+def _parameters(function: ast.AST) -> list[str]:
+    return [name for name, nodes in bindings(function).items() if isinstance(nodes[0], ast.arg)]
 
 
 def _entries(value: Any) -> Iterator[tuple[str, Any]]:

@@ -62,6 +62,7 @@ class Option:
         assumed: what is not known about the names in it, or ''.
         note: what else it changes, or ''.
         entries: the entries of dictionaries that it changes, which code of the module makes.
+        instead: why the code of the expression itself stays, or ''.
     """
 
     pieces: tuple[tuple[Source, Piece], ...]
@@ -69,6 +70,7 @@ class Option:
     assumed: str = ''
     note: str = ''
     entries: tuple[Entry, ...] = ()
+    instead: str = ''
 
 
 class Missing(Exception):
@@ -84,7 +86,7 @@ def options(change: Change, changes: Collection[Change], seen: Collection[Seen])
     found = next((each for each in ways if change.covers(each.path)), ways[0] if ways else None)
     if found is None:
         raise Missing('its function was not called when the program was traced again')
-    reasons, written = list[str](), list[Option]()
+    reasons, written, last = list[str](), list[Option](), list[Option]()
     for level in range(len(found.frames)):
         # an edit here changes all that is evaluated through this call
         changed = [each.path for each in ways if each.path[: level + 1] == found.path[: level + 1]]
@@ -103,11 +105,17 @@ def options(change: Change, changes: Collection[Change], seen: Collection[Seen])
             reasons.append(str(missing))
             continue
         note = f'also changes the calls in {", ".join(others)}' if others else ''
-        written += [replace(each, is_sure=each.is_sure and not level, note=note) for each in way]
+        why, is_sure = reasons[0] if reasons else '', not level
+        way = [replace(w, is_sure=w.is_sure and is_sure, note=note, instead=why) for w in way]
+        if level or not _is_given(change, scope):
+            written += way
+        else:  # the helper only if its call cannot say it
+            last = way
         if written and not level:
             break
         if level > 1:
             break
+    written += last
     if not written:
         raise Missing(reasons[0] if reasons else 'it cannot be written there')
     return written
@@ -119,10 +127,45 @@ def _is_helper(scope: Scope) -> bool:
         return False
     function, first = scope.functions[0], scope.node.args[0]
     bound = bindings(function).get(getattr(first, 'id', ''), [])
-    is_parameter = len(bound) == 1 and isinstance(bound[0], ast.arg)
-    around = itertools.takewhile(lambda node: node is not function, scope.source.around(scope.node))
-    is_returned = isinstance(function, ast.Lambda) or any(isinstance(n, ast.Return) for n in around)
-    return is_parameter and is_returned
+    if not any(isinstance(each, ast.arg) for each in bound):
+        return False
+    around = [*itertools.takewhile(lambda n: n is not function, scope.source.around(scope.node))]
+    returned = [n.value for n in ast.walk(function) if isinstance(n, ast.Return) and n.value]
+    assigned = {
+        ast.unparse(target) for n in around if isinstance(n, ast.Assign) for target in n.targets
+    }
+    return (
+        isinstance(function, ast.Lambda)
+        or any(isinstance(n, ast.Return) for n in around)
+        or any(ast.unparse(each) in assigned for each in returned)
+    )
+
+
+def _is_given(change: Change, scope: Scope) -> bool:
+    """Whether the placement of a constraint is made of parameters of the function around it."""
+    if change.kind != 'replace' or not scope.functions or not isinstance(scope.node, ast.Call):
+        return False
+    node = _placement(scope.node)
+    if isinstance(node, ast.Call) and scope.value(node.func) is NamedSharding:
+        node = next((each.value for each in node.keywords if each.arg == 'spec'), None) or (
+            node.args[1] if len(node.args) > 1 else None
+        )
+    bound = bindings(scope.functions[0])
+    # an attribute of `self` or of a configuration is not written in the call
+    return node is not None and any(
+        isinstance(bound.get(each.id, [None])[0], ast.arg)
+        for each in ast.walk(node)
+        if isinstance(each, ast.Name)
+        and not isinstance(scope.source.parents.get(each), ast.Attribute)
+    )
+
+
+def _placement(call: ast.Call) -> ast.expr | None:
+    """Returns the argument of a constraint that is its placement."""
+    given = {each.arg: each.value for each in call.keywords}
+    names = ('shardings', 'out_shardings', 'out_sharding', 'spec')
+    placement = next((given[name] for name in names if name in given), None)
+    return call.args[1] if placement is None and len(call.args) > 1 else placement
 
 
 def _name_of(scope: Scope) -> str:
@@ -132,7 +175,8 @@ def _name_of(scope: Scope) -> str:
 def _other_calls(scope: Scope, paths: Sequence[Sequence[Span]], level: int) -> list[str]:
     """Returns the lines of its module that call the function, but not in the program."""
     name, source = _name_of(scope), scope.source
-    known = {path[level + 1] for path in paths if len(path) > level + 1}
+    # a decorated function is not called by the next frame
+    known = {span for path in paths for span in path[level + 1 :]}
     nodes = {source.node(span) for span in known}
     return [
         f'line {node.lineno}'
@@ -154,19 +198,14 @@ def _in_place(change: Change, scope: Scope) -> Iterator[Option]:
     if change.kind == 'operand':
         yield _constrained(change, scope, node.args[0])
         return
-    given = {each.arg: each for each in node.keywords}
-    out = given.get('out_sharding')
     if change.kind == 'remove':
+        out = next((each for each in node.keywords if each.arg == 'out_sharding'), None)
         if out is not None:
             yield Option(((source, _without(source, node, out)),))
         else:
             yield _only(scope, node.args[0])
         return
-    names = ('shardings', 'out_shardings', 'out_sharding', 'spec')
-    placement = next((given[name].value for name in names if name in given), None)
-    if placement is None and len(node.args) > 1:
-        placement = node.args[1]
-    if placement is None:
+    if (placement := _placement(node)) is None:
         raise Missing('its placement is not an argument')
     yield placed(change, scope, placement, is_expression=scope.value(node.func) is einshard)
 
@@ -353,8 +392,20 @@ def _operator(source: Source, node: ast.AugAssign) -> str:
 
 
 def _only(scope: Scope, operand: ast.expr) -> Option:
-    """Puts the operand of a call in its place."""
+    """Puts the operand of a call in its place, or removes a statement that does only this."""
     source, node = scope.source, scope.node
+    statement = source.parents.get(node)
+    if isinstance(statement, ast.Assign) and isinstance(operand, ast.Name):
+        around = source.parents[statement]
+        blocks = (getattr(around, name, ()) for name in ('body', 'orelse', 'finalbody'))
+        is_needed = any(each == [statement] for each in blocks)
+        first, end = source.starts[statement.lineno - 1], statement.end_lineno or 0
+        last = source.starts[end] if end < len(source.starts) else len(source.utf8)
+        rest = source.utf8[source.end(statement) : last].strip()
+        is_alone = not source.utf8[first : source.start(statement)].strip() and not rest
+        names = [getattr(target, 'id', '') for target in statement.targets]
+        if is_alone and not is_needed and names == [operand.id]:
+            return Option(((source, Piece(first, last, '')),))
     before, after = ('', '') if isinstance(operand, _ATOMS) else ('(', ')')
     pieces = (
         Piece(source.start(node), source.start(operand), before),
@@ -387,7 +438,12 @@ def placed(change: Change, scope: Scope, node: ast.expr, is_expression: bool = F
             text = f'{source.segment(node.func)}({entries})'
             return Option(((source, source.replace(node, text)),))
         if made is NamedSharding and len(node.args) > 1 and scope.value(node.args[0]) == mesh:
-            return placed(change, scope, node.args[1])
+            node = node.args[1]
+            if isinstance(node, ast.Call) and scope.value(node.func) is PartitionSpec:
+                return placed(change, scope, node)
+            spec, imports = _spelled(scope, _SPEC)
+            pieces = (source.replace(node, f'{spec}({entries})'), *imports)
+            return Option(tuple((source, each) for each in pieces))
     text, assumed, imports = _sharding(change, scope)
     pieces = (source.replace(node, text), *imports)
     return Option(tuple((source, each) for each in pieces), assumed=assumed)
