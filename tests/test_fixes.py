@@ -176,8 +176,9 @@ def test_weight_sharded_over_its_other_axis():
     x = jax.ShapeDtypeStruct((8192, 512), jnp.float32)
     report = explain(step, weights, x, tries=4)
     (finding,) = report.findings
-    assert finding.suggestion == "shard w/down with 'f d -> f@tensor d@data'".replace(
-        'w/', 'weights/'
+    placement = "'f d -> f@tensor d@data'"
+    assert finding.suggestion == (
+        f'shard weights/down with {placement}, and shard result/down with {placement}'
     )
     right = {**spec, 'down': 'f@tensor d@data'}
     correct = sharded(right, 'b@data d', out=right, mesh=on)(train(loss))

@@ -345,11 +345,13 @@ class Fixes:
         # without out_shardings=, results are sharded like the arguments that they replace
         call, replaced = facts.stages.call, next_arguments(facts)
         given = () if call is None else call.eqn.params['out_shardings']
-        results = {
-            facts.results[i].path: self._placement([Axis()] * len(sharding.spec), sharding)
-            for i, sharding in returned.items()
-            if replaced.get(i) not in moved or (given and isinstance(given[i], Sharding))
-        }
+        results = dict[str, str]()
+        for i, sharding in returned.items():
+            argument = replaced.get(i, -1)
+            if argument not in moved or (given and isinstance(given[i], Sharding)):
+                values = facts.values[argument].axes if argument in moved else ()
+                axes = values or [Axis()] * len(sharding.spec)
+                results[facts.results[i].path] = self._placement(axes, sharding)
         return [*(shard_text(each) for each in (arguments, results) if each)]
 
     def _through(self, edits: Sequence[Edit]) -> list[str]:
