@@ -5,9 +5,9 @@
 
 The module has PROGRAMS, {name: make}: make(mesh_of) returns a jitted function and its arguments,
 with meshes of mesh_of(data=2, tensor=4). For each inserted collective, the mesh axis is dropped
-from the arguments that its reason names, and the program is compiled again. The control drops as
-many mesh axes of other arguments. Rows are counted by operation: a collective is smaller if the
-collectives of its `op_name` send fewer bytes.
+from the arguments and constraints that its reason names, and the program is compiled again. The
+control drops as many mesh axes of others. Rows are counted by operation: a collective is smaller
+if the collectives of its `op_name` send fewer bytes.
 """
 
 import importlib
@@ -15,6 +15,7 @@ import os
 import random
 import sys
 from collections import Counter
+from functools import partial
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=8')
@@ -23,8 +24,9 @@ from jax.sharding import NamedSharding
 
 from einshard import EinshardError, device_mesh, explain, topology
 from einshard._explain.fixes.search import make_trials
-from einshard._explain.fixes.trials import Edits
+from einshard._program.edits.edit import PlaceArguments, ReplaceConstraint
 from einshard._sharding.mesh import partition_spec, spec_axes
+from einshard._text import short_source
 
 FEWER = 0.99  # of the bytes
 
@@ -42,12 +44,30 @@ def sent(collectives):
     return by_operation
 
 
-def drop(facts, pairs):
-    """The arguments without the given (mesh axis, index) pairs."""
+def places(facts):
+    """{name of an argument or a constraint, as reasons have it: (edit, sharding)}."""
+    found = {}
+    for i, array in enumerate(facts.arguments):
+        found[f'argument {array.path}'] = partial(place, i), array.sharding
+    for op in facts.traced.ops:
+        if op.primitive == 'sharding_constraint' and op.site.frames:
+            span = op.site.frames[0]
+            name = f'your constraint at {short_source(span.source)}'
+            # of all calls
+            found.setdefault(name, (partial(ReplaceConstraint, (span,)), op.eqn.params['sharding']))
+    return {name: each for name, each in found.items() if isinstance(each[1], NamedSharding)}
+
+
+def place(i, sharding):
+    return PlaceArguments({i: sharding}, {})
+
+
+def drop(found, pairs):
+    """The edits that drop mesh axes from arguments and constraints: (mesh axis, name) pairs."""
     shardings = {}
-    for axis, i in pairs:
-        shardings[i] = without(shardings.get(i, facts.arguments[i].sharding), axis)
-    return Edits(arguments=shardings)
+    for axis, name in pairs:
+        shardings[name] = without(shardings.get(name, found[name][1]), axis)
+    return tuple(found[name][0](sharding) for name, sharding in shardings.items())
 
 
 def rows(report, rng):
@@ -56,25 +76,25 @@ def rows(report, rng):
     trials = make_trials(facts)
     if isinstance(trials, str):
         return
-    index = {array.path: i for i, array in enumerate(facts.arguments)}
+    found = places(facts)
     placed = [
-        (axis, i)
-        for i, array in enumerate(facts.arguments)
-        if isinstance(array.sharding, NamedSharding)
-        for axes in spec_axes(array.sharding.spec)
+        (axis, name)
+        for name, (_, sharding) in found.items()
+        for axes in spec_axes(sharding.spec)
         for axis in axes
+        if isinstance(axis, str)
     ]
     compiled = {}
 
     def smaller(pairs, row):
         key = frozenset(pairs)
         if key not in compiled:
-            trial = trials.run(drop(facts, key))
+            trial = trials.run(drop(found, key))
             compiled[key] = None if trial is None else sent(trial.reading.collectives)
         after = compiled[key]
         return None if after is None else after[row.op_name] < FEWER * before[row.op_name]
 
-    base = trials.run(Edits())
+    base = trials.run(())
     if base is None:
         return
     before, seen = sent(base.reading.collectives), set()
@@ -83,15 +103,12 @@ def rows(report, rng):
         if reason.cause != 'inserted' or row.op_name in seen or not before[row.op_name]:
             continue
         seen.add(row.op_name)
-        named = {
-            (axis, index[origin.removeprefix('argument ')])
-            for axis, origin in reason.origins
-            if origin.removeprefix('argument ') in index
-        }
+        origins = ((axis, origin.partition(', called at')[0]) for axis, origin in reason.origins)
+        named = {pair for pair in origins if pair[1] in found}
         named &= {*placed}
         others = [pair for pair in placed if pair not in named]
         if not named:
-            yield reason, 'no argument named', None
+            yield reason, 'nothing named', None
         elif len(others) < len(named):
             yield reason, smaller(named, row), None
         else:
@@ -125,7 +142,7 @@ def main():
     print(f'causes: {dict(causes)}')
     print(f'without what the reason names: {total[True]} of {total[True] + total[False]} smaller')
     print(f'without as many others: {control[True]} of {control[True] + control[False]} smaller')
-    print(f'no argument named: {total["no argument named"]}; not compiled: {total[None]}')
+    print(f'nothing named: {total["nothing named"]}; not compiled: {total[None]}')
 
 
 if __name__ == '__main__':
