@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
@@ -15,7 +16,7 @@ from .marks import Marks, NotMarked
 from .splice import Applied, Splicer
 
 
-class Edit:
+class Edit(ABC):
     """A change of a program, a frozen dataclass.
 
     Attributes:
@@ -27,17 +28,17 @@ class Edit:
     stage: ClassVar[int] = 0
 
     @property
+    @abstractmethod
     def key(self) -> frozenset[Key]:
         """What it changes. A later edit replaces what earlier ones change alike."""
-        raise NotImplementedError
 
     def without(self, key: frozenset[Key]) -> Self | None:
         """Returns the edit of what is left, or None."""
         return None if key & self.key else self
 
+    @abstractmethod
     def apply(self, draft: Draft) -> Applied:
         """Changes the draft of a program."""
-        raise NotImplementedError
 
     def mark(self, marks: Marks) -> None:
         """Sets the attributes of a lowered module that the program with this edit has.
