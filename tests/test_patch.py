@@ -350,6 +350,17 @@ def test_mesh_in_a_context_that_has_ended(enter, tmp_path, monkeypatch):
 
 HELPER = HEAD + SHARDING + MESH_TEXT
 # name: the module, the edits, what it writes
+FIXED = (
+    HELPER
+    + """
+def constrain(x):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P('data')))
+@jax.jit
+def step(x, w, v):
+    h = constrain(x @ w)
+    return constrain(h @ v)
+"""
+)
 HELPERS = {
     'spec in the call': (
         HELPER
@@ -405,15 +416,7 @@ def step(x, w, v):
         "constrain(x @ w, 'a b -> a b@data')",
     ),
     'fixed placement': (
-        HELPER
-        + """
-def constrain(x):
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P('data')))
-@jax.jit
-def step(x, w, v):
-    h = constrain(x @ w)
-    return constrain(h @ v)
-""",
+        FIXED,
         ['constrain(x @ w)'],
         "h = jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P(None, 'data')))",
     ),
@@ -446,15 +449,7 @@ def step(x, w, v):
         "h = jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P(None, 'data')))",
     ),
     'all calls': (
-        HELPER
-        + """
-def constrain(x):
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P('data')))
-@jax.jit
-def step(x, w, v):
-    h = constrain(x @ w)
-    return constrain(h @ v)
-""",
+        FIXED,
         ['constrain(x @ w)', 'constrain(h @ v)'],
         "+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, 'data')))",
     ),

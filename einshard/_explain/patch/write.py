@@ -100,7 +100,7 @@ def options(change: Change, changes: Collection[Change], seen: Collection[Seen])
             reasons.append(f'{_name_of(scope)} is also called elsewhere')
             continue
         try:
-            way = list(_at_call(change, scope, found, level) if level else _in_place(change, scope))
+            way = list(_ways(change, scope, is_at_call=level > 0))
         except Missing as missing:
             reasons.append(str(missing))
             continue
@@ -188,41 +188,27 @@ def _other_calls(scope: Scope, paths: Sequence[Sequence[Span]], level: int) -> l
     ]
 
 
-def _in_place(change: Change, scope: Scope) -> Iterator[Option]:
+def _ways(change: Change, scope: Scope, is_at_call: bool) -> Iterator[Option]:
+    """Yields the ways to write a change of an expression, or of what a call of it returns."""
     node, source = scope.node, scope.source
     if change.kind == 'constrain':
         yield _constrained(change, scope, node)
         return
     if not isinstance(node, ast.Call) or not node.args:
         raise Missing('it is not a call that constrains its argument')
-    if change.kind == 'operand':
-        yield _constrained(change, scope, node.args[0])
-        return
-    if change.kind == 'remove':
-        out = next((each for each in node.keywords if each.arg == 'out_sharding'), None)
-        if out is not None:
-            yield Option(((source, _without(source, node, out)),))
-        else:
-            yield _only(scope, node.args[0])
-        return
-    if (placement := _placement(node)) is None:
-        raise Missing('its placement is not an argument')
-    yield placed(change, scope, placement, is_expression=scope.value(node.func) is einshard)
-
-
-def _at_call(change: Change, scope: Scope, seen: Seen, level: int) -> Iterator[Option]:
-    """Yields the ways to write a change around a call, or in its arguments."""
-    node, source = scope.node, scope.source
-    if change.kind == 'constrain':
-        yield _constrained(change, scope, node)
-        return
-    if not isinstance(node, ast.Call) or not node.args:
-        raise Missing('the call has no argument that is constrained')
     first = node.args[0]
     if change.kind == 'operand':
         yield _constrained(change, scope, first)
     elif change.kind == 'remove':
-        yield _only(scope, first)
+        out = next((each for each in node.keywords if each.arg == 'out_sharding'), None)
+        if out is None or is_at_call:
+            yield _only(scope, first)
+        else:
+            yield Option(((source, _without(source, node, out)),))
+    elif not is_at_call:
+        if (placement := _placement(node)) is None:
+            raise Missing('its placement is not an argument')
+        yield placed(change, scope, placement, is_expression=scope.value(node.func) is einshard)
     else:
         yield from _in_arguments(change, scope, node)
         yield from _in_rules(change, scope, node)
