@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -795,6 +796,23 @@ def test_names_of_files(name, tmp_path, monkeypatch):
     changes = [('constrain', 'x @ w', None, 'data')]
     patch = check(tmp_path / 'p', PLAIN, changes, monkeypatch, name=name)
     assert patch.startswith('# parsed, traced: sends ')
+
+
+def test_threads(tmp_path, monkeypatch):
+    """Patches that threads make at once, of functions that share a helper."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'model.py').write_text(HELPERS['spec in the call'][0])
+    module = load(tmp_path / 'model.py', 'threads')
+    calls = spans(tmp_path / 'model.py', 'x @ w')
+    specs = [('data',), (None, 'tensor'), ('tensor', 'data'), (None, 'data')] * 2
+
+    def make(spec):
+        return patch_of(module.step, arguments(), ('constrain', (calls[0],), *spec))[0]
+
+    serial = [make(spec) for spec in specs[:4]]
+    assert all('traced: sends' in patch for patch in serial), serial
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(make, specs)] == serial * 2
 
 
 def test_link(tmp_path, monkeypatch):

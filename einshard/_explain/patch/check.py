@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import threading
 import types
 from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 from ..._sharding.context import fresh_traces
 from .files import Piece, Source
 
-_lock = threading.Lock()
 _Key = tuple[str, int, tuple[int, int]]
 
 
@@ -33,7 +31,9 @@ class NotTraced(Exception):
 
 @contextmanager
 def patched(
-    pieces: Mapping[Source, Iterable[Piece]], entries: Iterable[Entry] = ()
+    pieces: Mapping[Source, Iterable[Piece]],
+    codes: Iterable[types.CodeType],
+    entries: Iterable[Entry] = (),
 ) -> Generator[None]:
     """Gives functions their code in patched files, in a `with` block where JAX traces them again.
 
@@ -42,38 +42,43 @@ def patched(
     meanwhile trace the patched code, which computes the same. An import is executed apart from the
     module, and its name is a global in the block, where dictionaries have the new `entries`.
 
-    Raises `NotTraced` if a patched function is not in use or captures other variables, or if the
-    patched code is not in a function.
+    Args:
+        codes: those that run when the program is traced.
+
+    Raises:
+        NotTraced: a patched function is not in use or captures other variables, or the patched code
+            is not in a function.
     """
-    with _lock, fresh_traces():
+    with fresh_traces():
         changed = {source: _changed(source, each) for source, each in pieces.items()}
         imported = {source: _imported(each) for source, each in pieces.items()}
-        functions: list[tuple[types.FunctionType, types.CodeType, types.CodeType]] = []
-        by_path, sources = {source.path: source for source in pieces}, dict[str, Source | None]()
+        functions: list[tuple[Source, types.FunctionType, types.CodeType, types.CodeType]] = []
+        by_path = {source.path: source for source in pieces}
         reached: dict[Source, set[_Key]] = {source: set() for source in pieces}
-        for function in gc.get_objects():
-            if type(function) is not types.FunctionType:
+        for code in codes:
+            source = by_path.get(Path(code.co_filename).resolve())
+            each = None if source is None else changed[source].get(_key(code))
+            if source is None or each is None:
                 continue
-            code = function.__code__
-            if code.co_filename not in sources:
-                sources[code.co_filename] = by_path.get(Path(code.co_filename).resolve())
-            source = sources[code.co_filename]
-            if source in changed and (each := changed[source].get(_key(code))) is not None:
-                functions.append((function, code, each.new))
-                reached[source].add(_key(code))
+            reached[source].add(_key(code))
+            # Not gc.get_objects(): it also holds tuples that other threads are building, which then
+            # fail with a SystemError.
+            for function in gc.get_referrers(code):
+                if type(function) is types.FunctionType and function.__code__ is code:
+                    functions.append((source, function, code, each.new))
         for source, each in changed.items():
             _check_reached(source, each, reached[source])
         added: list[tuple[dict[str, Any], str]] = []
         replaced: list[tuple[dict[str, Any], str, Any]] = []
         try:
-            for function, code, new in functions:
+            for source, function, code, new in functions:
                 if new.co_freevars != code.co_freevars:
                     names = ', '.join(sorted({*new.co_freevars} ^ {*code.co_freevars}))
                     raise NotTraced(
                         f'{code.co_qualname} does not capture {names} before the change'
                     )
-                names, source = function.__globals__, sources[code.co_filename]
-                for name, value in imported[source].items() if source else ():
+                names = function.__globals__
+                for name, value in imported[source].items():
                     if names.setdefault(name, value) is value:
                         added.append((names, name))
                 function.__code__ = new
@@ -84,7 +89,7 @@ def patched(
         finally:
             for rules, key, value in replaced:
                 rules[key] = value
-            for function, code, _ in functions:
+            for _, function, code, _ in functions:
                 function.__code__ = code
             for names, name in added:
                 names.pop(name, None)
@@ -164,13 +169,22 @@ def _key(code: types.CodeType) -> _Key:
 def _check_reached(
     source: Source, changed: Mapping[_Key, _Changed], reached: Collection[_Key]
 ) -> None:
-    """Raises `NotTraced` for code that runs only once, and functions that nothing holds."""
+    """Raises `NotTraced` for code that runs only once, and functions that did not run.
+
+    A function that has made one that ran need not run again: what it makes is patched.
+    """
+    makers = {*reached}
+    for key in reached:
+        maker: _Key | None = changed[key].around
+        while maker is not None and maker in changed:
+            makers.add(maker)
+            maker = changed[maker].around
     for key, each in changed.items():
         is_function = bool(each.new.co_flags & inspect.CO_OPTIMIZED)
         if not is_function and each.is_own:
             raise NotTraced(f'it changes code of {source.path.name} that runs once, at its import')
-        maker: _Key | None = key
-        while maker is not None and maker not in reached:
+        maker = key
+        while maker is not None and maker not in makers:
             maker = changed[maker].around
         if is_function and maker is None:
             raise NotTraced(f'{each.new.co_qualname} of {source.path.name} is not in use')

@@ -63,12 +63,16 @@ class Seen:
         return Scope(source, node, names, self.bare_mesh, self.einshard_mesh, functions)
 
 
-def observe(run: Callable[[], _T], spans: Collection[Span]) -> tuple[_T, list[Seen]]:
+def observe(
+    run: Callable[[], _T], spans: Collection[Span]
+) -> tuple[_T, list[Seen], list[types.CodeType]]:
     """Calls `run`, which traces, and returns what it has evaluated of the expressions.
 
-    A profiler sees functions return: what a traceback keeps are code objects, without variables.
+    Also returns the code that has run, without that of libraries. A profiler sees functions return:
+    what a traceback keeps are code objects, without variables.
     """
     files, found = {span.file for span in spans}, dict[tuple[Span, ...], Seen]()
+    ran: dict[int, types.CodeType] = {}  # a code object is hashed by all its constants
     positions: dict[int, tuple[types.CodeType, list[Span | None]]] = {}
     here = inspect.currentframe()
 
@@ -82,7 +86,10 @@ def observe(run: Callable[[], _T], spans: Collection[Span]) -> tuple[_T, list[Se
         return positions[id(code)][1]
 
     def on_return(frame: types.FrameType, event: str, _: Any) -> None:
-        if event != 'return' or frame.f_code.co_filename not in files:
+        if event != 'return':
+            return
+        ran.setdefault(id(frame.f_code), frame.f_code)
+        if frame.f_code.co_filename not in files:
             return
         inside = {*spans_of(frame.f_code)}
         for span in spans:
@@ -111,7 +118,7 @@ def observe(run: Callable[[], _T], spans: Collection[Span]) -> tuple[_T, list[Se
             result = run()
         finally:
             sys.setprofile(before)
-    return result, [*found.values()]
+    return result, [*found.values()], [c for c in ran.values() if is_user_file(c.co_filename)]
 
 
 def _variables(frame: types.FrameType, last: Any) -> list[tuple[str, Mapping[str, Any]]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +26,8 @@ from .observe import Seen, observe
 from .write import Change, Missing, Option, options
 
 _CONSTRAINTS = 'sharding_constraint', 'reshard'
+# one patch at a time: while one is checked, functions have other code
+_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ def make_patch(
     """
     if trials is None or not (changes or placed):
         return _commented(comments)
-    return _Patch(changes, edits, trials).text(comments, placed)
+    with _lock:
+        return _Patch(changes, edits, trials).text(comments, placed)
 
 
 def _commented(texts: Iterable[str]) -> str:
@@ -69,6 +74,7 @@ class _Patch:
     def __init__(self, changes: Mapping[Edit, Change], edits: Sequence[Edit], trials: Trials):
         self.changes, self.edits, self.trials = changes, edits, trials
         self.again: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.codes: Sequence[types.CodeType] = ()
 
     def text(self, comments: Sequence[str], placed: Sequence[Option]) -> str:
         # 1. what each expression can name
@@ -130,7 +136,7 @@ class _Patch:
         for context in contexts:
             try:
                 with context():
-                    call, seen = observe(self._trace, spans)
+                    call, seen, self.codes = observe(self._trace, spans)
             except Exception as raised:  # that of the user's function
                 error = error or f'traced again, it raises {_first_line(raised)}'
                 continue
@@ -155,7 +161,7 @@ class _Patch:
             for source, text in zip(pieces, texts, strict=True):
                 compile(text or '', str(source.path), 'exec', dont_inherit=True)
             entries = [entry for way in chosen.values() for entry in way.entries]
-            with self.again(), patched(pieces, entries):
+            with self.again(), patched(pieces, self.codes, entries):
                 call = self._trace()
         except NotTraced as reason:
             return _Checked(is_sure, f'parsed, not traced: {reason}')
