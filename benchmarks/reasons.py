@@ -23,7 +23,7 @@ os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=8')
 from jax.sharding import NamedSharding
 
 from einshard import EinshardError, device_mesh, explain, topology
-from einshard._explain.fixes.search import make_trials
+from einshard._explain.search.advice import make_trials
 from einshard._program.edits.edit import PlaceArguments, ReplaceConstraint
 from einshard._sharding.mesh import partition_spec, spec_axes
 from einshard._text import short_source

@@ -263,26 +263,26 @@ CORRECT = {
 }
 # program, and the kinds of findings of which one has to be there
 MISTAKES = {
-    'images, replicated batch': (lambda: images('* b h w c'), 'replicated compute'),
+    'images, replicated batch': (lambda: images('* b h w c'), 'placement'),
     'embedding over d': (
         lambda: encoder_decoder(embed=P(None, 'tensor'), constrain=False),
-        'inherited sharding',
+        'missing constraint',
     ),
-    'output projection': (lambda: encoder_decoder(out=P(None, 'tensor')), 'contracted axis'),
-    'unsharded cross attention': (lambda: encoder_decoder(cross=P()), 'replicated compute'),
+    'output projection': (lambda: encoder_decoder(out=P(None, 'tensor')), 'placement'),
+    'unsharded cross attention': (lambda: encoder_decoder(cross=P()), 'placement'),
     'replicated experts': (
         lambda: experts('* e d f', '* e f d', '* e g c d'),
-        'replicated compute',
+        'placement',
     ),
-    'replicated heads': (lambda: decoding('d h e', 'h e d', 'b@data t h e'), 'replicated compute'),
-    'down projection in decoding': (lambda: decoding(down='f d@tensor'), 'contracted axis'),
+    'replicated heads': (lambda: decoding('d h e', 'h e d', 'b@data t h e'), 'placement'),
+    'down projection in decoding': (lambda: decoding(down='f d@tensor'), 'placement'),
     'states of adapters': (lambda: adapters(states='...'), 'unsharded states'),
     'recurrent, no constraint': (lambda: recurrent(constrain=False), 'missing constraint'),
     'recurrent, reduced in the loop': (
         lambda: recurrent(w='h k', accumulate=4),
         'summed in a loop',
     ),
-    'context, replicated heads': (lambda: context(heads='b@data s h e'), 'replicated compute'),
+    'context, replicated heads': (lambda: context(heads='b@data s h e'), 'placement'),
 }
 
 

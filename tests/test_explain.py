@@ -379,15 +379,11 @@ def moving(x):
 
 def test_a_full_rematerialization():
     report = explain(moving, struct(64, 64), mesh=EIGHT)
-    found = {kind: finding for kind, *finding in findings_of(report)}
-    # both groups of four devices compute the same products
-    assert set(found) == {'full rematerialization', 'replicated compute'}
-    text, line = found['full rematerialization']
-    assert text == (
-        "x, f32[64,64], is resharded from 'a b -> a8 b' to 'a b -> 2 a b4' via a full all-gather "
-        '(involuntary full rematerialization): 16.0 KiB'
+    costs = {short(note.source): note.text for note in report.notes if note.kind == 'cost'}
+    assert costs[line_of(moving, 'tanh')].startswith(
+        "f32[64,64] is resharded from 'a b -> a8 b' to 'a b -> 2 a b4' via a full all-gather "
+        '(involuntary full rematerialization): 16.0 KiB: '
     )
-    assert line == line_of(moving, 'tanh')
     # which the partitioner reports on standard error only
     assert 'all-gather' in report.collectives.counts
 
@@ -446,11 +442,12 @@ def test_constraints_without_effect():
         ),
     ]
     already = "the value is already '{}', so this constraint has no effect"
-    assert [(note.text, short(note.source)) for note in report.notes] == [
+    notes = [note for note in report.notes if note.kind != 'cost']
+    assert [(note.text, short(note.source)) for note in notes] == [
         (already.format('a b -> a16 b'), line_of(idle, "'a b -> a* b'")),
         (already.format('a b -> a2 b2 4'), line_of(idle, 'b2 *')),
     ]
-    assert {finding.kind for finding in (*report.findings, *report.notes)} == {'no effect'}
+    assert {finding.kind for finding in (*report.findings, *notes)} == {'no effect'}
 
 
 @pytest.mark.parametrize('kinds', [('pinned_host', 'device'), ('device', 'pinned_host')])

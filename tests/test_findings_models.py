@@ -1,7 +1,6 @@
 """The findings of explain on models of Flax and Equinox: planted mistakes and their fixes."""
 
 import functools
-from pathlib import Path
 
 import equinox as eqx
 import flax.linen as nn
@@ -85,7 +84,7 @@ def model_of(library, stream):
 
 
 @functools.cache  # a suggested fix often is the correct program
-def report_of(library, stream, rules, states=None, mesh=None):
+def report_of(library, stream, rules, states=None, mesh=None, tries=0):
     params, apply = model_of(library, stream)
     weights = Rules([*rules, ('scale', 'd' if 'data' in mesh.axis_names else '* d')])
     spec = {'params': weights, 'opt': for_optimizer(params, weights) if states is None else states}
@@ -102,7 +101,8 @@ def report_of(library, stream, rules, states=None, mesh=None):
         return {'params': optax.apply_updates(state['params'], updates), 'opt': opt}
 
     state = {'params': params, 'opt': jax.eval_shape(OPTIMIZER.init, params)}
-    return explain(step, state, jax.ShapeDtypeStruct((BATCH, LENGTH + 1), np.int32))
+    tokens = jax.ShapeDtypeStruct((BATCH, LENGTH + 1), np.int32)
+    return explain(step, state, tokens, chip='TPU v5e', tries=tries)
 
 
 def tokens_spec(mesh):
@@ -123,35 +123,36 @@ STREAM = 'b s d -> b@data s d'
 CANONICAL = rules_of(embed='v* d', up='d* f', down='f d*', head='d* v')
 
 
+def is_recovered(report, right):
+    """Whether the bounds with the changes are at most those of the right program, or 3% more."""
+    cost, best = (sum(bound.seconds for bound in one.bounds) for one in (report, right))
+    return (report.findings[-1].tried.bound if report.findings else cost) <= 1.03 * best
+
+
 @LIBRARIES
 def test_a_missing_constraint(library):
     mesh = mesh_of(data=4, tensor=4)
     wrong = report_of(library, None, BOTH, mesh=mesh)
-    assert [finding.kind for finding in wrong.findings][:1] == ['missing constraint']
-    finding = wrong.findings[0]
-    assert Path(finding.source).name.partition(':')[0] == Path(__file__).name
     right = report_of(library, STREAM, BOTH, mesh=mesh)
     assert right.findings == ()
     assert right.network_bytes < wrong.network_bytes
+    tried = report_of(library, None, BOTH, mesh=mesh, tries=12)
+    assert is_recovered(tried, right)
 
 
 @pytest.mark.parametrize(
-    ('weight', 'mistake', 'kind', 'more'),
-    [
-        ('down', 'f d@tensor', 'contracted axis', 'network_bytes'),
-        ('head', 'd v', 'replicated compute', 'flops'),
-    ],
+    ('weight', 'mistake', 'more'),
+    [('down', 'f d@tensor', 'network_bytes'), ('head', 'd v', 'flops')],
 )
-def test_a_wrong_weight(weight, mistake, kind, more):
+def test_a_wrong_weight(weight, mistake, more):
     mesh = mesh_of(data=4, tensor=4)
     megatron = {name: spec.replace('@data', '') for name, spec in BOTH}
 
-    def report_with(**changed):
-        return report_of('flax', STREAM, rules_of(**megatron | changed), mesh=mesh)
+    def report_with(tries=0, **changed):
+        return report_of('flax', STREAM, rules_of(**megatron | changed), mesh=mesh, tries=tries)
 
-    wrong, right = report_with(**{weight: mistake}), report_with()
-    (finding,) = wrong.findings
-    assert finding.kind == kind
+    wrong, right = report_with(12, **{weight: mistake}), report_with()
+    assert is_recovered(wrong, right)
     assert right.findings == ()
     assert getattr(wrong, more) > getattr(right, more)
 

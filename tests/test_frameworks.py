@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 
 import equinox as eqx
 import jax
@@ -613,15 +614,16 @@ def test_suggestions_for_equinox_are_those_for_jax(of):
     (expected,) = explain(by_hand, arrays, of(x), tries=4).findings
     report = explain(eqx.filter_jit(call_mlp), of(model), of(x), 2.0, tries=4)
     (finding,) = report.findings
-    assert finding.suggestion == expected.suggestion
-    assert '@batch' in finding.suggestion
+    # the model, which Equinox returns, is written too: the bounds are larger
+    without_bounds, of_jax = (
+        re.sub(r' \([\d.]+ us\)', '', each.suggestion) for each in (finding, expected)
+    )
+    assert without_bounds == of_jax
+    assert of_jax.startswith('remove the constraint in test_frameworks.py:')
     tried, by_hand = finding.tried, expected.tried
     assert (tried.network_bytes, tried.flops) == (by_hand.network_bytes, by_hand.flops)
     assert tried.before.network_bytes == by_hand.before.network_bytes == report.network_bytes
-    assert (
-        "+        h = einshard(self.activation(x @ self.up), 'b f -> b@batch f@tp'"
-        in report.patch()
-    )
+    assert '+        h = self.activation(x @ self.up)\n' in report.patch()
     with pytest.raises(EinshardError, match='that Flax or Equinox jits cannot be applied'):
         report.fixed_function()
 
@@ -646,7 +648,7 @@ def test_arguments_of_equinox_are_moved(of):
     model, x = einshard(mlp_and_batch(), '... -> ...', mesh=FOUR_BY_TWO)
     report = explain(step, of(model), of(x), tries=4)
     (finding,) = report.findings
-    assert finding.kind == 'replicated compute'
+    assert finding.kind == 'placement'
     assert finding.tried.flops < 0.3 * finding.tried.before.flops
     assert report.patch().startswith('# shard ')
 

@@ -577,47 +577,6 @@ def struct_of(shape):
 # --- findings -------------------------------------------------------------------------------------
 
 
-class Dot:
-    def __call__(self, x, w):
-        return x @ w
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 12), reason='XLA of JAX 0.10 gives the collectives other lines'
-)
-def test_the_bytes_of_a_helper_are_counted_by_call():
-    """Only one of three reduce-scatters on the line is in the call that the finding is about."""
-    mesh = topology('h100:1x8', data=2, tp=4)
-    dot = Dot()
-
-    def constrain(x):
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P('data', 'tp')))
-
-    def step(w, x):
-        def loss(w):
-            h = constrain(x)
-            for q, o in w:
-                y = constrain(dot(h, q))
-                h = constrain(h + dot(jnp.tanh(y), o))
-            return (h.astype(jnp.float32) ** 2).mean()
-
-        return jax.tree.map(lambda a, b: a - b, w, jax.grad(loss)(w))
-
-    def bf16(shape, *spec):
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
-
-    w = [(bf16((2048, 8192), None, 'tp'), bf16((8192, 2048), 'tp', None)) for _ in range(2)]
-    x = bf16((16384, 2048), 'data', 'tp')
-    report = explain(jax.jit(step, donate_argnums=0), w, x, tries=0)
-    scattered = [c for c in report.collectives if c.kind == 'reduce-scatter']
-    assert len({c.source for c in scattered}) == 1
-    (finding,) = [row for row in report.findings if row.kind == 'contracted axis']
-    first = min(c.called_at for c in scattered)
-    assert finding.bytes == sum(c.total_bytes for c in scattered if c.called_at == first)
-    assert finding.bytes == 24 * 2**20
-
-
 @pytest.mark.gpu
 def test_names_of_gradients_that_an_all_reduce_joins():
     mesh = topology('h100:4x8', batch=4, fsdp=8)

@@ -101,6 +101,22 @@ def test_a_jitted_program_that_does_not_fit(rows):
     assert report.findings[0].kind == 'does not fit'
 
 
+def test_a_constraint_makes_a_program_too_large(rows):
+    def f(x, w, v):
+        hidden = jax.lax.with_sharding_constraint(x @ w, NamedSharding(rows.mesh, P()))
+        return hidden @ v
+
+    shapes = bf16(65_536, 1024, sharding=rows), bf16(1024, 131_072), bf16(131_072, 1024)
+    report = explain(jax.jit(f), *shapes, tries=4)
+    (finding,) = report.findings
+    assert finding.kind == 'does not fit'
+    assert 'the constraint in test_memory.py:' in finding.suggestion
+    assert finding.tried.before.memory > report.memory.capacity > finding.tried.memory
+    fixed = explain(report.fixed_function(), *shapes)
+    assert not fixed.findings
+    assert fixed.memory.total < report.memory.capacity
+
+
 def test_a_program_that_does_not_fit_on_the_mesh_in_context(rows):
     with jax.set_mesh(rows.mesh):
         report = explain(jax.jit(lambda x: x @ x.T, in_shardings=rows), bf16(400_000, 400_000))

@@ -17,12 +17,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from einshard import explain
-
-# private: changes by hand, before a suggestion makes them
-from einshard._explain.fixes.trials import Trials
 from einshard._explain.patch.files import read_source
 from einshard._explain.patch.patch import make_patch
 from einshard._explain.patch.write import Change
+
+# private: changes by hand, before a suggestion makes them
+from einshard._explain.search.trials import Trials
 from einshard._program.edits.edit import Constrain, MoveThrough, RemoveConstraint, ReplaceConstraint
 from einshard._program.jaxpr.spans import Span
 from einshard._text import format_bytes
@@ -685,9 +685,9 @@ EDITS = {
     'remove': (TWICE.replace('x @ w', 'x + 1').replace("P('data')", "P(None, 'data')").replace('h @ v', 'h @ w @ v'),
         [('remove', CALL.replace('x @ w', 'x + 1').replace("P('data')", "P(None, 'data')"))], '+    h = (x + 1)\n'),
     'remove all of a statement': (
-        TWICE.replace(CALL, 'x @ w').replace('return h', f'{CONSTRAINED}\n    return h').replace('@ v', '@ w @ v'),
+        TWICE.replace(CALL, 'x @ w').replace('return h', f'{CONSTRAINED}  # why\n    return h').replace('@ v', '@ w @ v'),
         [('remove', CONSTRAINED.removeprefix('h = '))],
-        "     h = x @ w\n-    h = jax.lax.with_sharding_constraint(h, NamedSharding(mesh, P(None, 'data')))\n     return",
+        "     h = x @ w\n-    h = jax.lax.with_sharding_constraint(h, NamedSharding(mesh, P(None, 'data')))  # why\n     return",
     ),
     'constraint and operand': (
         TWICE,
@@ -869,9 +869,9 @@ step = jax.jit(step, out_shardings=(NamedSharding(mesh, P('data')), cache, cache
 def arguments(cache=cache.spec):
     def struct(shape, spec, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-    w = {n: struct((2, 256, 8, 32), P(None, None, 'tensor')) for n in 'qkv'}
-    w['o'] = struct((2, 8, 32, 256), P(None, 'tensor'))
-    k = struct((2, 16, 8, 512, 32), cache)
+    w = {n: struct((2, 256, 4, 64), P(None, None, 'tensor')) for n in 'qkv'}
+    w['o'] = struct((2, 4, 64, 256), P(None, 'tensor'))
+    k = struct((2, 16, 4, 512, 64), cache)
     return w, k, k, struct((16, 256), P('data')), struct((), P(), jnp.int32)
 """
 

@@ -1,5 +1,6 @@
 """The skill for coding agents: its form, its code, and that the wheel has it."""
 
+import inspect
 import re
 import subprocess
 import sys
@@ -41,6 +42,8 @@ def test_references_exist():
 def test_the_code_runs(monkeypatch):
     devices = jax.devices()[:8]
     monkeypatch.setattr(jax, 'devices', lambda: devices)
+    # conftest.py turns suggestions off
+    monkeypatch.setitem(inspect.unwrap(einshard.explain).__kwdefaults__, 'tries', 4)
     code = '\n'.join(re.findall(r'^```python\n(.*?)^```$', TEXT, re.MULTILINE | re.DOTALL))
     names = {}
     exec(compile(code, 'SKILL.md', 'exec'), names)

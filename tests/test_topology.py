@@ -247,11 +247,13 @@ def test_a_loop_that_gathers_the_same_array_in_each_iteration():
     if row.executions == 1:
         pytest.skip('this libtpu gathers before the loop')
     assert row.executions == 12
-    (finding,) = report.findings
-    assert finding.text == (
-        f'w, {row.arrays}, is gathered in each of 12 iterations of a loop, always with the '
-        'same values'
-    )
+    (note,) = report.notes
+    assert (note.kind, note.bytes) == ('cost', row.total_bytes)
+    assert note.text.startswith('all-gather of w along')
+    mesh, wide = topology('v5e:2x4'), struct(512, 512)
+    (finding,) = explain(loop, wide, wide, mesh=mesh, tries=4).findings
+    assert finding.suggestion == "shard w with 'x y -> 8 x y'"
+    assert finding.tried.network_bytes == 0
 
 
 def test_the_same_program_runs_here_afterwards():

@@ -228,7 +228,7 @@ def _explain(arguments: Sequence[str]) -> tuple[str, int]:
         '--tries',
         type=int,
         metavar='N',
-        help='compile up to N changes in search of suggestions (default: 8); 0 for none',
+        help='compile up to N changes in search of suggestions (default: 12); 0 for none',
     )
     parser.add_argument(
         '--patch',

@@ -31,12 +31,12 @@ from .collectives import Collectives
 from .findings.causes import with_causes
 from .findings.facts import Facts
 from .findings.find import find_findings
-from .fixes.fixes import with_fixes
 from .frameworks import MARKER
 from .intermediates import find_intermediates
 from .lowered import Stages, compiled_shardings, suggest_partial, trace_to_compile
 from .oversized import Oversized, compile_stages
 from .report import Report
+from .search.advice import with_advice
 
 
 @public
@@ -47,7 +47,7 @@ def explain(
     replicated_above: int = 2**20,
     intermediates: bool = False,
     chip: Chip | str | None = None,
-    tries: int = 8,
+    tries: int = 12,
     seconds: float | None = None,
     **kwargs: Any,
 ) -> Report:
@@ -85,10 +85,12 @@ def explain(
         intermediates: whether to list the placements of intermediate values.
         chip: a `Chip` or its name, such as 'H100', whose speeds set the lower bounds on time.
             Default: the chip of the devices. Without a chip, as on CPUs, there are no bounds.
-        tries: how many changes of the program to compile in search of suggestions, at most. They
-            are compiled for as many simulated CPU devices, in a process of their own, and compared
-            by the sum of their lower bounds: those of the chip, or of TPU v5e on CPUs. What helps
-            is compiled once more for the devices of the program. With 0, nothing is suggested.
+        tries: how many changes of the program to compile in search of suggestions, at most. All
+            changes of one array or constraint are ranked by the compiler's propagation, which
+            compiles nothing, and only those that may be cheaper are compiled: for as many simulated
+            CPU devices, in a process of their own. They are compared by the sum of their lower
+            bounds: those of the chip, or of TPU v5e on CPUs. What helps is compiled once more for
+            the devices of the program, which does not count. With 0, nothing is suggested.
         seconds: the time after which no further change is tried. Default: no limit, so that
             reports do not depend on the speed of the machine.
 
@@ -119,7 +121,7 @@ def explain_stages(
 ) -> Report:
     facts = _read(stages, compile_stages(stages), chip, replicated_above)
     report = _make_report(facts, intermediates)
-    return with_fixes(report, facts, tries, seconds) if tries else report
+    return with_advice(report, facts, tries, seconds) if tries else report
 
 
 def _read(

@@ -25,15 +25,10 @@ def states_of_parameters(facts: Facts) -> dict[int, int]:
     train step updates. They have the same shape, dtype and last key of the path. If several
     parameters do, the path with the longest common suffix is that of the parameter.
     """
-    if not facts.is_training or facts.trace is None:
+    if not facts.is_training:
         return {}
     rows, found = facts.argument_rows, dict[int, int]()
-    read = {
-        value.argument
-        for product in facts.trace.products
-        for value in (product.left, product.right)
-        if value.argument is not None and not value.is_data
-    }
+    read = facts.multiplied.intersection(facts.weights_and_states)
 
     def key(i: int) -> tuple[str, str]:
         return rows[i].array, rows[i].path.split('/')[-1]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, Sharding
 
 from ..._program.jaxpr.graph import Program
+from ..._program.jaxpr.names import names_in
+from ..._program.traced.conflicts import DROPPED, Conflict
+from ..._program.traced.program import CONSTRAINT, Operation, axis_names, name_of
 from ..._sharding.describe import describe_named
 from ..._text import first_of
 from ..report_rows import Finding
 from .expressions import expression_of
 from .facts import Facts
 from .lines import Frame, stack_of, user_line
+from .values import Axis
 
 _Stack: TypeAlias = tuple[Frame, ...]
 _RESULT_UNUSED = 'the result of this constraint is not used; assign it: x = einshard(x, ...)'
@@ -156,28 +159,70 @@ def _has_no_effect_in_jit(sharding: NamedSharding) -> bool:
 
 def names_without_rule(facts: Facts) -> Iterator[Finding]:
     """Reports constraints that gather a sharded axis because no axis rule has its name."""
-    for constraint in facts.trace.constraints if facts.trace else ():
-        mesh = facts.mesh
-        pairs = list(zip(constraint.before.axes, constraint.after.axes, strict=True))
-        sharded = [
-            after.name
-            for before, after in pairs
-            # a rule may shard another axis over these mesh axes
-            if constraint.after.mesh_axes.isdisjoint(before.mesh_axes)
-            and before.mesh_axes
-            and after.name in constraint.without_rule
-        ]
-        if not sharded or constraint.is_backward or mesh is None:
+    program, mesh = facts.propagation.program, facts.mesh
+    if program is None or mesh is None:
+        return
+    # {constraint: {axis of its value: the mesh axes that it drops}}
+    dropped: dict[Operation, dict[int, list[str]]] = {}
+    constraints = [op for op in program.operations if op.kind == CONSTRAINT]
+    makers = [op.operands[0].producer for op in constraints]
+    near = [op for op in (*constraints, *makers) if op is not None]
+    own = [
+        c for op in near for v in op.operands for a in axis_names(v) for c in facts.conflicts(op, a)
+    ]
+    earlier = [conflict for reason in facts.reasons.values() for conflict in reason.conflicts]
+    for conflict in dict.fromkeys([*own, *earlier]):
+        for op, dim in _constraints_that_drop(conflict):
+            dropped.setdefault(op, {}).setdefault(dim, []).append(name_of(conflict.axis))
+    for op, by_dim in dropped.items():
+        names, after = names_in(op.path), op.results[0]
+        if names is None or not names.without_rule:
             continue
-        axes = [replace(before, name=after.name) for before, after in pairs]
-        gathers = [c for c in facts.unexplained if (c.source or '') == constraint.line]
+        known = facts.axis_names.get(after, ())
+        # a rule may shard another axis over these mesh axes
+        kept = {*axis_names(after)}
+        sharded = [
+            known[dim]
+            for dim, axes in sorted(by_dim.items())
+            if kept.isdisjoint(axes) and dim < len(known) and known[dim] in names.without_rule
+        ]
+        if not sharded:
+            continue
+        entries = after.axes or ((),) * len(after.shape)
+        axes = [
+            Axis(name, tuple(dict.fromkeys([*map(name_of, axes), *by_dim.get(dim, ())])))
+            for dim, (name, axes) in enumerate(zip(known, entries, strict=True))
+        ]
+        gathers = [c for c in facts.unexplained if (c.source or '') == op.place]
         yield Finding(
             'names without a rule',
             f'{first_of([repr(name) for name in sharded], 3)} '
             f'{"has" if len(sharded) == 1 else "have"} no axis rule, so this constraint gathers '
             f'{"this axis" if len(sharded) == 1 else "these axes"} of a value that is sharded as '
             f"'{expression_of(axes, mesh)}'",
-            constraint.line or None,
+            op.place or None,
             sum(c.total_bytes for c in gathers),
             explains=tuple(c.name for c in gathers),
         )
+
+
+def _constraints_that_drop(conflict: Conflict) -> Iterator[tuple[Operation, int]]:
+    """Yields the constraints because of which a value loses a mesh axis, with the axis of theirs.
+
+    The sharding of a constraint propagates backwards, so the value may lose it earlier.
+    """
+    op, dim = conflict.operation, conflict.value.dimension(conflict.axis)
+    if dim is None or not op.is_forward:
+        return
+    if op.kind == CONSTRAINT:
+        yield op, dim
+    elif conflict.kind == DROPPED and op.rule is not None:
+        factors = op.rule.tensors[conflict.position][dim]
+        for i in conflict.others:
+            for user, _ in op.values[i].users:
+                if user.kind == CONSTRAINT:
+                    yield from (
+                        (user, d)
+                        for d, several in enumerate(op.rule.tensors[i])
+                        if {*several} & {*factors}
+                    )

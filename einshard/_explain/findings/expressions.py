@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Mapping, Sequence
 
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..._notation.expression import axis_letters
+from ..._program.jaxpr.spans import Span
 from ..._sharding.describe import describe_named
 from ..._sharding.mesh import AnyMesh
 from ..._text import first_of
@@ -42,3 +44,13 @@ def shard_text(placements: Mapping[str, str]) -> str:
     for placement, paths in by_placement.items():
         texts.append(f"{first_of(fold_paths(paths), 3)} with '{placement}'")
     return f'shard {", ".join(texts)}' if texts else ''
+
+
+def source_of(span: Span) -> str | None:
+    """Returns the text of an expression, or None if its file cannot be read."""
+    lines = [line.encode() for line in linecache.getlines(span.file)[span.line - 1 : span.end_line]]
+    if len(lines) < span.end_line - span.line + 1:
+        return None
+    lines[-1] = lines[-1][: span.end_column]
+    lines[0] = lines[0][span.column :]
+    return b''.join(lines).decode()

@@ -8,11 +8,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 
 from ..._program.hlo.collective import Collective
 from ..._program.hlo.slices import Gather, find_gather
 from ..._program.hlo.sources import is_user_file
+from ..._program.traced.conflicts import Conflicts
+from ..._program.traced.program import Value
 from ..._sharding.collective_axes import axes_text, mesh_axes_between, pairs_of_groups
 from ..._sharding.mesh import is_canonical_mesh
 from ..arrays import ProgramArray
@@ -21,8 +23,7 @@ from ..propagation import Propagation, propagate
 from ..reading import Reading
 from ..report_rows import ArrayRow, Finding
 from ..why import Reason, find_reasons
-from .trace import Trace, argument_values, read_trace
-from .values import Value
+from .values import PRODUCTS, Axes, Axis, argument_of, axes_of_values, mesh_entries, name_values
 
 _MIN_FRACTION = 0.02  # of the bytes of all collectives; gradients of norm scales send less
 
@@ -105,13 +106,6 @@ class Facts(Reading):
         return [i for n, i in numbers if self.is_training and self.roles.get(n) == 'weights']
 
     @functools.cached_property
-    def trace(self) -> Trace | None:
-        """None if `mesh` or `traced` is None."""
-        if self.traced is None or self.mesh is None:
-            return None
-        return read_trace(self.traced, self.values, self.mesh)
-
-    @functools.cached_property
     def propagation(self) -> Propagation:
         if self.n_devices == 1:
             return Propagation(None, 'a program for one device is not partitioned')
@@ -127,6 +121,12 @@ class Facts(Reading):
         found = find_reasons(program, self.collectives, self.joined_axes)
         return {reason.row.name: reason for reason in found}
 
+    @functools.cached_property
+    def conflicts(self) -> Conflicts:
+        """Finds what operations of the propagated program need communication for."""
+        assert self.propagation.program is not None
+        return Conflicts(self.propagation.program)
+
     def joined_axes(self, names: Sequence[str]) -> str:
         """Writes mesh axes; those of the canonical mesh by the array axes that they shard."""
         mesh = self.mesh
@@ -141,11 +141,29 @@ class Facts(Reading):
         return '' if largest is None else self.reasons[largest.name].short
 
     @functools.cached_property
-    def values(self) -> Sequence[Value]:
-        """The arguments, with their shardings on `mesh`."""
-        assert self.mesh is not None
-        is_data = {i: self.roles.get(n) != 'weights' for n, i in enumerate(self.used_arguments)}
-        return argument_values(self.arguments, is_data, self.mesh)
+    def axis_names(self) -> Mapping[Value, tuple[str, ...]]:
+        """The user's names of the axes of propagated values."""
+        program = self.propagation.program
+        given = enumerate(array.names or () for array in self.used)
+        return {} if program is None else name_values(program, dict(given))
+
+    @functools.cached_property
+    def axes(self) -> Sequence[Axes]:
+        """The axes of the values of `traced`, by index. Empty if it was not propagated."""
+        program = self.propagation.program
+        if program is None or self.traced is None:
+            return ()
+        numbers = {i: n for n, i in enumerate(self.used_arguments)}
+        return axes_of_values(self.traced, program, numbers, self.axis_names)
+
+    def axes_of_argument(self, i: int) -> Axes:
+        """The axes of an argument, with its sharding on `mesh`."""
+        array = self.arguments[i]
+        names, sharding = array.names or ('',) * len(array.shape), array.sharding
+        entries: Sequence[tuple[str, ...] | None] = [()] * len(names)
+        if isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh:
+            entries = mesh_entries(sharding, len(names))
+        return tuple(Axis(name, entry or ()) for name, entry in zip(names, entries, strict=True))
 
     @functools.cached_property
     def is_explicit(self) -> bool:
@@ -153,19 +171,25 @@ class Facts(Reading):
         return self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
 
     @functools.cached_property
-    def product_lines(self) -> set[str]:
-        return {product.line for product in self.trace.products} if self.trace else set()
+    def data(self) -> set[int]:
+        """The arguments that are neither weights nor states, such as tokens, and no caches."""
+        pairs = enumerate(self.used_arguments)
+        return {i for n, i in pairs if self.roles.get(n) == 'activations'}
 
     @functools.cached_property
-    def lookup_tables(self) -> set[int]:
-        """The indices of the arguments in which rows are looked up, such as embeddings."""
-        products = self.trace.products if self.trace else ()
-        tables = (product.left.argument for product in products if product.is_lookup)
-        return {table for table in tables if table is not None}
-
-    def is_data(self, argument: object) -> bool:
-        """Whether `argument` is the index of an argument that is data, not a weight."""
-        return isinstance(argument, int) and self.values[argument].is_data
+    def multiplied(self) -> set[int]:
+        """The arguments that are operands of products, and the tables that rows are taken from."""
+        program = self.propagation.program
+        if program is None:
+            return set()
+        operands = [
+            value
+            for op in program.operations
+            if op.kind in (*PRODUCTS, 'gather')
+            for value in op.operands[: 2 if op.kind in PRODUCTS else 1]
+        ]
+        numbers = (argument_of(value) for value in operands)
+        return {self.used_arguments[n] for n in numbers if n is not None}
 
     @functools.cached_property
     def gathers(self) -> Mapping[str, Gather]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..costs import cost_notes
 from ..report_rows import Finding
-from .activations import contracted_axes, missing_constraint
 from .arguments import replicated_results, unsharded_new_states, unsharded_states
 from .constraints import names_without_rule, repeated_constraints, unused_constraints
 from .facts import Facts
 from .gathered_axes import gathered_for_operation
 from .gathers import (
-    fully_rematerialized,
-    gathered_again,
     gathered_for_each_call,
     weights_gathered_again,
 )
@@ -29,9 +27,6 @@ from .next_call import (
 )
 from .recomputation import recomputed_products
 from .reductions import recomputed_collectives, sliced_sums, summed_in_loop
-from .replicated_compute import replicated_compute
-from .sharded_loops import sharded_loop_axis
-from .sliced_axes import sliced_axis
 from .slow_network import slow_network
 
 _URGENT = ('does not fit', 'promise broken')  # findings about programs that do not run
@@ -40,11 +35,6 @@ _URGENT = ('does not fit', 'promise broken')  # findings about programs that do 
 _DIAGNOSES = (
     does_not_fit,
     promise_broken,
-    missing_constraint,
-    contracted_axes,
-    sharded_loop_axis,
-    sliced_axis,
-    replicated_compute,
     sliced_sums,
     summed_in_loop,
     unsharded_states,
@@ -52,8 +42,6 @@ _DIAGNOSES = (
     replicated_results,
     compiles_again,
     copied_donations,
-    fully_rematerialized,
-    gathered_again,
     gathered_for_each_call,
     names_without_rule,
     slow_network,
@@ -75,6 +63,7 @@ _NOTES = (
     dense_groups,
     tested_in_loop,
     too_many_small,
+    cost_notes,
 )
 
 

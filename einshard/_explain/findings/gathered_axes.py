@@ -24,8 +24,7 @@ from ..report_rows import Finding
 from .expressions import expression_of
 from .facts import Facts
 from .lines import is_in_call
-from .trace import is_lookup
-from .values import Axis, Value
+from .values import Axes, Axis
 
 # JAX operations along an axis that the partitioner gathers if it is sharded, in whole or in part
 _ALONG_AN_AXIS = re.compile(
@@ -45,7 +44,7 @@ def gathered_for_operation(facts: Facts) -> Iterator[Finding]:
     """Notes sends for operations along a sharded axis, such as a sort."""
     for several, op, v, dim, values in gathered_operations(facts, facts.unexplained):
         assert facts.traced is not None
-        axes, n_bytes = values[v].axes, sum(c.total_bytes for c in several)
+        axes, n_bytes = values[v], sum(c.total_bytes for c in several)
         operand = operand_text(facts.traced.values[v], op, values[v], dim)
         text = f'{operand} {format_bytes(n_bytes)} sent'
         yield Finding(
@@ -58,9 +57,9 @@ def gathered_for_operation(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def operand_text(array: Any, op: Op, value: Value, dim: int) -> str:
+def operand_text(array: Any, op: Op, axes: Axes, dim: int) -> str:
     """Returns which axis of the operand of an operation is sharded."""
-    axis = value.axes[dim]
+    axis = axes[dim]
     return (
         f'{op.primitive.replace("_", " ")} of {array.dtype}{shape_text(array.shape)}, whose '
         f'axis {repr(axis.name) if axis.name else dim} is sharded along '
@@ -70,15 +69,15 @@ def operand_text(array: Any, op: Op, value: Value, dim: int) -> str:
 
 def gathered_operations(
     facts: Facts, collectives: Sequence[Collective]
-) -> Iterator[tuple[Sequence[Collective], Op, int, int, Sequence[Value]]]:
+) -> Iterator[tuple[Sequence[Collective], Op, int, int, Sequence[Axes]]]:
     """Yields operations for which sharded axes are gathered.
 
     For each, the collectives, the operation, an operand and its axis that the mesh axes of the
     collectives shard, and the shardings of all values.
     """
-    if facts.trace is None or facts.traced is None:
+    if not facts.axes or facts.traced is None:
         return
-    values = facts.trace.values
+    values = facts.axes
     large = [c for c in collectives if c.mesh_axes and c.total_bytes >= facts.min_bytes]
     words = {c.name: _words(c) for c in large}
     found = set[str]()
@@ -110,7 +109,7 @@ def gathered_operations(
                     (v, dim)
                     for i, v in enumerate(op.ins)
                     if v is not None
-                    for dim, axis in enumerate(values[v].axes)
+                    for dim, axis in enumerate(values[v])
                     if axes & {*axis.mesh_axes}
                     and (op.primitive not in _SLICES or (i, dim) in op.rule.unsharded)
                 ]
@@ -177,7 +176,7 @@ def _if_independent(facts: Facts, op: Op, dim: int, axes: Sequence[Axis]) -> str
     )
 
 
-def along_of(facts: Facts, op: Op, values: Sequence[Value]) -> tuple[int, tuple[str, ...]]:
+def along_of(facts: Facts, op: Op, values: Sequence[Axes]) -> tuple[int, tuple[str, ...]]:
     """Returns the axis along which an operation can run in two levels, with its mesh axes.
 
     There are none in a `shard_map` and under `jax.vmap`, where the code does not see all axes.
@@ -185,7 +184,7 @@ def along_of(facts: Facts, op: Op, values: Sequence[Value]) -> tuple[int, tuple[
     if op.eqn is None or op.site.n_shards or op.site.n_mapped or len(op.ins) != 1:
         return 0, ()
     (v,) = op.ins
-    entries = [] if v is None else [axis.mesh_axes for axis in values[v].axes]
+    entries = [] if v is None else [axis.mesh_axes for axis in values[v]]
     axis = axis_in_two_levels(op.primitive, op.eqn.params, entries) if entries else None
     if axis is None or (op.primitive == 'fft' and not _can_move(facts, op, axis, entries[axis])):
         return 0, ()
@@ -206,7 +205,7 @@ def _can_move(facts: Facts, op: Op, axis: int, names: Sequence[str]) -> bool:
     return is_plain and axis_in_place(op.eqn, axis, n) != axis
 
 
-def _if_in_two_levels(facts: Facts, op: Op, values: Sequence[Value]) -> str:
+def _if_in_two_levels(facts: Facts, op: Op, values: Sequence[Axes]) -> str:
     """Says what the operation sends in two levels, with `per_device`."""
     dim, names = along_of(facts, op, values)
     if not names:
@@ -215,10 +214,19 @@ def _if_in_two_levels(facts: Facts, op: Op, values: Sequence[Value]) -> str:
     aval, (v,) = op.eqn.invars[0].aval, op.arrays_in
     shard = [
         size // prod(facts.mesh.shape[name] for name in axis.mesh_axes)
-        for size, axis in zip(aval.shape, values[v].axes, strict=True)
+        for size, axis in zip(aval.shape, values[v], strict=True)
     ]
     n = prod(facts.mesh.shape[name] for name in names)
     itemsize = aval.dtype.itemsize
     sent = bytes_in_two_levels(op.primitive, op.eqn.params, shard, dim, itemsize, n)
     sent *= op.site.runs or 1
     return f'{IN_TWO_LEVELS}{format_bytes(sent)} (computed, not tried)'
+
+
+def is_lookup(op: Op) -> bool:
+    """Whether an operation gathers full rows of a table."""
+    if op.primitive != 'gather' or op.outs[0] is None:
+        return False
+    numbers, sizes = op.eqn.params['dimension_numbers'], op.eqn.params['slice_sizes']
+    is_rows = numbers.collapsed_slice_dims == numbers.start_index_map == (0,)
+    return is_rows and sizes[1:] == op.eqn.invars[0].aval.shape[1:]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import NamedTuple
 
 from jax.sharding import NamedSharding
 
@@ -21,28 +20,6 @@ from ..arrays import ProgramArray
 from ..fold_layers import fold_paths
 from ..report_rows import Finding
 from .facts import Facts
-
-
-def fully_rematerialized(facts: Facts) -> Iterator[Finding]:
-    """Reports arrays that are all-gathered although each device keeps only a slice."""
-    program, unexplained = facts.graph.program, facts.unexplained
-    for first in unexplained:
-        reshard = facts.reshards.get(first.name)
-        if reshard is None:
-            continue
-        gathers = [c for c in unexplained if {*c.nodes} & {*reshard.gathers}]
-        parameter = facts.gathers[first.name].parameter
-        array = None if parameter is None else facts.used[parameter]
-        # the line that asks for the slice, where the all-gather may have that of the array
-        spans = [program.span(node.op) for node in reshard.slices]
-        sources = [span.text for span in spans if span is not None]
-        yield Finding(
-            'full rematerialization',
-            reshard_text(reshard, facts.meshes, array),
-            sources[0] if sources else first.source or facts.function_source,
-            sum(c.total_bytes for c in gathers),
-            explains=tuple(c.name for c in gathers),
-        )
 
 
 def reshard_text(
@@ -84,47 +61,6 @@ def before_and_after(
         if before is not None and after is not None:
             return before, after
     return None
-
-
-class _RepeatedGather(NamedTuple):
-    """An array that is gathered several times, or in every iteration of a loop.
-
-    Attributes:
-        gather: its first all-gather.
-        how_often: for example 'gathered 2 times'.
-        lines: the source lines of all its all-gathers.
-        bytes: the bytes that a device sends in all its all-gathers.
-        names: the names of its all-gathers.
-        is_weight: whether the array is a weight. Always false in inference.
-    """
-
-    gather: Gather
-    how_often: str
-    lines: Sequence[str]
-    bytes: int
-    names: tuple[str, ...]
-    is_weight: bool
-
-
-def gathered_again(facts: Facts) -> Iterator[Finding]:
-    """Reports arrays that are gathered several times, or in a loop that does not change them.
-
-    Weights are not reported in training: they are gathered again in the backward pass, and for each
-    microbatch, because keeping them would take the memory that sharding saves.
-    """
-    # these report wrong shardings, which may be the reason that activations are gathered twice
-    has_cause = facts.has_found('missing constraint', 'contracted axis', 'sharded loop axis')
-    for repeated in _repeated_gathers(facts):
-        line = repeated.lines[0] if repeated.lines else None
-        if repeated.is_weight or (has_cause and line in facts.product_lines):
-            continue
-        what, parameter = str(repeated.gather.array), repeated.gather.parameter
-        if parameter is not None:
-            what = f'{facts.used[parameter].path}, {what},'
-        other_lines = ', '.join(map(short_source, repeated.lines[1:]))
-        also = f', also at {other_lines}' if other_lines else ''
-        text = f'{what} is {repeated.how_often}{also}'
-        yield Finding('gathered again', text, line, repeated.bytes, explains=repeated.names)
 
 
 def gathered_for_each_call(facts: Facts) -> Iterator[Finding]:
@@ -179,44 +115,22 @@ _MIN_SHARED = 0.05  # of the bytes of all collectives
 
 
 def weights_gathered_again(facts: Facts) -> Iterator[Finding]:
-    """Notes weights that are gathered again, with one note for each value of `how_often`."""
-    groups: dict[str, list[tuple[str, _RepeatedGather]]] = {}
-    for repeated in _repeated_gathers(facts):
-        if repeated.is_weight:
-            parameter = repeated.gather.parameter
-            what = str(repeated.gather.array) if parameter is None else facts.used[parameter].path
-            groups.setdefault(repeated.how_often, []).append((what, repeated))
-    for how_often, weights in groups.items():
-        paths = first_of(fold_paths(what for what, _ in weights), 3)
-        verb = 'is' if len({what for what, _ in weights}) == 1 else 'are'
-        first = next((weight.lines[0] for _, weight in weights if weight.lines), None)
-        n_bytes = sum(weight.bytes for _, weight in weights)
-        text = f'{paths} {verb} {how_often}'
-        names = tuple(name for _, weight in weights for name in weight.names)
-        yield Finding('gathered again', text, first, n_bytes, explains=names)
+    """Notes weights that are gathered several times, or in a loop that does not change them.
 
-
-def _repeated_gathers(facts: Facts) -> Iterator[_RepeatedGather]:
-    """Finds repeated all-gathers of each array.
-
-    For weights, those of the forward and the backward pass count together.
+    The gathers of the forward and the backward pass count together. In training that is the price
+    of the memory that sharding saves, so it is a note.
     """
     gathers: dict[object, list[tuple[Gather, Collective]]] = {}
-    weight_keys: set[object] = set()
-    for collective in facts.unexplained:
-        gather = facts.gathers.get(collective.name)
-        if gather is not None:
-            is_weight = facts.is_training and collective.role == 'weights'
-            in_backward = collective.is_backward and not is_weight
-            key = (gather.origin, gather.dimension, collective.device_groups, in_backward)
-            gathers.setdefault(key, []).append((gather, collective))
-            if is_weight:
-                weight_keys.add(key)
-    for key, repeats in gathers.items():
+    for c in facts.unexplained if facts.is_training else ():
+        gather = facts.gathers.get(c.name)
+        if gather is not None and c.role == 'weights':
+            key = gather.origin, gather.dimension, c.device_groups
+            gathers.setdefault(key, []).append((gather, c))
+    # one note for all weights that are gathered as often
+    groups: dict[str, list[tuple[str, Sequence[Collective]]]] = {}
+    for repeats in gathers.values():
         gather, first = repeats[0]
-        lines = list(dict.fromkeys(c.source for _, c in repeats if c.source))
-        # not reported: activations that XLA gathers twice on one source line, to save memory
-        if len(repeats) > 1 and (len(lines) > 1 or key in weight_keys):
+        if len(repeats) > 1:
             how_often = f'gathered {len(repeats)} times'
         elif gather.is_invariant:
             n = first.executions
@@ -224,6 +138,17 @@ def _repeated_gathers(facts: Facts) -> Iterator[_RepeatedGather]:
             how_often = f'gathered in {iterations} of a loop, always with the same values'
         else:
             continue
-        sent = sum(c.total_bytes for _, c in repeats)
-        names = tuple(c.name for _, c in repeats)
-        yield _RepeatedGather(gather, how_often, lines, sent, names, key in weight_keys)
+        parameter = gather.parameter
+        what = str(gather.array) if parameter is None else facts.used[parameter].path
+        groups.setdefault(how_often, []).append((what, [c for _, c in repeats]))
+    for how_often, weights in groups.items():
+        rows = [c for _, several in weights for c in several]
+        paths = first_of(fold_paths(what for what, _ in weights), 3)
+        verb = 'is' if len({what for what, _ in weights}) == 1 else 'are'
+        yield Finding(
+            'gathered again',
+            f'{paths} {verb} {how_often}',
+            next((c.source for c in rows if c.source), None),
+            sum(c.total_bytes for c in rows),
+            explains=tuple(c.name for c in rows),
+        )

@@ -10,7 +10,8 @@ from ..._text import format_bytes, format_flops, short_source
 from ..report_rows import Finding
 from .facts import Facts
 from .lines import line_of
-from .trace import PRODUCTS
+
+_PRODUCTS = ('dot_general', 'conv_general_dilated')
 
 _MIN_SHARE = 0.05  # of the flops of a step
 _RESERVE = 0.1  # of the memory: buffers are padded, and fragment
@@ -23,18 +24,17 @@ def recomputed_products(facts: Facts) -> Iterator[Finding]:
     function is already split into a forward pass and one that recomputes.
     """
     memory, mesh = facts.memory, facts.mesh
-    if facts.trace is None or facts.traced is None or mesh is None:
+    if not facts.axes or facts.traced is None or mesh is None:
         return
     if memory is None or memory.capacity is None:
         return
-    values = facts.trace.values
     compiled: Counter[str] = Counter()
     for row in facts.products:
         compiled[row.source or ''] += row.flops
     flops, expected = Counter[str](), Counter[str]()
     sizes = {True: 0, False: 0}  # by whether the matmul has batch axes
     for op in facts.traced.ops:
-        if op.primitive not in PRODUCTS or op.rule.einsum is None or not op.arrays_out:
+        if op.primitive not in _PRODUCTS or op.rule.einsum is None or not op.arrays_out:
             continue
         line, runs = line_of(op.eqn), op.site.runs or 1
         result = facts.traced.values[op.arrays_out[0]]
@@ -45,7 +45,8 @@ def recomputed_products(facts: Facts) -> Iterator[Finding]:
             continue
         flops[line] += op.rule.einsum.flops * runs // n
         sharded = {} if op.site.n_shards else mesh.shape
-        n_shards = math.prod(sharded.get(name, 1) for name in values[op.arrays_out[0]].mesh_axes)
+        names = {name for axis in facts.axes[op.arrays_out[0]] for name in axis.mesh_axes}
+        n_shards = math.prod(sharded.get(name, 1) for name in names)
         left, right = op.rule.einsum.indices[:2]
         has_batch = any(i in left and i in right for i in op.rule.einsum.out)
         sizes[has_batch] += result.bytes * runs // n_shards

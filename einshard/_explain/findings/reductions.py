@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 
 from jax.sharding import NamedSharding
@@ -14,7 +14,8 @@ from ..._text import format_bytes
 from ..fold_layers import fold_paths
 from ..report_rows import Finding
 from .facts import Facts
-from .trace import Loop, mesh_entries
+from .lines import line_of
+from .values import PRODUCTS, mesh_entries
 
 _MIN_BYTES = 1024  # smaller sums are not worth a change
 
@@ -28,8 +29,9 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
         # direct slices are what the suggestion gives; XLA decides whether to reduce-scatter them
         if found is None or found.is_direct or row.total_bytes < facts.min_bytes:
             continue
-        products = facts.trace.products if facts.trace else ()
-        n_products = sum(p.line == row.source and not p.is_backward for p in products)
+        program = facts.propagation.program
+        on_line = program.by_place.get(row.source or '', ()) if program else ()
+        n_products = sum(op.kind in PRODUCTS and op.is_forward for op in on_line)
         # each device keeps one slice, of a matmul that is alone in its line
         if n_products != 1 or [n for _, n in found.parts] != [row.group_size]:
             continue
@@ -53,20 +55,20 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
     Omits weights that are sharded over the same mesh axes: without the all-reduces, the loop would
     carry unsharded gradients, which take the memory that sharding saves.
     """
+    # {line of a scan: its length}; scalars, such as the loss, are not in `sums`
     loops = {
-        loop.line: loop
-        for loop in (facts.trace.loops if facts.trace else ())
-        # scalars, such as the loss, have no axes
-        if loop.length > 1 and any(value.axes for value in loop.sums)
+        line_of(scan.eqn): scan.eqn.params['length']
+        for scan in (facts.traced.scans if facts.traced else ())
+        if scan.eqn.params['length'] > 1 and any(v is not None for v in scan.sums)
     }
     found: dict[tuple[str, str], list[Collective]] = {}
     for row in facts.unexplained:
         loop = _loop_around(facts, row, loops) if row.kind == 'all-reduce' else None
         is_gradient = row.role == 'gradients' and not _is_result_sharded(facts, row)
         if loop and row.mesh_axes and is_gradient:
-            found.setdefault((loop.line, row.along), []).append(row)
+            found.setdefault((loop, row.along), []).append(row)
     for (line, along), rows in found.items():
-        n_bytes, n = sum(row.total_bytes for row in rows), loops[line].length
+        n_bytes, n = sum(row.total_bytes for row in rows), loops[line]
         if n_bytes < facts.min_bytes:
             continue
         folded = ', '.join(fold_paths(path for row in rows for path in row.of))
@@ -81,12 +83,12 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _loop_around(facts: Facts, row: Collective, loops: dict[str, Loop]) -> Loop | None:
-    """Finds the loop around a collective. `loops` is {line: loop}."""
+def _loop_around(facts: Facts, row: Collective, lengths: Mapping[str, int]) -> str | None:
+    """Finds the line of the scan around a collective. `lengths` is {line: length}."""
     for outer in row.nodes[0].loops:
-        loop = loops.get(facts.graph.program.source(outer.op) or '')
-        if loop and count_trips(outer) == loop.length:
-            return loop
+        line = facts.graph.program.source(outer.op) or ''
+        if line in lengths and count_trips(outer) == lengths[line]:
+            return line
     return None
 
 

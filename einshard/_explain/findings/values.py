@@ -1,201 +1,209 @@
-"""Values of a traced function, with the shardings implied by its arguments and constraints."""
+"""The arrays of a traced function, with the shardings that the compiler propagates to them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd
-from typing import Any
+from typing import Any, TypeAlias
 
-from ..._program.jaxpr.spans import Span
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..._program.hlo.sources import is_user_file
+from ..._program.jaxpr.graph import Op
+from ..._program.jaxpr.graph import Program as TracedProgram
+from ..._program.jaxpr.names import names_in
+from ..._program.traced.program import (
+    CONSTRAINT,
+    LOOP,
+    PASSING,
+    SHARD,
+    Operation,
+    Program,
+    Value,
+    axis_names,
+    name_of,
+)
+from ..._sharding.mesh import spec_axes
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis of a value.
-
-    Attributes:
-        name: the user's name for it, or ''.
-        mesh_axes: the mesh axes that shard it, unless the compiler reshards it.
-        origin: the index of the argument or the source line of the constraint that the sharding
-            comes from. None if the axis is unsharded, or if the origin is unknown.
-        dim: if the value is a part of an argument, the index of this axis in the argument; else -1.
-    """
+    """An axis of an array: the user's name for it, or '', and the mesh axes that shard it."""
 
     name: str = ''
     mesh_axes: tuple[str, ...] = ()
-    origin: int | str | None = None
-    dim: int = -1
 
     def without_mesh_axes(self, names: Collection[str]) -> Axis:
         kept = tuple(name for name in self.mesh_axes if name not in names)
-        return dataclasses.replace(self, mesh_axes=kept, origin=self.origin if kept else None)
+        return dataclasses.replace(self, mesh_axes=kept)
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A value of a traced function.
-
-    Attributes:
-        axes: one for each array axis.
-        argument: the index of an argument, if casts, reshapes, slices, arithmetic with scalars or
-            similar operations turn it into the value. None for other values.
-        is_data: whether it depends on an argument that is not a weight.
-    """
-
-    axes: tuple[Axis, ...] = ()
-    argument: int | None = None
-    is_data: bool = False
-
-    @property
-    def mesh_axes(self) -> set[str]:
-        return {name for axis in self.axes for name in axis.mesh_axes}
-
-    def sharding(self, without: Collection[str] = ()) -> dict[str, int]:
-        """Maps the mesh axes, except those in `without`, to the array axes that they shard."""
-        return {
-            name: i
-            for i, axis in enumerate(self.axes)
-            for name in axis.mesh_axes
-            if name not in without
-        }
-
-    def with_axes(self, axes: Iterable[Axis]) -> Value:
-        return dataclasses.replace(self, axes=tuple(axes))
+Axes: TypeAlias = tuple[Axis, ...]
+PRODUCTS = ('dot_general', 'convolution')
+# an array after these is still the argument that it was, or a part of it
+_PARTS = PASSING | {
+    *('convert', 'reshape', 'transpose', 'dynamic_slice', 'slice', 'broadcast_in_dim'),
+    *('reduce_precision', CONSTRAINT),
+}
+# an equation may be lowered to several operations, of which these prepare operands
+_PREPARING = ('broadcast_in_dim', 'convert', 'iota', 'reshape', 'constant')
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
-    """A matmul (`dot_general`) or convolution, or the lookup of rows in a table.
-
-    Attributes:
-        left, right, result: the operands and the result; the operands of a lookup are the table and
-            the indices.
-        contracted, batch: (axis of left, axis of right) pairs.
-        line: the user's source line, or ''.
-        frames: the spans of the user's frames, innermost first; see `Site.frames`.
-        aval: the shape and dtype of `result` before partitioning.
-        runs: how often it runs in one run of the function. None if a loop around it has an unknown
-            trip count.
-        flops: the flops before partitioning, of all `runs`, or None.
-        is_grouped: whether it is a convolution with groups of features, or of the batch.
-        in_shard_map: whether it is in a `shard_map`, where shapes are those of a shard.
-        sizes: the numbers of elements of `left`, `right` and `result` before partitioning.
-    """
-
-    left: Value
-    right: Value
-    result: Value
-    contracted: tuple[tuple[int, int], ...] = ()
-    batch: tuple[tuple[int, int], ...] = ()
-    line: str = ''
-    aval: Any = None
-    runs: int | None = None
-    flops: int | None = None
-    is_backward: bool = False
-    in_shard_map: bool = False
-    is_lookup: bool = False
-    is_convolution: bool = False
-    is_grouped: bool = False
-    sizes: tuple[int, ...] = ()
-    frames: tuple[Span, ...] = ()
-
-    @property
-    def result_bytes(self) -> int:
-        """The bytes of `result` before partitioning, in one execution."""
-        return self.aval.size * self.aval.dtype.itemsize
-
-
-def weight_and_data(product: Product) -> tuple[Value, Value] | None:
-    """Returns (weight, other operand), or None if neither operand is a weight."""
-    for weight, data in ((product.right, product.left), (product.left, product.right)):
-        if weight.argument is not None and not weight.is_data:
-            return weight, data
-    return None
-
-
-def merged_axis(axes: Sequence[Axis]) -> Axis:
-    """Returns an axis with the first name and the first sharding among `axes`."""
-    if len(axes) == 1:
-        return axes[0]
-    name = next((axis.name for axis in axes if axis.name), '')
-    sharded = next((axis for axis in axes if axis.mesh_axes), axes[0])
-    return Axis(name, sharded.mesh_axes, sharded.origin, axes[0].dim)
-
-
-def drop_repeats(
-    axes: Iterable[Axis], keep_dim: bool = False, order: Iterable[int] | None = None
-) -> tuple[Axis, ...]:
-    """Removes each mesh axis from all array axes but the first in `order` that it shards.
-
-    Also sets `dim` to -1, unless `keep_dim` is true.
-    """
-    seen: set[str] = set()
-    result = [axis if keep_dim else dataclasses.replace(axis, dim=-1) for axis in axes]
-    for i in order or range(len(result)):
-        result[i] = result[i].without_mesh_axes(seen)
-        seen.update(result[i].mesh_axes)
+def drop_repeats(axes: Iterable[Axis]) -> Axes:
+    """Removes each mesh axis from all array axes but the first that it shards."""
+    seen, result = set[str](), list[Axis]()
+    for axis in axes:
+        result.append(axis.without_mesh_axes(seen))
+        seen.update(axis.mesh_axes)
     return tuple(result)
 
 
-def reshaped(
-    axes: Sequence[Axis], before: Sequence[int], after: Sequence[int], mesh_sizes: Mapping[str, int]
-) -> Iterator[Axis]:
-    """Yields the axes of a reshaped value.
+def mesh_entries(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...] | None]:
+    """Returns the mesh axes of size > 1 that shard each axis, or None for unconstrained axes."""
+    entries: list[tuple[str, ...] | None] = []
+    for entry in [*spec_axes(sharding.spec), *[()] * ndim][:ndim]:
+        if entry and entry[0] is PartitionSpec.UNCONSTRAINED:
+            entries.append(None)
+        else:
+            entries.append(tuple(str(axis) for axis in entry if sharding.mesh.shape[axis] > 1))
+    return entries
 
-    A merged axis has the name and sharding of the first sharded axis, or else of the first axis. If
-    an axis is split, the largest part gets its name, and the first parts get its sharding. A mesh
-    axis that would shard two parts shards only the first.
 
-        >>> from einshard._explain.findings.values import Axis, reshaped
-        >>> a, b = Axis('a', ('x',)), Axis('b')
-        >>> split = reshaped([a, b], (8, 6), (2, 4, 6), {'x': 2})
-        >>> [(axis.name, axis.mesh_axes) for axis in split]
-        [('', ('x',)), ('a', ()), ('b', ())]
-        >>> [axis.name for axis in reshaped([a, b], (8, 6), (48,), {'x': 2})]
-        ['a']
+def argument_of(value: Value) -> int | None:
+    """Returns the argument that a value is, or is a cast, a slice or the like of."""
+    while value.argument is None:
+        producer = value.producer
+        if producer is None or producer.kind not in _PARTS or not producer.operands:
+            return None
+        value = producer.operands[0]
+    return value.argument
+
+
+def name_values(
+    program: Program, arguments: Mapping[int, Sequence[str]]
+) -> dict[Value, tuple[str, ...]]:
+    """Returns the user's names of the axes of values, from those of arguments and constraints.
+
+    Dimensions that belong together by the compiler's rule of an operation have one name.
+
+    Args:
+        arguments: the names of the axes of arguments, by number; '' for an axis without a name.
     """
-    i = j = 0
-    while j < len(after):
-        sources, targets = [i], [j]
-        left, right = _size(before, i), after[j]
-        i, j = i + 1, j + 1
-        # take more axes on either side, until the products of their sizes are equal
-        while left != right:
-            if left < right and i < len(before):
-                left, sources, i = left * before[i], [*sources, i], i + 1
-            elif right < left and j < len(after):
-                right, targets, j = right * after[j], [*targets, j], j + 1
-            else:  # some sizes are 0
-                break
-        merging = [axes[at] for at in sources if at < len(axes) and before[at] > 1]
-        merging = merging or [axes[at] for at in sources if at < len(axes)]
-        taken = next((axis for axis in merging if axis.mesh_axes), (*merging, Axis())[0])
-        yield from _split(taken, [after[at] for at in targets], mesh_sizes)
+    names: dict[Value, tuple[str, ...]] = {}
+    for value in program.arguments:
+        if value.argument is not None and any(given := arguments.get(value.argument, ())):
+            names[value] = tuple(given)
+    # what the body of a loop computes, its next iteration gets in the second pass
+    for _ in range(1 + any(op.kind == LOOP for op in program.operations)):
+        for op in program.operations:
+            of_scope = names_in(op.path) if op.kind == CONSTRAINT else None
+            given = None if of_scope is None else of_scope.of_constraint
+            if given is not None and len(given) == len(op.results[0].shape):
+                before = names.get(op.operands[0], ('',) * len(given))
+                names[op.results[0]] = tuple(n or b for n, b in zip(given, before, strict=True))
+                continue
+            named = [value for value in op.operands if value in names]
+            if not named or op.kind == SHARD:
+                continue
+            if op.rule is None:
+                for result in op.results if op.kind in PASSING else ():
+                    if len(result.shape) == len(names[named[0]]):
+                        names.setdefault(result, names[named[0]])
+                continue
+            of_factor: dict[int, str] = {}
+            sizes = op.rule.sizes
+            for value, factors in zip(op.values, op.rule.tensors, strict=False):
+                for name, several in zip(names.get(value, ()), factors, strict=False):
+                    if name and several:  # the largest part of a split axis keeps the name
+                        of_factor.setdefault(max(several, key=lambda f: sizes[f]), name)
+            results = op.rule.tensors[len(op.operands) :]
+            for value, factors in zip(op.results, results, strict=False):
+                found = [
+                    next((of_factor[f] for f in several if f in of_factor), '')
+                    for several in factors
+                ]
+                if value not in names and any(found):
+                    names[value] = tuple(found)
+    return names
 
 
-def _split(axis: Axis, sizes: Sequence[int], mesh_sizes: Mapping[str, int]) -> Iterator[Axis]:
-    """Yields the parts of an axis that a reshape splits."""
-    if len(sizes) == 1:
-        yield axis
-        return
-    waiting, parts = list(axis.mesh_axes), list[tuple[str, ...]]()
-    for size in sizes:
-        taken: list[str] = []
-        while waiting and size > 1:
-            name, n = waiting[0], gcd(size, mesh_sizes[waiting[0]])
-            taken += [name] * (n > 1)
-            # after a mesh axis that does not fit in full, the other parts are unsharded
-            size, waiting = size // n, waiting[1:] if n == mesh_sizes[name] else []
-        parts.append(tuple(taken))
-    # the largest part gets the name; of equally large parts, a sharded one, or else the last
-    named = max(range(len(sizes)), key=lambda i: (sizes[i], bool(parts[i]), i))
-    for i, mesh_axes in enumerate(parts):
-        part = axis if i == named else Axis(origin=axis.origin)
-        origin = axis.origin if mesh_axes else None
-        yield dataclasses.replace(part, mesh_axes=mesh_axes, origin=origin)
+def axes_of_values(
+    traced: TracedProgram,
+    program: Program,
+    arguments: Mapping[int, int],
+    names: Mapping[Value, tuple[str, ...]],
+) -> list[Axes]:
+    """Returns the axes of the values of a traced function, by index; unsharded where unknown.
+
+    Equations and operations are joined by primitive, shape and place in the source: in order where
+    there are as many of one as of the other, else if all of them have one sharding.
+
+    Args:
+        arguments: {index of an argument of the function: its number in `program`}.
+        names: see `name_values`.
+    """
+    found: dict[int, Axes] = {}
+
+    def learn(v: int | None, value: Value) -> None:
+        if v is not None and v not in found and traced.values[v].shape == value.shape:
+            entries = value.axes or ((),) * len(value.shape)
+            given = names.get(value, ('',) * len(entries))
+            found[v] = tuple(
+                Axis(name, tuple(dict.fromkeys(map(name_of, axes))))
+                for name, axes in zip(given, entries, strict=True)
+            )
+
+    for index, number in arguments.items():
+        if index < len(traced.arguments):
+            learn(traced.arguments[index], program.arguments[number])
+    groups: dict[Any, tuple[list[Op], list[Operation]]] = defaultdict(lambda: ([], []))
+    for op in traced.ops:
+        if op.arrays_out and op.eqn is not None and op.site.frames:
+            shape = traced.values[op.arrays_out[0]].shape
+            span = op.site.frames[0]
+            groups[op.primitive, shape, span.source, span.column + 1][0].append(op)
+    for operation in program.operations:
+        primitive = operation.path.rpartition('/')[2]
+        frame = next((f for f in operation.frames if is_user_file(f.file)), None)
+        is_last = operation.kind not in _PREPARING or operation.kind in _same_kind(primitive)
+        if frame is not None and operation.results and operation.kind not in PASSING and is_last:
+            key = primitive, operation.results[0].shape, frame.place, frame.column
+            groups[key][1].append(operation)
+    for ops, operations in groups.values():
+        if not operations:
+            continue
+        if len(ops) != len(operations):
+            if len({tuple(v.axes for v in each.values) for each in operations}) > 1:
+                continue
+            operations = [operations[0]] * len(ops)
+        for op, operation in zip(ops, operations, strict=True):
+            for indices, values in ((op.ins, operation.operands), (op.outs, operation.results)):
+                arrays = [v for v in indices if v is not None]
+                for v, value in zip(arrays, (v for v in values if v.shape), strict=False):
+                    learn(v, value)
+    # what passes values into and out of loops has no place in the source
+    for op in traced.ops:
+        for i, d, o, e in op.rule.links if op.primitive in _LINKS else ():
+            old, new = op.ins[i], op.outs[o]
+            if old in found and new is not None:
+                axes = [*found.get(new, (Axis(),) * len(traced.values[new].shape))]
+                if axes[e] == Axis():
+                    axes[e] = found[old][d]
+                    found[new] = drop_repeats(axes)
+    unknown = ((Axis(),) * len(value.shape) for value in traced.values)
+    return [found.get(v, axes) for v, axes in enumerate(unknown)]
 
 
-def _size(sizes: Sequence[int], i: int) -> int:
-    return sizes[i] if i < len(sizes) else 1
+_LINKS = ('carry', 'scan_input', 'scan_output')
+
+
+def _same_kind(primitive: str) -> tuple[str, ...]:
+    return {'convert_element_type': ('convert',)}.get(primitive, (primitive,))
+
+
+def unused_mesh_axes(op: Operation, program: Program) -> list[str]:
+    """Returns the mesh axes of size > 1 that shard no array of an operation."""
+    used = {name for value in op.values for name in axis_names(value)}
+    return [name for name, size in program.mesh.items() if size > 1 and name not in used]

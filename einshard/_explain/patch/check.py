@@ -60,12 +60,12 @@ def patched(
             each = None if source is None else changed[source].get(_key(code))
             if source is None or each is None:
                 continue
-            reached[source].add(_key(code))
             # Not gc.get_objects(): it also holds tuples that other threads are building, which then
-            # fail with a SystemError.
+            # fail with a SystemError. After gc.freeze(), older functions are not found.
             for function in gc.get_referrers(code):
                 if type(function) is types.FunctionType and function.__code__ is code:
                     functions.append((source, function, code, each.new))
+                    reached[source].add(_key(code))
         for source, each in changed.items():
             _check_reached(source, each, reached[source])
         added: list[tuple[dict[str, Any], str]] = []

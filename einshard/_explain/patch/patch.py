@@ -19,7 +19,7 @@ from ..._program.edits.edit import Edit
 from ..._program.jaxpr.graph import flatten
 from ..._sharding.mesh import spec_axes
 from ..._text import first_line, format_bytes
-from ..fixes.trials import Trial, Trials
+from ..search.trials import Trial, Trials
 from .check import NotTraced, patched
 from .files import Piece, Source, relative_to
 from .observe import Seen, observe

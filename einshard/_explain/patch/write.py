@@ -388,7 +388,8 @@ def _only(scope: Scope, operand: ast.expr) -> Option:
         first, end = source.starts[statement.lineno - 1], statement.end_lineno or 0
         last = source.starts[end] if end < len(source.starts) else len(source.utf8)
         rest = source.utf8[source.end(statement) : last].strip()
-        is_alone = not source.utf8[first : source.start(statement)].strip() and not rest
+        is_alone = not source.utf8[first : source.start(statement)].strip()
+        is_alone = is_alone and (not rest or rest.startswith(b'#'))
         names = [getattr(target, 'id', '') for target in statement.targets]
         if is_alone and not is_needed and names == [operand.id]:
             return Option(((source, Piece(first, last, '')),))

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..._program.edits.call import JittedCall
 from ..._program.edits.edit import (
     Constrain,
     Edit,
+    MoveThrough,
     PlaceArguments,
     PlaceResults,
     RemoveConstraint,
     ReplaceConstraint,
 )
-from ..._program.edits.keys import Path
-from ..._program.edits.marks import tags_in
+from ..._program.edits.keys import Key
 from ..._program.edits.sites import Sites
+from ..._program.edits.tags import tag_in
 from ..._program.jaxpr.graph import flatten
 from ..._program.traced.outline import Place
 from ..._program.traced.program import Axes
@@ -34,52 +36,70 @@ def edits_of(
     changes: Mapping[Place, Axes | None], variants: Variants, mesh: AnyMesh
 ) -> tuple[Edit, ...]:
     """Returns the edits that make changes of the module of `Sites` in its program."""
-    arguments, results = dict[int, NamedSharding](), dict[int, NamedSharding]()
-    by_path: dict[Path, Edit] = {}
-    for site, axes in changes.items():
-        if site.kind == 'constraint':
-            path = variants.paths[site]
+    arguments, results = dict[int, NamedSharding](), dict[int, NamedSharding | None]()
+    by_key: dict[Key, Edit] = {}
+    for place, axes in changes.items():
+        if place.kind == 'argument':
+            arguments[place.index] = sharding_of(axes or (), mesh)
+        elif place.kind == 'result':
+            results[place.index] = None if axes is None else sharding_of(axes, mesh)
+        elif (site := variants.sites[place]) is not None:
+            key, n_mapped = site
+            what: Any
+            kind, what = key
             if axes is None:
-                by_path[path] = RemoveConstraint(path)
-            elif variants.given[site] is None:
-                by_path[path] = Constrain(path, sharding_of(axes, mesh))
+                by_key[key] = RemoveConstraint(what)
+            elif kind == 'through':
+                by_key[key] = MoveThrough(what, sharding_of(axes, mesh))
             else:
-                by_path[path] = ReplaceConstraint(path, sharding_of(axes, mesh))
-        elif site.kind == 'argument':
-            arguments[site.index] = sharding_of(axes or (), mesh)
-        else:
-            results[site.index] = sharding_of(axes or (), mesh)
+                edit = ReplaceConstraint if kind == 'constraint' else Constrain
+                # the expression does not see the axes that jax.vmap adds, unless they are sharded
+                seen = axes if any(axes[:n_mapped]) else axes[n_mapped:]
+                by_key[key] = edit(what, sharding_of(seen, mesh))
     placed: list[Edit] = []
     if arguments:
         placed = [PlaceArguments(arguments, results)]
     elif results:
         placed = [PlaceResults(results)]
-    return (*placed, *by_path.values())
+    return (*placed, *by_key.values())
 
 
-def variants_of(call: JittedCall, mesh: Mesh) -> Variants:
+def variants_of(call: JittedCall, mesh: Mesh, moves: bool = False) -> Variants:
     """Returns the variants of a call, with constraints at the results of `_CANDIDATES`.
+
+    Args:
+        moves: whether arguments, results and what constraints move may pass through another
+            placement on the way.
 
     Raises:
         NotPropagated: if Shardy cannot read it.
     """
     program = flatten(call.jaxpr, keep_unused=True)
-    paths = [
-        op.site.frames
-        for op in program.ops
-        if op.primitive in _CANDIDATES and op.site.frames and not op.site.n_mapped
-    ]
-    sites = Sites(call, paths, mesh)
-    keys = sites.keys
+    # types determine the shardings of values on Explicit axes
+    is_explicit = AxisType.Explicit in mesh.axis_types
+    ops = [op for op in program.ops if op.site.frames and not (op.site.n_shards or is_explicit)]
+    paths = [op.site.frames for op in ops if op.primitive in _CANDIDATES]
+    through: list[MoveThrough] = []
+    if moves and not is_explicit:
+        unused = NamedSharding(mesh, PartitionSpec())
+        ends = ('argument', program.arguments), ('result', program.results)
+        what: list[Any] = [
+            (kind, i) for kind, values in ends for i, v in enumerate(values) if v is not None
+        ]
+        constraints = (op.site.frames for op in ops if op.primitive == 'sharding_constraint')
+        what += [('constraint', path) for path in dict.fromkeys(constraints)]
+        through = [MoveThrough(one, unused) for one in what]
+    sites = Sites(call, paths, mesh, through)
+    module = sites.module  # lowering tags arguments and results
+    keys: dict[int, Any] = sites.keys
 
-    def path_of(location: str) -> Path:
-        for number, n_mapped in tags_in(location):
-            kind, path = keys[number]
-            if not n_mapped and kind in ('constraint', 'value'):
-                return path  # type: ignore[reportReturnType]
-        return ()
+    def site_of(location: str) -> tuple[Key, int] | None:
+        tag = tag_in(location)
+        return None if tag is None else (keys[tag[0]], tag[1])
 
-    return Variants(sites.module, path_of)
+    placed = call.eqn.params['out_shardings']
+    typed = [i for i, s in enumerate(placed) if is_explicit and not isinstance(s, Sharding)]
+    return Variants(module, site_of, is_explicit, typed)
 
 
 def sharding_of(axes: Axes, mesh: AnyMesh) -> NamedSharding:

@@ -8,8 +8,10 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
+from typing import Any
 
 from ..._program.jaxpr.spans import Span
+from ..._program.traced.axis_classes import AxisClasses
 from ..._program.traced.outline import Place
 from ..._program.traced.program import Axes
 from ..._program.traced.variants import Variants
@@ -26,9 +28,11 @@ class Group:
     Attributes:
         key: the same for the same group of another variant of the program.
         kind: 'argument' for arguments and the results that replace them, 'data', 'result',
-            'constraint', or 'value' for values without a constraint.
+            'axis' for all arguments with an axis of one class, 'constraint', 'value' for values
+            without a constraint, or 'through' for what moves from one placement to another.
         path: of a constraint or a value, the expression and its calls, innermost first.
         names: of arguments and results.
+        dims: the dimension of each site that changes, if only one does.
     """
 
     key: Hashable
@@ -36,6 +40,7 @@ class Group:
     sites: tuple[Place, ...]
     path: tuple[Span, ...] = ()
     names: tuple[str, ...] = ()
+    dims: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,17 +63,20 @@ def find_groups(variants: Variants, named: Named) -> list[Group]:
     """Returns the groups of a program, each site in one or more of them.
 
     A parameter, the same one of other layers, its optimizer states and averages, and the results
-    that replace them are one group. Arguments of one shape and sharding, such as the two up
-    projections of a gated layer, are a second group, and so are constraints of one line, which a
-    helper or a loop over a tree has.
+    that replace them are one group. Arguments of one shape and sharding with axes of the same
+    classes, such as the two up projections of a gated layer, are a second group, and so are
+    constraints of one line, which a helper or a loop over a tree has. All arguments with an axis of
+    one class are a group for that axis, such as a batch with what is cached for it.
     """
-    return [*_ends(variants, named), *_values(variants)]
+    classes = AxisClasses(variants.outline)
+    ends = [*_ends(variants, named, classes)]
+    return [*ends, *_axes(variants, ends, classes), *_values(variants)]
 
 
 # --- arguments and results ------------------------------------------------------------------------
 
 
-def _ends(variants: Variants, named: Named) -> Iterable[Group]:
+def _ends(variants: Variants, named: Named, classes: AxisClasses) -> Iterable[Group]:
     outline, given = variants.outline, variants.given
     shape = {site: variants.shape(site) for site in given if site.kind != 'constraint'}
     names = {
@@ -85,7 +93,7 @@ def _ends(variants: Variants, named: Named) -> Iterable[Group]:
         if site.kind == 'argument' and site.index not in named.data
     }
 
-    def owner(site: Place) -> Hashable:
+    def owner(site: Place) -> tuple[Hashable, ...]:
         """The parameter: the argument of this shape with the shortest path that ends the site's."""
         if site.kind == 'argument' and site.index in named.data:
             return 'data', shape[site][:1]
@@ -97,7 +105,7 @@ def _ends(variants: Variants, named: Named) -> Iterable[Group]:
         ]
         return min(alike, key=lambda each: len(each[0]), default=('result', names[site]))
 
-    groups: dict[Hashable, dict[Place, None]] = defaultdict(dict)
+    groups: dict[tuple[Hashable, ...], dict[Place, None]] = defaultdict(dict)
     for site in names:
         if not shape[site]:
             continue
@@ -106,10 +114,9 @@ def _ends(variants: Variants, named: Named) -> Iterable[Group]:
             groups[owner(Place('argument', replaced[site.index]))][site] = None
         else:
             groups[owner(site)][site] = None
-    alike: dict[Hashable, list[Hashable]] = defaultdict(list)
     for key, sites in groups.items():
         first = next(iter(sites))
-        is_data = isinstance(key, tuple) and key[0] == 'data'
+        is_data = key[0] == 'data'
         kind = 'data' if is_data else first.kind
         yield Group(key, kind, tuple(sites), names=tuple(names[site] for site in sites))
         ranks = {len(shape[site]) for site in sites}
@@ -117,13 +124,36 @@ def _ends(variants: Variants, named: Named) -> Iterable[Group]:
             for site in sites:
                 if len(shape[site]) > min(ranks):
                     yield Group(('data', site), kind, (site,), names=(names[site],))
-        if kind == 'argument':
-            alike[shape[first], _stripped(given[first])].append(key)
+        for site in [*sites][1:] if kind == 'argument' else ():
+            # the layers of a model may have nothing else in common
+            classes.link_all(variants.value(first), variants.value(site), len(shape[first]))
+    alike: dict[Hashable, list[tuple[Hashable, ...]]] = defaultdict(list)
+    for key, sites in groups.items():
+        first = next(iter(sites))
+        if first.kind == 'argument' and key[:1] != ('data',):
+            axes = [classes.of((variants.value(first), d)) for d in range(len(shape[first]))]
+            alike[shape[first], tuple(axes), _stripped(given[first])].append(key)
     for key, keys in alike.items():
         if len(keys) > 1:
             sites = tuple(chain.from_iterable(groups[each] for each in keys))
             each = tuple(names[site] for site in sites)
             yield Group(('together', key), 'argument', sites, names=each)
+
+
+def _axes(variants: Variants, ends: Sequence[Group], classes: AxisClasses) -> Iterable[Group]:
+    values = {
+        variants.value(site): site
+        for site in variants.given
+        if site.kind == 'argument' or (site.kind == 'result' and variants.given[site] is not None)
+    }
+    names = {
+        site: name for group in ends for site, name in zip(group.sites, group.names, strict=True)
+    }
+    for found in classes.members({v: len(variants.shape(site)) for v, site in values.items()}):
+        sites = tuple(values[v] for v in found)
+        if sum(site.kind == 'argument' for site in sites) > 1:
+            each = tuple(names[site] for site in sites)
+            yield Group(('axis', *found.items()), 'axis', sites, (), each, tuple(found.values()))
 
 
 def _words(path: str) -> tuple[str, ...]:
@@ -143,28 +173,29 @@ def _stripped(axes: Axes | None) -> Axes:
 
 
 def _values(variants: Variants) -> Iterable[Group]:
-    groups: dict[Hashable, list[Place]] = defaultdict(list)
-    paths: dict[Hashable, tuple[Span, ...]] = {}
+    groups: dict[tuple[str, Any, tuple[int, ...]], list[Place]] = defaultdict(list)
+    n_mapped: dict[Hashable, int] = {}
     sizes = [prod(variants.shape(site)) for site in variants.given]
     smallest = _MIN_SIZE * max(sizes, default=0)
-    for site, axes in variants.given.items():
+    for site in variants.given:
         if site.kind != 'constraint' or not variants.shape(site):
             continue
-        path = variants.paths[site]
-        if not path:
+        found = variants.sites[site]
+        if found is None:
             continue
-        kind = 'value' if axes is None else 'constraint'
-        if kind == 'value' and prod(variants.shape(site)) < smallest:
+        (kind, what), mapped = found
+        if kind != 'constraint' and prod(variants.shape(site)) < smallest:
             continue
-        key = kind, path, variants.shape(site)
+        key = kind, what, variants.shape(site)
         groups[key].append(site)
-        paths[key] = path
-    by_line: dict[tuple[Span, Axes], list[Hashable]] = defaultdict(list)
+        n_mapped[key] = mapped
+    by_line: dict[tuple[Span, Axes], list[Any]] = defaultdict(list)
     for key, sites in groups.items():
-        kind = 'value' if variants.given[sites[0]] is None else 'constraint'
-        yield Group(key, kind, tuple(sites), paths[key])
-        if kind == 'constraint':
-            by_line[paths[key][0], _stripped(variants.given[sites[0]])].append(key)
+        kind, what, _ = key
+        path: tuple[Span, ...] = what if kind in ('constraint', 'value') else ()
+        yield Group(key, kind, tuple(sites), path)
+        if kind == 'constraint' and not n_mapped[key]:
+            by_line[what[0], _stripped(variants.given[sites[0]])].append(key)
     for (span, _), keys in by_line.items():
         if len(keys) > 1:
             sites = tuple(chain.from_iterable(groups[key] for key in keys))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -42,6 +42,9 @@ def find_neighbours(
         propagated: the mesh axes that a value without a constraint has.
     """
     for group in groups:
+        if group.dims:
+            yield from _along_axis(group, given, shape_of, mesh)
+            continue
         sites = group.sites
         placed = [site for site in sites if given[site] is not None]
         # arrays of different ranks, such as tokens and labels, move by their leading dimensions
@@ -51,7 +54,10 @@ def find_neighbours(
         first = given[placed[0]] if placed else None
         start = propagated(sites[0]) if first is None else first
         start = (start or ((),) * ndim)[:ndim]
-        targets = dict.fromkeys(_targets(start, mesh))
+        if group.kind == 'through':
+            targets = dict.fromkeys(_placements(start, mesh))
+        else:
+            targets = dict.fromkeys(_targets(start, mesh))
         # members that are sharded differently may take the placement of another
         targets |= {axes: None for site in placed if len(axes := given[site] or ()) == ndim}
         if group.kind == 'result' and not placed:
@@ -65,11 +71,52 @@ def find_neighbours(
                 follows = site.kind == 'result' and group.kind != 'result' and given[site] is None
                 if not follows and full != given[site] and _fits(full, shape_of(site), mesh):
                     changes[site] = full
-            is_same = target == start and not placed and group.kind == 'value'
+            is_same = target == start and not placed and group.kind in ('value', 'through')
             key = tuple(changes.items())
             if changes and not is_same and key not in seen:
                 seen.add(key)  # type: ignore[reportArgumentType]
                 yield Neighbour(changes, (group,))
+
+
+def _along_axis(
+    group: Group,
+    given: Mapping[Place, Axes | None],
+    shape_of: Callable[[Place], Sequence[int]],
+    mesh: Mapping[str, int],
+) -> Iterator[Neighbour]:
+    """Mesh axes added to an axis of all its arrays, or dropped from it."""
+    placed = [given[site] or ((),) * len(shape_of(site)) for site in group.sites]
+    for names in _blocks(placed, mesh):
+        for is_added in (True, False):
+            changes: dict[Place, Axes | None] = {}
+            for site, d, axes in zip(group.sites, group.dims, placed, strict=True):
+                if not is_added and not {*names} & {*axes[d]}:
+                    continue
+                new = _without(axes, names)
+                if is_added:
+                    new = (*new[:d], (*new[d], *names), *new[d + 1 :])
+                if new != axes and _fits(new, shape_of(site), mesh):
+                    changes[site] = new
+            if changes:
+                yield Neighbour(changes, (group,))
+
+
+def _blocks(placed: Iterable[Axes], mesh: Mapping[str, int]) -> Iterable[tuple[str, ...]]:
+    """The mesh axes, and those that move together: the axes of one dimension, and unused ones.
+
+    A mesh without names has an axis for each prime factor of its size.
+    """
+    found = {(name,): None for name, size in mesh.items() if size > 1}
+    for axes in placed:
+        found |= {dim: None for dim in axes if len(dim) > 1 and not any(':' in a for a in dim)}
+        used = {a.partition(':')[0] for dim in axes for a in dim}
+        if len(unused := tuple(n for n, size in mesh.items() if size > 1 and n not in used)) > 1:
+            found[unused] = None
+    return found
+
+
+def _without(axes: Axes, names: Collection[str]) -> Axes:
+    return tuple(tuple(a for a in dim if a.partition(':')[0] not in names) for dim in axes)
 
 
 def pairs(ranked: Sequence[Neighbour]) -> Iterator[Neighbour]:
@@ -80,19 +127,32 @@ def pairs(ranked: Sequence[Neighbour]) -> Iterator[Neighbour]:
 
 
 def _targets(axes: Axes, mesh: Mapping[str, int]) -> Iterator[Axes]:
-    """Two array axes swapped; a mesh axis moved, added or dropped."""
+    """Two array axes swapped; mesh axes moved, added or dropped."""
     for d, e in itertools.combinations(range(len(axes)), 2):
         order = [*range(len(axes))]
         order[d], order[e] = e, d
         yield tuple(axes[i] for i in order)
-    for name, size in mesh.items():
-        if size == 1:
-            continue
-        without = tuple(tuple(a for a in dim if a.partition(':')[0] != name) for dim in axes)
+    for names in _blocks([axes], mesh):
+        without = _without(axes, names)
         yield without
         for d, dim in enumerate(without):
-            for new in dict.fromkeys(((*dim, name), (name, *dim))):
+            for new in dict.fromkeys(((*dim, *names), (*names, *dim))):
                 yield (*without[:d], new, *without[d + 1 :])
+
+
+def _placements(axes: Axes, mesh: Mapping[str, int]) -> Iterator[Axes]:
+    """All placements with shards as small as these: what is moved may not need more memory."""
+    used = [a for dim in axes for a in dim]
+    if any(':' in a for a in used):
+        return
+    names = [name for name, size in mesh.items() if size > 1]
+    n_shards = prod(mesh[a] for a in used)
+    for dims in itertools.product([None, *range(len(axes))], repeat=len(names)):
+        along = [
+            [n for n, at in zip(names, dims, strict=True) if at == d] for d in range(len(axes))
+        ]
+        if prod(mesh[n] for dim in along for n in dim) >= n_shards:
+            yield from itertools.product(*map(itertools.permutations, along))
 
 
 def _fits(axes: Axes, shape: Sequence[int], mesh: Mapping[str, int]) -> bool:

@@ -249,3 +249,10 @@ def as_chip(value: Chip | str) -> Chip:
 def _key(name: str) -> str:
     """Returns a name without case, spaces and hyphens."""
     return re.sub(r'[ _-]', '', name.lower())
+
+
+def default_chip() -> Chip:
+    """The chip whose bounds are compared where the devices have no known speeds, as CPUs."""
+    chip = find_chip('TPU v5 lite')
+    assert chip is not None
+    return chip

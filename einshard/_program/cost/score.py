@@ -8,9 +8,11 @@ take to be read and written. Temporaries, and what the compiler fuses, are unkno
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf, prod
+from itertools import chain
+from math import fsum, inf, prod
 from typing import NamedTuple
 
 from ..traced.attributes import Sharding
@@ -25,28 +27,6 @@ _MAX_OPTIONS = 5
 _WIDENED = frozenset(('f32', 'f16'))
 
 
-class Row(NamedTuple):
-    """One cost of a program.
-
-    Attributes:
-        op: the position of the operation in the module; -1 for arguments and results.
-        what: 'product'; the kind of operation that needs collectives, such as 'dot_general' or
-            'sharding_constraint'; 'argument' or 'result' for reads and writes of HBM.
-        value: the number of the value that is moved, made or read.
-        axes: the mesh axes along which partial sums are reduced, or that the value has before.
-        target: what the value has afterwards.
-        bytes: of the value, on all devices.
-    """
-
-    seconds: float
-    what: str
-    op: int
-    value: int
-    axes: Axes
-    target: Axes
-    bytes: int
-
-
 @dataclass(frozen=True)
 class Score:
     """What a program with certain shardings costs.
@@ -56,11 +36,17 @@ class Score:
         memory: bytes of arguments and results on a device. Results in the memory of donated
             arguments count once.
         shardings: of each value, by its number.
+        ways: how each step runs.
+        of_steps: the seconds of each step, without what its operands take to be resharded.
+        of_values: of each value, the seconds in which it is read, resharded and written.
     """
 
     seconds: float
     memory: int
     shardings: Sequence[Sharding] = field(repr=False)
+    ways: Sequence[Way] = field(repr=False)
+    of_steps: Sequence[float] = field(repr=False)
+    of_values: Mapping[int, float] = field(repr=False)
 
 
 class Way(NamedTuple):
@@ -69,7 +55,9 @@ class Way(NamedTuple):
     moves: tuple[tuple[int, Axes], ...]
     collectives: float
     compute: float
-    along: tuple[Axis, ...] = ()
+
+
+_NOTHING = Way((), 0.0, 0.0)
 
 
 class Costs:
@@ -92,92 +80,84 @@ class Costs:
         self.share, self.is_widened = share, is_widened
         self._ways: dict[tuple[Form, tuple[Axes, ...]], Way] = {}
         self._bytes = [bytes_of(type_) for type_ in outline.types]
-        self._read, self._written = _traffic(outline)
+        read, written = _traffic(outline)
+        # how often; one layer may stand for several
+        self._read, self._written = Counter(read), Counter(written)
+        # the steps that take each value, and as which operand
+        self._uses: dict[int, list[tuple[int, int]]] = {v: [] for v in (*read, *written)}
+        for s, step in enumerate(outline.steps):
+            for i, v in enumerate(step.operands):
+                self._uses.setdefault(v, []).append((s, i))
 
-    def score(self, shardings: Sequence[Sharding]) -> Score:
-        n_bytes = self._bytes
+    def score(self, shardings: Sequence[Sharding], near: Score | None = None) -> Score:
+        """Returns what the program costs with these shardings.
+
+        Args:
+            near: the score with others. Only what differs is computed again.
+        """
+        outline, n_bytes = self.outline, self._bytes
         shards = self.network.n_shards
-        kept = {*self.outline.aliases.values()}
-        memory = sum(n_bytes[v] // shards(shardings[v].axes) for v in self.outline.arguments)
+        kept = {*outline.aliases.values()}
+        memory = sum(n_bytes[v] // shards(shardings[v].axes) for v in outline.arguments)
         memory += sum(
             n_bytes[v] // shards(shardings[v].axes)
-            for i, v in enumerate(self.outline.ends)
+            for i, v in enumerate(outline.ends)
             if i not in kept
         )
-        seconds = sum(seconds for seconds, *_ in self._walk(shardings))
-        return Score(seconds, memory, shardings)
-
-    def rows(self, shardings: Sequence[Sharding]) -> list[Row]:
-        """The costs one by one, largest first."""
-        rows = [
-            Row(seconds, what, op, value, have, want, self._bytes[value])
-            for seconds, what, op, value, have, want in self._walk(shardings)
-            if seconds
-        ]
-        return sorted(rows, key=lambda row: -row.seconds)
-
-    def _walk(
-        self, shardings: Sequence[Sharding]
-    ) -> Iterator[tuple[float, str, int, int, Axes, Axes]]:
         axes = [sharding.axes for sharding in shardings]
-        n_bytes, network, ways = self._bytes, self.network, self._ways
+        if near is None:
+            steps: Iterable[int] = range(len(outline.steps))
+            values: Iterable[int] = self._uses
+            ways, of_steps = [_NOTHING] * len(outline.steps), [0.0] * len(outline.steps)
+            of_values: dict[int, float] = {}
+        else:
+            pairs = enumerate(zip(shardings, near.shardings, strict=True))
+            changed = [v for v, (a, b) in pairs if a is not b and a.axes != b.axes]
+            steps = {s for v in changed for s in outline.steps_of.get(v, ())}
+            taken = (v for s in steps for v in outline.steps[s].operands)
+            values = {*taken, *(v for v in changed if v in self._uses)}
+            ways, of_steps, of_values = [*near.ways], [*near.of_steps], {**near.of_values}
+        for s in steps:
+            way = ways[s] = self._way_of(outline.steps[s], axes)
+            of_steps[s] = outline.steps[s].runs * (way.collectives + way.compute)
+        for v in values:
+            of_values[v] = self._seconds_of(v, axes, ways)
+        # the same sum in any order
+        seconds = fsum(chain(of_steps, of_values.values()))
+        return Score(seconds, memory, shardings, ways, of_steps, of_values)
+
+    def _way_of(self, step: Step, axes: Sequence[Axes]) -> Way:
+        form, operands, results, _, _ = step
+        if form.kind == MOVE:
+            [value], [to] = operands, results
+            return Way(((0, axes[to]),), 0.0, 0.0) if axes[value] != axes[to] else _NOTHING
+        key = form, tuple([axes[v] for v in (*operands, *results)])
+        way = self._ways.get(key)
+        if way is None:
+            way = self._ways[key] = self._way(form, key[1])
+        return way
+
+    def _seconds_of(self, value: int, axes: Sequence[Axes], ways: Sequence[Way]) -> float:
+        """The seconds in which a value is read, resharded and written."""
+        have, n_bytes, network = axes[value], self._bytes[value], self.network
         bandwidth = self.chip.memory_bandwidth * self.share
         # of an argument of which an operation only needs a slice, only that is read
-        shards = dict.fromkeys(self._read, inf)
+        n_read = inf
         # a value that several operations need alike is resharded once
-        moved = set[tuple[int, Axes]]()
-        for form, operands, results, runs, op in self.outline.steps:
-            if form.kind == MOVE:
-                [value], [to] = operands, results
-                have, want = axes[value], axes[to]
-                if value in shards:
-                    shards[value] = min(shards[value], self._n_read(have, want))
-                if have != want and (value, want) not in moved:
-                    moved.add((value, want))
-                    yield (
-                        runs * network.reshard(have, want, n_bytes[value]),
-                        MOVE,
-                        op,
-                        value,
-                        have,
-                        want,
-                    )
-                continue
-            key = form, tuple([axes[v] for v in (*operands, *results)])
-            way = ways.get(key)
-            if way is None:
-                way = ways[key] = self._way(form, key[1])
-            if not shards.keys().isdisjoint(operands):
-                moves = dict(way.moves)
-                for i, value in enumerate(operands):
-                    if value in shards:
-                        n = self._n_read(axes[value], moves.get(i, axes[value]))
-                        shards[value] = min(shards[value], n)
-            for i, want in way.moves:
-                value = operands[i]
-                if (value, want) not in moved:
-                    moved.add((value, want))
-                    have = axes[value]
-                    yield (
-                        runs * network.reshard(have, want, n_bytes[value]),
-                        form.kind,
-                        op,
-                        value,
-                        have,
-                        want,
-                    )
-            if way.compute:
-                yield runs * way.compute, 'product', op, results[0], (), ()
-            if way.collectives:
-                made = results[0]
-                yield runs * way.collectives, form.kind, op, made, (way.along,), axes[made]
-        for value, n in shards.items():
-            have = axes[value]
-            local = n_bytes[value] / (network.n_shards(have) if n == inf else n)
-            yield local / bandwidth, 'argument', -1, value, have, have
-        for value in self._written:
-            local = n_bytes[value] / network.n_shards(axes[value])
-            yield local / bandwidth, 'result', -1, value, axes[value], axes[value]
+        moved = dict[Axes, int]()
+        for s, i in self._uses[value]:
+            wants = [want for j, want in ways[s].moves if i == j]
+            for want in wants:
+                moved.setdefault(want, self.outline.steps[s].runs)
+            if value in self._read:
+                n_read = min(n_read, self._n_read(have, wants[0] if wants else have))
+        seconds = sum(runs * network.reshard(have, want, n_bytes) for want, runs in moved.items())
+        if value in self._read:
+            n = network.n_shards(have) if n_read == inf else n_read
+            seconds += self._read[value] * n_bytes / n / bandwidth
+        if value in self._written:
+            seconds += self._written[value] * n_bytes / network.n_shards(have) / bandwidth
+        return seconds
 
     def _n_read(self, have: Axes, want: Axes) -> int:
         """Into how many parts an argument is divided of which a device reads one."""
@@ -268,7 +248,7 @@ class Costs:
             )
             seconds = before + sent + compute
             if best is None or seconds < best[0]:
-                best = seconds, Way(tuple(moves), sent, compute, tuple(partial))
+                best = seconds, Way(tuple(moves), sent, compute)
         assert best is not None  # no axis is one of the choices
         return best[1]
 
@@ -316,7 +296,7 @@ class Costs:
             for a in dim
         )
         sent = self.network.seconds('all-reduce', lost, bytes_of(part) / prod(whole))
-        return Way(((0, want),) if want != ins[0] else (), sent, 0.0, tuple(lost))
+        return Way(((0, want),) if want != ins[0] else (), sent, 0.0)
 
     def _manual(self, form: Form) -> float:
         """A collective that the user wrote inside `shard_map`."""
@@ -367,10 +347,10 @@ def _traffic(outline: Outline) -> tuple[list[int], list[int]]:
     def is_written(number: int, value: int) -> bool:
         while value in first:
             value = first[value]
-        return value not in outline.arguments or (
-            outline.aliases.get(outline.arguments.index(value)) != number
-        )
+        return value not in inputs or (value, number) not in kept
 
+    inputs = {*outline.arguments}
+    kept = {(outline.arguments[a], number) for a, number in outline.aliases.items()}
     ends = enumerate(zip(outline.results, outline.ends, strict=True))
     return (
         [v for v in outline.arguments if is_read(v)],

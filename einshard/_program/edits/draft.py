@@ -12,8 +12,8 @@ from ..jaxpr.spans import Frames
 from .call import JittedCall, array_type, is_committed
 from .jaxprs import has_explicit_axes
 from .keys import Key
-from .marks import TAG
 from .splice import Applied, Splicer
+from .tags import TAG
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Draft:
 
     call: JittedCall
     arguments: dict[int, Sharding] = field(default_factory=dict)
-    results: dict[int, Sharding] = field(default_factory=dict)
+    results: dict[int, Sharding | None] = field(default_factory=dict)
     entering: dict[int, Sharding] = field(default_factory=dict)
     leaving: dict[int, Sharding] = field(default_factory=dict)
     tags: dict[Key, int] | None = None

@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding
 from .draft import Draft
 from .jaxprs import has_explicit_axes
 from .keys import Key, Path
-from .marks import Marks, NotMarked
 from .splice import Applied, Splicer
 
 
@@ -39,14 +38,6 @@ class Edit(ABC):
     @abstractmethod
     def apply(self, draft: Draft) -> Applied:
         """Changes the draft of a program."""
-
-    def mark(self, marks: Marks) -> None:
-        """Sets the attributes of a lowered module that the program with this edit has.
-
-        Raises:
-            NotMarked: if the module has no place for it.
-        """
-        raise NotMarked(f'{type(self).__name__} has no attribute')
 
 
 def combine(edits: Iterable[Edit], later: Iterable[Edit]) -> tuple[Edit, ...]:
@@ -102,9 +93,6 @@ class Constrain(_OfValue):
     def apply(self, draft: Draft) -> Applied:
         return draft.splice(('value', self.path), Splicer(self.path, self.sharding))
 
-    def mark(self, marks: Marks) -> None:
-        marks.site(('value', self.path), self.sharding)
-
 
 @dataclass(frozen=True)
 class ReplaceConstraint(_OfValue):
@@ -121,9 +109,6 @@ class ReplaceConstraint(_OfValue):
             ('constraint', self.path), Splicer(self.path, self.sharding, 'constraint')
         )
 
-    def mark(self, marks: Marks) -> None:
-        marks.site(('constraint', self.path), self.sharding)
-
 
 @dataclass(frozen=True)
 class RemoveConstraint(_OfValue):
@@ -132,20 +117,18 @@ class RemoveConstraint(_OfValue):
     def apply(self, draft: Draft) -> Applied:
         return draft.splice(('constraint', self.path), Splicer(self.path, None, 'constraint'))
 
-    def mark(self, marks: Marks) -> None:
-        marks.site(('constraint', self.path), None)
-
 
 @dataclass(frozen=True)
 class PlaceArguments(Edit):
     """Shards a group of arguments, such as a weight and its states, with their new values.
 
     Attributes:
-        arguments, results: the shardings, by the index of the array.
+        arguments, results: the shardings, by the index of the array. None leaves a result to the
+            compiler.
     """
 
     arguments: Mapping[int, NamedSharding]
-    results: Mapping[int, NamedSharding]
+    results: Mapping[int, NamedSharding | None]
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -169,22 +152,16 @@ class PlaceArguments(Edit):
         draft.needs_trace |= any(map(has_explicit_axes, self.arguments.values()))
         return len(self.arguments) + len(self.results), 0
 
-    def mark(self, marks: Marks) -> None:
-        for i, sharding in self.arguments.items():
-            marks.argument(i, sharding)
-        for i, sharding in self.results.items():
-            marks.result(i, sharding)
-
 
 @dataclass(frozen=True)
 class PlaceResults(Edit):
     """Shards results.
 
     Attributes:
-        results: the shardings, by the index of the array.
+        results: the shardings, by the index of the array. None leaves a result to the compiler.
     """
 
-    results: Mapping[int, NamedSharding]
+    results: Mapping[int, NamedSharding | None]
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -202,10 +179,6 @@ class PlaceResults(Edit):
     def apply(self, draft: Draft) -> Applied:
         draft.results.update(self.results)
         return len(self.results), 0
-
-    def mark(self, marks: Marks) -> None:
-        for i, sharding in self.results.items():
-            marks.result(i, sharding)
 
 
 @dataclass(frozen=True)
@@ -234,9 +207,6 @@ class MoveThrough(Edit):
         which = 'operand' if kind == 'constraint' else 'value'
         return draft.splice(('through', self.what), Splicer(at, self.sharding, which))
 
-    def mark(self, marks: Marks) -> None:
-        marks.site(('through', self.what), self.sharding)
-
 
 def placements(
     edits: Iterable[Edit],
@@ -247,5 +217,5 @@ def placements(
         if isinstance(edit, PlaceArguments):
             arguments.update(edit.arguments)
         if isinstance(edit, PlaceArguments | PlaceResults):
-            results.update(edit.results)
+            results.update((i, s) for i, s in edit.results.items() if s is not None)
     return arguments, results

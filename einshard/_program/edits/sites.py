@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -13,30 +12,22 @@ from ..jaxpr.graph import Site
 from .apply import apply_to
 from .call import JittedCall
 from .draft import Draft
-from .edit import Constrain, Edit, MoveThrough
+from .edit import Constrain, MoveThrough
 from .jaxprs import closed_like, map_jaxprs, opened
 from .keys import Key, Path
-from .marks import Marks
 from .splice import CONSTRAINTS
 
 
 class Sites:
-    """A copy of a program with open constraints, which change nothing until they are marked.
+    """A copy of a program with open constraints, which change nothing until they get a sharding.
 
     Behind each candidate value and each of its cotangents, the copy has a sharding constraint that
     is open on all axes (`P.UNCONSTRAINED`). Those, and the user's own constraints and reshards,
     have a tag in their name stack, and so in the location of their operation in the module.
 
-        sites = Sites(call, paths, mesh)
-        program = read_program(sites.module)      # as it is
-        for edits in neighbours:
-            with sites.marked(edits) as module:
-                program = read_program(module)
-
-    In the `with` block, the module is that of the program with these edits. Then it is as before,
-    so clone it there if it has to stay: `module.operation.clone()`. Arguments and results have the
-    numbers that edits have: unused arguments are kept. What cannot be marked raises `NotMarked`:
-    `RunPerDevice`, `Donate`, a mesh that the module does not have, and the values in `left_out`.
+    An edit is then an attribute of an argument, a result or a tagged constraint of one module,
+    which is lowered once; see `Variants`. Arguments and results have the numbers that edits have:
+    unused arguments are kept.
 
     Attributes:
         values: the paths of candidate values that have a constraint.
@@ -60,7 +51,7 @@ class Sites:
             values: the call paths of candidate values, such as the frames of operations in
                 `flatten(call.jaxpr)`.
             mesh: the mesh of all edits.
-            through: moves that are to be marked. Their shardings do not matter.
+            through: moves that are to get a place. Their shardings do not matter.
         """
         any_sharding = NamedSharding(mesh, PartitionSpec())
         self._draft = draft = Draft(call, tags={})
@@ -80,36 +71,13 @@ class Sites:
 
     @cached_property
     def module(self) -> Any:
-        """The module of `lowered`, in StableHLO. It is the same object each time.
-
-        As soon as something is marked, open constraints stand in it only where they are marked.
-        """
+        """The module of `lowered`, in StableHLO."""
         return self.lowered.compiler_ir('stablehlo')
 
     @property
-    def _tags(self) -> dict[Key, int]:
-        return self._draft.tags or {}
-
-    @property
     def keys(self) -> dict[int, Key]:
-        """What each tag is of, by its number; see `marks.tags_in`."""
-        return {number: key for key, number in self._tags.items()}
-
-    @cached_property
-    def _marks(self) -> Marks:
-        user = {self._tags['constraint', path] for path in self.constraints}
-        return Marks(self.module, self._tags, lambda number: number not in user)
-
-    @contextmanager
-    def marked(self, edits: Sequence[Edit]) -> Generator[Any]:
-        """Yields `module` with edits. They are taken back afterwards."""
-        marks = self._marks
-        try:
-            for edit in edits:
-                edit.mark(marks)
-            yield self.module
-        finally:
-            marks.undo()
+        """What each tag is of, by its number; complete once `module` was made."""
+        return {number: key for key, number in (self._draft.tags or {}).items()}
 
 
 def _tagged(closed: Any, draft: Draft, site: Site | None = None) -> Any:
@@ -117,8 +85,11 @@ def _tagged(closed: Any, draft: Draft, site: Site | None = None) -> Any:
     site, jaxpr, eqns = site or Site(), opened(closed), list[Any]()
     for eqn in jaxpr.eqns:
         at = site.at(eqn, draft.frames.of(eqn))
+        # of a product on Explicit axes; cotangents have that of the type of their value
+        is_given = eqn.params.get('out_sharding') is not None and not at.is_backward
         # JAX itself reshards scalars
-        if eqn.primitive.name in CONSTRAINTS and at.frames and eqn.outvars[0].aval.shape:
+        is_array = at.frames and eqn.outvars and getattr(eqn.outvars[0].aval, 'shape', ())
+        if is_array and (eqn.primitive.name in CONSTRAINTS or is_given):
             tag = draft.tag(('constraint', at.frames), at.n_mapped)
             stack = eqn.source_info.name_stack.extend(tag)
             eqns.append(eqn.replace(source_info=eqn.source_info.replace(name_stack=stack)))

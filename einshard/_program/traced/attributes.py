@@ -129,9 +129,12 @@ class Attributes:
         """An attribute with a number."""
         return self._ir.IntegerAttr.get(self._ir.IntegerType.get_signless(64), n)
 
-    def sharding(self, mesh: str, axes: Axes) -> Any:
-        """The attribute of a sharding to which propagation adds nothing."""
-        dims = ('{' + ', '.join(map(_axis_text, dim)) + '}' for dim in axes)
+    def sharding(self, mesh: str, axes: Axes, n_open: int = 0) -> Any:
+        """The attribute of a sharding. Propagation adds only to the first `n_open` dimensions."""
+        dims = (
+            '{' + ', '.join([*map(_axis_text, dim), *['?'] * (i < n_open)]) + '}'
+            for i, dim in enumerate(axes)
+        )
         return self._ir.Attribute.parse(f'#sdy.sharding<@{mesh}, [{", ".join(dims)}]>')
 
     def origins(self, attribute: Any) -> tuple[dict[Axis, str], ...]:

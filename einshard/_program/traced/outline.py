@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -25,6 +25,7 @@ from .shardy import (
     RULE,
     RULE_PASSES,
     SHARDING,
+    NotPropagated,
     Op,
     all_ops,
     run,
@@ -129,6 +130,12 @@ class Outline:
     mesh_name: str = ''
     # by position, the attributes to read, and the values that each of their shardings is of
     slots: list[tuple[Slot, ...]] = field(default_factory=list['tuple[Slot, ...]'])
+    # kinds of places, attributes of the main function, and the value that each entry is of
+    ports: list[tuple[str, str, list[int]]] = field(
+        default_factory=list[tuple[str, str, list[int]]]
+    )
+    # the positions of operations with regions that are walked
+    nested: set[int] = field(default_factory=set[int])
     unsharded: list[Sharding] = field(default_factory=list[Sharding])
 
     @functools.cached_property
@@ -149,22 +156,29 @@ class Outline:
             removed: the positions of constraints that the copy does not have.
         """
         found = [*self.unsharded]
-        read = attributes.shardings
-        for op in all_ops(module):
-            given = op.attributes
-            number = given.get(POSITION)
-            if number is None:
-                continue
-            for key, values in self.slots[number.value]:
-                attribute = given.get(key)
-                if attribute is None:
+        slots, read = self.slots, attributes.shardings
+        main = main_of(module)
+        blocks = [main.regions[0].blocks[0]]
+        for block in blocks:
+            for op in block.operations:
+                given = op.attributes
+                number = given.get(POSITION)
+                if number is None:
                     continue
-                # a callback without results has one sharding nevertheless
-                for sharding, each in zip(read(attribute), values, strict=False):
-                    for value in each:
-                        found[value] = sharding
-        main = _main_of(module)
-        for key, values in (('arg_attrs', self.arguments), ('res_attrs', self.ends)):
+                at = number.value
+                for key, values in slots[at]:
+                    attribute = given.get(key)
+                    if attribute is None:
+                        continue
+                    # a callback without results has one sharding nevertheless
+                    for sharding, each in zip(read(attribute), values, strict=False):
+                        for value in each:
+                            # the result of a callback is on one device, in a sharding without axes
+                            if len(sharding.axes) == len(found[value].axes):
+                                found[value] = sharding
+                if at in self.nested:
+                    blocks += (region.blocks[0] for region in op.regions)
+        for _, key, values in self.ports:
             if key not in main.attributes:
                 continue
             for value, given in zip(values, main.attributes[key], strict=True):
@@ -190,16 +204,28 @@ _WIDTHS = {
 
 
 def read_outline(module: Op, attributes: Attributes) -> Outline:
-    """Reads an imported module, inside `shardy.locked`. Numbers its operations."""
+    """Reads an imported module, inside `shardy.locked`. Numbers its operations, if none has one."""
+    ops = all_ops(module)
+    if POSITION not in module.attributes:
+        for i, op in enumerate(ops):
+            # the passes may move constraints, and remove operations that nothing uses
+            op.attributes[POSITION] = attributes.number(i)
     ruled = module.clone()
     run(ruled, RULE_PASSES)
-    return _Reader(attributes, all_ops(ruled)).read(module)
+    return _Reader(attributes, {_position(op): op for op in all_ops(ruled)}).read(module)
+
+
+def _position(op: Op) -> int:
+    return op.attributes[POSITION].value
 
 
 def find_mesh(module: Op, attributes: Attributes) -> tuple[str, dict[str, int]]:
     """Returns the name of the mesh and the sizes of its axes.
 
     Keys of random numbers may have a second one, without axes.
+
+    Raises:
+        NotPropagated: if there are meshes of several shapes. A shard_map may have its own.
     """
     ops = (view.operation for view in module.regions[0].blocks[0].operations)
     meshes = [
@@ -207,32 +233,39 @@ def find_mesh(module: Op, attributes: Attributes) -> tuple[str, dict[str, int]]:
         for op in ops
         if op.name == 'sdy.mesh'
     ]
-    return max(meshes, key=lambda mesh: len(mesh[1]), default=('', {}))
+    found = [mesh for mesh in meshes if mesh[1]]
+    if any(mesh[1] != found[0][1] for mesh in found):
+        raise NotPropagated('its values are on several meshes')
+    return found[0] if found else ('', {})
 
 
 class _Reader:
-    def __init__(self, attributes: Attributes, ruled: Sequence[Op]):
+    def __init__(self, attributes: Attributes, ruled: Mapping[int, Op]):
         self._read = attributes
         self._ruled = ruled
         self._values: dict[Any, int] = {}
         self._forms: dict[Any, Form] = {}
+        # conditions, and what has effects
+        self._needed = list[int]()
         self.outline = Outline()
 
     def read(self, module: Op) -> Outline:
         outline = self.outline
-        ops = all_ops(module)
-        outline.slots = [()] * len(ops)
-        for i, op in enumerate(ops):
-            # the passes may move constraints, and remove operations that nothing uses
-            op.attributes[POSITION] = self._read.number(i)
+        n = 1 + max(map(_position, all_ops(module)))
+        outline.slots = [()] * n
         outline.mesh_name, outline.mesh = find_mesh(module, self._read)
-        main = _main_of(module)
+        main = main_of(module)
         block = main.regions[0].blocks[0]
         outline.arguments = [self._value(v) for v in block.arguments]
         outline.results = self._block(block, 1)
         outline.ends = [self._new(outline.types[v]) for v in outline.results]
+        outline.ports = [
+            ('argument', 'arg_attrs', outline.arguments),
+            ('result', 'res_attrs', outline.ends),
+        ]
         for value, end in zip(outline.results, outline.ends, strict=True):
-            self._move(value, end, 1, len(ops) - 1)
+            self._move(value, end, 1, n - 1)
+        outline.steps = self._used_steps()
         if 'arg_attrs' in main.attributes:
             for i, given in enumerate(main.attributes['arg_attrs']):
                 if 'tf.aliasing_output' in given:
@@ -240,6 +273,28 @@ class _Reader:
         none = {type_: Sharding(((),) * len(type_.shape)) for type_ in {*outline.types}}
         outline.unsharded = [none[type_] for type_ in outline.types]
         return outline
+
+    def _used_steps(self) -> list[Step]:
+        """The steps whose results are needed. XLA removes the others, which have no shardings.
+
+        Differentiation leaves some, such as the derivative of a maximum that only shifts values.
+        """
+        outline = self.outline
+        makers: dict[int, list[Step]] = {}
+        for step in outline.steps:
+            for value in step.results:
+                makers.setdefault(value, []).append(step)
+        loops = {argument: r for r, each in outline.carried.items() for argument in each}
+        todo = [*outline.ends, *self._needed]
+        used = {*todo}
+        for value in todo:
+            needed = [v for step in makers.get(value, ()) for v in step.operands]
+            if value in loops:
+                needed.append(loops[value])
+            new = dict.fromkeys(v for v in needed if v not in used)
+            used.update(new)
+            todo += new
+        return [step for step in outline.steps if not used.isdisjoint(step.results)]
 
     # --- values ---------------------------------------------------------------------------------
 
@@ -274,12 +329,13 @@ class _Reader:
         values, outline = self._values, self.outline
         for view in block.operations:
             op = view.operation
-            at = op.attributes[POSITION].value
+            at = _position(op)
             kind = op.name.rpartition('.')[2]
             operands = [values[v] for v in op.operands]
             if kind == 'return':
                 return operands
             if kind in _REGIONS:
+                outline.nested.add(at)
                 self._region(kind, op, operands, runs, at)
                 continue
             if kind == 'data_flow_edge':
@@ -324,6 +380,8 @@ class _Reader:
         slices: tuple[int, ...] = ()
         if 'slice_sizes' in op.attributes:
             slices = tuple(op.attributes['slice_sizes'])
+        if kind == 'custom_call':
+            self._needed += results
         form = self._form(kind, rule, *shapes, flops, groups, slices)
         self._add(form, operands, results, runs, at)
 
@@ -341,8 +399,8 @@ class _Reader:
             for value, result in zip(operands, results, strict=True):
                 self._move(value, result, runs, at)
             n = trip_count(op)
-            # the condition has scalars only
-            ends = [self._block(block, runs * n) for block in blocks][-1:]
+            condition, *ends = (self._block(block, runs * n) for block in blocks)
+            self._needed += condition
             runs *= n
         elif kind == 'named_computation':
             arguments = [self._value(v) for v in blocks[0].arguments]
@@ -350,6 +408,7 @@ class _Reader:
                 self._move(value, argument, runs, at)
             ends = [self._block(blocks[0], runs)]
         else:
+            self._needed += operands  # which branch
             ends = [self._block(block, runs) for block in blocks]
         for each in ends:
             for value, result in zip(each, results, strict=True):
@@ -362,7 +421,9 @@ class _Reader:
             self._move(value, argument, runs, at)
         for argument in block.arguments:
             self._value(argument)
+        first = len(self.outline.steps)
         self._block(block, runs)
+        self._needed += (v for step in self.outline.steps[first:] for v in step.results)
         results = [self._value(v) for v in op.results]
         self._slot(at, IN_SHARDINGS, ((v,) for v in given))
         self._slot(at, OUT_SHARDINGS, ((v,) for v in results))
@@ -391,7 +452,7 @@ def _groups_of(text: str) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(numbers[i : i + size]) for i in range(0, len(numbers), size))
 
 
-def _main_of(module: Op) -> Op:
+def main_of(module: Op) -> Op:
     ops = (view.operation for view in module.regions[0].blocks[0].operations)
     return next(
         op for op in ops if op.name == 'func.func' and op.attributes['sym_name'].value == 'main'

@@ -205,6 +205,30 @@ def inline_calls(module: Op) -> None:
         call.erase()
 
 
+def merge_constants(module: Op) -> None:
+    """Makes equal scalar constants of a block one, at its start. The module has been imported.
+
+    The import pipeline gives each use its own, a third of the operations of a train step. Scalars
+    have no dimension along which anything propagates.
+    """
+    ops = all_ops(module)
+    # first, as constants that are erased below must not be read
+    blocks = [block for op in ops for region in op.regions for block in region.blocks]
+    for block in blocks:
+        found: dict[str, Op] = {}
+        for view in list(block.operations):
+            op = view.operation
+            if op.name != 'sdy.constant' or op.results[0].type.shape:
+                continue
+            key = str(op).partition(' = ')[2]  # JAX has no Python type for some attributes
+            if key in found:
+                op.results[0].replace_all_uses_with(found[key].results[0])
+                op.erase()
+            else:
+                op.move_before(block.operations[0])
+                found[key] = op
+
+
 def _drop_edges(value: Any) -> None:
     for use in list(value.uses):
         edge = use.owner.operation

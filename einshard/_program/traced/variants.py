@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
-from ..edits.keys import Path
+from ..edits.keys import Key
 from .attributes import Attributes, Sharding
-from .outline import Place, bytes_of, read_outline
+from .outline import Place, bytes_of, main_of, read_outline
 from .program import CONSTRAINT, Axes
 from .shardy import (
     EDGE_SHARDING,
@@ -19,10 +19,28 @@ from .shardy import (
     imported,
     inline_calls,
     locked,
+    merge_constants,
     run,
 )
+from .twin import find_twin
 
 _CONSTRAINT = f'sdy.{CONSTRAINT}'
+# modules without some constraints that are kept
+_N_COPIES = 4
+
+
+class _Copy(NamedTuple):
+    """A copy of a module, and its operations that have attributes of sites."""
+
+    module: Op
+    main: Op
+    constraints: dict[int, Op]
+
+    @classmethod
+    def of(cls, module: Op) -> _Copy:
+        found = (op for op in all_ops(module) if op.name == _CONSTRAINT)
+        positions = {op.attributes[POSITION].value: op for op in found}
+        return cls(module, main_of(module), positions)
 
 
 class Variants:
@@ -30,11 +48,16 @@ class Variants:
 
     Args:
         module: from `lowered.compiler_ir('stablehlo')`, as that of `Sites`. It is not changed.
-        path_of: returns the call path of a constraint from the text of its location; () if it
-            cannot be changed.
+        site_of: returns what edits change at a constraint, from the text of its location, and how
+            many axes `jax.vmap` adds in front of the value; None if nothing.
+
+        has_types: whether its mesh has Explicit axes. Then the types of values are constraints that
+            have no site, and they follow from what is traced again: they are taken out.
+        typed: the results whose sharding is that of their type, which is taken out, too.
 
     Attributes:
         outline: what it computes.
+        sites: for each constraint, what `site_of` returns.
         given: the sharding that each argument, result and constraint has, or None. Constraints that
             leave each dimension open have None, too.
 
@@ -42,49 +65,84 @@ class Variants:
         NotPropagated: if Shardy cannot read it.
     """
 
-    def __init__(self, module: Op, path_of: Callable[[str], Path] = lambda _: ()):
+    def __init__(
+        self,
+        module: Op,
+        site_of: Callable[[str], tuple[Key, int] | None] = lambda _: None,
+        has_types: bool = False,
+        typed: Collection[int] = (),
+    ):
         from jax.extend.mlir import ir
 
         self._ir: Any = ir
         self._attributes = Attributes()
-        self._texts: dict[Axes, Any] = {}
+        self._texts: dict[tuple[Axes, int], Any] = {}
         with imported(module) as base:
             inline_calls(base)
-            self._base = base
+            merge_constants(base)
             self.outline = read_outline(base, self._attributes)
-            self._ops = all_ops(base)
-            self._main = next(
-                op
-                for op in self._ops
-                if op.name == 'func.func' and op.attributes['sym_name'].value == 'main'
-            )
+            self._base = _Copy.of(base)
+            self._copies: dict[frozenset[int], _Copy] = {}
+            self._folded: set[Place] = set()
+            self._numbers: dict[int, int] = {}
+            self._mark(self._base, {Place('result', i): None for i in typed})
             self.given = self._read_given()
-            self.paths = {
-                site: path_of(str(self._ops[site.index].location))
-                for site in self.given
-                if site.kind == 'constraint'
+            self.sites = {
+                place: site_of(str(self._base.constraints[place.index].location))
+                for place in self.given
+                if place.kind == 'constraint'
             }
             # open constraints are taken out: with others in conflict, they would decide where a
             # sharding stops
             self._open = {
-                s.index for s, axes in self.given.items() if s in self.paths and axes is None
+                place.index
+                for place, site in self.sites.items()
+                if self.given[place] is None or (has_types and site is None)
             }
 
     def _read_given(self) -> dict[Place, Axes | None]:
         read, found = self._attributes, dict[Place, Axes | None]()
-        for kind, key, values in self._ends():
-            given = self._main.attributes.get(key)
+        for kind, key, values in self.outline.ports:
+            given = self._base.main.attributes.get(key)
             for i in range(len(values)):
                 axes = None
                 if given is not None and SHARDING in given[i]:
                     axes = read.shardings(given[i][SHARDING])[0].axes
                 found[Place(kind, i)] = axes
         for position in self.outline.constraints:
-            attribute = self._ops[position].attributes[EDGE_SHARDING]
+            attribute = self._base.constraints[position].attributes[EDGE_SHARDING]
             axes = read.shardings(attribute)[0].axes
             is_open = not any(axes) and '?' in str(attribute)
             found[Place('constraint', position)] = None if is_open else axes
         return found
+
+    def fold(self, groups: Iterable[Collection[Place]]) -> int:
+        """Lets one of many equal layers stand for the others, if groups change them alike.
+
+        Returns how many layers it stands for, or 1.
+        """
+        sites = {place.index: site for place, site in self.sites.items()}
+        with locked(self._base.module):
+            twin = find_twin(self._base.module, sites.get)
+            if twin is None:
+                return 1
+            places: dict[Place, set[Place]] = {}
+            for place, other in twin.folded.items():
+                if place in self.given:
+                    places.setdefault(other, {other}).add(place)
+            for group in groups:
+                of = {*group}
+                for alike in places.values():
+                    if of & alike and not alike <= of:
+                        return 1
+            self.outline = read_outline(twin.module, self._attributes)
+            twin.scale(self.outline)
+            self._base = _Copy.of(twin.module)
+            self._copies.clear()
+            self._folded = {*twin.folded}
+            self._numbers = {r: i for i, r in enumerate(twin.results)}
+            self._open &= {*self._base.constraints}
+        return twin.count
 
     def shape(self, site: Place) -> tuple[int, ...]:
         return self.outline.types[self.value(site)].shape
@@ -99,13 +157,6 @@ class Variants:
             return outline.constraints[site.index]
         return (outline.arguments if site.kind == 'argument' else outline.ends)[site.index]
 
-    def _ends(self) -> list[tuple[str, str, list[int]]]:
-        outline = self.outline
-        return [
-            ('argument', 'arg_attrs', outline.arguments),
-            ('result', 'res_attrs', outline.ends),
-        ]
-
     def propagate(self, changes: Mapping[Place, Axes | None]) -> list[Sharding]:
         """Returns the sharding of each value, by its number in the outline.
 
@@ -116,26 +167,44 @@ class Variants:
         Raises:
             NotPropagated: if the passes fail.
         """
-        with locked(self._base):
-            before = self._mark(changes)
+        changes = {s: axes for s, axes in changes.items() if s not in self._folded}
+        placed = {s.index for s, axes in changes.items() if s in self.sites and axes is not None}
+        removed = {s.index for s, axes in changes.items() if s in self.sites and axes is None}
+        removed |= self._open - placed
+        with locked(self._base.module):
+            base = self._without(frozenset(removed))
+            before = self._mark(base, changes)
             try:
-                copy = self._base.clone()
+                copy = base.module.clone()
             finally:
                 for op, key, attribute in before:
                     if attribute is None:
                         del op.attributes[key]
                     else:
                         op.attributes[key] = attribute
-            removed = {s.index for s, axes in changes.items() if s in self.paths and axes is None}
-            removed |= self._open - {s.index for s, axes in changes.items() if axes is not None}
-            for op in all_ops(copy) if removed else ():
-                if op.name == _CONSTRAINT and op.attributes[POSITION].value in removed:
-                    op.results[0].replace_all_uses_with(op.operands[0])
-                    op.erase()
             run(copy, QUICK_PASSES)
             return self.outline.shardings(copy, self._attributes, removed)
 
-    def _mark(self, changes: Mapping[Place, Axes | None]) -> list[tuple[Op, str, Any]]:
+    def _without(self, removed: frozenset[int]) -> _Copy:
+        """The module without the constraints at these positions.
+
+        It is kept for the next neighbour, which mostly changes the same places.
+        """
+        found = self._copies.get(removed)
+        if found is None:
+            found = _Copy.of(self._base.module.clone())
+            for position in removed:
+                op = found.constraints.pop(position)
+                op.results[0].replace_all_uses_with(op.operands[0])
+                op.erase()
+            while len(self._copies) >= _N_COPIES:
+                self._copies.pop(next(iter(self._copies)))
+        else:
+            del self._copies[removed]
+        self._copies[removed] = found  # the last that was used
+        return found
+
+    def _mark(self, base: _Copy, changes: Mapping[Place, Axes | None]) -> list[tuple[Op, str, Any]]:
         """Sets attributes. Returns what they were before."""
         ir, before = self._ir, list[tuple[Op, str, Any]]()
 
@@ -143,11 +212,14 @@ class Variants:
             before.append((op, key, op.attributes.get(key)))
             op.attributes[key] = attribute
 
-        for kind, key, values in self._ends():
-            new = {site.index: axes for site, axes in changes.items() if site.kind == kind}
+        for kind, key, values in self.outline.ports:
+            new = {
+                self._numbers[i] if kind == 'result' and self._numbers else i: axes
+                for i, axes in ((s.index, axes) for s, axes in changes.items() if s.kind == kind)
+            }
             if not new:
                 continue
-            given = self._main.attributes.get(key) or [ir.DictAttr.get({})] * len(values)
+            given = base.main.attributes.get(key) or [ir.DictAttr.get({})] * len(values)
             each: list[Any] = []
             for i, attributes in enumerate(given):
                 if i in new:
@@ -157,13 +229,17 @@ class Variants:
                         named[SHARDING] = self._sharding(axes)
                     attributes = ir.DictAttr.get(named)
                 each.append(attributes)
-            put(self._main, key, ir.ArrayAttr.get(each))
+            put(base.main, key, ir.ArrayAttr.get(each))
         for site, axes in changes.items():
             if site.kind == 'constraint' and axes is not None:
-                put(self._ops[site.index], EDGE_SHARDING, self._sharding(axes))
+                _, n_mapped = self.sites[site] or ((), 0)
+                # an expression leaves the axes open that it does not see
+                n_open = 0 if any(axes[:n_mapped]) else n_mapped
+                put(base.constraints[site.index], EDGE_SHARDING, self._sharding(axes, n_open))
         return before
 
-    def _sharding(self, axes: Axes) -> Any:
-        if axes not in self._texts:
-            self._texts[axes] = self._attributes.sharding(self.outline.mesh_name, axes)
-        return self._texts[axes]
+    def _sharding(self, axes: Axes, n_open: int = 0) -> Any:
+        key = axes, n_open
+        if key not in self._texts:
+            self._texts[key] = self._attributes.sharding(self.outline.mesh_name, *key)
+        return self._texts[key]

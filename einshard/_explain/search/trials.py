@@ -2,61 +2,61 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 from jax.sharding import Sharding
 
 from ..._program.cost.bounds import Bounds
-from ..._program.cost.chips import Chip, find_chip
+from ..._program.cost.chips import default_chip
 from ..._program.edits.apply import Edited, apply
 from ..._program.edits.call import JittedCall
-from ..._program.edits.edit import Edit, indices, placements
+from ..._program.edits.edit import Edit, indices
 from ..._program.jaxpr.graph import Program as TracedProgram
 from ..._program.jaxpr.graph import flatten
+from ..._program.traced.program import Program
 from ..._sharding.context import mesh_scope
+from ..costs import Cost, find_costs
 from ..findings.facts import Facts
 from ..findings.next_call import next_arguments
-from ..findings.trace import argument_values, propagate
-from ..findings.values import Value
 from ..partition import Compiled, Worker, export
+from ..propagation import propagate
 from ..reading import Reading, read, read_simulated
-from ..report_rows import Figures
+from ..report_rows import Figures, Tried
 
 # compiling takes a third of the time
 OPTIONS = {
     'xla_backend_optimization_level': '0',
     'xla_llvm_disable_expensive_passes': True,
 }
-# simulated devices have no rates of their own
-_DEFAULT_CHIP = 'TPU v5 lite'
 _lock = threading.Lock()
 _workers: dict[int, Worker] = {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trial:
-    """A program with changes, before and after partitioning.
+    """A compiled program with changes.
 
     Attributes:
-        reading: the compiled program.
-        traced, values: the operations of the function, and the shardings of its values as far as
-            those of arguments and constraints imply them.
-        bounds, figures: of the chip of the search.
+        bounds, figures: on the chip of the search.
+        propagated: returns the program before it was partitioned, or None if that is unknown.
     """
 
-    edited: Edited | None
     reading: Reading
-    traced: TracedProgram
-    values: Sequence[Value]
-    arguments: Sequence[Any]
     bounds: Bounds
     figures: Figures
+    propagated: Callable[[], Program | None]
+
+    @functools.cached_property
+    def costs(self) -> list[Cost]:
+        """What costs it most, largest first."""
+        paths = [path for path, _ in self.reading.inputs]
+        return find_costs(self.reading, self.bounds, self.propagated(), paths)
 
 
 class Trials:
@@ -64,60 +64,44 @@ class Trials:
 
     Attributes:
         error: why the last program did not compile, or ''.
+        is_traced: whether JAX could trace the last program.
     """
 
     def __init__(self, facts: Facts, call: JittedCall):
         self.facts, self.call = facts, call
         self.chip = facts.chip or default_chip()
         self.is_slow = importlib.util.find_spec('flatbuffers') is None
-        self.error = ''
+        self.error, self.is_traced = '', False
 
     def as_compiled(self) -> Trial:
         """Returns the program that the report is about."""
+        bounds = self.facts.bounds_on(self.chip)
         facts = self.facts
-        assert facts.traced is not None
-        assert facts.trace is not None
-        bounds = facts.bounds_on(self.chip)
-        return Trial(
-            None,
-            facts,
-            facts.traced,
-            facts.trace.values,
-            facts.arguments,
-            bounds,
-            facts.figures(bounds),
-        )
+        return Trial(facts, bounds, facts.figures(bounds), lambda: facts.propagation.program)
 
     def run(self, edits: Sequence[Edit]) -> Trial | None:
         """Compiles the program with changes. Returns None if it does not compile."""
-        facts, self.error = self.facts, ''
+        self.error, self.is_traced = '', False
         with self._scope():
             try:
                 edited = self._apply(edits)
                 if not edited.is_complete:
                     return None
                 traced = edited.function.trace(*edited.args, **edited.kwargs)
+                self.is_traced = True
                 program = flatten(traced.jaxpr, keep_unused=True)
                 reading = self._compile(traced, program)
                 bounds = reading.bounds_on(self.chip)
             except Exception as error:  # the ShardingTypeError of a trace has no public name
                 self.error = str(error).strip().partition('\n')[0] or type(error).__name__
                 return None
-        placed = placements(edits)[0]
-        arguments = [
-            SimpleNamespace(
-                shape=array.shape,
-                names=array.names,
-                sharding=placed.get(i, array.sharding),
-            )
-            for i, array in enumerate(facts.arguments)
-        ]
-        is_data = {i: value.is_data for i, value in enumerate(facts.values)}
-        assert facts.mesh is not None
-        starts = argument_values(arguments, is_data, facts.mesh)
-        values = propagate(program, starts, facts.mesh)
-        figures = reading.figures(bounds)
-        return Trial(edited, reading, program, values, arguments, bounds, figures)
+        return Trial(reading, bounds, reading.figures(bounds), lambda: self._propagate(traced))
+
+    def _propagate(self, traced: Any) -> Program | None:
+        facts = self.facts
+        paths = ([array.path for array in arrays] for arrays in (facts.used, facts.results))
+        with self._scope():
+            return propagate(replace(facts.stages, traced=traced), *paths).program
 
     def on_target(self, edits: Sequence[Edit]) -> Figures | None:
         """Compiles the program with changes for its own devices."""
@@ -212,7 +196,6 @@ def compile_in_worker(n_devices: int, request: dict[str, Any]) -> Compiled:
     return compiled
 
 
-def default_chip() -> Chip:
-    chip = find_chip(_DEFAULT_CHIP)
-    assert chip is not None
-    return chip
+def as_tried(before: Figures, after: Figures, is_simulated: bool = False) -> Tried:
+    costs = after.network_bytes, after.memory, after.flops, after.bound
+    return Tried(*costs, before, is_simulated, after.hbm)

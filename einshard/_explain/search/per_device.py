@@ -16,14 +16,12 @@ from ..._program.jaxpr.op_sharding_rule import BatchAxis, batch_axes
 from ..._program.jaxpr.two_levels import axis_in_place, code_in_two_levels
 from ..._sharding.mesh import is_canonical_mesh
 from ..._text import format_bytes, shape_text, short_source
-from ..findings.expressions import expression_of
+from ..findings.expressions import expression_of, source_of
 from ..findings.facts import Facts
 from ..findings.gathered_axes import along_of, gathered_operations, operand_text
-from ..findings.values import Axis, Value
+from ..findings.values import Axes, Axis
 from ..report_rows import Figures, Finding
-from .named import source_of
-from .search import as_tried
-from .trials import Trials
+from .trials import Trials, as_tried
 
 _MIN_GAIN = 0.03  # of the sum of the bounds, as for other changes
 _MAX_TRIES = 4
@@ -139,7 +137,7 @@ def _finding(
 
 
 def _moved(
-    facts: Facts, op: Op, values: Sequence[Value], sent: Collection[str]
+    facts: Facts, op: Op, values: Sequence[Axes], sent: Collection[str]
 ) -> Iterator[tuple[tuple[int | str, tuple[str, ...]], ...]]:
     """Yields batch axes that can be sharded in place of those along which an operation runs."""
     if op.eqn is None or op.site.n_shards or op.site.n_mapped or op.ins[0] is None:
@@ -150,7 +148,7 @@ def _moved(
     batch = {axis.ins[0] for axis in known.values()}
     names = tuple(
         name
-        for d, axis in enumerate(values[op.ins[0]].axes)
+        for d, axis in enumerate(values[op.ins[0]])
         for name in axis.mesh_axes
         if d not in batch and name not in used
     )
@@ -178,13 +176,13 @@ def _moving(facts: Facts, op: Op, axes: tuple[tuple[int | str, tuple[str, ...]],
 
 
 def _in_two_levels(
-    facts: Facts, op: Op, values: Sequence[Value], dim: int, along: tuple[str, ...]
+    facts: Facts, op: Op, values: Sequence[Axes], dim: int, along: tuple[str, ...]
 ) -> str:
     """Returns the code of an operation in two levels. x is its operand."""
     assert facts.mesh is not None
     mesh, (v,) = facts.mesh, op.arrays_in
     used = {*along, *(name for _, entry in _sharded(op, values) for name in entry)}
-    axes = [axis.without_mesh_axes({*axis.mesh_axes} - used) for axis in values[v].axes]
+    axes = [axis.without_mesh_axes({*axis.mesh_axes} - used) for axis in values[v]]
     n, moved = prod(mesh.shape[name] for name in along), [*axes]
     to = axis_in_place(op.eqn, dim, n)
     moved[dim] = replace(axes[dim], mesh_axes=())
@@ -203,7 +201,7 @@ def _run_text(op: Op) -> str:
     return f'run {f"`{source}`" if is_short else op.primitive} in {short_source(span.source)}'
 
 
-def _sharded(op: Op, values: Sequence[Value]) -> tuple[tuple[int | str, tuple[str, ...]], ...]:
+def _sharded(op: Op, values: Sequence[Axes]) -> tuple[tuple[int | str, tuple[str, ...]], ...]:
     """Returns the batch axes of an operation that are sharded, with the mesh axes.
 
     Returns () in a `shard_map` and under `jax.vmap`, where the code does not see all axes.
@@ -214,7 +212,7 @@ def _sharded(op: Op, values: Sequence[Value]) -> tuple[tuple[int | str, tuple[st
     for name, axis in _batch_axes(op).items():
         for value, d in zip(op.ins, axis.ins, strict=True):
             used = {other for entry in found.values() for other in entry}
-            entry = () if value is None or d is None else values[value].axes[d].mesh_axes
+            entry = () if value is None or d is None else values[value][d].mesh_axes
             if entry and name not in found and used.isdisjoint(entry):
                 found[name] = entry
     return tuple(found.items())
@@ -225,7 +223,7 @@ def _batch_axes(op: Op) -> dict[int | str, BatchAxis]:
     return batch_axes(op.primitive, op.eqn.params, ins, outs)
 
 
-def _suggestion(facts: Facts, op: Op, values: Sequence[Value]) -> str:
+def _suggestion(facts: Facts, op: Op, values: Sequence[Axes]) -> str:
     """Returns the `per_device` line to write around the expression that calls the operation."""
     assert facts.mesh is not None
     assert facts.traced is not None
@@ -247,13 +245,11 @@ def _suggestion(facts: Facts, op: Op, values: Sequence[Value]) -> str:
         return right if any(axis.mesh_axes for axis in axes) else left
 
     def entries(v: int) -> list[tuple[str, ...]]:
-        return [
-            axis.without_mesh_axes({*axis.mesh_axes} - used).mesh_axes for axis in values[v].axes
-        ]
+        return [axis.without_mesh_axes({*axis.mesh_axes} - used).mesh_axes for axis in values[v]]
 
     specs: list[str] = []
     for v in entering:
-        named = zip(values[v].axes, entries(v), strict=True)
+        named = zip(values[v], entries(v), strict=True)
         specs.append(f"'{written([replace(axis, mesh_axes=entry) for axis, entry in named])}'")
         # the operation may work on other axes than the expression, as after a transpose
         if any(entries(v)) and entries(v) not in map(entries, op.arrays_in):
@@ -263,7 +259,7 @@ def _suggestion(facts: Facts, op: Op, values: Sequence[Value]) -> str:
         v, i, d = op.ins[0], axis.ins[0], axis.outs[0]
         if v is None or i is None or d is None:
             return whole
-        letters[d] = Axis(values[v].axes[i].name, entry)
+        letters[d] = Axis(values[v][i].name, entry)
     results = [{axis.outs[o] for axis in axes} for o in range(len(op.eqn.outvars))]
     if all(dims == {*range(len(axes))} for dims in results):
         out = f'{written([letters[d] for d in range(len(axes))])} ...'

@@ -1,1 +1,0 @@
-"""Finds changes that make a program cheaper, by compiling it with them."""

@@ -1,0 +1,479 @@
+"""The advice of a report: changes that were tried, and how to apply them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding
+
+from ..._errors import EinshardError, plural
+from ..._program.edits.apply import Edited, apply
+from ..._program.edits.edit import (
+    Constrain,
+    Edit,
+    MoveThrough,
+    PlaceArguments,
+    PlaceResults,
+    RemoveConstraint,
+    ReplaceConstraint,
+    combine,
+    indices,
+    placements,
+)
+from ..._program.edits.fixed_function import FixedFunction
+from ..._program.hlo.memory import read_memory
+from ..._program.traced.shardy import NotPropagated
+from ..._sharding.context import mesh_scope
+from ..._text import first_line, first_of, format_bytes, format_seconds
+from ..costs import COST, REMATERIALIZED
+from ..findings.arguments import parameters_of_new_states, states_of_parameters
+from ..findings.expressions import shard_text
+from ..findings.facts import Facts
+from ..findings.gathered_axes import IN_TWO_LEVELS
+from ..findings.next_call import (
+    next_arguments,
+    pin_text,
+    results_to_pin,
+    weights_of_gradients,
+)
+from ..lowered import Stages, trace_call
+from ..partition import ENDED
+from ..patch.arguments import in_jit
+from ..patch.patch import make_patch
+from ..report import Report
+from ..report_rows import Figures, Finding, Tried, changes
+from .per_device import try_per_device
+from .proposals import MIN_GAIN, Proposals
+from .search import Accepted, Search
+from .trials import Trials, as_tried
+from .words import Words, strategy_text
+
+# They do not depend on what a change costs: the program does not run, or code has no effect.
+_FACTS = (
+    *('does not fit', 'promise broken', 'no effect', 'names without a rule'),
+    'unsharded new states',
+)
+# About results that are sharded unlike the arguments that they replace in the next call.
+_PINNED = ('second compile', 'replicated result')
+MEMORY = 'does not fit'
+# Findings whose change was made before the search.
+_First = tuple[Finding, tuple[Edit, ...]]
+
+
+class Advice:
+    """Changes of a program that were tried, and the report without them."""
+
+    def __init__(
+        self, report: Report, facts: Facts, search: Search | None, first: Sequence[_First] = ()
+    ):
+        self._report, self._facts, self._search = report, facts, search
+        self._words = Words(facts)
+        self._made = [*dict.fromkeys(finding for finding, _ in first)]
+        self._first = _combined(first)
+        self._pins: tuple[Edit, ...] = ()
+        self._pinned, self._pin_costs = None, ''
+        self._replaced = {**next_arguments(facts), **weights_of_gradients(facts)}
+
+    def try_pins(self) -> None:
+        """Tries to shard results like the arguments that they replace, and the reverse.
+
+        The reverse is what the next call runs anyway, if nothing is changed. So results are pinned,
+        which leaves the arguments as they are, unless that costs more. Gradients are only pinned.
+        Leaves out what other changes move.
+        """
+        facts, replaced = self._facts, self._replaced
+        others = self._first if self._search is None else self._search.edits
+        moved, returned = indices(others, 'argument'), indices(others, 'result')
+        results = {
+            i: sharding
+            for i, sharding in results_to_pin(facts, replaced).items()
+            if i not in returned and replaced[i] not in moved
+        }
+        self._pins, self._pinned, self._pin_costs = (), None, ''
+        call = facts.stages.call if results else None
+        if call is None or len(call.dynamic) != len(facts.arguments):
+            return
+        trials = Trials(facts, call)
+        edits: tuple[Edit, ...] = (PlaceResults(results),)
+        pinned = trials.run(combine(others, edits))
+        base = None
+        if not facts.gradients:
+            as_returned = {i: facts.results[i].sharding for i in results}
+            shardings = {i: s for i, s in as_returned.items() if isinstance(s, NamedSharding)}
+            moves = {replaced[i]: s for i, s in shardings.items()}
+            moved = (PlaceArguments(moves, shardings),)
+            base = trials.run(combine(others, moved))
+            if base is not None and pinned is not None:
+                self._pin_costs = str(as_tried(base.figures, pinned.figures))
+            if base is not None and (not pinned or _costs_more(base.figures, pinned.figures)):
+                edits, pinned = moved, base
+        if base is None:
+            base = self._search.current if self._search else trials.run(self._first)
+        if base is None or pinned is None or _costs_more(base.figures, pinned.figures):
+            return
+        self._pinned = as_tried(base.figures, pinned.figures, pinned.reading.is_simulated)
+        self._pins = edits
+
+    def report(self) -> Report:
+        """Returns the report, with the changes that help as findings."""
+        search, report = self._search, self._report
+        rules, notes = [*report.findings], [*report.notes]
+        accepted = [] if search is None else search.accepted
+        found = [*self._made, *(self._finding(each, rules) for each in accepted)]
+        lines = list[str]()
+        if search is not None:
+            # what the search found in order is no news
+            notes = [note for note in notes if note.kind != COST]
+            if search.target is not None and len(found) > 1:
+                costs = '; '.join(changes(*search.target)) or 'the same costs'
+                lines.append(
+                    f'{len(found)} changes, together, compiled for {report.device_kind}: {costs}'
+                )
+            elif search.target is not None and accepted and self._facts.platform != 'cpu':
+                found = [replace(found[0], tried=as_tried(*search.target))]
+            if accepted and self._facts.chip is not None:
+                mark = ' (the largest)' * (len(search.bounds) > 1)
+                left = (f'{b}{mark * (b is search.bounds.largest)}' for b in search.bounds)
+                what = 'this change' if len(found) == 1 else 'all changes'
+                lines.append(f'lower bounds with {what}: {"; ".join(left)}')
+            if accepted or search.cut or search.left_out:
+                lines.append(search.summary)
+            notes += self._not_tried(search)
+        findings, notes = self._others(found, rules, notes)
+        return replace(
+            report, findings=findings, notes=notes, total=tuple(lines) or report.total, fixes=self
+        )
+
+    def _not_tried(self, search: Search) -> list[Finding]:
+        ended = [error for _, error in search.failed if error.startswith(ENDED)]
+        if ended and search.accepted:
+            n = len(ended)
+            return [Finding('not tried', f'{plural(n, "change")} dropped: {ended[0]}')]
+        if search.accepted or not search.failed or search.has_compiled:
+            return []
+        # the most promising change, or one after which JAX names what to write
+        named = (each for each in search.failed if 'out_sharding' in each[1])
+        edits, error = next(named, search.failed[0])
+        text = (
+            f'none of the changes that were tried compiles ({len(search.failed)}), such as: '
+            f'{self._words.say(edits)}. JAX says: {error}'
+        )
+        return [Finding('not tried', text)]
+
+    def _others(
+        self, found: Sequence[Finding], rules: Sequence[Finding], notes: Sequence[Finding]
+    ) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+        """Returns the findings and the notes, without what the changes in `found` account for.
+
+        What no change has lowered becomes a note, unless nothing could be tried.
+        """
+        explained = {name for finding in found for name in finding.explains}
+        if self._search is not None and found:  # what the changes have made disappear
+            explained |= {one.cost.line for one in self._search.accepted if one.cost is not None}
+            after = {c.source for c in self._search.current.reading.collectives}
+            after |= {row.source for row in self._search.current.reading.products}
+            before = {c.source or '' for c in self._search.base.reading.collectives}
+            explained |= before - after
+        findings, left = [*found], list[Finding]()
+        for finding in rules:
+            if finding.kind in _PINNED:
+                if self._pinned is not None or not found:  # or else other changes move these arrays
+                    suggestion = self._pin(finding)
+                    findings.append(replace(finding, suggestion=suggestion, tried=self._pinned))
+            elif finding.kind in _FACTS:
+                findings.append(finding)
+            elif explained.isdisjoint((*finding.explains, finding.source or '')):
+                stays = self._facts.is_explicit or self._search is None
+                (findings if stays else left).append(finding)
+        for note in notes:
+            # a note about no collective stays true, whatever a change of its line saves
+            about = {*note.explains, note.source} - {None} if note.explains else set[str]()
+            # per_device is not tried where the operation may need all elements, and may be better
+            if 'per_device' in note.text or explained.isdisjoint(about):
+                left.append(note)
+        # whatever suggested it: what costs more is not a suggestion
+        findings = [
+            replace(one, suggestion='', tried=None)
+            if one.tried is not None
+            and _costs_more(one.tried.before, one.tried)
+            and one.kind != MEMORY
+            else one
+            for one in findings
+        ]
+        findings.sort(key=lambda one: one.kind not in _FACTS[:2])
+        return tuple(findings), tuple(left)
+
+    def _pin(self, finding: Finding) -> str:
+        """Returns the change after which the next call of a program does not compile again."""
+        facts, replaced = self._facts, self._replaced
+        pinned = [i for i in placements(self._pins)[1] if facts.results[i].path in finding.explains]
+        if not pinned:
+            return ''
+        it = 'it' if len(pinned) == 1 else 'them'
+        shown = [f"'{facts.argument_rows[replaced[i]].placement}'" for i in pinned]
+        pin = pin_text(facts, it, first_of(list(dict.fromkeys(shown)), 3))
+        if not indices(self._pins, 'argument'):
+            return pin
+        moves = self._words.say(self._pins)
+        costs = f', which costs more: {self._pin_costs}' if self._pin_costs else ''
+        return f'{moves}, as the step returns {it}. Or {pin}{costs}'
+
+    def _finding(self, accepted: Accepted, rules: list[Finding]) -> Finding:
+        """Returns the finding of a change, in the words of one of `rules`, which it removes."""
+        cost, facts, words = accepted.cost, self._facts, self._words
+        suggestion = words.say(accepted.edits)
+        if text := strategy_text(facts, accepted.edits):
+            suggestion += f' ({text})'
+        edits, other = accepted.other or ((), None)
+        if other is not None and words.say(edits) not in suggestion:
+            suggestion += f'. Or: {words.say(edits)} ({format_seconds(other.bound)})'
+        memory = next((rule for rule in rules if rule.kind == MEMORY), None)
+        if memory is not None and (accepted.tried.memory or 0) < (
+            accepted.tried.before.memory or 0
+        ):
+            rules.remove(memory)
+            return replace(memory, suggestion=suggestion, tried=accepted.tried)
+        if cost is None:
+            kind, text = kind_of(accepted.edits), str(accepted.bound)
+            return Finding(kind, text, suggestion=suggestion, tried=accepted.tried)
+        kind = kind_of(accepted.edits)
+        if cost.kind == REMATERIALIZED and kind in ('reshard', 'placement'):
+            kind = cost.kind
+        text, source, n_bytes = cost.text, cost.line, cost.bytes
+        names, places = cost.names, {cost.line, *words.sources(accepted.edits)}
+        moved = words.paths(accepted.edits)
+        for rule in rules:
+            about = {*rule.explains}
+            is_same = rule.source in places or not moved.isdisjoint(about)
+            if rule.kind not in ('no effect', *_PINNED) and (is_same or about & {*names}):
+                # the bytes in its text, of its collectives on the target
+                text, kind, n_bytes = rule.text, rule.kind, rule.bytes or n_bytes
+                names = (*rule.explains, *names)
+                rules.remove(rule)
+                break
+        # in the program of the report, collectives may have other names
+        rows = [
+            c
+            for c in facts.collectives
+            if (c.source or '') == cost.line and c.mesh_axes.intersection(cost.mesh_axes)
+        ]
+        reason = '' if cost.n_repeats else facts.reason_of(rows)
+        source = source or facts.function_source  # moves of arguments and results have no line
+        return Finding(kind, text, source, n_bytes, suggestion, names, accepted.tried, reason)
+
+    @property
+    def _edits(self) -> tuple[Edit, ...]:
+        """All changes that help."""
+        return combine(self._first if self._search is None else self._search.edits, self._pins)
+
+    def patch(self) -> str:
+        """See `Report.patch`."""
+        facts, edits, call = self._facts, self._edits, self._facts.stages.call
+        comments = [finding.suggestion for finding in self._made]
+        if call is None:
+            return make_patch({}, (), None, comments)
+        comments += self._words.code_to_place(edits)
+        changes = {edit: change for edit in edits if (change := self._words.change(edit))}
+        placed = in_jit(facts.stages.called, call, edits)
+        return make_patch(changes, edits, Trials(facts, call), comments, placed)
+
+    def function(self) -> Any:
+        """See `Report.fixed_function`."""
+        call, edits = self._facts.stages.call, self._edits
+        if call is None or not edits:
+            raise EinshardError('no change of the program was found that helps', code='argument')
+        if self._facts.stages.framework is not None or self._facts.stages.is_filtered:
+            raise EinshardError(
+                'the changes of a function that Flax or Equinox jits cannot be applied',
+                code='argument',
+                facts={'instead': 'apply report.patch()'},
+            )
+        edited = Trials(self._facts, call).edited(edits)
+        stages = self._facts.stages
+
+        def trace(
+            args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[Any]
+        ) -> Edited | str:
+            with nullcontext() if stages.scope is None else mesh_scope(stages.scope):
+                if call.trace_again is not None:
+                    new = call.trace_again(leaves)
+                else:
+                    new = trace_call(stages.called, args, kwargs, stages.scope).call
+            if new is None or new.dynamic != call.dynamic:
+                return 'other arguments are arrays'
+            try:
+                edited = Trials(self._facts, new).edited(edits)
+            except ValueError as error:  # a value that a constraint does not divide
+                return first_line(error)
+            return edited if edited.is_complete else 'an expression is not evaluated'
+
+        moved = [call.dynamic[i] for i in indices(edits, 'argument')]
+        named = zip(call.dynamic, self._facts.arguments, strict=True)
+        paths = {leaf: argument.path for leaf, argument in named}
+        return FixedFunction(call, edited, moved, paths, stages.bind, trace)
+
+    def more(self, tries: int, seconds: float | None = None) -> Report:
+        """See `Report.try_more`."""
+        if self._search is not None:
+            self._search.run(tries, seconds)
+            self._search.confirm()
+        self.try_pins()
+        return self.report()
+
+
+def _costs_more(before: Figures, after: Figures | Tried) -> bool:
+    """Whether the sum of the bounds is larger, as `changes` would print it."""
+    return after.bound > 1.01 * before.bound
+
+
+def kind_of(edits: Sequence[Edit]) -> str:
+    """Names a mistake by the change that corrects it."""
+    for kind, mistake in _MISTAKES.items():
+        if any(isinstance(edit, kind) for edit in edits):
+            return mistake
+    return 'placement'
+
+
+_MISTAKES: dict[type[Edit], str] = {
+    ReplaceConstraint: 'wrong constraint',
+    RemoveConstraint: 'needless constraint',
+    Constrain: 'missing constraint',
+    MoveThrough: 'reshard',
+}
+
+
+def with_advice(report: Report, facts: Facts, tries: int, seconds: float | None) -> Report:
+    """Tries changes of a program, and returns the report with those that help.
+
+    If the program cannot be edited, the report stays as it is, with a note that says why.
+    """
+    report = _try_new_states(report, facts)
+    trials = make_trials(facts)
+    if isinstance(trials, str):
+        return _not_tried(report, trials) if trials and report.network_bytes else report
+    first: list[_First] = [(finding, (edit,)) for finding, edit in try_per_device(trials)]
+    if not facts.is_explicit:  # two levels that were tried and do not help
+        notes = (replace(n, text=n.text.partition(IN_TWO_LEVELS)[0]) for n in report.notes)
+        report = replace(report, notes=tuple(notes))
+    if (states := _try_states(report, trials, _combined(first))) is not None:
+        first.append(states)
+    search = None
+    if trials.as_compiled().costs:
+        search = _start(trials, _combined(first))
+        if isinstance(search, str):
+            report, search = _not_tried(report, search), None
+    if search is not None:
+        search.run(tries, seconds)
+        search.confirm()
+    advice = Advice(report, facts, search, first)
+    advice.try_pins()
+    return advice.report()
+
+
+def _combined(first: Sequence[_First]) -> tuple[Edit, ...]:
+    edits: tuple[Edit, ...] = ()
+    for _, more in first:
+        edits = combine(edits, more)
+    return edits
+
+
+def make_trials(facts: Facts) -> Trials | str:
+    """Returns why the program cannot be edited if it cannot; '' if another note says so."""
+    stages = facts.stages
+    if stages.jaxpr is None or facts.n_devices == 1:
+        return ''
+    if not isinstance(facts.mesh, Mesh):
+        return 'only programs whose arguments and results are on one mesh are changed'
+    if stages.jitted is None:
+        return 'pass the function instead of the traced program'
+    call = stages.call
+    if call is None or len(call.dynamic) != len(facts.arguments):
+        return f'{stages.name} cannot be traced again as a call of its arrays{_instead(stages)}'
+    return Trials(facts, call)
+
+
+def _instead(stages: Stages) -> str:
+    if stages.framework == 'nnx':
+        return (
+            '. Pass a function of jax.jit that takes the state: graphdef, state = nnx.split(...), '
+            'and nnx.merge(graphdef, state) in the function'
+        )
+    return '. Pass a function of jax.jit' if stages.is_equinox else ''
+
+
+def _start(trials: Trials, first: tuple[Edit, ...]) -> Search | str:
+    """Returns a search, or why there is none."""
+    base = trials.run(first)
+    if base is None:
+        return f'it does not compile again. JAX says: {trials.error}'
+    try:
+        proposals = Proposals(trials, first)
+    except NotPropagated as error:
+        return str(error)
+    return Search(trials, proposals, base, first)
+
+
+def _not_tried(report: Report, reason: str) -> Report:
+    note = Finding('not tried', f'no change of the program could be tried: {reason}')
+    return replace(report, notes=(*report.notes, note))
+
+
+def _try_new_states(report: Report, facts: Facts) -> Report:
+    """Compiles a function that makes states with the shardings of their parameters."""
+    rule = next((each for each in report.findings if each.kind == 'unsharded new states'), None)
+    call, scope = facts.stages.call, facts.stages.scope
+    if rule is None or call is None or report.memory is None:
+        return report
+    shardings = {r: found.sharding for r, found in parameters_of_new_states(facts).items()}
+    try:
+        with nullcontext() if scope is None else mesh_scope(scope):
+            edited = apply(call, [PlaceResults(shardings)])
+            memory = read_memory(edited.function.lower(*edited.args, **edited.kwargs).compile())
+    except (RuntimeError, TypeError, ValueError):  # such as results that a framework rearranges
+        return report
+    if memory is None or memory.total >= report.memory.total:
+        return report
+    needs = f'{format_bytes(memory.total)} instead of {format_bytes(report.memory.total)}'
+    suggestion = (
+        'shard these results like their parameters, with sharded(out=for_optimizer(...)) or '
+        f'out_shardings=: compiled so, the program needs {needs}'
+    )
+    tried = replace(rule, suggestion=suggestion)
+    findings = (tried if each is rule else each for each in report.findings)
+    return replace(report, findings=tuple(findings))
+
+
+def _try_states(
+    report: Report, trials: Trials, first: tuple[Edit, ...]
+) -> tuple[Finding, tuple[Edit, ...]] | None:
+    """Tries to shard replicated states of the optimizer as their parameters.
+
+    Keeps that if it saves memory and raises no cost: states are in memory between steps.
+    """
+    facts = trials.facts
+    rule = next((each for each in report.findings if each.kind == 'unsharded states'), None)
+    if rule is None:
+        return None
+    parameters, shardings = states_of_parameters(facts), dict[int, NamedSharding]()
+    for state, i in parameters.items():
+        sharding = facts.arguments[i].sharding
+        if facts.arguments[state].path in rule.explains and isinstance(sharding, NamedSharding):
+            shardings[state] = sharding
+    replaced = next_arguments(facts).items()
+    results = {r: shardings[state] for r, state in replaced if state in shardings}
+    edits = (PlaceArguments(shardings, results),)
+    before, after = trials.on_target(first), trials.on_target(combine(first, edits))
+    if before is None or after is None or after.bound > before.bound:
+        return None
+    if (after.memory or 0) > (1 - MIN_GAIN) * (before.memory or 0):
+        return None
+    shown = {
+        facts.arguments[state].path: facts.argument_rows[parameters[state]].placement
+        for state in shardings
+    }
+    tried = as_tried(before, after)
+    suggestion = f'{shard_text(shown)}, as for_optimizer does'
+    return replace(rule, suggestion=suggestion, tried=tried), edits
