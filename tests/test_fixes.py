@@ -775,15 +775,11 @@ def test_reshard_of_a_value_in_two_steps(tmp_path):
 
 
 def test_reshard_of_an_argument_in_two_steps():
-    """Another placement of the argument is cheaper still; the report names both."""
+    """Another placement of the argument is cheaper still."""
     state = cube(AFTER, shape=FLAT)
     report, finding = finding_of(read_twice(AXES), state)
     by_hand = explain(read_twice(AXES, BETWEEN), state, chip='H100', tries=0)
-    in_two_steps = (
-        'reshard in two steps, at the start of the function: '
-        "state = einshard(state, 'a b c -> a@y b@x c')"
-    )
-    assert finding.suggestion.partition('. Or: ')[2].startswith(in_two_steps)
+    assert finding.suggestion.startswith('shard state with ')
     assert finding.tried.bound < bound_of(by_hand) < bound_of(report)
     fixed = explain(report.fixed_function(), state, chip='H100', tries=0)
     assert bound_of(fixed) == pytest.approx(finding.tried.bound)
