@@ -1110,8 +1110,12 @@ def hbm_of(report):
     return next(bound.seconds for bound in report.bounds if bound.resource == 'HBM')
 
 
-@AXIS_TYPES
-@pytest.mark.parametrize('updates', [False, True], ids=['reads', 'updates'])
+# not an update on Auto axes: JAX leaves to XLA which result is in the place of a donated cache, so
+# the score counts both
+READS_AND_UPDATES = [(AxisType.Auto, False), (AxisType.Explicit, False), (AxisType.Explicit, True)]
+
+
+@pytest.mark.parametrize(('axis_types', 'updates'), READS_AND_UPDATES)
 def test_a_cache_that_several_devices_read_is_sharded(axis_types, updates):
     mesh = inference_mesh(axis_types)
     report = explain(*decode(mesh, False, updates), chip='H100', tries=8)
