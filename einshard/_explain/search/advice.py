@@ -227,9 +227,9 @@ class Advice:
         suggestion = words.say(accepted.edits)
         if text := strategy_text(facts, accepted.edits):
             suggestion += f' ({text})'
-        edits, other = accepted.other or ((), None)
-        if other is not None and words.say(edits) not in suggestion:
-            suggestion += f'. Or: {words.say(edits)} ({format_seconds(other.bound)})'
+        other = accepted.other
+        if other is not None and (said := words.say(other.edits)) not in suggestion:
+            suggestion += f'. Or: {said} ({format_seconds(other.tried.bound)})'
         memory = next((rule for rule in rules if rule.kind == MEMORY), None)
         if memory is not None and (accepted.tried.memory or 0) < (
             accepted.tried.before.memory or 0

@@ -50,7 +50,7 @@ class Accepted:
         cost: the cost that it lowers most; None if it lowers none of them.
         bound: the lower bound that it lowers most, as it was before.
         tried: the costs with it.
-        other: the next best change of that round, with its costs, or None.
+        other: the next best change of that round, or None.
     """
 
     edits: tuple[Edit, ...]
@@ -58,7 +58,7 @@ class Accepted:
     bound: Bound | None
     tried: Tried
     trial: Trial
-    other: tuple[tuple[Edit, ...], Tried] | None = None
+    other: Accepted | None = None
 
 
 @dataclass
@@ -188,18 +188,20 @@ class Search:
             return (pair[1].figures.memory or 0) > least + room, plainness(pair[0].edits)
 
         one, trial = min(alike, key=order_of_alike)
-        tried = as_tried(before, trial.figures, trial.reading.is_simulated)
-        others = [
-            (pair[0].edits, as_tried(before, pair[1].figures, pair[1].reading.is_simulated))
-            for pair in trials
-            if pair[0] is not one
-        ]
-        cost = saved(self.current.costs, trial.costs)
-        other = others[0] if others else None
-        bound = _lowered(self.current.bounds, trial.bounds)
-        self.accepted.append(Accepted(one.edits, cost, bound, tried, trial, other))
+        other = next((self._accepted(*pair) for pair in trials if pair[0] is not one), None)
+        self.accepted.append(replace(self._accepted(one, trial), other=other))
         self.proposals.accept(one)
         return True
+
+    def _accepted(self, one: Proposal, trial: Trial) -> Accepted:
+        now = self.current
+        return Accepted(
+            one.edits,
+            saved(now.costs, trial.costs),
+            _lowered(now.bounds, trial.bounds),
+            as_tried(now.figures, trial.figures, trial.reading.is_simulated),
+            trial,
+        )
 
     def _compiled(self, ranked: Sequence[Proposal]) -> Iterator[tuple[Proposal, Trial]]:
         """Compiles the best changes: of one group at most two, whose scores differ.
@@ -295,12 +297,10 @@ class Search:
         last, best = self.accepted[-1], None
         options = [self.accepted]
         if last.other is not None:
-            edits, tried = last.other
-            options.append(
-                [*self.accepted[:-1], replace(last, edits=edits, tried=tried, other=None)]
-            )
-        for self.accepted in options if without is not None else ():
-            is_alike = self.accepted[-1].tried.bound <= (1 + _ALIKE) * last.tried.bound
+            options.append([*self.accepted[:-1], last.other])
+        for accepted in options if without is not None else ():
+            self.accepted = accepted
+            is_alike = accepted[-1].tried.bound <= (1 + _ALIKE) * last.tried.bound
             if best is not None and not is_alike:
                 break
             found = self.trials.bounds_on_target(self.edits)
@@ -311,7 +311,7 @@ class Search:
             is_cheaper = _is_less(after.bound, without.bound, MIN_GAIN)
             helps = gains_memory or (self._fits(after) and is_cheaper)
             if helps and (best is None or not _is_near(best[1].bound, after.bound, without.bound)):
-                best = self.accepted, after, bounds
+                best = accepted, after, bounds
         self.accepted = [] if best is None else best[0]
         if best is not None:
             self.target, self.bounds = (before, best[1]), best[2]
@@ -319,7 +319,10 @@ class Search:
     @property
     def summary(self) -> str:
         """How many changes were ranked and compiled."""
-        failed = f', {len(self.failed)} more refused by JAX' * bool(self.failed)
+        n_refused = len(self._refused)
+        n_failed = sum(edits not in self._refused for edits, _ in self.failed)
+        failed = f' ({n_failed} failed)' * bool(n_failed)
+        failed += f', {n_refused} more refused by JAX' * bool(n_refused)
         cut = f' ({self.cut}: the search was stopped)' * bool(self.cut)
         left = f', {self.left_out} left out' * bool(self.left_out)
         ranked = plural(self.n_ranked, 'change')

@@ -50,7 +50,6 @@ class Variants:
         module: from `lowered.compiler_ir('stablehlo')`, as that of `Sites`. It is not changed.
         site_of: returns what edits change at a constraint, from the text of its location, and how
             many axes `jax.vmap` adds in front of the value; None if nothing.
-
         has_types: whether its mesh has Explicit axes. Then the types of values are constraints that
             have no site, and they follow from what is traced again: they are taken out.
         typed: the results whose sharding is that of their type, which is taken out, too.
