@@ -95,6 +95,12 @@ def to_jax(
     """
     if isinstance(what, Plan):
         _reject_arguments_of_plan(args, kwargs, mesh, shape)
+        if what.is_of_step:
+            raise EinshardError(
+                f'{what.name} has no axis names of its own, so its plan is no code of them',
+                code='plan',
+                facts={'instead': 'plan.patch(), which writes the plan into its source'},
+            )
         title = f'plan for {what.name}: {what.best.candidate}'
         return _write_function(what.trace(), what.mesh, title)
     is_callable_spec = what is shard_largest or hasattr(what, 'for_leaves')

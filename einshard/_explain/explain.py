@@ -35,6 +35,7 @@ from .frameworks import MARKER
 from .intermediates import find_intermediates
 from .lowered import Stages, compiled_shardings, suggest_partial, trace_to_compile
 from .oversized import Oversized, compile_stages
+from .partition import Compiled as Simulated
 from .report import Report
 from .search.advice import with_advice
 
@@ -118,16 +119,28 @@ def explain_stages(
     intermediates: bool = False,
     tries: int = 0,
     seconds: float | None = None,
+    simulated: Simulated | None = None,
 ) -> Report:
-    facts = _read(stages, compile_stages(stages), chip, replicated_above)
+    facts = read_facts(stages, chip, replicated_above, simulated)
     report = _make_report(facts, intermediates)
     return with_advice(report, facts, tries, seconds) if tries else report
 
 
-def _read(
-    stages: Stages, compiled: Compiled | Oversized, chip: Chip | None, replicated_above: int
+def read_facts(
+    stages: Stages,
+    chip: Chip | None = None,
+    replicated_above: int = 2**20,
+    simulated: Simulated | None = None,
+    compiled: Any = None,
 ) -> Facts:
-    text = program_text(stages.name or 'the program', compiled)
+    """Compiles a program, and reads it.
+
+    Args:
+        simulated: what a `Worker` has compiled it to, whose text and memory are read instead.
+        compiled: stands in for the compiled program.
+    """
+    compiled = compile_stages(stages) if compiled is None else compiled
+    text = simulated.text if simulated else program_text(stages.name or 'the program', compiled)
     program = Program(text)
     argument_shardings, result_info = compiled_shardings(compiled)  # type: ignore[reportArgumentType]
     names = find_names(stages, compiled, argument_shardings, program)
@@ -141,12 +154,17 @@ def _read(
     devices = _devices(shardings)
     chip = chip or find_chip(devices[0].device_kind)
     inputs = [(a.path, str(a.dtype)) for a in arguments if a.sharding is not None]
+    capacity = _memory_capacity(compiled, chip, devices[0])
+    memory = read_memory(compiled, capacity)
+    if simulated is not None and simulated.memory is not None:
+        memory = replace(simulated.memory, capacity=capacity)
     traced = None
     if stages.jaxpr is not None and len(devices) > 1:
         traced = flatten(stages.jaxpr, keep_unused=True)
     return Facts(
         program=program,
-        memory=read_memory(compiled, _memory_capacity(compiled, chip, devices[0])),
+        memory=memory,
+        is_simulated=simulated is not None,
         devices=devices,
         meshes=meshes,
         chip=chip,

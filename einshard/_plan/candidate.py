@@ -25,10 +25,12 @@ class Candidate:
         mesh: the mesh axes and their sizes, slowest-varying first: (('x', 64), ('y', 4)).
         axes: the mesh axes of every axis name of the model, in the order of `Model.sizes`:
             (('batch', ('x',)), ('embed', ('x', 'y')), ('layers', ())).
+        is_given: whether it is the program as the user has it.
     """
 
     mesh: tuple[tuple[str, int], ...]
     axes: tuple[tuple[str, tuple[str, ...]], ...]
+    is_given: bool = False
 
     @property
     def placements(self) -> dict[str, str]:
@@ -41,9 +43,8 @@ class Candidate:
         return cast(Mesh, mesh)
 
     @contextmanager
-    def scope(self, devices: Mesh) -> Generator[Mesh, None, None]:
-        """Makes the mesh and the axis rules of this candidate the current ones."""
-        mesh = self.mesh_of(devices)
+    def scope(self, mesh: Mesh) -> Generator[Mesh, None, None]:
+        """Makes its mesh and its axis rules the current ones."""
         with only_mesh_scope(mesh), axis_rules(self.placements):
             yield mesh
 
@@ -58,6 +59,8 @@ class Candidate:
         return [name for (name, axes), (_, others) in pairs if axes != others]
 
     def __str__(self) -> str:
+        if self.is_given:
+            return f'{self.mesh_text}: you have this now'
         rules = ', '.join(f'{name}{text}' for name, text in self.placements.items() if text)
         return f'{self.mesh_text}: {rules or "everything replicated"}'
 

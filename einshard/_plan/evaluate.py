@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from .._explain.lowered import Stages, trace_call
 from .._explain.partition import Compiled, Worker, check_flatbuffers, export
 from .._explain.reading import read_simulated
 from .._explain.report import Report
+from .._explain.search.trials import compile_in_worker
 from .._functions.bound_method import BoundMethod
 from .._functions.sharded_function import ShardedFunction
 from .._program.cost.chips import Chip
@@ -48,16 +50,31 @@ class Function:
     metadata_names: Sequence[MetadataNames | None] = ()
     had_rules: bool = False
 
+    def mesh_of(self, candidate: Candidate) -> Mesh:
+        return candidate.mesh_of(self.devices)
+
+    def scope(self, candidate: Candidate) -> AbstractContextManager[Mesh]:
+        """The context in which a candidate is traced and lowered."""
+        return candidate.scope(self.mesh_of(candidate))
+
     def trace(self, candidate: Candidate) -> Stages:
-        with candidate.scope(self.devices) as mesh:
+        with self.scope(candidate) as mesh:
             # a copy, so that candidates do not fill the cache of the original
             return trace_call(copy_sharded(self.fn), *self._structs(candidate, mesh), mesh=None)
 
     def report(self, candidate: Candidate) -> Report:
-        """Compiles the function for the target, and reports on it as `explain` does."""
-        stages = self.trace(candidate)
-        with candidate.scope(self.devices):
-            return explain_stages(stages, self.chip)
+        """Compiles the function for the target, and reports on it as `explain` does.
+
+        For CPUs, what XLA's partitioner makes of it for the chip is reported, as plans are ranked.
+        """
+        stages, simulated = self.trace(candidate), None
+        with self.scope(candidate):
+            if self.devices.devices.flat[0].platform == 'cpu':
+                # the program may have a host callback, or be one that the partitioner fails on
+                with suppress(Exception):
+                    request, _ = export(stages, candidate.mesh)
+                    simulated = compile_in_worker(self.devices.size, request)
+            return explain_stages(stages, self.chip, simulated=simulated)
 
     def evaluate(self, candidate: Candidate) -> Evaluation:
         try:
@@ -159,7 +176,7 @@ class Partitioner:
         try:
             stages = function.trace(candidate)
             try:
-                with candidate.scope(function.devices):
+                with function.scope(candidate):
                     request, kept = export(stages, candidate.mesh)
             except Exception:  # the program may have a TPU kernel or a host callback
                 return function.evaluate(candidate)
@@ -200,7 +217,7 @@ class _SentProgram:
     request: dict[str, Any]
 
     def evaluate(self, compiled: Compiled, function: Function) -> Evaluation:
-        mesh = self.candidate.mesh_of(function.devices)
+        mesh = function.mesh_of(self.candidate)
         reading = read_simulated(
             compiled,
             devices=list(mesh.devices.flat),

@@ -104,7 +104,7 @@ class _CandidateSearch:
         for point in points:
             if not self.space.is_valid(point):
                 self.pruned['indivisible'] += 1
-            elif self.merged(point) != point:
+            elif self.space.merged(point) != point:
                 self.pruned['equal to a plan with fewer mesh axes'] += 1
             else:
                 self.key(point)
@@ -136,17 +136,7 @@ class _CandidateSearch:
                 is_allowed = fewer[axis] or self.space.mesh is not None
                 if is_allowed and self.key((sizes, fewer)) <= self.key((sizes, name_sets)):
                     name_sets = fewer
-        return self.merged((sizes, name_sets))
-
-    def merged(self, point: Point) -> Point:
-        """Merges the mesh axes that shard the same names, except the one across TPU slices."""
-        if self.space.mesh is not None or any(self.space.pinned.values()):
-            return point  # the user has named mesh axes
-        sizes: dict[tuple[NameSet, bool], int] = {}
-        for i, (size, names) in enumerate(zip(*point, strict=True)):
-            key = names, i == 0 and self.space.n_slices > 1
-            sizes[key] = sizes.get(key, 1) * size
-        return tuple(sizes.values()), tuple(names for names, _ in sizes)
+        return self.space.merged((sizes, name_sets))
 
     # --- search -------------------------------------------------------------------------
 

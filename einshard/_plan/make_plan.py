@@ -17,6 +17,7 @@ from .model import Model
 from .result import Plan
 from .search import Search
 from .source import spec_lines
+from .step_function import StepFunction
 
 
 def make_plan(search: Search, found: Candidates, model: Model, function: Function) -> Plan:
@@ -30,9 +31,13 @@ def make_plan(search: Search, found: Candidates, model: Model, function: Functio
     if choices[0].error:
         raise _no_plan_compiles(choices, model)
     best = choices[0].candidate
-    program = function.trace(best).program
-    arguments = [] if program is None else program.arguments
-    specs = [(str(argument.name), argument.spec) for argument in arguments]
+    if isinstance(function, StepFunction):
+        code = tuple(function.code(best))
+    else:
+        program = function.trace(best).program
+        arguments = [] if program is None else program.arguments
+        specs = [(str(argument.name), argument.spec) for argument in arguments]
+        code = spec_lines(specs, best)
     return Plan(
         name=model.name,
         devices=function.devices,
@@ -41,7 +46,7 @@ def make_plan(search: Search, found: Candidates, model: Model, function: Functio
         limit=search.limit,
         sizes=model.sizes,
         choices=tuple(choices),
-        code=spec_lines(specs, best),
+        code=code,
         n_candidates=len(search.estimates),
         pruned=found.pruned,
         stopped=search.stopped,

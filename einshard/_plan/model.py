@@ -20,7 +20,7 @@ from .._trees.paths import argument_path, path_and_array
 from .costly_ops import CostlyOp, find_costly_ops
 from .live_sets import LiveSet, StoredArray, find_live_sets
 from .names import ArrayNames, AxisNames, name_axes
-from .tracing import first_trace, names_in, no_names_error, trace_with_names
+from .tracing import first_trace, names_in, trace_with_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ class Model:
         metadata_names: for each leaf of the arguments of the call, the axis names in its metadata
             that shard it, or None.
         unnamed_data: the arguments without axis names that carry data, as text.
+        is_named_in_code: whether expressions have names, and not only metadata of arguments.
         asked: see `asked_texts`.
     """
 
@@ -70,6 +71,7 @@ class Model:
     live_sets: tuple[LiveSet, ...]
     metadata_names: tuple[MetadataNames | None, ...]
     unnamed_data: tuple[str, ...] = ()
+    is_named_in_code: bool = False
     asked: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -96,22 +98,24 @@ def find_model(
     kwargs: Mapping[str, Any],
     mesh_axes: Sequence[str] = (),
     device_kind: str = '',
-) -> Model:
+) -> Model | None:
     """Traces a function, and finds the axis names of all its arrays.
+
+    Returns None if it has none.
 
     `mesh_axes` are the mesh axes that the expressions of the function may name directly, and
     `device_kind` is that of the devices to plan for.
     """
     expressions, metadata_names = first_trace(fn, args, kwargs, mesh_axes)
+    in_code = [name for expression in expressions for name in names_in(expression)]
     names = [name for array in metadata_names for axis in array or () for name in axis]
-    names += [name for expression in expressions for name in names_in(expression)]
-    names = [name for name in dict.fromkeys(names) if name not in mesh_axes]
+    names = [name for name in dict.fromkeys([*names, *in_code]) if name not in mesh_axes]
     if not names:
-        raise no_names_error(fn, args, kwargs)
+        return None
     stages, spec_names, result_names = trace_with_names(fn, args, kwargs, names, mesh_axes)
     assert stages.traced is not None, 'only a jax.stages.Lowered has no trace'
     known = {*names, *mesh_axes}
-    in_metadata = _metadata_of_traced(args, kwargs, metadata_names, stages.traced.args_info)
+    in_metadata = metadata_of_traced(args, kwargs, metadata_names, stages.traced.args_info)
     argument_names = _with_metadata_names(spec_names, in_metadata, known)
     result_names = _with_metadata_names(result_names, fitting_names(stages.traced.out_info), known)
     program = flatten(stages.traced.jaxpr)
@@ -133,6 +137,7 @@ def find_model(
         live_sets=find_live_sets(program, axis_names),
         metadata_names=tuple(metadata_names),
         unnamed_data=_unnamed_data(stages, program, argument_names, result_names, axis_names),
+        is_named_in_code=bool(in_code),
         asked=tuple(asked_texts(stages.jaxpr, device_kind)),
     )
 
@@ -174,7 +179,7 @@ def _unnamed_data(
     )
 
 
-def _metadata_of_traced(
+def metadata_of_traced(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     metadata_names: Sequence[MetadataNames | None],

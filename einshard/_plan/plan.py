@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from typing import Any, TypeAlias, get_args
+from math import inf
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 from jax.sharding import Mesh
 
@@ -18,15 +20,17 @@ from .._sharding.axis_rules import AxisPlacement, check_option
 from .._sharding.context import current_context, mesh_scope
 from .._sharding.mesh import MeshLike, is_canonical_mesh, mesh_fact
 from .._text import name_of
-from .candidate import Objective
+from .candidate import Candidate, Evaluation, Objective
 from .estimate import Estimator
 from .evaluate import Function, Partitioner, as_sharded, copy_sharded, has_rules
-from .find_candidates import find_candidates
+from .find_candidates import Candidates, find_candidates
 from .make_plan import make_plan
 from .model import Model, find_model
 from .result import Plan
 from .search import Search
 from .space import AXES, Space, read_candidate, read_pins
+from .starts import Starts
+from .step_function import StepFunction, make_step
 
 # the sizes of the mesh axes, and the placement of each axis name
 UserCandidate: TypeAlias = tuple[Mapping[str, int], Mapping[str, AxisPlacement]]
@@ -42,6 +46,7 @@ def plan(
     objective: Objective = 'bound',
     pin: Mapping[str, str] | None = None,
     candidates: Iterable[UserCandidate] = (),
+    constraints: bool = True,
     compilations: int = 40,
     seconds: float | None = None,
     **kwargs: Any,
@@ -60,7 +65,7 @@ def plan(
         >>> found.rules  # doctest: +SKIP
         {'batch': '@x', 'embed': '', 'mlp': ''}
 
-    The function names its axes in expressions without placements: in the specs of `sharded`, in
+    The function may name its axes in expressions without placements: in the specs of `sharded`, in
     `Rules`, and in constraints such as `einshard(x, 'batch seq act')`. `plan` finds these names by
     tracing, and reads those that Flax and Haliax keep with arrays. A candidate is a mesh shape with
     up to three axes (x, y, z), and the mesh axes over which each name is sharded. `plan` ranks
@@ -68,15 +73,28 @@ def plan(
     devices, in another process), and compiles the best of these for the target. Nothing runs, and
     arguments can be ShapeDtypeStructs.
 
+    A function without names, such as a step of plain JAX, Flax or Equinox, gets names: axes that
+    its operations link or contract are one, such as 'batch' or 'width'. Weights and activations
+    have names of their own ('width', 'activation_width'). Candidates are ranked by the compiler's
+    propagation. They place the arguments (`Plan.place`) and constrain as few values as needed
+    (`Plan.patch`, `Plan.function`). The function as it is is one of the plans.
+
+        >>> def double(w, x):
+        ...     return 2 * jax.nn.relu(x @ w)
+        >>> found = plan(double, w, x, mesh=device_mesh(), chip='TPU v5e')  # doctest: +SKIP
+        >>> w, x = found.place(w, x)  # doctest: +SKIP
+
     By default, the cost of a candidate is a sum of lower bounds: compute, HBM, and the network
     along each mesh axis. It is not a prediction of the step time.
 
     Args:
-        fn: a `sharded` or jitted function, or any other function that names its axes.
+        fn: a `sharded` or jitted function, also by `flax.nnx.jit` or `equinox.filter_jit`, or any
+            other function.
         args, kwargs: the arguments of a call, as in `explain`. Bind a parameter that has the name
             of an option, as in `functools.partial(step, mesh=...)`.
         mesh: the devices, such as `topology('v5e:16x16')`. If the mesh has named axes, `plan` keeps
-            its shape, and finds only placements. Default: the mesh in context, or all devices.
+            its shape, and finds only placements. So it does if the code of a function without names
+            names a mesh. Default: the mesh in context, or all devices.
         chip: the chip for the lower bounds, as in `explain`. Default: the chip of the devices.
         memory: the bytes that a plan may use on a device, such as '14 GB'. Default: the memory of
             the device, or no limit if the chip is unknown.
@@ -85,7 +103,10 @@ def plan(
         pin: axis names with fixed placements: {'embed': '@x', 'layers': ''}.
         candidates: your own candidates, to be compiled first. Each is a pair of mesh sizes and
             placements: `({'data': 16, 'tensor': 16}, {'batch': '@data', 'mlp': '@tensor'})`.
-        compilations: the maximum number of candidates to compile with the partitioner.
+        constraints: whether plans may constrain values of a function without axis names. With
+            False, only arguments are placed, and the code stays as it is.
+        compilations: the maximum number of candidates to compile with the partitioner, without the
+            function as it is.
         seconds: the time limit. With one, the result depends on the speed of the machine.
 
     Returns:
@@ -93,9 +114,9 @@ def plan(
         that needs the least memory.
 
     Raises:
-        EinshardError: the model has no axis names or nothing to shard; `fn` has its own mesh; there
-            is only one device; the objective is 'bound' but the chip is unknown; a pin or candidate
-            does not fit the sizes; or no candidate compiles.
+        EinshardError: there is nothing to shard; `fn` has its own mesh, or cannot be traced or
+            changed; there is only one device; the objective is 'bound' but the chip is unknown; a
+            pin or candidate does not fit the sizes; or no candidate compiles.
     """
     check_option('objective', objective, get_args(Objective))
     fn, arguments, keywords = unwrap_partial(fn, args, kwargs)
@@ -118,12 +139,22 @@ def plan(
         raise EinshardError(f'seconds= must be a positive number, not {seconds!r}', code='plan')
     mesh_axes = None if is_canonical_mesh(devices) else tuple(devices.shape.items())
     mesh_axis_names = [name for name, _ in mesh_axes or ()]
+    options = _Options(objective, limit, compilations, seconds)
     with mesh_scope(devices):
         kind = devices.devices.flat[0].device_kind
-        model = find_model(fn, arguments, keywords, mesh_axis_names, kind)
+        try:
+            model = find_model(fn, arguments, keywords, mesh_axis_names, kind)
+        except EinshardError as error:
+            # on the mesh without devices that finds names, code that has a mesh does not trace
+            if error.code != 'tracing':
+                raise
+            model = None
+    # names of weights alone would leave the batch whole
+    if model is None or (model.unnamed_data and not model.is_named_in_code):
+        step = make_step(fn, arguments, keywords, devices, chip, mesh_axes is not None, constraints)
+        return _plan_step(step, pin or {}, candidates, options)
     pinned = read_pins(pin or {}, mesh_axis_names or AXES)
-    slices = {getattr(device, 'slice_index', None) for device in devices.devices.flat}
-    space = Space(model, devices.size, len(slices), mesh_axes, pinned)
+    space = _space(model, devices, mesh_axes, pinned)
     user_candidates = [
         read_candidate(i, pair, model, devices.size) for i, pair in enumerate(candidates)
     ]
@@ -132,22 +163,77 @@ def plan(
     if not any(axes for candidate in found.ranked for _, axes in candidate.axes):
         raise _nothing_to_shard(model, devices)
     function = Function(fn, arguments, keywords, devices, chip, model.metadata_names, had_rules)
+    estimates = [estimator.evaluate(candidate) for candidate in found.ranked]
+    search = _searched(function, estimates, user_candidates, options)
+    return make_plan(search, found, model, function)
+
+
+class _Options(NamedTuple):
+    objective: Objective
+    limit: int | None
+    compilations: int
+    seconds: float | None
+
+
+def _plan_step(
+    function: StepFunction,
+    pin: Mapping[str, str],
+    candidates: Iterable[UserCandidate],
+    options: _Options,
+) -> Plan:
+    """Plans a step whose axis names come from its operations."""
+    step, devices = function.step, function.devices
+    model, mesh_axes = step.model, step.mesh_axes
+    names = [name for name, _ in mesh_axes or ()]
+    space = _space(model, devices, mesh_axes, read_pins(pin, names or AXES))
+    given = [read_candidate(i, c, model, devices.size) for i, c in enumerate(candidates)]
+    end = inf if options.seconds is None else time.monotonic() + options.seconds / 2
+    with progress(lambda: f'plan: scored {step.n_scored} candidates'):
+        starts = Starts(step, space, options.limit, options.objective, end)
+        ranked = starts.find()
+    is_late = time.monotonic() > end
+    if not (is_late or any(axes for candidate in ranked for _, axes in candidate.axes)):
+        raise _nothing_to_shard(model, devices)
+    estimates = [Evaluation(candidate, 'estimate') for candidate in ranked]
+    if not pin:  # the step as it is does not count
+        given = [function.as_it_is, *given]
+        options = options._replace(compilations=options.compilations + 1)
+    search = _searched(function, estimates, given, options)
+    return make_plan(search, Candidates(tuple(ranked), {}), model, function)
+
+
+def _space(
+    model: Model,
+    devices: Mesh,
+    mesh_axes: tuple[tuple[str, int], ...] | None,
+    pinned: Mapping[str, tuple[str, ...]],
+) -> Space:
+    slices = {getattr(device, 'slice_index', None) for device in devices.devices.flat}
+    return Space(model, devices.size, len(slices), mesh_axes, pinned)
+
+
+def _searched(
+    function: Function,
+    estimates: Sequence[Evaluation],
+    user_candidates: Sequence[Candidate],
+    options: _Options,
+) -> Search:
     # for CPUs, the partitioner is already the compiler of the target
-    is_cpu = devices.devices.flat[0].platform == 'cpu'
+    is_cpu = function.devices.devices.flat[0].platform == 'cpu'
     with closing(Partitioner(function)) as partitioner:
         search = Search(
-            estimates=[estimator.evaluate(candidate) for candidate in found.ranked],
+            estimates=estimates,
             user_candidates=user_candidates,
             partitioner=partitioner.evaluate_all,
             compiler=None if is_cpu else function.evaluate_all,
-            objective=objective,
-            limit=limit,
-            compilations=compilations,
-            seconds=seconds,
+            objective=options.objective,
+            limit=options.limit,
+            compilations=options.compilations,
+            seconds=options.seconds,
         )
         with progress(search.progress_text):
             search.run()
-    return make_plan(search, found, model, function)
+    return search
 
 
 def _devices(mesh: MeshLike | None) -> Mesh:

@@ -9,18 +9,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.sharding import Mesh
+import jax
+import jax.tree_util as jtu
+from jax.sharding import Mesh, NamedSharding
 
 from .._display import Display
 from .._errors import EinshardError, plural, quoted
 from .._explain.diff import Diff
 from .._explain.lowered import Stages
 from .._explain.report import Report
+from .._explain.search.with_edits import fixed_function
 from .._page import Column, Page, Section
 from .._text import format_bytes, format_seconds
-from .candidate import Evaluation, Objective
+from .candidate import Candidate, Evaluation, Objective
 from .evaluate import Function
+from .named_classes import ACTIVATION
 from .source import mesh_call
+from .step_function import StepFunction
 
 _SHOWN = 4  # plans in the printed table
 
@@ -30,7 +35,7 @@ class Plan(Display):
     """The best plan that `plan` found, and the other plans that it compiled.
 
     Prints as code to paste, with a table of the best plans. `axis_rules(plan.rules)` applies the
-    best one.
+    best one. Of a function without axis names, `place`, `patch` and `function` do.
 
     Attributes:
         name: the name of the function.
@@ -71,7 +76,7 @@ class Plan(Display):
     @property
     def mesh(self) -> Mesh:
         """The mesh of the best plan."""
-        return self.best.candidate.mesh_of(self.devices)
+        return self._function.mesh_of(self.best.candidate)
 
     @property
     def rules(self) -> dict[str, str]:
@@ -79,9 +84,85 @@ class Plan(Display):
         return self.best.candidate.placements
 
     @property
+    def is_of_step(self) -> bool:
+        """Whether the axis names are not those of the function, but found in its operations."""
+        return isinstance(self._function, StepFunction)
+
+    @property
     def fits(self) -> bool:
         """Whether the best plan fits into memory. True if its memory or the limit is unknown."""
         return self.best.fits(self.limit)
+
+    @property
+    def shardings(self) -> tuple[Any, ...]:
+        """The sharding of each array of the arguments, for `in_shardings=` of `jax.jit`.
+
+        A tree for each positional argument, with None for what is no array.
+
+        Raises:
+            EinshardError: the axis names are those of the function, or there are keyword arguments.
+        """
+        function = self._step()
+        tree = jtu.tree_structure((tuple(function.args), dict(function.kwargs)))
+        args, _ = tree.unflatten(function.shardings(self.best.candidate))
+        return args
+
+    def place(self, *args: Any, **kwargs: Any) -> Any:
+        """Places the arguments of a call as in the best plan.
+
+        Args:
+            args, kwargs: arrays or ShapeDtypeStructs in the structure of the arguments that the
+                plan is of, and anything else, which is returned as it is.
+
+        Returns:
+            The arguments; if there is only one, the argument itself. With keyword arguments, a pair
+            of positional and keyword arguments.
+
+        Raises:
+            EinshardError: the arguments have another structure; or the function has axis names, of
+                which `rules` has the placements.
+        """
+        function = self._step()
+        leaves, tree = jtu.tree_flatten((tuple(args), dict(kwargs)))
+        expected = jtu.tree_structure((tuple(function.args), dict(function.kwargs)))
+        if tree != expected:
+            raise EinshardError(
+                f'these are not the arguments of {self.name} that were planned',
+                code='argument',
+                facts={'expected': str(expected), 'got': str(tree)},
+            )
+        shardings = function.shardings(self.best.candidate)
+        pairs = zip(leaves, shardings, strict=True)
+        placed = tree.unflatten([x if s is None else _placed(x, s) for x, s in pairs])
+        if kwargs:
+            return placed
+        return placed[0][0] if len(args) == 1 else placed[0]
+
+    def patch(self) -> str:
+        """Returns the best plan as a patch of the source, which `patch -p1` applies.
+
+        What is no change of an expression in a file, such as the placement of arguments, is in
+        comments above it.
+        """
+        return self._step().patch(self.best.candidate)
+
+    def function(self) -> Any:
+        """Returns the jitted step with the best plan. It places its arguments, where needed.
+
+        Raises:
+            EinshardError: Flax or Equinox jits the step; apply `place` and `patch` then.
+        """
+        function, candidate = self._step(), self.best.candidate
+        return fixed_function(function.facts_of(candidate), function.edits(candidate))
+
+    def _step(self) -> StepFunction:
+        if not isinstance(self._function, StepFunction):
+            raise EinshardError(
+                f'{self.name} has axis names, which the plan places',
+                code='plan',
+                facts={'instead': 'with jax.set_mesh(plan.mesh), axis_rules(plan.rules): ...'},
+            )
+        return self._function
 
     def explain(self, i: int = 0) -> Report:
         """Returns the report of `explain` on plan `i`. This may compile the plan again."""
@@ -166,13 +247,21 @@ class Plan(Display):
             )
         return self.choices[i]
 
+    @property
+    def _mesh_call(self) -> str:
+        return mesh_call(self.devices, self.best.candidate)
+
     def _code(self) -> list[str]:
         uses_rules = any('Rules([' in line for line in self.code)
+        if isinstance(self._function, StepFunction):
+            names = f'{"Rules, " * uses_rules}device_mesh, einshard'
+            head = ['import jax'] * ('jax.' in self._mesh_call) + [f'from einshard import {names}']
+            return [*head, '', f'mesh = {self._mesh_call}', *self.code]
         lines = [
             'import jax',
             f'from einshard import {"Rules, " * uses_rules}axis_rules, device_mesh',
             '',
-            f'mesh = {mesh_call(self.devices, self.best.candidate)}',
+            f'mesh = {self._mesh_call}',
             f'rules = {self.rules}',
         ]
         name = self.name if self.name.isidentifier() else 'f'
@@ -205,12 +294,32 @@ class Plan(Display):
             *([f'not considered: {pruned}'] if pruned else []),
         ]
         chip = f' ({self.chip})' if self.chip else ''
+        names = self._names()
         sections = (
+            *([Section('axis names', lines=tuple(names))] if names else []),
             Section(_OBJECTIVES[self.objective], code=tuple(self._code())),
             Section(f'plans{chip}', _COLUMNS, tuple(rows), tuple(lines)),
         )
         title = f'plan for {self.name} on {devices} ({kind})'
         return Page(title, sections, self.warnings, self.notes)
+
+    def _changes(self, candidate: Candidate) -> str:
+        """Says what a plan of a step without names changes in the code, or ''."""
+        if candidate.is_given:
+            return ', as you have it now'
+        if not isinstance(self._function, StepFunction):
+            return ''
+        n = self._function.n_constraints(candidate)
+        return f', and {plural(n, "constraint")} in the code' if n else ', and the code as it is'
+
+    def _names(self) -> list[str]:
+        """Which axes the names of a step are of."""
+        examples = self._function.examples if isinstance(self._function, StepFunction) else {}
+        return [
+            f'{name} ({self.sizes[name]}): {example}'
+            for name, example in examples.items()
+            if not name.startswith(ACTIVATION)
+        ]
 
     def _row(self, i: int, one: Evaluation) -> tuple[str, ...]:
         least, most = one.seconds
@@ -224,10 +333,16 @@ class Plan(Display):
             format_bytes(one.network_bytes),
             '' if largest is None else f'{largest.resource} {largest.along}'.strip(),
             one.costs_from,
-            sharded or 'replicated',
+            f'{sharded or "replicated"}{self._changes(one.candidate)}',
             one.sent_text,
             why_worse(one, self.best, self.limit) if i else '',
         )
+
+
+def _placed(x: Any, sharding: NamedSharding) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(sharding=sharding)
+    return jax.device_put(x, sharding)
 
 
 _OBJECTIVES: dict[Objective, str] = {

@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 from jax.sharding import Mesh
 
 from .._notation.expression import write_short
-from .._sharding.leaf_spec import LEAF_SPECS, as_leaf_spec, with_memory_kind
+from .._sharding.leaf_spec import LEAF_SPECS, REPLICATED, as_leaf_spec, with_memory_kind
 from .._sharding.mesh import Device, position
 from .._trees.rules import Rules
 from .._trees.specs import Spec
@@ -100,6 +100,37 @@ def _assignment(name: str, spec: Spec, axes: Mapping[str, tuple[str, ...]]) -> I
         if all(isinstance(leaf, LEAF_SPECS) for leaf in leaves):
             texts = [_with_mesh_axes(leaf, axes) for leaf in leaves]
             yield f'{name} = {jtu.tree_unflatten(treedef, texts)}'
+
+
+def suffix_rules(placements: Mapping[str, str]) -> str:
+    """Writes `Rules` that match the ends of paths, so that weights share them with their states.
+
+    Args:
+        placements: of each path of an argument; '' for arrays that are replicated.
+
+    >>> from einshard._plan.source import suffix_rules
+    >>> print(suffix_rules({'0/0/up': 'a b*', '0/1/up': 'a b*', '1/mu/0/up': 'a b*', '1/n': ''}))
+    Rules([
+        ('(^|/)up$', 'a b*'),
+    ], default='...')
+    """
+    rules: dict[str, str] = {}
+    for path, placement in placements.items():
+        if not placement or any(re.search(pattern, path) for pattern in rules):
+            continue
+        parts = [r'\d+' if part.isdigit() else re.escape(part) for part in path.split('/')]
+        for n in range(1, len(parts) + 1):
+            start = '(^|/)' if len(parts) > n else '^'
+            pattern = f'{start}{"/".join(parts[-n:])}$'
+            if all(
+                placed == placement for p, placed in placements.items() if re.search(pattern, p)
+            ):
+                break
+        else:
+            pattern = f'^{re.escape(path)}$'
+        rules[pattern] = placement
+    lines = (f'    ({raw_string(pattern)}, {text!r}),\n' for pattern, text in rules.items())
+    return f'Rules([\n{"".join(lines)}], default={REPLICATED!r})'
 
 
 def raw_string(pattern: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -95,6 +96,16 @@ class Space:
             {*self._mesh_axes_of(point, name)} == {*axes} for name, axes in self.pinned.items()
         )
 
+    def merged(self, point: Point) -> Point:
+        """Merges the mesh axes that shard the same names, except the one across TPU slices."""
+        if self.mesh is not None or any(self.pinned.values()):
+            return point  # the user has named mesh axes
+        sizes: dict[tuple[NameSet, bool], int] = {}
+        for i, (size, names) in enumerate(zip(*point, strict=True)):
+            key = names, i == 0 and self.n_slices > 1
+            sizes[key] = sizes.get(key, 1) * size
+        return tuple(sizes.values()), tuple(names for names, _ in sizes)
+
     def axes(self, point: Point) -> dict[str, tuple[MeshAxis, ...]]:
         """Maps the names that specs may contain to the mesh axes that shard them."""
         sizes, name_sets = point
@@ -117,7 +128,7 @@ class Space:
         pairs = zip(self.mesh_axes, point[1], strict=False)
         return tuple(axis for axis, names in pairs if name in names)
 
-    def _batch_names(self) -> frozenset[str]:
+    def batch_names(self) -> frozenset[str]:
         """Returns the first axis name of each data array, such as 'batch'."""
         return frozenset(
             next((name for one in array.names for name in one), '')
@@ -133,10 +144,10 @@ class Space:
         divisible = [name for name in free if self.model.divisors[name] % size == 0]
         self.pruned['indivisible'] += len(free) - len(divisible)
         if is_across_slices:
-            n_before, batch = len(divisible), self._batch_names()
+            n_before, batch = len(divisible), self.batch_names()
             divisible = [name for name in divisible if name in batch]
             self.pruned['non-batch axis across slices'] += n_before - len(divisible)
-        conflicts = self._conflicts()
+        conflicts = self.conflicts
         found: list[NameSet] = [pinned]
         for name in divisible:
             if len(found) < _MAX_NAME_SETS:
@@ -147,7 +158,8 @@ class Space:
         # a mesh axis shards nothing only if no name can be sharded over it
         return [names for names in found if names] or [frozenset()]
 
-    def _conflicts(self) -> dict[str, set[str]]:
+    @functools.cached_property
+    def conflicts(self) -> dict[str, set[str]]:
         """Maps each axis name to the others that occur in the same argument or constraint."""
         found: dict[str, set[str]] = {name: set() for name in self.model.sizes}
         for names in self.model.array_names:

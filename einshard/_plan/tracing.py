@@ -7,8 +7,6 @@ each name, so that the sharding constraints in the jaxpr contain the names.
 from __future__ import annotations
 
 import itertools
-import math
-import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,20 +17,14 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from .._arrays.constrain import constraints_of_trace
-from .._errors import EinshardError
 from .._explain.lowered import Stages, trace_call
-from .._functions.sharded import sharded
-from .._functions.sharded_function import ShardedFunction
 from .._notation.expression import ELLIPSIS, Expression, Term
 from .._program.jaxpr.graph import mesh_axes_of
 from .._sharding.axis_rules import axis_rules
 from .._sharding.context import current_context, only_mesh_scope
-from .._sharding.leaf_spec import REPLICATED, AnySpec, as_leaf_spec
+from .._sharding.leaf_spec import AnySpec, as_leaf_spec
 from .._sharding.resolve import resolve
-from .._text import name_of
 from .._trees.axis_names import MetadataNames, fitting_names
-from .._trees.paths import leaves_with_paths, path_text
-from .._trees.rules import Rules
 from .names import ArrayNames
 
 _trace_numbers = itertools.count()
@@ -142,48 +134,3 @@ def names_in(expression: Expression) -> list[str]:
     terms = expression.right if expression.short else ()
     names = [str(term.name) for term in terms if term == Term(term.name)]
     return [name for name in names if name not in ('None', ELLIPSIS) and name.strip('_')]
-
-
-def no_names_error(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> EinshardError:
-    """Returns an error that shows how to add axis names to a function."""
-    error = EinshardError(
-        f'{name_of(fn) or "the function"} has no axis names, so there is nothing to plan',
-        code='plan',
-        facts={
-            'expected': "axis names in specs or in the function: x = einshard(x, 'batch embed')",
-        },
-    )
-    if isinstance(fn, ShardedFunction) or hasattr(fn, 'trace') or kwargs:
-        return error
-    specs = [_example_spec(arg, number) for number, arg in enumerate(args)]
-    try:
-        first_trace(sharded(*specs)(fn), args, kwargs, ())
-    except EinshardError:
-        return error
-    texts = [
-        f'Rules({list(spec.rules)!r}, default={REPLICATED!r})'
-        if isinstance(spec, Rules)
-        else repr(spec)
-        for spec in specs
-    ]
-    return error.with_fix(f'sharded({", ".join(texts)})({name_of(fn)})')
-
-
-# the axis names in suggested specs: the first argument, if it is an array, is taken to be the data
-_DATA_NAMES = 'batch', 'length', 'embed', 'height', 'width'
-_WEIGHT_NAMES = 'rows', 'columns', 'depth', 'height', 'width'
-
-
-def _example_spec(arg: Any, number: int) -> Any:
-    """Returns an example spec of an argument, with a name for each axis of its largest array.
-
-    The example is None if all arrays are scalars. For a pytree, it is `Rules` that replicate the
-    other arrays.
-    """
-    leaves = [(path_text(path), leaf) for path, leaf in leaves_with_paths(arg)]
-    path, leaf = max(leaves, key=lambda one: math.prod(np.shape(one[1])), default=('', 0))
-    is_weight = number > 0 or len(leaves) > 1
-    names = ' '.join((_WEIGHT_NAMES if is_weight else _DATA_NAMES)[: np.ndim(leaf)])
-    if len(leaves) < 2 or not names:
-        return names or None
-    return Rules([(f'{re.escape(path.rpartition("/")[2])}$', names)], default=REPLICATED)

@@ -49,6 +49,8 @@ def make_patch(
     trials: Trials | None,
     comments: Sequence[str],
     placed: Sequence[Option] = (),
+    *,
+    in_mesh: bool = False,
 ) -> str:
     """Returns a unified diff of changes of values, with comments at its top.
 
@@ -59,11 +61,12 @@ def make_patch(
         edits: all that was tried.
         comments: what the other edits change, in words.
         placed: how to write them, where the code has them.
+        in_mesh: whether the code will run with the mesh in context, which it has not done so far.
     """
     if trials is None or not (changes or placed):
         return _commented(comments)
     with _lock:
-        return _Patch(changes, edits, trials).text(comments, placed)
+        return _Patch(changes, edits, trials, in_mesh).text(comments, placed)
 
 
 def _commented(texts: Iterable[str]) -> str:
@@ -71,8 +74,14 @@ def _commented(texts: Iterable[str]) -> str:
 
 
 class _Patch:
-    def __init__(self, changes: Mapping[Edit, Change], edits: Sequence[Edit], trials: Trials):
-        self.changes, self.edits, self.trials = changes, edits, trials
+    def __init__(
+        self,
+        changes: Mapping[Edit, Change],
+        edits: Sequence[Edit],
+        trials: Trials,
+        in_mesh: bool = False,
+    ):
+        self.changes, self.edits, self.trials, self.in_mesh = changes, edits, trials, in_mesh
         self.again: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.codes: Sequence[types.CodeType] = ()
 
@@ -119,6 +128,7 @@ class _Patch:
             assert new is not None
             diffs.append(source.diff(new, source.path.relative_to(folder).as_posix()))
         top = [checked.text] if checked is not None else []
+        top += ['with the mesh in context: with jax.set_mesh(mesh)'] * bool(self.in_mesh and chosen)
         top += [f'apply in {folder}'] if pieces and folder != Path.cwd() else []
         top += dict.fromkeys(t for way in chosen.values() for t in (way.assumed, way.note) if t)
         if placed:
@@ -133,6 +143,7 @@ class _Patch:
         contexts: list[Callable[[], Any]] = [nullcontext]
         if isinstance(mesh, Mesh):  # the program was traced in a context that has ended
             contexts += [lambda: jax.set_mesh(mesh), lambda: mesh]
+            contexts = contexts[1:2] if self.in_mesh else contexts
         for context in contexts:
             try:
                 with context():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding
 
 from ..._errors import EinshardError, plural
-from ..._program.edits.apply import Edited, apply
+from ..._program.edits.apply import apply
 from ..._program.edits.edit import (
     Constrain,
     Edit,
@@ -23,11 +23,10 @@ from ..._program.edits.edit import (
     indices,
     placements,
 )
-from ..._program.edits.fixed_function import FixedFunction
 from ..._program.hlo.memory import read_memory
 from ..._program.traced.shardy import NotPropagated
 from ..._sharding.context import mesh_scope
-from ..._text import first_line, first_of, format_bytes, format_seconds
+from ..._text import first_of, format_bytes, format_seconds
 from ..costs import COST, REMATERIALIZED
 from ..findings.arguments import parameters_of_new_states, states_of_parameters
 from ..findings.expressions import shard_text
@@ -39,16 +38,15 @@ from ..findings.next_call import (
     results_to_pin,
     weights_of_gradients,
 )
-from ..lowered import Stages, trace_call
+from ..lowered import Stages
 from ..partition import ENDED
-from ..patch.arguments import in_jit
-from ..patch.patch import make_patch
 from ..report import Report
 from ..report_rows import Figures, Finding, Tried, changes
 from .per_device import try_per_device
 from .proposals import MIN_GAIN, Proposals
 from .search import Accepted, Search
 from .trials import Trials, as_tried
+from .with_edits import fixed_function, patch_of
 from .words import Words, strategy_text
 
 # They do not depend on what a change costs: the program does not run, or code has no effect.
@@ -271,49 +269,15 @@ class Advice:
 
     def patch(self) -> str:
         """See `Report.patch`."""
-        facts, edits, call = self._facts, self._edits, self._facts.stages.call
         comments = [finding.suggestion for finding in self._made]
-        if call is None:
-            return make_patch({}, (), None, comments)
-        comments += self._words.code_to_place(edits)
-        changes = {edit: change for edit in edits if (change := self._words.change(edit))}
-        placed = in_jit(facts.stages.called, call, edits)
-        return make_patch(changes, edits, Trials(facts, call), comments, placed)
+        return patch_of(self._facts, self._edits, comments)
 
     def function(self) -> Any:
         """See `Report.fixed_function`."""
-        call, edits = self._facts.stages.call, self._edits
-        if call is None or not edits:
+        edits = self._edits
+        if self._facts.stages.call is None or not edits:
             raise EinshardError('no change of the program was found that helps', code='argument')
-        if self._facts.stages.framework is not None or self._facts.stages.is_filtered:
-            raise EinshardError(
-                'the changes of a function that Flax or Equinox jits cannot be applied',
-                code='argument',
-                facts={'instead': 'apply report.patch()'},
-            )
-        edited = Trials(self._facts, call).edited(edits)
-        stages = self._facts.stages
-
-        def trace(
-            args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[Any]
-        ) -> Edited | str:
-            with nullcontext() if stages.scope is None else mesh_scope(stages.scope):
-                if call.trace_again is not None:
-                    new = call.trace_again(leaves)
-                else:
-                    new = trace_call(stages.called, args, kwargs, stages.scope).call
-            if new is None or new.dynamic != call.dynamic:
-                return 'other arguments are arrays'
-            try:
-                edited = Trials(self._facts, new).edited(edits)
-            except ValueError as error:  # a value that a constraint does not divide
-                return first_line(error)
-            return edited if edited.is_complete else 'an expression is not evaluated'
-
-        moved = [call.dynamic[i] for i in indices(edits, 'argument')]
-        named = zip(call.dynamic, self._facts.arguments, strict=True)
-        paths = {leaf: argument.path for leaf, argument in named}
-        return FixedFunction(call, edited, moved, paths, stages.bind, trace)
+        return fixed_function(self._facts, edits)
 
     def more(self, tries: int, seconds: float | None = None) -> Report:
         """See `Report.try_more`."""

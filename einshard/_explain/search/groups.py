@@ -19,6 +19,7 @@ from ..._program.traced.variants import Variants
 # a constraint on a smaller value than this part of the largest is not tried
 _MIN_SIZE = 1 / 16
 _WORD = re.compile(r'[^\W\d]\w*')
+_NUMBER = re.compile(r'_\d+$')
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,9 @@ def _axes(variants: Variants, ends: Sequence[Group], classes: AxisClasses) -> It
 def _words(path: str) -> tuple[str, ...]:
     """The keys of a path below the argument, without the numbers of layers and of states."""
     inner = path.partition('/')[2] or path
-    return tuple(_WORD.findall(inner.removesuffix('/value')))  # NNX ends the path of a Variable so
+    words = _WORD.findall(inner.removesuffix('/value'))  # NNX ends the path of a Variable so
+    # layers of Flax are layer_0, layer_1, ...; Dense_0 and Dense_1 of a layer are different weights
+    return (*(_NUMBER.sub('', word) for word in words[:-2]), *words[-2:])
 
 
 def _stripped(axes: Axes | None) -> Axes:

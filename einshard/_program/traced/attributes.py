@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .program import Axes, Axis, Edges, Frame, Rule
@@ -63,6 +64,11 @@ class Attributes:
     def mesh(self, attribute: Any) -> dict[str, int]:
         axes = map(self._sdy.MeshAxisAttr, self._sdy.MeshAttr(attribute).axes)
         return {axis.name: int(axis.size) for axis in axes}
+
+    def mesh_of(self, sizes: Mapping[str, int]) -> Any:
+        """The attribute of a mesh with axes of these sizes."""
+        axes = ', '.join(f'"{name}"={size}' for name, size in sizes.items())
+        return self._ir.Attribute.parse(f'#sdy.mesh<[{axes}]>')
 
     def shardings(self, attribute: Any) -> tuple[Sharding, ...]:
         """The sharding of each value; one for an attribute of a single value."""

@@ -143,6 +143,21 @@ class Variants:
             self._open &= {*self._base.constraints}
         return twin.count
 
+    def move_to(self, mesh: Mapping[str, int]) -> None:
+        """Puts the module on a mesh of another shape, where no axis is used yet.
+
+        Shardings on a mesh of one shape propagate as those of a module that was lowered for it.
+
+        Args:
+            mesh: the size of each axis.
+        """
+        with locked(self._base.module):
+            for op in all_ops(self._base.module):
+                if op.name == 'sdy.mesh' and self._attributes.mesh(op.attributes['mesh']):
+                    op.attributes['mesh'] = self._attributes.mesh_of(mesh)
+            self._copies.clear()
+            self.outline.mesh = dict(mesh)
+
     def shape(self, site: Place) -> tuple[int, ...]:
         return self.outline.types[self.value(site)].shape
 

@@ -1,0 +1,88 @@
+"""A function with edits, and the edits as a patch of its source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from ..._errors import EinshardError
+from ..._program.edits.apply import Edited
+from ..._program.edits.edit import Edit, indices
+from ..._program.edits.fixed_function import FixedFunction
+from ..._sharding.context import mesh_scope
+from ..._text import first_line
+from ..findings.facts import Facts
+from ..lowered import trace_call
+from ..patch.arguments import in_jit
+from ..patch.patch import make_patch
+from ..patch.write import Change
+from .trials import Trials
+from .words import Words
+
+
+def patch_of(facts: Facts, edits: Sequence[Edit], comments: Sequence[str] = ()) -> str:
+    """Writes edits into the source of the function, as `patch` applies them.
+
+    Args:
+        comments: what else to change, in words.
+    """
+    call, words = facts.stages.call, Words(facts)
+    if call is None:
+        return make_patch({}, (), None, [*comments])
+    comments = [*comments, *words.code_to_place(edits)]
+    placed = in_jit(facts.stages.called, call, edits)
+    return make_patch(_changes(words, edits), edits, Trials(facts, call), comments, placed)
+
+
+def patch_for_mesh(facts: Facts, edits: Sequence[Edit], comments: Sequence[str]) -> str:
+    """Writes edits into the source of a function that has not run on a mesh so far.
+
+    Args:
+        comments: how arguments are placed.
+    """
+    call = facts.stages.call
+    trials = None if call is None else Trials(facts, call)
+    return make_patch(_changes(Words(facts), edits), edits, trials, comments, in_mesh=True)
+
+
+def _changes(words: Words, edits: Sequence[Edit]) -> dict[Edit, Change]:
+    return {edit: change for edit in edits if (change := words.change(edit))}
+
+
+def fixed_function(facts: Facts, edits: Sequence[Edit]) -> FixedFunction:
+    """Returns the function with edits. It takes the arguments of the user's function.
+
+    Raises:
+        EinshardError: Flax or Equinox jits the function.
+    """
+    stages, call = facts.stages, facts.stages.call
+    assert call is not None
+    if stages.framework is not None or stages.is_filtered:
+        raise EinshardError(
+            'the changes of a function that Flax or Equinox jits cannot be applied',
+            code='argument',
+            facts={'instead': 'apply report.patch()'},
+        )
+    edited = Trials(facts, call).edited(edits)
+
+    def trace(
+        args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[Any]
+    ) -> Edited | str:
+        with nullcontext() if stages.scope is None else mesh_scope(stages.scope):
+            if call.trace_again is not None:
+                new = call.trace_again(leaves)
+            else:
+                new = trace_call(stages.called, args, kwargs, stages.scope).call
+        if new is None or new.dynamic != call.dynamic:
+            return 'other arguments are arrays'
+        try:
+            edited = Trials(facts, new).edited(edits)
+        except ValueError as error:  # a value that a constraint does not divide
+            return first_line(error)
+        return edited if edited.is_complete else 'an expression is not evaluated'
+
+    moved = [call.dynamic[i] for i in indices(edits, 'argument')]
+    named = zip(call.dynamic, facts.arguments, strict=True)
+    paths = {leaf: argument.path for leaf, argument in named}
+    return FixedFunction(call, edited, moved, paths, stages.bind, trace)

@@ -1,0 +1,310 @@
+"""A step without axis names as a function whose candidates can be compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .._errors import EinshardError
+from .._explain.explain import read_facts
+from .._explain.findings.expressions import expression_of
+from .._explain.findings.facts import Facts
+from .._explain.findings.values import mesh_entries
+from .._explain.lowered import Stages, trace_call
+from .._explain.partition import export
+from .._explain.search.advice import make_trials
+from .._explain.search.trials import Trials, compile_in_worker
+from .._explain.search.with_edits import patch_for_mesh
+from .._explain.search.words import Words
+from .._program.cost.chips import Chip
+from .._program.edits.edit import Edit, PlaceArguments, placements
+from .._program.jaxpr.graph import inner_jaxprs
+from .._program.traced.shardy import NotPropagated
+from .._sharding.context import only_mesh_scope
+from .._sharding.leaf_spec import REPLICATED
+from .._sharding.mesh import device_mesh, is_canonical_mesh
+from .._trees.axis_names import fitting_names
+from .candidate import Candidate
+from .evaluate import Function
+from .model import metadata_of_traced
+from .source import mesh_call, suffix_rules
+from .step import Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFunction(Function):
+    """A step, whose candidates shard its arguments, and constrain some of its values.
+
+    Attributes:
+        step: its axis names and edits.
+        given, given_mesh, given_structs: the step as the user has it, and its arguments.
+    """
+
+    step: Step
+    given: Stages
+    given_mesh: Mesh
+    given_structs: Any
+    _stages: dict[Mesh, Stages] = field(default_factory=dict[Mesh, Stages], repr=False)
+
+    @property
+    def as_it_is(self) -> Candidate:
+        axes = tuple((name, ()) for name in self.step.model.sizes)
+        return Candidate(tuple(self.given_mesh.shape.items()), axes, is_given=True)
+
+    def mesh_of(self, candidate: Candidate) -> Mesh:
+        return self.given_mesh if candidate.is_given else self.step.mesh_of(candidate)
+
+    @contextmanager
+    def scope(self, candidate: Candidate) -> Generator[Mesh]:
+        with (
+            jax.set_mesh(self.mesh_of(candidate)),
+            candidate.scope(self.mesh_of(candidate)) as mesh,
+        ):
+            yield mesh
+
+    def trace(self, candidate: Candidate) -> Stages:
+        if candidate.is_given:
+            return self.given
+        with self.scope(candidate):
+            facts = self.facts_of(candidate)
+            assert facts.stages.call is not None
+            edited = Trials(facts, facts.stages.call).edited(self.edits(candidate))
+            traced = edited.function.trace(*edited.args, **edited.kwargs)
+        paths = [array.path for array in facts.arguments]
+        return replace(facts.stages, traced=traced, lowered=None, framework=None, paths=paths)
+
+    def edits(self, candidate: Candidate) -> tuple[Edit, ...]:
+        return () if candidate.is_given else self.step.edits(candidate)
+
+    @property
+    def examples(self) -> Mapping[str, str]:
+        """Of each axis name, an axis of an argument."""
+        return self.step.named.examples
+
+    def n_constraints(self, candidate: Candidate) -> int:
+        return sum(not isinstance(edit, PlaceArguments) for edit in self.edits(candidate))
+
+    def facts_of(self, candidate: Candidate) -> Facts:
+        """What is known of the step, traced on the mesh of a candidate."""
+        mesh = self.mesh_of(candidate)
+        if mesh not in self._stages:
+            self._stages[mesh] = _trace_on(self.fn, self.args, self.kwargs, mesh)[0]
+        return replace(self.step.facts, meshes=[mesh], stages=self._stages[mesh])
+
+    def code(self, candidate: Candidate) -> list[str]:
+        """What to write: how arguments are placed, then constraints by line."""
+        words, edits = Words(self.facts_of(candidate)), self.edits(candidate)
+        said = [words.say((edit,)) for edit in edits if not isinstance(edit, PlaceArguments)]
+        return [*self.code_of_arguments(candidate), *(f'# {text}' for text in said)]
+
+    def code_of_arguments(self, candidate: Candidate) -> list[str]:
+        facts, mesh = self.facts_of(candidate), self.mesh_of(candidate)
+        by_name: dict[str, dict[str, str]] = {}
+        shardings = self._of_arguments(candidate)
+        for i, (array, sharding) in enumerate(zip(facts.arguments, shardings, strict=True)):
+            entries = mesh_entries(sharding, len(array.shape))
+            pairs = zip(facts.axes_of_argument(i), entries, strict=True)
+            axes = [replace(axis, mesh_axes=entry or ()) for axis, entry in pairs]
+            name, _, rest = array.path.partition('/')
+            placement = expression_of(axes, mesh) if any(entries) else ''
+            by_name.setdefault(name, {})[rest] = placement
+        lines: list[str] = []
+        for name, placed in by_name.items():
+            spec = f"'{placed['']}'" if placed.get('') else suffix_rules(placed)
+            spec = f"'{REPLICATED}'" if not any(placed.values()) else spec
+            lines += f'{name} = einshard({name}, {spec}, mesh=mesh)'.splitlines()
+        return lines
+
+    def patch(self, candidate: Candidate) -> str:
+        """Writes a candidate into the source of the step."""
+        with self.scope(candidate):  # as the patched step will run
+            facts = self.facts_of(candidate)
+            assert facts.stages.call is not None
+        place = [f'mesh = {mesh_call(self.devices, candidate)}', *self.code_of_arguments(candidate)]
+        return patch_for_mesh(facts, self.edits(candidate), place)
+
+    def shardings(self, candidate: Candidate) -> list[NamedSharding | None]:
+        """The sharding of each leaf of `(args, kwargs)`, or None for leaves that are no arrays.
+
+        Raises:
+            EinshardError: the arrays of the program are not those of the arguments.
+        """
+        leaves, arguments = jtu.tree_leaves((self.args, self.kwargs)), self.step.facts.arguments
+        arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, 'shape')]
+        if [tuple(leaves[i].shape) for i in arrays] != [array.shape for array in arguments]:
+            raise EinshardError(
+                'the arrays of the program are not those of its arguments, one by one',
+                code='plan',
+                facts={'instead': 'apply plan.patch(), or place them as plan.explain() lists them'},
+            )
+        found: list[NamedSharding | None] = [None] * len(leaves)
+        for i, sharding in zip(arrays, self._of_arguments(candidate), strict=True):
+            found[i] = sharding
+        return found
+
+    def _of_arguments(self, candidate: Candidate) -> list[NamedSharding]:
+        """The sharding of each argument of the program."""
+        if candidate.is_given:
+            leaves = jtu.tree_leaves(self.given_structs)
+            return [x.sharding for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
+        moved, _ = placements(self.edits(candidate))
+        return [moved[i] for i in range(len(self.step.facts.arguments))]
+
+
+def make_step(
+    fn: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    devices: Mesh,
+    chip: Chip | None,
+    is_kept: bool,
+    constraints: bool = True,
+) -> StepFunction:
+    """Names the axes of a step.
+
+    Args:
+        is_kept: whether `devices` has axes that candidates keep.
+        constraints: whether candidates may constrain values.
+
+    Raises:
+        EinshardError: the step cannot be traced or changed, or Shardy cannot read it.
+    """
+    if not is_kept and len(others := _meshes_of_code(fn, args, kwargs)) == 1:
+        (devices,), is_kept = others, True
+    mesh = Mesh(device_mesh(devices).devices.reshape(-1), ('x',))
+    if is_kept:  # with Auto axes, even if it has Explicit ones
+        mesh = Mesh(devices.devices, devices.axis_names)
+    stages, structs = _trace_on(fn, args, kwargs, mesh)
+    with jax.set_mesh(mesh), only_mesh_scope(mesh):
+        facts = read_facts(stages, chip) if is_kept else _read_replicated(stages, mesh, chip)
+        info = stages.traced.args_info if stages.traced is not None else ()
+        trials = make_trials(facts)
+        if isinstance(trials, str):
+            raise _no_step(stages, trials or 'it is no function of arrays on one mesh')
+        try:
+            labels = metadata_of_traced(args, kwargs, fitting_names((args, kwargs)), info)
+            step = Step(facts, trials.call, is_kept, labels, constraints)
+        except NotPropagated as error:
+            raise _no_step(stages, str(error)) from error
+    given_mesh = _mesh_of_arguments(args, kwargs, mesh)
+    if given_mesh is not None:
+        stages, structs = _trace_on(fn, args, kwargs, given_mesh, keep=True)
+    return StepFunction(
+        *(fn, args, kwargs, mesh, facts.chip),
+        step=step,
+        given=stages,
+        given_mesh=given_mesh or mesh,
+        given_structs=structs,
+    )
+
+
+def _read_replicated(stages: Stages, mesh: Mesh, chip: Chip | None) -> Facts:
+    """Reads a program with replicated arguments, as a `Worker` compiles it.
+
+    That takes a tenth of what the compiler of a CPU or TPU needs, and memory does not matter.
+    """
+    traced: Any = stages.traced
+    try:
+        request, kept = export(stages, [*mesh.shape.items()])
+        simulated = compile_in_worker(mesh.size, request)
+    except Exception:  # it has a kernel or a callback, or is only lowered
+        return read_facts(stages, chip)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    leaves, tree = jtu.tree_flatten(traced.args_info)
+    shardings = [replicated if i in {*kept} else None for i in range(len(leaves))]
+
+    def result(leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
+
+    compiled = SimpleNamespace(
+        args_info=traced.args_info,
+        input_shardings=tree.unflatten(shardings),
+        out_info=jtu.tree_map(result, traced.out_info),
+        memory_analysis=lambda: None,
+    )
+    return read_facts(stages, chip, simulated=simulated, compiled=compiled)
+
+
+def _no_step(stages: Stages, reason: str) -> EinshardError:
+    name = stages.name or 'the function'
+    return EinshardError(
+        f'{name} has no axis names, and none can be found',
+        code='plan',
+        facts={
+            'because': reason,
+            'expected': "a function of arrays, or axis names in it: x = einshard(x, 'batch embed')",
+        },
+    )
+
+
+def _mesh_of_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh) -> Mesh | None:
+    """The mesh over which arguments are sharded; None if they are not on these devices."""
+    shardings = [getattr(leaf, 'sharding', None) for leaf in jtu.tree_leaves((args, kwargs))]
+    placed = [s for s in shardings if isinstance(s, NamedSharding) and any(s.spec)]
+    devices = {*mesh.devices.flat}
+    if not placed or any(s.device_set != devices for s in placed):
+        return None
+    found = placed[0].mesh
+    return found if isinstance(found, Mesh) else None
+
+
+def _meshes_of_code(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[Mesh]:
+    """The meshes with named axes of constraints and `shard_map`."""
+
+    def struct(leaf: Any) -> Any:
+        is_array = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array else leaf
+
+    args, kwargs = jtu.tree_map(struct, (tuple(args), dict(kwargs)))
+    jaxpr = trace_call(fn, args, kwargs, mesh=None).jaxpr
+    found = set[Mesh]() if jaxpr is None else {*_meshes_in(jaxpr)}
+    return {mesh for mesh in found if mesh.size > 1 and not is_canonical_mesh(mesh)}
+
+
+def _meshes_in(jaxpr: Any) -> Iterator[Mesh]:
+    """The meshes that a program names."""
+    for eqn in jaxpr.eqns:
+        values = [eqn.params.get(key) for key in ('sharding', 'mesh')]
+        for key in ('in_shardings', 'out_shardings'):
+            values += eqn.params.get(key) or ()
+        for value in values:
+            mesh = getattr(value, 'mesh', value)
+            if isinstance(mesh, Mesh):
+                yield mesh
+        for inner in inner_jaxprs(eqn.params.values()):
+            yield from _meshes_in(inner)
+
+
+def _trace_on(
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh, *, keep: bool = False
+) -> tuple[Stages, Any]:
+    """Traces a function with its arguments replicated over a mesh, without their values.
+
+    Returns also the arguments, as ShapeDtypeStructs.
+
+    Args:
+        keep: whether shardings on this mesh are kept.
+    """
+    replicated = NamedSharding(mesh, PartitionSpec())
+
+    def struct(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or hasattr(leaf, '__array__'):
+            given = getattr(leaf, 'sharding', None)
+            is_on = keep and isinstance(given, NamedSharding) and given.mesh == mesh
+            sharding = given if is_on else replicated
+            return jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype, sharding=sharding)
+        return leaf
+
+    args, kwargs = jtu.tree_map(struct, (tuple(args), dict(kwargs)))
+    # or JAX reshards scalars for the mesh
+    with jax.set_mesh(mesh), only_mesh_scope(mesh):
+        stages = trace_call(fn, args, kwargs, mesh=None)
+    return stages, (args, kwargs)
