@@ -251,6 +251,26 @@ def test_code_that_names_mesh_axes_keeps_the_mesh(given):
     assert found.mesh == mesh
 
 
+def test_a_jit_that_places_its_arguments():
+    """The step as it is has its `in_shardings=`, and plans keep their mesh."""
+    mesh = Mesh(EIGHT.devices.reshape(4, 2), ('data', 'tensor'))
+    data, replicated = NamedSharding(mesh, P('data')), NamedSharding(mesh, P())
+    jitted = jax.jit(step, in_shardings=(replicated, data, data))
+    found = plan(jitted, *ARGUMENTS, **OPTIONS)
+    [as_it_is] = [one for one in found.choices if one.candidate.is_given]
+    assert {one.candidate.mesh for one in found.choices} == {(('data', 4), ('tensor', 2))}
+    state, x, y = ARGUMENTS
+    x, y = (leaf.update(sharding=data) for leaf in (x, y))
+    state = jax.tree.map(lambda leaf: leaf.update(sharding=replicated), state)
+    by_hand = plan(step, state, x, y, **OPTIONS | {'mesh': mesh})
+    [expected] = [one for one in by_hand.choices if one.candidate.is_given]
+    assert as_it_is.seconds == pytest.approx(expected.seconds)
+    assert as_it_is.memory == expected.memory
+    assert found.best.seconds[1] <= as_it_is.seconds[1]
+    expected = step(*arrays())
+    jax.tree.map(assert_close, found.function()(*arrays()), expected)
+
+
 def test_a_patch_applies(tmp_path, monkeypatch):
     """The patched step, with its arguments placed, has the costs of the plan."""
     source = """\

@@ -48,6 +48,7 @@ def plan(
     candidates: Iterable[UserCandidate] = (),
     constraints: bool = True,
     compilations: int = 40,
+    target_compilations: int = 5,
     seconds: float | None = None,
     **kwargs: Any,
 ) -> Plan:
@@ -107,6 +108,8 @@ def plan(
             False, only arguments are placed, and the code stays as it is.
         compilations: the maximum number of candidates to compile with the partitioner, without the
             function as it is.
+        target_compilations: how many plans the compiler of the target compiles, without your
+            candidates and the function as it is. It goes on if the newest is the best.
         seconds: the time limit. With one, the result depends on the speed of the machine.
 
     Returns:
@@ -129,17 +132,19 @@ def plan(
     limit = None if chip is None else int(chip.memory * chip.share(devices.devices.flat[0]))
     if memory is not None:
         limit = parse_bytes(memory, 'memory=')
-    given: tuple[Any, Any] = compilations, seconds
-    if type(given[0]) is not int or compilations < 1:
-        raise EinshardError(
-            f'compilations= must be a positive integer, not {compilations!r}', code='plan'
-        )
-    is_number = isinstance(given[1], int | float) and not isinstance(given[1], bool)
+    for name, n in (
+        ('compilations', compilations),
+        ('target_compilations', target_compilations),
+    ):
+        if type(n) is not int or n < 1:  # type: ignore[reportUnnecessaryComparison]
+            raise EinshardError(f'{name}= must be a positive integer, not {n!r}', code='plan')
+    given: Any = seconds
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
     if seconds is not None and not (is_number and seconds > 0):
         raise EinshardError(f'seconds= must be a positive number, not {seconds!r}', code='plan')
     mesh_axes = None if is_canonical_mesh(devices) else tuple(devices.shape.items())
     mesh_axis_names = [name for name, _ in mesh_axes or ()]
-    options = _Options(objective, limit, compilations, seconds)
+    options = _Options(objective, limit, compilations, target_compilations, seconds)
     with mesh_scope(devices):
         kind = devices.devices.flat[0].device_kind
         try:
@@ -172,6 +177,7 @@ class _Options(NamedTuple):
     objective: Objective
     limit: int | None
     compilations: int
+    target_compilations: int
     seconds: float | None
 
 
@@ -229,6 +235,7 @@ def _searched(
             objective=options.objective,
             limit=options.limit,
             compilations=options.compilations,
+            target_compilations=options.target_compilations,
             seconds=options.seconds,
         )
         with progress(search.progress_text):

@@ -19,7 +19,7 @@ from .candidate import Candidate, Evaluation, Objective
 EvaluateAll: TypeAlias = Callable[[Sequence[Candidate]], Generator[Evaluation, None, None]]
 
 _FINALISTS = 3  # this many of the best plans are compiled for the target at first
-_MAX_FINALISTS = 5  # after this many, another one is compiled only if the newest is the best
+_CLOSE = 1.5  # the program as it is is compiled for the target if it costs at most so much more
 _TIE = 1.02  # plans whose costs have at most this ratio count as equally good
 # for large models, the partitioner reports 0.95 to 1.42 times as much memory as the TPU compiler
 _MEMORY_MARGIN = 1.5
@@ -36,6 +36,8 @@ class Search:
         compiler: compiles for the target, or None if the target is CPUs.
         limit: the bytes that a plan may use on a device, or None if unknown.
         compilations: the maximum number of candidates to compile with the partitioner.
+        target_compilations: after this many for the target, another one is compiled only if the
+            newest is the best.
         seconds: no compilation starts after this time. None means no limit.
         evaluated: the latest evaluation of each compiled candidate.
         stopped: why the search ended early, or ''.
@@ -48,6 +50,7 @@ class Search:
     objective: Objective
     limit: int | None
     compilations: int
+    target_compilations: int = 5
     seconds: float | None = None
     evaluated: dict[Candidate, Evaluation] = field(default_factory=dict)
     stopped: str = ''
@@ -120,7 +123,7 @@ class Search:
         """Compiles the best plans, the user's plans, and a plan of another mesh shape.
 
         Then compiles more plans, one at a time, while the target's compiler disagrees with the
-        partitioner's ranking. After `_MAX_FINALISTS` plans, goes on only while the newest plan is
+        partitioner's ranking. After `target_compilations`, goes on only while the newest plan is
         the best.
         """
         ranked = self.ranking()
@@ -129,15 +132,22 @@ class Search:
         by_cost = sorted(may_fit, key=lambda one: one.cost(self.objective)) or ranked
         # first the partitioner's best plan, then the cheapest ones that may fit
         plans = list(dict.fromkeys(one.candidate for one in [*may_fit[:1], *by_cost]))
-        finalists, others = plans[:_FINALISTS], plans[_FINALISTS:]
-        other_shape = [c for c in others if c.mesh != finalists[0].mesh][:1]
+        n = min(_FINALISTS, self.target_compilations)
+        finalists, others = plans[:n], plans[n:]
+        other_shape = [c for c in others if c.mesh != finalists[0].mesh]
+        other_shape = other_shape[: self.target_compilations > n]
+        limit = _CLOSE * by_cost[0].cost(self.objective)[0]
+        far = {one.candidate for one in ranked if one.cost(self.objective)[0] > limit}
         of_user = [c for c in self.user_candidates if c not in finalists]
+        of_user = [c for c in of_user if not (c.is_given and c in far)]
         first = list(dict.fromkeys([*finalists, *of_user, *other_shape]))
         self._compile(evaluate_all, first)
         newest = None
         for candidate in (c for c in others if c not in first):
             best = self.ranking()[0].candidate
-            is_enough = self._n_for_target() - len(of_user) >= _MAX_FINALISTS and best != newest
+            is_enough = (
+                self._n_for_target() - len(of_user) >= self.target_compilations and best != newest
+            )
             is_as_expected = best == finalists[0] and self._keeps_order(by_cost)
             if is_enough or self.stopped or is_as_expected:
                 return

@@ -227,7 +227,7 @@ class Starts:
         sizes, sets = point
         for axis, names in enumerate(sets):
             for atom in self._atoms:
-                if atom <= names and not names & self._space.pinned.keys():
+                if atom <= names and atom.isdisjoint(self._space.pinned):
                     yield sizes, _replace_at(sets, axis, names - atom)
             for atom in self._allowed(sizes, axis, names, self._atoms):
                 yield sizes, _replace_at(sets, axis, names | atom)

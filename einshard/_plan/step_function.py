@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -9,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._errors import EinshardError
 from .._explain.explain import read_facts
@@ -46,12 +47,14 @@ class StepFunction(Function):
     Attributes:
         step: its axis names and edits.
         given, given_mesh, given_structs: the step as the user has it, and its arguments.
+        is_placed: whether `in_shardings=` places the arguments.
     """
 
     step: Step
     given: Stages
     given_mesh: Mesh
     given_structs: Any
+    is_placed: bool = False
     _stages: dict[Mesh, Stages] = field(default_factory=dict[Mesh, Stages], repr=False)
 
     @property
@@ -96,7 +99,8 @@ class StepFunction(Function):
         """What is known of the step, traced on the mesh of a candidate."""
         mesh = self.mesh_of(candidate)
         if mesh not in self._stages:
-            self._stages[mesh] = _trace_on(self.fn, self.args, self.kwargs, mesh)[0]
+            call = self.fn, self.args, self.kwargs
+            self._stages[mesh], _ = _trace_on(*call, mesh, is_placed=self.is_placed)
         return replace(self.step.facts, meshes=[mesh], stages=self._stages[mesh])
 
     def code(self, candidate: Candidate) -> list[str]:
@@ -121,6 +125,8 @@ class StepFunction(Function):
             spec = f"'{placed['']}'" if placed.get('') else suffix_rules(placed)
             spec = f"'{REPLICATED}'" if not any(placed.values()) else spec
             lines += f'{name} = einshard({name}, {spec}, mesh=mesh)'.splitlines()
+        if self.is_placed:
+            lines.append('# and in_shardings= of jax.jit, which has to be the same')
         return lines
 
     def patch(self, candidate: Candidate) -> str:
@@ -153,10 +159,22 @@ class StepFunction(Function):
     def _of_arguments(self, candidate: Candidate) -> list[NamedSharding]:
         """The sharding of each argument of the program."""
         if candidate.is_given:
-            leaves = jtu.tree_leaves(self.given_structs)
-            return [x.sharding for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
+            return self._as_given()
         moved, _ = placements(self.edits(candidate))
         return [moved[i] for i in range(len(self.step.facts.arguments))]
+
+    def _as_given(self) -> list[NamedSharding]:
+        call, replicated = self.given.call, NamedSharding(self.given_mesh, PartitionSpec())
+        by_jit: Sequence[Any] = ()
+        if call is not None and self.is_placed:
+            given = call.eqn.params['in_shardings']
+            by_jit = [given[call.arguments[leaf]] for leaf in call.dynamic]
+        leaves = jtu.tree_leaves(self.given_structs)
+        structs = [x.sharding for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
+        each = itertools.zip_longest(structs, by_jit)
+        return [
+            next((s for s in pair if isinstance(s, NamedSharding)), replicated) for pair in each
+        ]
 
 
 def make_step(
@@ -177,12 +195,13 @@ def make_step(
     Raises:
         EinshardError: the step cannot be traced or changed, or Shardy cannot read it.
     """
-    if not is_kept and len(others := _meshes_of_code(fn, args, kwargs)) == 1:
+    others, is_placed = _meshes_of_code(fn, args, kwargs) if not is_kept else (set[Mesh](), False)
+    if len(others) == 1:
         (devices,), is_kept = others, True
     mesh = Mesh(device_mesh(devices).devices.reshape(-1), ('x',))
     if is_kept:  # with Auto axes, even if it has Explicit ones
         mesh = Mesh(devices.devices, devices.axis_names)
-    stages, structs = _trace_on(fn, args, kwargs, mesh)
+    stages, structs = _trace_on(fn, args, kwargs, mesh, is_placed=is_placed)
     with jax.set_mesh(mesh), only_mesh_scope(mesh):
         facts = read_facts(stages, chip) if is_kept else _read_replicated(stages, mesh, chip)
         info = stages.traced.args_info if stages.traced is not None else ()
@@ -203,6 +222,7 @@ def make_step(
         given=stages,
         given_mesh=given_mesh or mesh,
         given_structs=structs,
+        is_placed=is_placed,
     )
 
 
@@ -256,35 +276,51 @@ def _mesh_of_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mes
     return found if isinstance(found, Mesh) else None
 
 
-def _meshes_of_code(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[Mesh]:
-    """The meshes with named axes of constraints and `shard_map`."""
+def _meshes_of_code(
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[set[Mesh], bool]:
+    """The meshes with named axes in code, and whether `in_shardings=` places arguments."""
+    args, kwargs = jtu.tree_map(_shape, (tuple(args), dict(kwargs)))
+    stages = trace_call(fn, args, kwargs, mesh=None)
+    found, is_placed = set[Mesh](), False
+    if stages.call is not None:
+        found = {*_meshes_of(stages.call.eqn)}
+        is_placed = any(isinstance(s, Sharding) for s in stages.call.eqn.params['in_shardings'])
+    elif stages.jaxpr is not None:
+        found = {mesh for eqn in stages.jaxpr.eqns for mesh in _meshes_of(eqn)}
+    named = {mesh for mesh in found if mesh.size > 1 and not is_canonical_mesh(mesh)}
+    return named, is_placed
 
-    def struct(leaf: Any) -> Any:
-        is_array = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array else leaf
 
-    args, kwargs = jtu.tree_map(struct, (tuple(args), dict(kwargs)))
-    jaxpr = trace_call(fn, args, kwargs, mesh=None).jaxpr
-    found = set[Mesh]() if jaxpr is None else {*_meshes_in(jaxpr)}
-    return {mesh for mesh in found if mesh.size > 1 and not is_canonical_mesh(mesh)}
+def _shape(leaf: Any) -> Any:
+    """An argument without its values and devices. Returns what is no array unchanged."""
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return leaf
 
 
-def _meshes_in(jaxpr: Any) -> Iterator[Mesh]:
-    """The meshes that a program names."""
-    for eqn in jaxpr.eqns:
-        values = [eqn.params.get(key) for key in ('sharding', 'mesh')]
-        for key in ('in_shardings', 'out_shardings'):
-            values += eqn.params.get(key) or ()
-        for value in values:
-            mesh = getattr(value, 'mesh', value)
-            if isinstance(mesh, Mesh):
-                yield mesh
-        for inner in inner_jaxprs(eqn.params.values()):
-            yield from _meshes_in(inner)
+def _meshes_of(eqn: Any) -> Iterator[Mesh]:
+    """The meshes that an equation names, and those in it."""
+    values = [eqn.params.get(key) for key in ('sharding', 'mesh')]
+    for key in ('in_shardings', 'out_shardings'):
+        values += eqn.params.get(key) or ()
+    for value in values:
+        mesh = getattr(value, 'mesh', value)
+        if isinstance(mesh, Mesh):
+            yield mesh
+    for inner in inner_jaxprs(eqn.params.values()):
+        for each in inner.eqns:
+            yield from _meshes_of(each)
 
 
 def _trace_on(
-    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh, *, keep: bool = False
+    fn: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    mesh: Mesh,
+    *,
+    keep: bool = False,
+    is_placed: bool = False,
 ) -> tuple[Stages, Any]:
     """Traces a function with its arguments replicated over a mesh, without their values.
 
@@ -292,16 +328,16 @@ def _trace_on(
 
     Args:
         keep: whether shardings on this mesh are kept.
+        is_placed: whether the function places its arguments.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
 
     def struct(leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or hasattr(leaf, '__array__'):
-            given = getattr(leaf, 'sharding', None)
-            is_on = keep and isinstance(given, NamedSharding) and given.mesh == mesh
-            sharding = given if is_on else replicated
-            return jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype, sharding=sharding)
-        return leaf
+        shape, given = _shape(leaf), getattr(leaf, 'sharding', None)
+        if is_placed or not isinstance(shape, jax.ShapeDtypeStruct):
+            return shape
+        is_on = keep and isinstance(given, NamedSharding) and given.mesh == mesh
+        return shape.update(sharding=given if is_on else replicated)
 
     args, kwargs = jtu.tree_map(struct, (tuple(args), dict(kwargs)))
     # or JAX reshards scalars for the mesh

@@ -42,8 +42,10 @@ def patch_for_mesh(facts: Facts, edits: Sequence[Edit], comments: Sequence[str])
         comments: how arguments are placed.
     """
     call = facts.stages.call
-    trials = None if call is None else Trials(facts, call)
-    return make_patch(_changes(Words(facts), edits), edits, trials, comments, in_mesh=True)
+    if call is None:
+        return make_patch({}, (), None, comments)
+    placed, trials = in_jit(facts.stages.called, call, edits), Trials(facts, call)
+    return make_patch(_changes(Words(facts), edits), edits, trials, comments, placed, in_mesh=True)
 
 
 def _changes(words: Words, edits: Sequence[Edit]) -> dict[Edit, Change]:
