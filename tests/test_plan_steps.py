@@ -271,6 +271,48 @@ def test_a_jit_that_places_its_arguments():
     jax.tree.map(assert_close, found.function()(*arrays()), expected)
 
 
+def test_code_on_explicit_axes():
+    """Its types refuse some plans; these are rows with an error."""
+    types = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = Mesh(EIGHT.devices.reshape(4, 2), ('data', 'tensor'), axis_types=types)
+
+    def typed(w, x):
+        h = jnp.einsum('bi,io->bo', x, w['up'], out_sharding=P('data'))
+        return jnp.einsum('bi,io->bo', jax.nn.relu(h), w['down'], out_sharding=P('data'))
+
+    w, x = {'up': struct(D, F), 'down': struct(F, D)}, struct(B, D)
+    found = plan(typed, w, x, **OPTIONS | {'mesh': mesh})
+    assert found.best.candidate.placements['batch'] == '@data'
+    assert found.mesh == mesh
+    with jax.set_mesh(mesh):
+        report = explain(jax.jit(typed), *found.place(w, x), chip='TPU v5e', tries=0)
+    assert report.network_bytes == 0
+
+
+def test_names_of_mesh_axes_in_metadata_are_no_names():
+    """They say where an axis is, not what it is."""
+    nnx = pytest.importorskip('flax.nnx')
+    mesh = Mesh(EIGHT.devices.reshape(4, 2), ('data', 'tensor'))
+
+    class Mlp(nnx.Module):
+        def __init__(self, rngs):
+            init = nnx.initializers.lecun_normal()
+            up = nnx.with_partitioning(init, ('data', 'tensor'))
+            down = nnx.with_partitioning(init, ('data', 'tensor'))
+            self.up = nnx.Linear(D, F, kernel_init=up, use_bias=False, rngs=rngs)
+            self.down = nnx.Linear(F, D, kernel_init=down, use_bias=False, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(nnx.relu(self.up(x)))
+
+    with nnx.use_eager_sharding(False):
+        model = Mlp(nnx.Rngs(0))
+    forward = nnx.jit(lambda model, x: model(x))
+    found = plan(forward, model, struct(B, D), **OPTIONS | {'mesh': mesh})
+    assert {'data', 'tensor'}.isdisjoint(found.sizes)
+    assert {D, F, B} <= {*found.sizes.values()}
+
+
 def test_a_patch_applies(tmp_path, monkeypatch):
     """The patched step, with its arguments placed, has the costs of the plan."""
     source = """\

@@ -62,6 +62,9 @@ class Function:
             # a copy, so that candidates do not fill the cache of the original
             return trace_call(copy_sharded(self.fn), *self._structs(candidate, mesh), mesh=None)
 
+    def export(self, stages: Stages, candidate: Candidate) -> tuple[dict[str, Any], Sequence[int]]:
+        return export(stages, candidate.mesh, self.mesh_of(candidate).axis_types)
+
     def report(self, candidate: Candidate) -> Report:
         """Compiles the function for the target, and reports on it as `explain` does.
 
@@ -72,7 +75,7 @@ class Function:
             if self.devices.devices.flat[0].platform == 'cpu':
                 # the program may have a host callback, or be one that the partitioner fails on
                 with suppress(Exception):
-                    request, _ = export(stages, candidate.mesh)
+                    request, _ = self.export(stages, candidate)
                     simulated = compile_in_worker(self.devices.size, request)
             return explain_stages(stages, self.chip, simulated=simulated)
 
@@ -177,7 +180,7 @@ class Partitioner:
             stages = function.trace(candidate)
             try:
                 with function.scope(candidate):
-                    request, kept = export(stages, candidate.mesh)
+                    request, kept = function.export(stages, candidate)
             except Exception:  # the program may have a TPU kernel or a host callback
                 return function.evaluate(candidate)
             self._worker.submit(request)

@@ -303,14 +303,17 @@ class Plan(Display):
         title = f'plan for {self.name} on {devices} ({kind})'
         return Page(title, sections, self.warnings, self.notes)
 
-    def _changes(self, candidate: Candidate) -> str:
-        """Says what a plan of a step without names changes in the code, or ''."""
+    def _placed(self, candidate: Candidate) -> str:
+        """Says what a plan shards, and of a step without names, what it changes in the code."""
         if candidate.is_given:
-            return ', as you have it now'
+            return 'as you have it now'
+        sharded = ' '.join(f'{name}{p}' for name, p in candidate.placements.items() if p)
+        sharded = sharded or 'replicated'
         if not isinstance(self._function, StepFunction):
-            return ''
+            return sharded
         n = self._function.n_constraints(candidate)
-        return f', and {plural(n, "constraint")} in the code' if n else ', and the code as it is'
+        code = f'{plural(n, "constraint")} in the code' if n else 'the code as it is'
+        return f'{sharded}, and {code}'
 
     def _names(self) -> list[str]:
         """Which axes the names of a step are of."""
@@ -324,7 +327,6 @@ class Plan(Display):
     def _row(self, i: int, one: Evaluation) -> tuple[str, ...]:
         least, most = one.seconds
         largest = one.bounds.largest
-        sharded = ' '.join(f'{name}{p}' for name, p in one.candidate.placements.items() if p)
         return (
             str(i),
             one.candidate.mesh_text,
@@ -333,7 +335,7 @@ class Plan(Display):
             format_bytes(one.network_bytes),
             '' if largest is None else f'{largest.resource} {largest.along}'.strip(),
             one.costs_from,
-            f'{sharded or "replicated"}{self._changes(one.candidate)}',
+            self._placed(one.candidate),
             one.sent_text,
             why_worse(one, self.best, self.limit) if i else '',
         )

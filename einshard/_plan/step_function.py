@@ -32,7 +32,8 @@ from .._program.traced.shardy import NotPropagated
 from .._sharding.context import only_mesh_scope
 from .._sharding.leaf_spec import REPLICATED
 from .._sharding.mesh import device_mesh, is_canonical_mesh
-from .._trees.axis_names import fitting_names
+from .._text import first_line
+from .._trees.axis_names import MetadataNames, fitting_names
 from .candidate import Candidate
 from .evaluate import Function
 from .model import metadata_of_traced
@@ -48,6 +49,7 @@ class StepFunction(Function):
         step: its axis names and edits.
         given, given_mesh, given_structs: the step as the user has it, and its arguments.
         is_placed: whether `in_shardings=` places the arguments.
+        is_typed: whether the code needs the types of its arguments on Explicit axes.
     """
 
     step: Step
@@ -55,6 +57,7 @@ class StepFunction(Function):
     given_mesh: Mesh
     given_structs: Any
     is_placed: bool = False
+    is_typed: bool = False
     _stages: dict[Mesh, Stages] = field(default_factory=dict[Mesh, Stages], repr=False)
 
     @property
@@ -79,8 +82,13 @@ class StepFunction(Function):
         with self.scope(candidate):
             facts = self.facts_of(candidate)
             assert facts.stages.call is not None
-            edited = Trials(facts, facts.stages.call).edited(self.edits(candidate))
-            traced = edited.function.trace(*edited.args, **edited.kwargs)
+            try:
+                edited = Trials(facts, facts.stages.call).edited(self.edits(candidate))
+                traced = edited.function.trace(*edited.args, **edited.kwargs)
+            except Exception as error:  # types refuse it; their error has no public name
+                raise EinshardError(
+                    f'JAX does not trace it: {first_line(error)}', code='tracing'
+                ) from error
         paths = [array.path for array in facts.arguments]
         return replace(facts.stages, traced=traced, lowered=None, framework=None, paths=paths)
 
@@ -100,7 +108,8 @@ class StepFunction(Function):
         mesh = self.mesh_of(candidate)
         if mesh not in self._stages:
             call = self.fn, self.args, self.kwargs
-            self._stages[mesh], _ = _trace_on(*call, mesh, is_placed=self.is_placed)
+            options = {'keep': self.is_typed, 'is_placed': self.is_placed}
+            self._stages[mesh], _ = _trace_on(*call, mesh, **options)
         return replace(self.step.facts, meshes=[mesh], stages=self._stages[mesh])
 
     def code(self, candidate: Candidate) -> list[str]:
@@ -201,7 +210,15 @@ def make_step(
     mesh = Mesh(device_mesh(devices).devices.reshape(-1), ('x',))
     if is_kept:  # with Auto axes, even if it has Explicit ones
         mesh = Mesh(devices.devices, devices.axis_names)
-    stages, structs = _trace_on(fn, args, kwargs, mesh, is_placed=is_placed)
+    is_typed = False
+    try:
+        stages, structs = _trace_on(fn, args, kwargs, mesh, is_placed=is_placed)
+    except EinshardError:
+        if not is_kept or mesh == devices:
+            raise
+        # the code needs its Explicit axes, and maybe the types of its arguments
+        mesh, is_typed = devices, True
+        stages, structs = _trace_on(fn, args, kwargs, mesh, keep=True, is_placed=is_placed)
     with jax.set_mesh(mesh), only_mesh_scope(mesh):
         facts = read_facts(stages, chip) if is_kept else _read_replicated(stages, mesh, chip)
         info = stages.traced.args_info if stages.traced is not None else ()
@@ -210,7 +227,7 @@ def make_step(
             raise _no_step(stages, trials or 'it is no function of arrays on one mesh')
         try:
             labels = metadata_of_traced(args, kwargs, fitting_names((args, kwargs)), info)
-            step = Step(facts, trials.call, is_kept, labels, constraints)
+            step = Step(facts, trials.call, is_kept, _logical(labels, mesh), constraints)
         except NotPropagated as error:
             raise _no_step(stages, str(error)) from error
     given_mesh = _mesh_of_arguments(args, kwargs, mesh)
@@ -223,7 +240,17 @@ def make_step(
         given_mesh=given_mesh or mesh,
         given_structs=structs,
         is_placed=is_placed,
+        is_typed=is_typed,
     )
+
+
+def _logical(labels: Sequence[MetadataNames | None], mesh: Mesh) -> list[MetadataNames | None]:
+    """The names in metadata without those of mesh axes, which say where an axis is."""
+    axes = {*mesh.axis_names}
+    return [
+        None if names is None else tuple(tuple(n for n in axis if n not in axes) for axis in names)
+        for names in labels
+    ]
 
 
 def _read_replicated(stages: Stages, mesh: Mesh, chip: Chip | None) -> Facts:
