@@ -91,7 +91,6 @@ def name_classes(
     known |= {c: 'layers' for dim in layers if (c := classes.of(dim)) not in known}
     names = _names(weights, given, paths, known, batches)
     in_weights = {c for dims in weights.values() for c in dims}
-    shapes = {p: variants.shape(p) for p in arguments}
     values = {
         p: [classes.of((variants.value(p), d)) for d in range(len(variants.shape(p)))]
         for p, site in variants.sites.items()
@@ -113,7 +112,7 @@ def name_classes(
         for d, (name, size) in enumerate(zip(each, variants.shape(place), strict=True)):
             if name and size > 1:
                 sizes[name].add(size)
-                if place in shapes:
+                if place in arguments:
                     examples.setdefault(name, f'axis {d} of {paths[place.index]}')
     order = [*dict.fromkeys(n for p in (*given, *weights, *values) for n in named[p] if n in sizes)]
     return NamedClasses(named, {name: sorted(sizes[name]) for name in order}, examples)
@@ -156,7 +155,7 @@ def _names(
     known: Mapping[Dim, str],
     batches: Collection[Dim],
 ) -> dict[Dim, str]:
-    """A name for each class: of data by position, of weights by the key of one of them."""
+    """A name for each class: the batch, the width, or keys of arrays that have it."""
     found: dict[Dim, str] = {}
     taken = Counter[str]()
 
@@ -170,9 +169,9 @@ def _names(
         give(c, name)
     counts = Counter(c for dims in weights.values() for c in {*dims})
     matrices = [p for p, dims in weights.items() if len(dims) > 1]
-    is_width = {c: n for c, n in counts.items() if 2 * n > len(weights) and len(matrices) > 1}
-    if is_width:
-        give(max(is_width, key=is_width.__getitem__), WIDTH)
+    widths = {c: n for c, n in counts.items() if 2 * n > len(weights) and len(matrices) > 1}
+    if widths:
+        give(max(widths, key=widths.__getitem__), WIDTH)
     for place, dims in sorted(data.items(), key=lambda each: -len(each[1])):
         for c in dims:
             if c not in counts:

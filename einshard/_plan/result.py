@@ -97,10 +97,11 @@ class Plan(Display):
     def shardings(self) -> tuple[Any, ...]:
         """The sharding of each array of the arguments, for `in_shardings=` of `jax.jit`.
 
-        A tree for each positional argument, with None for what is no array.
+        A tree for each positional argument, with None for what is no array. Keyword arguments,
+        which `in_shardings=` does not take, are left out.
 
         Raises:
-            EinshardError: the axis names are those of the function, or there are keyword arguments.
+            EinshardError: the axis names are those of the function.
         """
         function = self._step()
         tree = jtu.tree_structure((tuple(function.args), dict(function.kwargs)))
