@@ -10,7 +10,8 @@ from refusal import refusal
 # private: the order of a search with costs known beforehand
 from einshard._plan.candidate import Candidate, Evaluation
 from einshard._plan.make_plan import _notes, make_plan
-from einshard._plan.result import scatter_svg, why_worse
+from einshard._plan.plot import scatter_svg
+from einshard._plan.result import why_worse
 from einshard._plan.search import Search, is_neighbor
 from einshard._program.cost.bounds import Bound, Bounds
 
