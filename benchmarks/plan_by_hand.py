@@ -23,12 +23,12 @@ import optax
 from jax import ShapeDtypeStruct as Shape
 
 from einshard import Rules, einshard, plan, shard_largest, sharded, topology
-from einshard._plan.estimate import Estimator
+from einshard._plan.candidate import Evaluation
 from einshard._plan.evaluate import Function, Partitioner
-from einshard._plan.find_candidates import find_candidates
-from einshard._plan.model import find_model
+from einshard._plan.named_program import find_named
 from einshard._plan.search import Search
 from einshard._plan.space import Space, read_candidate
+from einshard._plan.starts import Starts
 from einshard._program.cost.chips import as_chip
 
 SEQ, HEAD, BLOCK, DEVICES = 2048, 128, 256, 256
@@ -155,20 +155,20 @@ def tables(c):
 def evaluate_largest(c, mesh):
     """Evaluates `shard_largest` for weights and optimizer, with the batch over most devices."""
     step, args = train_step(c, shard_largest)
-    model = find_model(*train_step(c), {})
+    model = find_named(*train_step(c), {}, mesh, as_chip('TPU v5e')).model
     fsdp = min(c.batch, DEVICES)
     table = {'fsdp': fsdp, 'rest': DEVICES // fsdp}, {'batch': '@fsdp'}
     candidate = read_candidate(0, table, model, DEVICES)
     return Function(step, args, {}, mesh, as_chip('TPU v5e')).evaluate(candidate)
 
 
-def find_best(step, args, mesh, given):
+def find_best(step, args, named, given):
     """Searches as `plan` does, up to the partitioner's best plan that fits."""
-    chip = as_chip('TPU v5e')
-    model = find_model(step, args, {})
-    estimator = Estimator(model, mesh, chip)
-    found = find_candidates(Space(model, DEVICES), estimator, memory=chip.memory)
-    estimates = [estimator.evaluate(one) for one in found.ranked]
+    mesh, chip = named.mesh, as_chip('TPU v5e')
+    start = time.process_time()
+    ranked = Starts(named, Space(named.model, DEVICES), chip.memory).find()
+    print(f'  {named.n_scored} scores in {time.process_time() - start:.0f} s', flush=True)
+    estimates = [Evaluation(one, 'estimate') for one in ranked]
     with closing(Partitioner(Function(step, args, {}, mesh, chip))) as fast:
         limit = int(chip.memory)
         search = Search(estimates, given, fast.evaluate_all, None, 'bound', limit, COMPILATIONS)
@@ -181,9 +181,9 @@ def compare(name):
     step, args = train_step(c)
     n = sum(one.size for one in jax.tree.leaves(args[0])) / 1e9
     print(f'{name}: {n:.1f} billion parameters', flush=True)
-    model = find_model(step, args, {})
-    given = {label: read_candidate(0, table, model, DEVICES) for label, table in tables(c)}
-    ranking = find_best(step, args, mesh, list(given.values()))
+    named = find_named(step, args, {}, mesh, as_chip('TPU v5e'))
+    given = {label: read_candidate(0, table, named.model, DEVICES) for label, table in tables(c)}
+    ranking = find_best(step, args, named, list(given.values()))
     for i, one in enumerate(ranking):
         show(f'{i}', one)
     function = Function(step, args, {}, mesh, as_chip('TPU v5e'))
@@ -211,7 +211,7 @@ def compare_on_gpus():
     found = plan(step, *args, mesh=mesh)
     print(f'8B for {GPUS}: plan took {time.perf_counter() - start:.0f} s')
     print(found, flush=True)
-    model = find_model(step, args, {})
+    model = find_named(step, args, {}, mesh, chip).model
     function = Function(step, args, {}, mesh, chip)
     for label, table in gpu_tables():
         show(label, function.evaluate(read_candidate(0, table, model, mesh.size)))

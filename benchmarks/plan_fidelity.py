@@ -4,18 +4,17 @@
     python -m benchmarks.plan_fidelity mlp v5e:2x4
     python -m benchmarks.plan_fidelity mlp v5e:2x4 0  # without the compiler for TPU v5e
 
-The partitioner compiles all plans that are left after pruning; of more than 550, the 150 best
-estimates and 50 others at random. The compiler for TPU v5e compiles 30 random ones, and the five
-that the partitioner finds best. Prints the regret of the search by both, and
-Spearman's correlations of the costs.
+The partitioner compiles all plans that differ and whose sizes divide; of more than 550, the 150
+with the best scores and 50 others at random. The compiler for TPU v5e compiles 30 random ones, and
+the five that the partitioner finds best. Prints the regret of the search by both, and Spearman's
+correlations of the costs.
 """
 
-import math
+import itertools
 import os
 import random
 import sys
 from contextlib import closing
-from unittest import mock
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
@@ -24,12 +23,12 @@ import jax.numpy as jnp
 from scipy.stats import spearmanr
 
 from einshard import Rules, einshard, sharded, topology
-from einshard._plan import find_candidates as candidates
-from einshard._plan.estimate import Estimator
+from einshard._plan.candidate import Evaluation
 from einshard._plan.evaluate import Function, Partitioner
-from einshard._plan.model import find_model
+from einshard._plan.named_program import find_named
 from einshard._plan.search import Search
 from einshard._plan.space import Space
+from einshard._plan.starts import Starts
 from einshard._program.cost.chips import find_chip
 
 BATCH, SEQ, ACT, HEADS, HEAD, MLP, EXPERTS = 16, 256, 1024, 16, 64, 4096, 16
@@ -152,19 +151,16 @@ def check(name, slice_name, n_sampled=30, known=None):
     mesh = topology(slice_name)
     chip = find_chip(mesh.devices.flat[0].device_kind)
     step, args = train_step(name)
-    model = find_model(step, args, {})
-    space, estimator = Space(model, mesh.size), Estimator(model, mesh, chip)
-    with mock.patch.object(candidates, 'MAX_ENUMERATED', math.inf):  # enumerates all plans
-        found = candidates.find_candidates(
-            space, estimator, memory=chip.memory, max_candidates=10**9
-        )
-    every = list(found.ranked)
+    named = find_named(step, args, {}, mesh, chip)
+    space = Space(named.model, mesh.size)
+    scores = {one: named.score(one) for one in every_candidate(space)}
+    every = sorted(scores, key=lambda one: scores[one].seconds)
     mixed = random.Random(0).sample(every, len(every))
     chosen = every if len(every) < 550 else list(dict.fromkeys([*every[:150], *mixed]))[:200]
     function = Function(step, args, {}, mesh, chip)
     with closing(Partitioner(function)) as partitioner:
         evaluators = Evaluators(function, partitioner, known)
-        searched = search(space, estimator, evaluators.fast, evaluators.slow if n_sampled else None)
+        searched = search(named, space, evaluators.fast, evaluators.slow if n_sampled else None)
         by_cost = sorted(evaluators.fast(chosen), key=cost)
         fast = {one.candidate: one for one in by_cost if not one.error}
         sample = [one for one in mixed if one in fast][:n_sampled]
@@ -173,9 +169,8 @@ def check(name, slice_name, n_sampled=30, known=None):
     print(f'{name} on {slice_name}, {len(fast)} of {len(every)} plans compiled')
     mine = min(cost(evaluators.known['partitioner', one]) for one in searched.evaluated)
     least = min(map(cost, evaluators.of('partitioner')))
-    estimates = [cost(estimator.evaluate(one)) for one in fast]
-    figure = rho(estimates, map(cost, fast.values()))
-    print(f'  regret {mine / least - 1:.1%}, estimates and partitioner: {figure:.2f}', flush=True)
+    figure = rho((scores[one].seconds for one in fast), map(cost, fast.values()))
+    print(f'  regret {mine / least - 1:.1%}, scores and partitioner: {figure:.2f}', flush=True)
     if sample:
         compare(
             searched, evaluators, [(fast[one], slow[one]) for one in sample if not slow[one].error]
@@ -193,11 +188,33 @@ def compare(searched, evaluators, both):
         print(f'  partitioner and TPU compiler, {what} of {len(both)}: {figure:.2f}', flush=True)
 
 
-def search(space, estimator, fast, slow):
+def every_candidate(space):
+    """All plans, without those that differ only by the names of mesh axes of one size."""
+    found = {}
+    for sizes in space.shapes():
+        each = [list(name_sets(space, size)) for size in sizes]
+        for names in itertools.product(*each):
+            point = sizes, names
+            if space.is_valid(point) and space.merged(point) == point:
+                axes = sorted((size, sorted(one)) for size, one in zip(*point, strict=True))
+                found.setdefault((sizes, str(axes)), space.candidate(point))
+    return [*found.values()]
+
+
+def name_sets(space, size):
+    """The sets of names that a mesh axis may shard: no array has two of them."""
+    names = [name for name, n in space.model.divisors.items() if n % size == 0]
+    for n in range(1, len(names) + 1):
+        for chosen in itertools.combinations(names, n):
+            if all(b not in space.conflicts[a] for a, b in itertools.combinations(chosen, 2)):
+                yield frozenset(chosen)
+
+
+def search(named, space, fast, slow):
     """Searches as `plan` does."""
-    memory = int(estimator.chip.memory)
-    found = candidates.find_candidates(space, estimator, memory=memory).ranked
-    estimates = [estimator.evaluate(one) for one in found]
+    memory = int(named.chip.memory)
+    found = Starts(named, space, memory).find()
+    estimates = [Evaluation(one, 'estimate') for one in found]
     searched = Search(estimates, [], fast, slow, 'bound', memory, compilations=40)
     searched.run()
     return searched

@@ -1,8 +1,11 @@
-"""The candidates that `plan` compiles, chosen by estimates."""
+"""The candidates that `plan` compiles, chosen by their scores."""
 
 import math
+import types
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from placed import struct
 from planned import Sizes, experts_step, mlp_step, transformer_step
@@ -11,11 +14,10 @@ from test_bounds import tpus
 from einshard import EinshardError, sharded
 
 # private: the candidates that the search leaves out
-from einshard._plan import find_candidates as candidates
-from einshard._plan.estimate import Estimator
-from einshard._plan.find_candidates import find_candidates
-from einshard._plan.model import find_model
+from einshard._plan.candidate import Candidate
+from einshard._plan.named_program import find_named
 from einshard._plan.space import AXES, Space, read_pins
+from einshard._plan.starts import Starts
 from einshard._program.cost.chips import as_chip
 
 V5E, V5P = as_chip('TPU v5e'), as_chip('TPU v5p')
@@ -25,24 +27,37 @@ GIB = 2**30
 DEVICES = tpus(4, 2)
 
 
-def mlp_model(**sizes):
-    return find_model(*mlp_step(**sizes), {})
+class Device(types.SimpleNamespace):
+    """A device that a mesh takes, as JAX describes it."""
+
+    __hash__ = object.__hash__
+    platform, device_kind, process_index = 'tpu', 'TPU v5 lite', 0
 
 
-def find(model, devices=DEVICES, *, memory=None, objective='bound', **options):
-    space, estimator = Space(model, len(devices), **options), Estimator(model, devices, V5E)
-    return find_candidates(space, estimator, memory=memory, objective=objective)
+def named(step, args, devices=DEVICES, chip=V5E, mesh=None):
+    axes = mesh or (('devices', len(devices)),)
+    shape = [size for _, size in axes]
+    placed = np.array([Device(**vars(device)) for device in devices]).reshape(shape)
+    on = jax.sharding.Mesh(placed, [name for name, _ in axes])
+    return find_named(step, args, {}, on, chip, is_kept=mesh is not None)
 
 
-def best(model, **options):
+def mlp(**sizes):
+    return named(*mlp_step(**sizes))
+
+
+def starts(scores, memory=None, objective='bound', **options):
+    space = Space(scores.model, scores.mesh.size, mesh=scores.mesh_axes, **options)
+    return Starts(scores, space, memory, objective)
+
+
+def find(scores, **options):
+    return starts(scores, **options).find()
+
+
+def best(scores, **options):
     """The best candidate as text, such as 'x=4, y=2: batch@x, mlp@y'."""
-    return str(find(model, **options).ranked[0])
-
-
-def estimates(model, **options):
-    estimator = Estimator(model, DEVICES, V5E)
-    ranked = find(model, **options).ranked
-    return [estimator.evaluate(candidate) for candidate in ranked]
+    return str(find(scores, **options)[0])
 
 
 # --- the scaling book, by bounds alone ------------------------------------------------------------
@@ -50,11 +65,15 @@ def estimates(model, **options):
 
 def cheapest_mesh(step, args, devices, meshes, *, tensor):
     """The sizes of FSDP and tensor parallelism that take the least time on v5p."""
-    model = find_model(step, args, {})
-    estimator = Estimator(model, devices, V5P)
-    space = Space(model, len(devices))
-    name_sets = frozenset({'batch', 'embed'}), frozenset(tensor)
-    return min(meshes, key=lambda sizes: estimator.totals(space.axes((sizes, name_sets))).seconds)
+    scores = named(step, args, devices, V5P)
+
+    def seconds(sizes):
+        axes = {'batch': ('x',), 'embed': ('x',), **dict.fromkeys(tensor, ('y',))}
+        mesh = tuple(zip('xy', sizes, strict=True))
+        placed = tuple((name, axes.get(name, ())) for name in scores.model.sizes)
+        return scores.score(Candidate(mesh, placed)).seconds
+
+    return min(meshes, key=seconds)
 
 
 def test_book_mlp():
@@ -82,27 +101,27 @@ def test_book_llama():
 
 
 def test_data_parallelism_for_small_weights():
-    assert best(mlp_model(tokens=2**16, width=64, hidden=256)) == 'x=8: batch@x'
+    assert best(mlp(tokens=2**16, width=64, hidden=256)) == 'x=8: batch@x'
 
 
 def test_fsdp_if_the_weights_do_not_fit():
-    model = mlp_model(tokens=2**16, width=1024, hidden=4096)
-    assert best(model) == 'x=8: batch@x'
-    replicated = estimates(model)[0].memory
+    scores = mlp(tokens=2**16, width=1024, hidden=4096)
+    replicated = find(scores)[0]
+    assert str(replicated) == 'x=8: batch@x'
+    memory = scores.peak(replicated, scores.score(replicated))
     # parameters of 32 MiB, and their gradients
-    assert best(model, memory=replicated - 2**24) == 'x=8: embed@x, batch@x'
+    assert best(scores, memory=memory - 2**24) == 'x=8: embed@x, batch@x'
 
 
 def test_tensor_parallelism_for_few_tokens():
-    assert best(mlp_model(tokens=8, width=1024, hidden=4096)) == 'x=8: mlp@x'
+    assert best(mlp(tokens=8, width=1024, hidden=4096)) == 'x=8: mlp@x'
 
 
 def test_fsdp_and_tensor_parallelism():
     c = Sizes(8, 4096, heads=32, kv=32, head=128, mlp=16384, vocab=1024, seq=1024, batch=32)
-    model = find_model(*transformer_step(c), {})
-    space = {'mesh': (('x', 8), ('y', 4)), 'pinned': {'act': ()}}
-    found = [find(model, tpus(8, 4), memory=n * GIB, **space).ranked for n in (3, 1.2)]
-    roomy, tight = (dict(ranked[0].axes) for ranked in found)
+    scores = named(*transformer_step(c), tpus(8, 4), mesh=(('x', 8), ('y', 4)))
+    found = [find(scores, memory=n * GIB, pinned={'act': ()})[0] for n in (3, 1.2)]
+    roomy, tight = (dict(candidate.axes) for candidate in found)
     for axes in (roomy, tight):
         assert axes['batch'] == axes['embed'] == ('x',)
         assert axes['mlp'] == axes['heads'] == axes['kv'] == ('y',)
@@ -111,25 +130,20 @@ def test_fsdp_and_tensor_parallelism():
 
 
 def test_experts():
-    assert best(find_model(*experts_step(), {})) == 'x=8: expert@x'
+    assert best(named(*experts_step())) == 'x=8: expert@x'
 
 
 # --- the space ------------------------------------------------------------------------------------
 
 
-def test_a_beam_finds_the_best_of_all(monkeypatch):
-    model = mlp_model(tokens=4096, width=1024, hidden=4096)
-    everything = find(model)
-    monkeypatch.setattr(candidates, 'MAX_ENUMERATED', 0)
-    beam = find(model)
-    assert beam.pruned != everything.pruned  # the beam has compared other plans
-    assert beam.ranked[0] == everything.ranked[0]
-    assert find(model).ranked == beam.ranked  # deterministic
+def test_deterministic():
+    scores = mlp(tokens=4096, width=1024, hidden=4096)
+    assert find(scores) == find(scores)
 
 
 def test_no_mesh_axis_twice_and_all_sizes_divide():
-    model = find_model(*transformer_step(Sizes(heads=12, kv=6, batch=24)), {})
-    found = find(model).ranked
+    scores = named(*transformer_step(Sizes(heads=12, kv=6, batch=24)))
+    found, model = find(scores), scores.model
     assert len(found) > 20
     for c in found:
         axes, sizes = dict(c.axes), dict(c.mesh)
@@ -141,72 +155,55 @@ def test_no_mesh_axis_twice_and_all_sizes_divide():
             assert model.divisors[name] % math.prod(sizes[axis] for axis in over) == 0
 
 
-def test_pruned():
-    pruned = find(mlp_model(tokens=6)).pruned
-    assert pruned['indivisible'] > 0  # of 6 tokens by 4 and 8
-    assert pruned['two axes of an array over one mesh axis'] > 0
-    assert pruned['equal to a plan with fewer mesh axes'] > 0
-
-
-def test_a_pruned_plan_is_counted_once():
-    model = mlp_model()
-    space, estimator = Space(model, 8), Estimator(model, DEVICES, V5E)
-    search = candidates._CandidateSearch(space, estimator, None, 'bound')
-    search.evaluate(search.all_points())
-    ranked, pruned = search.ranked(), dict(search.pruned)
-    assert pruned['equal after renaming mesh axes'] > 0
-    assert (search.ranked(), search.pruned) == (ranked, pruned)
-
-
 def test_objectives():
-    model = mlp_model(tokens=4096)
-    for objective in ('bound', 'bytes', 'memory'):
-        found = estimates(model, objective=objective)
-        costs = [float(f'{c.cost(objective)[0]:.9g}') for c in found]
-        assert costs == sorted(costs)
+    """The first candidates are those of least time, or of least memory."""
+    scores = mlp(tokens=4096)
+    for objective in ('bound', 'memory'):
+        candidates = find(scores, objective=objective)
+        pairs = [(one, scores.score(one)) for one in candidates]
+        costs = [s.seconds if objective == 'bound' else scores.peak(c, s) for c, s in pairs]
+        assert costs[0] == pytest.approx(min(costs), rel=1e-3)
         assert len(set(costs)) > 1
 
 
-def test_plans_that_do_not_fit_come_last():
-    memories = [c.memory for c in estimates(mlp_model(), memory=0)]
-    assert memories == sorted(memories)
+def test_plans_that_need_least_come_first_if_none_fits():
+    scores = mlp()
+    found = find(scores, memory=0)
+    memories = [scores.peak(one, scores.score(one)) for one in found]
+    assert memories[0] == min(memories) < max(memories)
 
 
-@pytest.mark.parametrize('enumerated', [20_000, 0])
 @pytest.mark.parametrize(('pin', 'axes'), [('@y', ('y',)), ('@(z,x)', ('z', 'x'))])
-def test_pins(pin, axes, enumerated, monkeypatch):
-    monkeypatch.setattr(candidates, 'MAX_ENUMERATED', enumerated)
+def test_pins(pin, axes):
     pinned = read_pins({'embed': pin, 'act': ''}, AXES)
-    found = find(mlp_model(), pinned=pinned).ranked
+    found = find(mlp(), pinned=pinned)
     assert {dict(c.axes)['embed'] for c in found} == {axes}
     assert {dict(c.axes)['act'] for c in found} == {()}
 
 
 def test_named_mesh():
-    found = find(mlp_model(), mesh=(('data', 4), ('tensor', 2))).ranked
+    found = find(named(*mlp_step(), mesh=(('data', 4), ('tensor', 2))))
     assert {c.mesh for c in found} == {(('data', 4), ('tensor', 2))}
 
 
-@pytest.mark.parametrize('enumerated', [20_000, 0])
-def test_mesh_axes_in_specs_shard_no_other_axis_of_the_array(enumerated, monkeypatch):
-    monkeypatch.setattr(candidates, 'MAX_ENUMERATED', enumerated)
+def test_mesh_axes_in_specs_shard_no_other_axis_of_the_array():
     x = struct(64, 64)
-    model = find_model(sharded('a b@tp', 'b@tp c')(jnp.matmul), (x, x), {}, ['data', 'tp'])
-    found = find(model, mesh=(('data', 4), ('tp', 2))).ranked
+    step = sharded('a b@tp', 'b@tp c')(jnp.matmul)
+    found = find(named(step, (x, x), mesh=(('data', 4), ('tp', 2))))
     assert {axes for c in found for _, axes in c.axes} == {(), ('data',)}
 
 
 def test_slices_shard_only_the_batch():
-    found = find(mlp_model(tokens=4096), tpus(2, 2, slices=2), n_slices=2).ranked
-    assert found
-    for c in found:
-        assert c.mesh[0] == ('x', 2)
-        assert [name for name, axes in c.axes if 'x' in axes] == ['batch']
+    found = find(named(*mlp_step(tokens=4096), tpus(2, 2, slices=2)), n_slices=2)
+    assert {c.mesh[0] for c in found} == {('x', 2)}
+    across = [[name for name, axes in c.axes if 'x' in axes] for c in found]
+    assert across[0] == ['batch']
+    assert all(names in ([], ['batch']) for names in across)
 
 
 def test_nothing_to_shard_by():
     # no size is divisible by 2, so all devices compute the same
-    assert best(mlp_model(tokens=5, width=3, hidden=7)) == 'x=8: everything replicated'
+    assert best(mlp(tokens=5, width=3, hidden=7)) == 'x=8: everything replicated'
 
 
 @pytest.mark.parametrize(
@@ -221,6 +218,6 @@ def test_nothing_to_shard_by():
     ],
 )
 def test_bad_pins(pin, mesh, message):
-    model = mlp_model(tokens=5, width=12)
+    model = mlp(tokens=5, width=12).model
     with pytest.raises(EinshardError, match=message):
         Space(model, 8, mesh=mesh, pinned=read_pins(pin, dict(mesh or ()) or AXES))

@@ -218,7 +218,7 @@ def test_no_plan_compiles():
     failed = [Evaluation(c, 'compiler', error=e) for c, e in zip(ALL[3:], errors, strict=False)]
     search = types.SimpleNamespace(ranking=lambda: failed)
     model = types.SimpleNamespace(name='step')
-    error = refusal(make_plan, search, None, model, None)
+    error = refusal(make_plan, search, model, None)
     assert error.sentence == 'step does not compile with any of the 3 plans tried'
     assert error.facts == {
         'the compiler says': 'unsupported',

@@ -121,16 +121,16 @@ def test_a_module_on_another_mesh_propagates_as_if_lowered_for_it(sizes):
     axes = ('x', 'y', 'z')[: len(sizes)]
     moved, own = step_of(jax.jit(step), *ARGUMENTS), Mesh(EIGHT.devices.reshape(sizes), axes)
     lowered = step_of(jax.jit(step), *ARGUMENTS, mesh=own)
-    moved._variants.move_to(dict(zip(axes, sizes, strict=True)))
-    places = [place for place in moved._variants.given if place.kind == 'argument']
+    moved.variants.move_to(dict(zip(axes, sizes, strict=True)))
+    places = [place for place in moved.variants.given if place.kind == 'argument']
     changes = {
         place: tuple(
             (axes[-1],) if d == 1 else (axes[0],) if d == 0 and len(axes) > 1 else ()
-            for d in range(len(moved._variants.shape(place)))
+            for d in range(len(moved.variants.shape(place)))
         )
         for place in places
     }
-    each = [one._variants.propagate(changes) for one in (moved, lowered)]
+    each = [one.variants.propagate(changes) for one in (moved, lowered)]
     assert [s.axes for s in each[0]] == [s.axes for s in each[1]]
     assert any(any(s.axes) for s in each[0])
 

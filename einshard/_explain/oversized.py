@@ -137,7 +137,15 @@ def _arguments_and_meshes(lowered: Lowered) -> tuple[Sequence[int], Sequence[Mes
     meshes += [options['context_mesh'], device_mesh(devices)]
     # the partitioner numbers the devices in this order
     found = [m for m in meshes if isinstance(m, Mesh) and [*m.devices.flat] == devices]
-    return sorted(options['kept_var_idx']), list(dict.fromkeys(found))
+    return kept_arguments(lowered), list(dict.fromkeys(found))
+
+
+def kept_arguments(lowered: Lowered) -> list[int]:
+    """Returns the indices of the argument leaves that JAX keeps, for which there is no public way.
+
+    tests/test_jax_facts.py checks the private one.
+    """
+    return sorted(lowered._lowering.compile_args['kept_var_idx'])  # type: ignore[reportPrivateUsage]
 
 
 def read_sizes(buffers: str) -> Any:

@@ -12,7 +12,6 @@ from .._trees.axis_names import invalid_names, misfits
 from .._trees.paths import leaf_text
 from .candidate import Evaluation
 from .evaluate import Function
-from .find_candidates import Candidates
 from .model import Model
 from .result import Plan
 from .search import Search
@@ -20,7 +19,7 @@ from .source import spec_lines
 from .step_function import StepFunction
 
 
-def make_plan(search: Search, found: Candidates, model: Model, function: Function) -> Plan:
+def make_plan(search: Search, model: Model, function: Function) -> Plan:
     choices = search.ranking()
     if not choices:
         raise EinshardError(
@@ -48,7 +47,6 @@ def make_plan(search: Search, found: Candidates, model: Model, function: Functio
         choices=tuple(choices),
         code=code,
         n_candidates=len(search.estimates),
-        pruned=found.pruned,
         stopped=search.stopped,
         notes=tuple(_notes(choices, search, model, function)),
         warnings=tuple(_warnings(choices[0], search, model)),

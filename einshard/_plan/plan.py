@@ -21,12 +21,12 @@ from .._sharding.context import current_context, mesh_scope
 from .._sharding.mesh import MeshLike, is_canonical_mesh, mesh_fact
 from .._text import name_of
 from .candidate import Candidate, Evaluation, Objective
-from .estimate import Estimator
 from .evaluate import Function, Partitioner, as_sharded, copy_sharded, has_rules
-from .find_candidates import Candidates, find_candidates
 from .make_plan import make_plan
-from .model import Model, find_model
+from .model import Model
+from .named_program import find_named
 from .result import Plan
+from .scores import Scores
 from .search import Search
 from .space import AXES, Space, read_candidate, read_pins
 from .starts import Starts
@@ -142,35 +142,23 @@ def plan(
     is_number = isinstance(given, int | float) and not isinstance(given, bool)
     if seconds is not None and not (is_number and seconds > 0):
         raise EinshardError(f'seconds= must be a positive number, not {seconds!r}', code='plan')
-    mesh_axes = None if is_canonical_mesh(devices) else tuple(devices.shape.items())
-    mesh_axis_names = [name for name, _ in mesh_axes or ()]
     options = _Options(objective, limit, compilations, target_compilations, seconds)
+    is_kept = not is_canonical_mesh(devices)
     with mesh_scope(devices):
-        kind = devices.devices.flat[0].device_kind
         try:
-            model = find_model(fn, arguments, keywords, mesh_axis_names, kind)
+            named = find_named(fn, arguments, keywords, devices, chip, is_kept)
         except EinshardError as error:
             # on the mesh without devices that finds names, code that has a mesh does not trace
             if error.code != 'tracing':
                 raise
-            model = None
+            named = None
     # names of weights alone would leave the batch whole
-    if model is None or (model.unnamed_data and not model.is_named_in_code):
-        step = make_step(fn, arguments, keywords, devices, chip, mesh_axes is not None, constraints)
-        return _plan_step(step, pin or {}, candidates, options)
-    pinned = read_pins(pin or {}, mesh_axis_names or AXES)
-    space = _space(model, devices, mesh_axes, pinned)
-    user_candidates = [
-        read_candidate(i, pair, model, devices.size) for i, pair in enumerate(candidates)
-    ]
-    estimator = Estimator(model, devices, chip)
-    found = find_candidates(space, estimator, memory=limit, objective=objective)
-    if not any(axes for candidate in found.ranked for _, axes in candidate.axes):
-        raise _nothing_to_shard(model, devices)
-    function = Function(fn, arguments, keywords, devices, chip, model.metadata_names, had_rules)
-    estimates = [estimator.evaluate(candidate) for candidate in found.ranked]
-    search = _searched(function, estimates, user_candidates, options)
-    return make_plan(search, found, model, function)
+    if named is None or (named.model.unnamed_data and not named.model.is_named_in_code):
+        step = make_step(fn, arguments, keywords, devices, chip, is_kept, constraints)
+        return _plan(step.step, step, pin or {}, candidates, options)
+    metadata = named.model.metadata_names
+    function = Function(fn, arguments, keywords, devices, chip, metadata, had_rules)
+    return _plan(named, function, pin or {}, candidates, options)
 
 
 class _Options(NamedTuple):
@@ -181,41 +169,30 @@ class _Options(NamedTuple):
     seconds: float | None
 
 
-def _plan_step(
-    function: StepFunction,
+def _plan(
+    scores: Scores,
+    function: Function,
     pin: Mapping[str, str],
     candidates: Iterable[UserCandidate],
     options: _Options,
 ) -> Plan:
-    """Plans a step whose axis names come from its operations."""
-    step, devices = function.step, function.devices
-    model, mesh_axes = step.model, step.mesh_axes
+    model, mesh_axes, devices = scores.model, scores.mesh_axes, function.devices
     names = [name for name, _ in mesh_axes or ()]
-    space = _space(model, devices, mesh_axes, read_pins(pin, names or AXES))
+    slices = {getattr(device, 'slice_index', None) for device in devices.devices.flat}
+    pinned = read_pins(pin, names or AXES)
+    space = Space(model, devices.size, len(slices), mesh_axes, pinned)
     given = [read_candidate(i, c, model, devices.size) for i, c in enumerate(candidates)]
     end = inf if options.seconds is None else time.monotonic() + options.seconds / 2
-    with progress(lambda: f'plan: scored {step.n_scored} candidates'):
-        starts = Starts(step, space, options.limit, options.objective, end)
-        ranked = starts.find()
+    with progress(lambda: f'plan: scored {scores.n_scored} candidates'):
+        ranked = Starts(scores, space, options.limit, options.objective, end).find()
     is_late = time.monotonic() > end
     if not (is_late or any(axes for candidate in ranked for _, axes in candidate.axes)):
         raise _nothing_to_shard(model, devices)
     estimates = [Evaluation(candidate, 'estimate') for candidate in ranked]
-    if not pin:  # the step as it is does not count
+    if isinstance(function, StepFunction) and not pin:  # the step as it is does not count
         given = [function.as_it_is, *given]
         options = options._replace(compilations=options.compilations + 1)
-    search = _searched(function, estimates, given, options)
-    return make_plan(search, Candidates(tuple(ranked), {}), model, function)
-
-
-def _space(
-    model: Model,
-    devices: Mesh,
-    mesh_axes: tuple[tuple[str, int], ...] | None,
-    pinned: Mapping[str, tuple[str, ...]],
-) -> Space:
-    slices = {getattr(device, 'slice_index', None) for device in devices.devices.flat}
-    return Space(model, devices.size, len(slices), mesh_axes, pinned)
+    return make_plan(_searched(function, estimates, given, options), model, function)
 
 
 def _searched(

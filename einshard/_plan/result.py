@@ -44,9 +44,7 @@ class Plan(Display):
         sizes: the axis names of the model, with their sizes.
         choices: the compiled plans with their costs, best first.
         code: the specs of the function with the placements of the best plan, as source text.
-        n_candidates: the number of candidates that the estimates selected, at most 200.
-        pruned: how many plans, axis names, or sets of axis names were left out for each reason:
-            {'indivisible': 120}.
+        n_candidates: the number of candidates that scores selected, at most 200.
         stopped: why the search ended early, or ''.
         notes: remarks on the result, such as which plans the bounds do not tell apart.
         warnings: why the result may be unusable.
@@ -61,7 +59,6 @@ class Plan(Display):
     choices: tuple[Evaluation, ...]
     code: tuple[str, ...]
     n_candidates: int
-    pruned: Mapping[str, int]
     stopped: str
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -228,7 +225,6 @@ class Plan(Display):
             'fits': self.fits,
             'choices': [_evaluation_dict(one) for one in self.choices],
             'n_candidates': self.n_candidates,
-            'pruned': dict(self.pruned),
             'stopped': self.stopped,
             'notes': list(self.notes),
             'warnings': list(self.warnings),
@@ -285,12 +281,10 @@ class Plan(Display):
         devices = plural(self.devices.size, 'device')
         rows = [self._row(i, one) for i, one in enumerate(self.choices[:_SHOWN])]
         sources = [one.costs_from for one in self.choices]
-        pruned = ', '.join(f'{why} ({n})' for why, n in self.pruned.items())
         lines = [
-            f'{plural(self.n_candidates, "candidate")} ranked by estimates; '
+            f'{plural(self.n_candidates, "candidate")} ranked by their scores; '
             f'{len(sources)} compiled, {sources.count("compiler")} by the compiler of the target'
             f'{f" ({self.stopped})" if self.stopped else ""}',
-            *([f'not considered: {pruned}'] if pruned else []),
         ]
         chip = f' ({self.chip})' if self.chip else ''
         names = self._names()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -16,7 +15,6 @@ from .._notation.layout import mesh_size_text, mesh_text
 from .._sharding.axis_rules import AxisPlacement, axis_rules
 from .candidate import Candidate
 from .model import Model
-from .strategy import MeshAxis, axes_of_shape
 
 # a mesh shape: the sizes of the mesh axes
 Sizes: TypeAlias = tuple[int, ...]
@@ -26,8 +24,6 @@ NameSet: TypeAlias = frozenset[str]
 Point: TypeAlias = tuple[Sizes, tuple[NameSet, ...]]
 
 AXES = ('x', 'y', 'z')
-# if a mesh axis already has this many name sets, the remaining names are not sharded over it
-_MAX_NAME_SETS = 2000
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,6 @@ class Space:
             axis goes across the slices, and shards only the batch and names pinned to it.
         mesh: the user's mesh axes and their sizes, or None to try all factorizations.
         pinned: the mesh axes of the names in `pin=`.
-        pruned: how many axis names or name sets were left out for each reason.
     """
 
     model: Model
@@ -47,8 +42,6 @@ class Space:
     n_slices: int = 1
     mesh: tuple[tuple[str, int], ...] | None = None
     pinned: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    pruned: Counter[str] = field(default_factory=Counter[str])
-    _name_sets: dict[Any, list[NameSet]] = field(default_factory=dict[Any, list[NameSet]])
 
     def __post_init__(self) -> None:
         self._check_pins()
@@ -70,17 +63,6 @@ class Space:
         )
         return [sizes for sizes in found if self._fits_pins(sizes)]
 
-    def name_sets(self, sizes: Sizes, axis: int) -> list[NameSet]:
-        """Returns the name sets to try for a mesh axis. Each contains the names pinned to it."""
-        is_across_slices = self.n_slices > 1 and self.mesh is None and axis == 0
-        pinned = frozenset(n for n, axes in self.pinned.items() if self.mesh_axes[axis] in axes)
-        # specs may name the user's mesh axes: in 'a@data b', b cannot be sharded over data
-        user_axis = frozenset({self.mesh[axis][0]} if self.mesh else ())
-        key = sizes[axis], is_across_slices, pinned, user_axis
-        if key not in self._name_sets:
-            self._name_sets[key] = self._find_name_sets(*key)
-        return self._name_sets[key]
-
     def is_valid(self, point: Point) -> bool:
         """Whether the size of every sharded axis is divisible by its number of shards."""
         sizes, name_sets = point
@@ -89,12 +71,6 @@ class Space:
             for name in names:
                 shards[name] = shards.get(name, 1) * size
         return all(self.model.divisors[name] % n == 0 for name, n in shards.items())
-
-    def obeys_pins(self, point: Point) -> bool:
-        """Whether each pinned name is sharded over exactly the mesh axes of its pin."""
-        return all(
-            {*self._mesh_axes_of(point, name)} == {*axes} for name, axes in self.pinned.items()
-        )
 
     def merged(self, point: Point) -> Point:
         """Merges the mesh axes that shard the same names, except the one across TPU slices."""
@@ -105,17 +81,6 @@ class Space:
             key = names, i == 0 and self.n_slices > 1
             sizes[key] = sizes.get(key, 1) * size
         return tuple(sizes.values()), tuple(names for names, _ in sizes)
-
-    def axes(self, point: Point) -> dict[str, tuple[MeshAxis, ...]]:
-        """Maps the names that specs may contain to the mesh axes that shard them."""
-        sizes, name_sets = point
-        found: dict[str, tuple[MeshAxis, ...]] = dict.fromkeys(self.model.sizes, ())
-        for axis, names in zip(axes_of_shape(sizes), name_sets, strict=True):
-            for name in names:
-                found[name] += (axis,)
-        # specs may name the user's mesh axes
-        user_axes = zip(self.mesh or (), axes_of_shape(sizes), strict=False)
-        return {name: (axis,) for (name, _), axis in user_axes} | found
 
     def candidate(self, point: Point) -> Candidate:
         axes = {name: self._mesh_axes_of(point, name) for name in self.model.sizes}
@@ -135,28 +100,6 @@ class Space:
             for array in self.model.arrays
             if not array.is_state
         )
-
-    def _find_name_sets(
-        self, size: int, is_across_slices: bool, pinned: NameSet, user_axis: frozenset[str]
-    ) -> list[NameSet]:
-        """Lists the name sets for a mesh axis, and adds what it leaves out to `pruned`."""
-        free = [name for name in self.model.sizes if name not in self.pinned]
-        divisible = [name for name in free if self.model.divisors[name] % size == 0]
-        self.pruned['indivisible'] += len(free) - len(divisible)
-        if is_across_slices:
-            n_before, batch = len(divisible), self.batch_names()
-            divisible = [name for name in divisible if name in batch]
-            self.pruned['non-batch axis across slices'] += n_before - len(divisible)
-        conflicts = self.conflicts
-        found: list[NameSet] = [pinned]
-        for name in divisible:
-            if len(found) < _MAX_NAME_SETS:
-                others = conflicts[name]
-                more = [names | {name} for names in found if others.isdisjoint(names | user_axis)]
-                self.pruned['two axes of an array over one mesh axis'] += len(found) - len(more)
-                found += more
-        # a mesh axis shards nothing only if no name can be sharded over it
-        return [names for names in found if names] or [frozenset()]
 
     @functools.cached_property
     def conflicts(self) -> dict[str, set[str]]:

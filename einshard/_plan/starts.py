@@ -1,4 +1,4 @@
-"""Finds the candidates of a step that are worth compiling, by their scores.
+"""Finds the candidates of a program that are worth compiling, by their scores.
 
 A mesh axis shards a set of axis names. Sets grow by one class at a time, which is placed in the
 weights, in the activations or in both. Sets that are good alone are combined on meshes of two and
@@ -14,8 +14,8 @@ from math import inf
 
 from .candidate import Candidate, Objective
 from .named_classes import ACTIVATION
+from .scores import Scores
 from .space import NameSet, Point, Sizes, Space
-from .step import Step
 
 _BEAM = 3
 _N_SIMPLIFIED = 6
@@ -33,7 +33,7 @@ _MIN_SCORED, _MAX_SCORED = 150, 800
 
 
 class Starts:
-    """The candidates of a step, by their scores.
+    """The candidates of a program, by their scores.
 
     Args:
         memory: the bytes that a candidate may use on a device, or None if unknown.
@@ -42,16 +42,16 @@ class Starts:
 
     def __init__(
         self,
-        step: Step,
+        scores: Scores,
         space: Space,
         memory: float | None,
         objective: Objective = 'bound',
         end: float = inf,
     ):
-        self._step, self._space, self._objective, self._end = step, space, objective, end
+        self._scores, self._space, self._objective, self._end = scores, space, objective, end
         self._memory = inf if memory is None else memory
         self._keys: dict[Point, tuple[float, ...]] = {}
-        self._left = min(_MAX_SCORED, max(_MIN_SCORED, _MAX_STEPS // step.n_operations))
+        self._left = min(_MAX_SCORED, max(_MIN_SCORED, _MAX_STEPS // scores.n_operations))
         self._enough = self._left // 2
         self._good: dict[object, list[NameSet]] = {}
         names = space.model.sizes
@@ -129,14 +129,16 @@ class Starts:
 
     def _key(self, point: Point) -> tuple[float, ...]:
         if point not in self._keys:
-            score = self._step.score(self._space.candidate(point))
+            candidate = self._space.candidate(point)
+            score = self._scores.score(candidate)
             self._left -= 1
             if score is None:
                 self._keys[point] = (inf, inf, inf, len(point[0]))
             else:
-                excess = max(0.0, score.memory - self._memory)
-                cost = score.memory if self._objective == 'memory' else score.seconds
-                self._keys[point] = excess, float(f'{cost:.4g}'), score.memory, len(point[0])
+                memory = self._scores.peak(candidate, score)
+                excess = max(0.0, memory - self._memory)
+                cost = memory if self._objective == 'memory' else score.seconds
+                self._keys[point] = excess, float(f'{cost:.4g}'), memory, len(point[0])
         return self._keys[point]
 
     def _is_over(self) -> bool:
@@ -212,12 +214,15 @@ class Starts:
         """The classes that can be added to the names of a mesh axis."""
         space = self._space
         others = set[str]().union(*(space.conflicts[name] for name in names))
+        own = space.mesh_axes[axis] if space.mesh is not None else None
         across = space.n_slices > 1 and space.mesh is None and axis == 0
         batch = space.batch_names() if across else ()
         for atom in atoms:
             if atom <= names or not atom.isdisjoint(space.pinned) or not atom.isdisjoint(others):
                 continue
             if any(space.model.divisors[name] % sizes[axis] for name in atom):
+                continue
+            if any(own in space.conflicts[name] for name in atom):  # as b of 'a@data b', over data
                 continue
             if not across or all(name in batch for name in atom):
                 yield atom

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from math import gcd, inf, prod
+from collections.abc import Iterable, Sequence
+from math import inf, prod
 from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
@@ -14,18 +14,16 @@ from .._explain.local_devices import asked_texts
 from .._explain.search.edits import edits_of, variants_of
 from .._explain.search.groups import Group, Named, find_groups
 from .._explain.search.trials import Trials
-from .._program.cost.mesh_network import MeshNetwork
-from .._program.cost.network import Network
-from .._program.cost.score import Costs, Score
+from .._program.cost.score import Score
 from .._program.edits.call import JittedCall
 from .._program.edits.edit import Edit, PlaceArguments
 from .._program.traced.outline import Place
 from .._program.traced.program import Axes
-from .._program.traced.shardy import NotPropagated
 from .._trees.axis_names import MetadataNames
 from .candidate import Candidate
 from .model import Array, Model
 from .named_classes import Names, name_classes
+from .scores import Scores, placed
 
 # constraints that bring a step as near to the score of all as this are enough
 _ENOUGH = 1.02
@@ -33,7 +31,7 @@ _EQUAL = 1.005
 _MAX_CONSTRAINTS = 4
 
 
-class Step:
+class Step(Scores):
     """A traced step, with names for the axes of its arrays.
 
     A candidate places these names. All arguments are sharded by their names, and so are the values
@@ -41,8 +39,6 @@ class Step:
 
     Attributes:
         facts: the step as it is.
-        model: the names of its axes, and its arguments.
-        n_scored: how many candidates have been propagated.
 
     Raises:
         NotPropagated: if Shardy cannot read it.
@@ -63,9 +59,9 @@ class Step:
             constraints: whether candidates may constrain values.
         """
         assert isinstance(facts.mesh, Mesh)
-        self.facts, self._is_kept = facts, is_kept
-        self.trials = Trials(facts, call)
-        self._variants = variants = variants_of(call, facts.mesh)
+        self.facts, self.trials = facts, Trials(facts, call)
+        super().__init__(facts.mesh, self.trials.chip, is_kept)
+        self.variants = variants = variants_of(call, facts.mesh)
         paths = [array.path for array in facts.arguments]
         replaced = {**next_arguments(facts), **weights_of_gradients(facts)}
         named = Named(paths, [array.path for array in facts.results], facts.data, replaced)
@@ -74,12 +70,13 @@ class Step:
         given = {i: names for i, names in enumerate(labels) if names is not None}
         self._values = [group for group in groups if group.kind == 'value' and constraints]
         self.named = name_classes(variants, paths, facts.data, groups, given)
-        self._costs: dict[tuple[tuple[str, int], ...], Costs] = {}
-        self._near: tuple[Any, Score] | None = None
+        self._names = {
+            place: tuple((name,) * bool(name) for name in names)
+            for place, names in self.named.names.items()
+        }
         self._scores: dict[tuple[Candidate, tuple[Any, ...]], Score | None] = {}
         self._needed: dict[Candidate, tuple[Group, ...]] = {}
         self._often: list[Group] = []  # of other candidates, the latest last
-        self.n_scored = 0
         self.model = self._model(call)
 
     def _model(self, call: JittedCall) -> Model:
@@ -91,35 +88,19 @@ class Step:
         }
         arrays: list[Array] = []
         for i, array in enumerate(facts.arguments):
-            names = tuple((n,) * bool(n) for n in self.named.names[Place('argument', i)])
-            n_bytes = prod(array.shape) * array.dtype.itemsize
-            is_state = i in weights
-            arrays.append(
-                Array(array.shape, str(array.dtype), names, is_state, donated[i], n_bytes)
-            )
+            names, dtype = self._names[Place('argument', i)], array.dtype
+            n_bytes = prod(array.shape) * dtype.itemsize
+            arrays.append(Array(array.shape, str(dtype), names, i in weights, donated[i], n_bytes))
         each = {tuple(n for n in names if n) for names in self.named.names.values()}
         return Model(
             name=facts.stages.name,
             axis_sizes=self.named.sizes,
             array_names=tuple(sorted(each)),
             arrays=tuple(arrays),
-            results=(),
-            costly_ops=(),
-            live_sets=(),
-            metadata_names=(),
             asked=tuple(asked_texts(facts.stages.jaxpr, facts.devices[0].device_kind)),
         )
 
     # --- scores -----------------------------------------------------------------------------------
-
-    @property
-    def mesh_axes(self) -> tuple[tuple[str, int], ...] | None:
-        """The axes of the mesh that candidates keep, or None if they may have any."""
-        return tuple(self.facts.mesh.shape.items()) if self._is_kept else None  # type: ignore[reportOptionalMemberAccess]
-
-    @property
-    def n_operations(self) -> int:
-        return len(self._variants.outline.steps)
 
     def score(self, candidate: Candidate, held: Sequence[Group] | None = None) -> Score | None:
         """The score of a candidate, or None if Shardy cannot propagate it.
@@ -130,65 +111,35 @@ class Step:
         groups = self._values if held is None else held
         key = candidate, tuple(sorted(str(group.key) for group in groups))
         if key not in self._scores:
-            costs = self._on(candidate)
-            try:
-                shardings = self._variants.propagate(self._changes(candidate, groups))
-            except NotPropagated:
-                self._scores[key] = None
-            else:
-                near = self._near
-                score = costs.score(shardings, near[1] if near and near[0] is costs else None)
-                self._near, self._scores[key] = (costs, score), score
-            self.n_scored += 1
+            self._scores[key] = self.propagated(candidate, self._changes(candidate, groups))
         return self._scores[key]
 
     def seconds(self, candidate: Candidate, held: Sequence[Group] | None = None) -> float:
         score = self.score(candidate, held)
         return inf if score is None else score.seconds
 
-    def _on(self, candidate: Candidate) -> Costs:
-        """Puts the step on the mesh of a candidate."""
-        if candidate.mesh not in self._costs:
-            mesh, facts, trials = self.mesh_of(candidate), self.facts, self.trials
-            network = Network([*mesh.devices.flat], trials.chip)
-            share = trials.chip.share(facts.devices[0])
-            self._costs[candidate.mesh] = Costs(
-                self._variants.outline,
-                MeshNetwork(dict(candidate.mesh), network),
-                trials.chip,
-                share,
-            )
-        if tuple(self._variants.outline.mesh.items()) != candidate.mesh:
-            self._variants.move_to(dict(candidate.mesh))
-        return self._costs[candidate.mesh]
-
-    def mesh_of(self, candidate: Candidate) -> Mesh:
-        mesh = self.facts.mesh
-        assert isinstance(mesh, Mesh)
-        return mesh if self._is_kept else candidate.mesh_of(mesh)
-
     # --- changes ----------------------------------------------------------------------------------
 
     def _changes(self, candidate: Candidate, held: Iterable[Group]) -> dict[Place, Axes | None]:
         axes, sizes = dict(candidate.axes), dict(candidate.mesh)
         changes: dict[Place, Axes | None] = {}
-        for place, names in self.named.names.items():
+        for place, names in self._names.items():
             if place.kind == 'argument':
-                names = ('',) * len(names) if self._is_key(place.index) else names
-                changes[place] = _placed(names, self._variants.shape(place), axes, sizes)
+                names = ((),) * len(names) if self._is_key(place.index) else names
+                changes[place] = placed(names, self.variants.shape(place), axes, sizes)
         for group in held:
             for place in group.sites:
-                if place in self.named.names:
-                    shape = self._variants.shape(place)
-                    placed = _placed(self.named.names[place], shape, axes, sizes)
-                    if any(placed):
-                        changes[place] = placed
+                if place in self._names:
+                    shape = self.variants.shape(place)
+                    new = placed(self._names[place], shape, axes, sizes)
+                    if any(new):
+                        changes[place] = new
         return changes
 
     def edits(self, candidate: Candidate) -> tuple[Edit, ...]:
         """What makes the step a candidate: arguments placed, and as few constraints as needed."""
         changes, mesh = self._changes(candidate, self.needed(candidate)), self.mesh_of(candidate)
-        edits = edits_of(changes, self._variants, mesh)
+        edits = edits_of(changes, self.variants, mesh)
         return tuple(map(self._with_keys, edits))
 
     def _with_keys(self, edit: Edit) -> Edit:
@@ -215,13 +166,13 @@ class Step:
 
     def _find_needed(self, candidate: Candidate) -> tuple[Group, ...]:
         axes, sizes = dict(candidate.axes), dict(candidate.mesh)
-        names = self.named.names
+        names = self._names
 
-        def is_placed(group: Group) -> bool:
+        def isplaced(group: Group) -> bool:
             places = [p for p in group.sites if p in names]
-            return any(any(_placed(names[p], self._variants.shape(p), axes, sizes)) for p in places)
+            return any(any(placed(names[p], self.variants.shape(p), axes, sizes)) for p in places)
 
-        groups = [group for group in self._values if is_placed(group)]
+        groups = [group for group in self._values if isplaced(group)]
         goal = _ENOUGH * self.seconds(candidate, groups)
         held: list[Group] = []
         now = self.seconds(candidate, held)
@@ -254,21 +205,3 @@ class Step:
 
 def _is_data(names: Names) -> bool:
     return 'batch' in names
-
-
-def _placed(
-    names: Names,
-    shape: Sequence[int],
-    axes: Mapping[str, Collection[str]],
-    sizes: Mapping[str, int],
-) -> Axes:
-    """The mesh axes of each axis of an array: each once, and only where they divide its size."""
-    used = set[str]()
-    found: list[tuple[str, ...]] = []
-    for name, n in zip(names, shape, strict=True):
-        mine = tuple(a for a in axes.get(name, ()) if a not in used)
-        if gcd(n, prod(sizes[a] for a in mine)) != prod(sizes[a] for a in mine):
-            mine = ()
-        used.update(mine)
-        found.append(mine)
-    return tuple(found)

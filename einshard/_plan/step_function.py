@@ -36,9 +36,9 @@ from .._text import first_line
 from .._trees.axis_names import MetadataNames, fitting_names
 from .candidate import Candidate
 from .evaluate import Function
-from .model import metadata_of_traced
 from .source import mesh_call, suffix_rules
 from .step import Step
+from .tracing import metadata_of_traced
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,13 +19,10 @@ from jax.sharding import AbstractMesh, AxisType
 from .._arrays.constrain import constraints_of_trace
 from .._explain.lowered import Stages, trace_call
 from .._notation.expression import ELLIPSIS, Expression, Term
-from .._program.jaxpr.graph import mesh_axes_of
 from .._sharding.axis_rules import axis_rules
-from .._sharding.context import current_context, only_mesh_scope
-from .._sharding.leaf_spec import AnySpec, as_leaf_spec
-from .._sharding.resolve import resolve
+from .._sharding.context import only_mesh_scope
+from .._sharding.leaf_spec import as_leaf_spec
 from .._trees.axis_names import MetadataNames, fitting_names
-from .names import ArrayNames
 
 _trace_numbers = itertools.count()
 
@@ -60,36 +57,38 @@ def first_trace(
     return [as_leaf_spec(spec).expression for spec in specs if spec] + constraints, metadata_names
 
 
+@contextmanager
 def trace_with_names(
     fn: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     names: Sequence[str],
     mesh_axes: Sequence[str],
-) -> tuple[Stages, list[ArrayNames | None], list[ArrayNames | None]]:
-    """Returns the traced function, and the axis names of all arguments and results with specs."""
+) -> Generator[Stages]:
+    """Traces a function on a mesh that has an axis for each name, in a `with` block.
+
+    Shardings of arguments, results and constraints then consist of names.
+    """
     with _scope(names, mesh_axes):
-        stages, _ = _trace(fn, args, kwargs)
-        traced = stages.traced
-        assert traced is not None, 'only a jax.stages.Lowered has no trace'
-        return (
-            stages,
-            _names_of(stages.argument_specs(), jtu.tree_leaves(traced.args_info)),
-            _names_of(stages.result_specs(traced.out_info), jtu.tree_leaves(traced.out_info)),
-        )
+        yield _trace(fn, args, kwargs)[0]
 
 
-def _names_of(
-    specs: Sequence[AnySpec | None] | None, leaves: Sequence[Any]
-) -> list[ArrayNames | None]:
-    """Returns the axis names of each leaf, or None for a leaf without a spec."""
-    context = current_context()
+def metadata_of_traced(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    metadata_names: Sequence[MetadataNames | None],
+    args_info: Any,
+) -> Sequence[MetadataNames | None]:
+    """Returns the axis names in the metadata of each traced argument.
 
-    def names_of(spec: AnySpec, shape: tuple[int, ...]) -> ArrayNames:
-        return mesh_axes_of(resolve(spec, shape, context, traced=True).sharding.spec, len(shape))
-
-    pairs = zip(specs or [None] * len(leaves), leaves, strict=True)
-    return [None if spec is None else names_of(spec, tuple(leaf.shape)) for spec, leaf in pairs]
+    `nnx.jit` passes the arrays of a module in a list, without their metadata but in their order.
+    """
+    leaves = zip(jtu.tree_leaves((args, kwargs)), metadata_names, strict=True)
+    given = [(tuple(leaf.shape), names) for leaf, names in leaves if hasattr(leaf, 'shape')]
+    traced = fitting_names(args_info)
+    if [shape for shape, _ in given] != [leaf.shape for leaf in jtu.tree_leaves(args_info)]:
+        return traced
+    return [names or in_call for names, (_, in_call) in zip(traced, given, strict=True)]
 
 
 def _trace(

@@ -7,6 +7,7 @@ take to be read and written. Temporaries, and what the compiler fuses, are unkno
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from ..traced.outline import MOVE, PRODUCTS, Form, Outline, Step, Type, bytes_of
 from ..traced.program import Axes, Axis, Rule
 from .chips import Chip
 from .mesh_network import MeshNetwork
+from .temporaries import Temporaries
 
 # more ways to run an operation than 2 to this power are not tried
 _MAX_OPTIONS = 5
@@ -125,6 +127,24 @@ class Costs:
         # the same sum in any order
         seconds = fsum(chain(of_steps, of_values.values()))
         return Score(seconds, memory, shardings, ways, of_steps, of_values)
+
+    def peak(self, score: Score) -> int:
+        """The bytes of a device that a program needs: those of its score, and temporary ones.
+
+        A lower bound, as the compiler may keep more of them.
+        """
+        n_shards, n_bytes = self.network.n_shards, self._bytes
+        copies: dict[int, int] = {}
+        for s, way in enumerate(score.ways):
+            if way.moves and self.outline.steps[s].form.kind != MOVE:
+                operands = self.outline.steps[s].operands
+                copies[s] = sum(n_bytes[operands[i]] // n_shards(axes) for i, axes in way.moves)
+        axes = [sharding.axes for sharding in score.shardings]
+        return score.memory + self._temporaries.peak(axes, n_shards, copies)
+
+    @functools.cached_property
+    def _temporaries(self) -> Temporaries:
+        return Temporaries(self.outline)
 
     def _way_of(self, step: Step, axes: Sequence[Axes]) -> Way:
         form, operands, results, _, _ = step
