@@ -11,7 +11,7 @@ from placed import struct
 from planned import Sizes, experts_step, mlp_step, transformer_step
 from test_bounds import tpus
 
-from einshard import EinshardError, sharded
+from einshard import EinshardError, Rules, einshard, sharded
 
 # private: the candidates that the search leaves out
 from einshard._plan.candidate import Candidate
@@ -19,6 +19,7 @@ from einshard._plan.named_program import find_named
 from einshard._plan.space import AXES, Space, read_pins
 from einshard._plan.starts import Starts
 from einshard._program.cost.chips import as_chip
+from einshard._program.traced.variants import Variants
 
 V5E, V5P = as_chip('TPU v5e'), as_chip('TPU v5p')
 GIB = 2**30
@@ -131,6 +132,39 @@ def test_fsdp_and_tensor_parallelism():
 
 def test_experts():
     assert best(named(*experts_step())) == 'x=8: expert@x'
+
+
+def test_equal_layers_are_scored_once(monkeypatch):
+    """One of many unrolled layers stands for the others, in time and memory."""
+    rules = Rules([('up', 'embed mlp'), ('down', 'mlp embed')])
+
+    @sharded(rules, 'batch act', out=(rules, None), donate_argnums=0)
+    def step(layers, x):
+        def loss(layers):
+            y = x
+            for w in layers:
+                h = einshard(jax.nn.relu(y @ w['up']), 'batch mlp')
+                y = einshard(y + h @ w['down'], 'batch act')
+            return jnp.mean(y**2)
+
+        value, gradients = jax.value_and_grad(loss)(layers)
+        return jax.tree.map(lambda w, g: w - g, layers, gradients), value
+
+    weights = {'up': struct(64, 256), 'down': struct(256, 64)}
+    args = [weights] * 12, struct(512, 64)
+    folded = named(step, args)
+    monkeypatch.setattr(Variants, 'fold', lambda self, groups: 1)
+    whole = named(step, args)
+    assert folded.n_operations < whole.n_operations / 2
+    for axes in ({'batch': ('x',)}, {'batch': ('x',), 'embed': ('x',)}, {'mlp': ('x',)}):
+        candidate = Candidate(
+            (('x', 8),), tuple((name, axes.get(name, ())) for name in whole.model.sizes)
+        )
+        ours, theirs = (scores.score(candidate) for scores in (folded, whole))
+        assert ours.seconds == pytest.approx(theirs.seconds, rel=0.02)
+        assert ours.memory == theirs.memory
+        peaks = folded.peak(candidate, ours), whole.peak(candidate, theirs)
+        assert peaks[0] == pytest.approx(peaks[1], rel=0.15)
 
 
 # --- the space ------------------------------------------------------------------------------------

@@ -69,11 +69,15 @@ class NamedProgram(Scores):
             place, labels = Place('argument', j), in_metadata[i]
             if labels is not None and variants.given[place] is None and any(labels):
                 self._names[place] = labels
+        alike: dict[ArrayNames, list[Place]] = defaultdict(list)
+        for place, names_of_place in self._names.items():
+            alike[names_of_place].append(place)
+        variants.fold(alike.values())
         # of values that a constraint takes
         self._constrained = {
-            variants.outline.constrained[place.index]: names
-            for place, names in self._names.items()
-            if place.kind == 'constraint'
+            variants.outline.constrained[place.index]: names_of_place
+            for place, names_of_place in self._names.items()
+            if place.kind == 'constraint' and place.index in variants.outline.constrained
         }
         self._classes = classes = AxisClasses(variants.outline)
         self._class_names: dict[Dim, AxisNames] = {}

@@ -93,6 +93,9 @@ class Starts:
     def ranked(self) -> list[Point]:
         """The points, the best first; of those with the same costs, the one with fewest names."""
         merged = [point for point in self._keys if self._space.merged(point) == point]
+        if self._space.n_slices > 1 and self._space.mesh is None:
+            # slices compute the same only if they cannot divide the batch
+            merged = [point for point in merged if point[1][0]] or merged
         merged.sort(key=lambda point: (self._keys[point], sum(map(len, point[1]))))
         found: dict[object, Point] = {}
         for point in merged:

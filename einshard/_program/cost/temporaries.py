@@ -8,7 +8,7 @@ operands that are resharded for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ..traced.outline import MOVE, PRODUCTS, Outline, bytes_of
@@ -98,8 +98,28 @@ def _find_buffers(outline: Outline) -> list[_Buffer]:
                 if n_bytes > most:
                     largest, most = value, n_bytes
                 found[root] = _Buffer(start, at, largest, most)
+    if outline.n_standing > 1:
+        parts = _standing_parts(outline)
+        for root, (start, end, value, n_bytes) in found.items():
+            # what the backward pass of a layer needs, all equal layers keep
+            if any(start <= a.stop and end in b for a, b in pairwise(parts)):
+                found[root] = _Buffer(start, end, value, n_bytes * outline.n_standing)
     least = max((buffer.bytes for buffer in found.values()), default=0) // 1000
     return [buffer for buffer in found.values() if buffer.bytes > least]
+
+
+def _standing_parts(outline: Outline) -> list[range]:
+    """The steps of a layer that stands for others: forward, backward, and maybe more."""
+    parts = list[range]()
+    is_apart = True
+    for at, step in enumerate(outline.steps):
+        if step.op in outline.standing:
+            start = at if is_apart else parts.pop().start
+            parts.append(range(start, at + 1))
+            is_apart = False
+        elif step.form.kind in _WRITTEN:  # of another layer
+            is_apart = True
+    return parts
 
 
 class _Roots:

@@ -113,6 +113,8 @@ class Outline:
         aliases: {argument: the result that is in its memory}.
         unsharded: the sharding of each value without an attribute.
         carried: the arguments of the condition and the body of a loop, by its result.
+        standing, n_standing: the positions of operations of a layer that stands for others, and for
+            how many.
         constraints, constrained: the value that each constraint gives, and the one that it takes,
             by its position in the module, in program order.
     """
@@ -127,6 +129,8 @@ class Outline:
     constraints: dict[int, int] = field(default_factory=dict[int, int])
     constrained: dict[int, int] = field(default_factory=dict[int, int])
     carried: dict[int, list[int]] = field(default_factory=dict[int, 'list[int]'])
+    standing: frozenset[int] = frozenset()
+    n_standing: int = 1
     mesh_name: str = ''
     # by position, the attributes to read, and the values that each of their shardings is of
     slots: list[tuple[Slot, ...]] = field(default_factory=list['tuple[Slot, ...]'])

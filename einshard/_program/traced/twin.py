@@ -52,6 +52,7 @@ class Twin:
 
     def scale(self, outline: Outline) -> None:
         """Counts what the outline of this module computes as often as the whole program does."""
+        outline.standing, outline.n_standing = self.standing, self.count
         n = len(outline.ends)
         stands = Counter(self.folded.values())
         steps = [
