@@ -115,7 +115,10 @@ class Starts:
             return
         good = [sets for _, sets in self.ranked()[:_N_SPLIT] if len(sets) == 2]
         for (a, b), third in itertools.product(good, dict.fromkeys(itertools.chain(*each))):
-            self._evaluate((sizes, sets) for sets in ((a, b, third), (a, third, b), (third, a, b)))
+            ways = [(a, b, third), (a, third, b), (third, a, b)]
+            if self._space.n_slices > 1:  # a is across slices
+                ways.pop()
+            self._evaluate((sizes, sets) for sets in ways)
 
     def _simplified(self, point: Point) -> Point:
         """Drops classes that save nothing."""
