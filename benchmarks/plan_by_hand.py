@@ -23,7 +23,6 @@ import optax
 from jax import ShapeDtypeStruct as Shape
 
 from einshard import Rules, einshard, plan, shard_largest, sharded, topology
-from einshard._plan.candidate import Evaluation
 from einshard._plan.evaluate import Function, Partitioner
 from einshard._plan.named_program import find_named
 from einshard._plan.search import Search
@@ -168,10 +167,9 @@ def find_best(step, args, named, given):
     start = time.process_time()
     ranked = Starts(named, Space(named.model, DEVICES), chip.memory).find()
     print(f'  {named.n_scored} scores in {time.process_time() - start:.0f} s', flush=True)
-    estimates = [Evaluation(one, 'estimate') for one in ranked]
     with closing(Partitioner(Function(step, args, {}, mesh, chip))) as fast:
         limit = int(chip.memory)
-        search = Search(estimates, given, fast.evaluate_all, None, 'bound', limit, COMPILATIONS)
+        search = Search(ranked, given, fast.evaluate_all, None, 'bound', limit, COMPILATIONS)
         search.run()
     return search.ranking()
 

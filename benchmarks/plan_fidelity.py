@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from scipy.stats import spearmanr
 
 from einshard import Rules, einshard, sharded, topology
-from einshard._plan.candidate import Evaluation
 from einshard._plan.evaluate import Function, Partitioner
 from einshard._plan.named_program import find_named
 from einshard._plan.search import Search
@@ -214,8 +213,7 @@ def search(named, space, fast, slow):
     """Searches as `plan` does."""
     memory = int(named.chip.memory)
     found = Starts(named, space, memory).find()
-    estimates = [Evaluation(one, 'estimate') for one in found]
-    searched = Search(estimates, [], fast, slow, 'bound', memory, compilations=40)
+    searched = Search(found, [], fast, slow, 'bound', memory, compilations=40)
     searched.run()
     return searched
 

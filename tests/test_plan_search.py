@@ -49,10 +49,9 @@ def run(compilations=40, memory=lambda _: 1, **more):
             calls.append((source, candidate))
             yield evaluated(candidate, source, TRUE[candidate], memory(candidate))
 
-    estimates = [evaluated(candidate, 'estimate', estimated(candidate)) for candidate in ALL]
     search = Search(
         **{
-            'estimates': sorted(estimates, key=lambda estimate: estimate.cost('bound')),
+            'candidates': sorted(ALL, key=estimated),
             'user_candidates': [],
             'partitioner': functools.partial(compile_all, 'partitioner'),
             'compiler': functools.partial(compile_all, 'compiler'),

@@ -1,4 +1,4 @@
-"""Candidate: one way to shard a model; Evaluation: its costs, estimated or compiled."""
+"""Candidate: one way to shard a model; Evaluation: its compiled costs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Candidate:
 
 
 Objective: TypeAlias = Literal['bound', 'bytes', 'memory']
-CostSource: TypeAlias = Literal['estimate', 'partitioner', 'compiler']
+CostSource: TypeAlias = Literal['partitioner', 'compiler']
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +74,14 @@ class Evaluation:
     """The costs of a candidate.
 
     Attributes:
-        costs_from: 'estimate' (nothing was compiled), 'partitioner' (compiled for simulated CPU
-            devices) or 'compiler' (compiled for the target).
+        costs_from: 'partitioner' (compiled for simulated CPU devices) or 'compiler' (compiled for
+            the target).
         bounds: lower bounds on the time of one run; empty if the chip is unknown.
         memory: bytes per device, or None if unknown.
         sent: bytes that a device sends in one run, keyed by mesh axes: {'x': 10, 'x,y': 20}.
         sent_by: the same bytes, keyed by the kind of collective and the role of its arrays:
             {('all-gather', 'weights'): 10}.
-        counts: the number of collectives of each kind, for `collectives=` of `sharded`; empty for
-            an estimate.
+        counts: the number of collectives of each kind, for `collectives=` of `sharded`.
         error: why the candidate does not compile, or ''.
     """
 

@@ -46,7 +46,7 @@ def make_plan(search: Search, model: Model, function: Function) -> Plan:
         sizes=model.sizes,
         choices=tuple(choices),
         code=code,
-        n_candidates=len(search.estimates),
+        n_candidates=len(search.candidates),
         stopped=search.stopped,
         notes=tuple(_notes(choices, search, model, function)),
         warnings=tuple(_warnings(choices[0], search, model)),

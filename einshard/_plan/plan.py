@@ -70,14 +70,13 @@ def plan(
     `Rules`, and in constraints such as `einshard(x, 'batch seq act')`. `plan` finds these names by
     tracing, and reads those that Flax and Haliax keep with arrays. A candidate is a mesh shape with
     up to three axes (x, y, z), and the mesh axes over which each name is sharded. `plan` ranks
-    candidates by estimates, compiles the best ones with XLA's partitioner (for simulated CPU
-    devices, in another process), and compiles the best of these for the target. Nothing runs, and
-    arguments can be ShapeDtypeStructs.
+    candidates by the compiler's propagation, compiles the best ones with XLA's partitioner (for
+    simulated CPU devices, in another process), and compiles the best of these for the target.
+    Nothing runs, and arguments can be ShapeDtypeStructs.
 
     A function without names, such as a step of plain JAX, Flax or Equinox, gets names: axes that
     its operations link or contract are one, such as 'batch' or 'width'. Weights and activations
-    have names of their own ('width', 'activation_width'). Candidates are ranked by the compiler's
-    propagation. They place the arguments (`Plan.place`) and constrain as few values as needed
+    have names of their own ('width', 'activation_width'). Candidates place the arguments (`Plan.place`) and constrain as few values as needed
     (`Plan.patch`, `Plan.function`). The function as it is is one of the plans.
 
         >>> def double(w, x):
@@ -188,16 +187,15 @@ def _plan(
     is_late = time.monotonic() > end
     if not (is_late or any(axes for candidate in ranked for _, axes in candidate.axes)):
         raise _nothing_to_shard(model, devices)
-    estimates = [Evaluation(candidate, 'estimate') for candidate in ranked]
     if isinstance(function, StepFunction) and not pin:  # the step as it is does not count
         given = [function.as_it_is, *given]
         options = options._replace(compilations=options.compilations + 1)
-    return make_plan(_searched(function, estimates, given, options), model, function)
+    return make_plan(_searched(function, ranked, given, options), model, function)
 
 
 def _searched(
     function: Function,
-    estimates: Sequence[Evaluation],
+    candidates: Sequence[Candidate],
     user_candidates: Sequence[Candidate],
     options: _Options,
 ) -> Search:
@@ -205,7 +203,7 @@ def _searched(
     is_cpu = function.devices.devices.flat[0].platform == 'cpu'
     with closing(Partitioner(function)) as partitioner:
         search = Search(
-            estimates=estimates,
+            candidates=candidates,
             user_candidates=user_candidates,
             partitioner=partitioner.evaluate_all,
             compiler=None if is_cpu else function.evaluate_all,

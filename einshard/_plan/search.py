@@ -1,7 +1,7 @@
 """Search: chooses the candidates to compile, and ranks them.
 
 As in successive halving (Jamieson and Talwalkar, 2016), each round evaluates fewer candidates at a
-higher cost: an estimate ranks all of them, XLA's partitioner compiles tens of them, and the
+higher cost: scores rank all of them, XLA's partitioner compiles tens of them, and the
 target's compiler compiles a few.
 """
 
@@ -13,6 +13,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from .._text import format_seconds
 from .candidate import Candidate, Evaluation, Objective
 
 # compiles candidates one after another, and yields the evaluation of each
@@ -30,7 +31,7 @@ class Search:
     """A search over candidates, and its results so far.
 
     Attributes:
-        estimates: the estimates of the candidates to choose from, best first.
+        candidates: those to choose from, the best score first.
         user_candidates: the user's candidates, which are compiled first.
         partitioner: compiles with XLA's partitioner, for simulated CPU devices.
         compiler: compiles for the target, or None if the target is CPUs.
@@ -43,7 +44,7 @@ class Search:
         stopped: why the search ended early, or ''.
     """
 
-    estimates: Sequence[Evaluation]
+    candidates: Sequence[Candidate]
     user_candidates: Sequence[Candidate]
     partitioner: EvaluateAll
     compiler: EvaluateAll | None
@@ -85,8 +86,10 @@ class Search:
 
     def progress_text(self) -> str:
         text = f'plan: compiled {len(self.evaluated)} of {self.compilations} candidates'
-        n_for_target = self._n_for_target()
-        return f'{text}, {n_for_target} for the target' if n_for_target else text
+        if n := self._n_for_target():
+            text += f', {n} of {self.target_compilations} for the target'
+        best = next((one for one in self.ranking() if one.bounds), None)
+        return f'{text}; best: {format_seconds(best.seconds[1])}' if best else text
 
     def _sort_key(self, evaluation: Evaluation) -> tuple[object, ...]:
         """Returns a key that sorts plans that fit by cost, and then the others by memory."""
@@ -102,14 +105,14 @@ class Search:
     # --- the partitioner -------------------------------------------------------------------------
 
     def _explore(self) -> None:
-        """Compiles the user's candidates, then the best by estimate, then others in batches."""
-        by_estimate = _mix_shapes(self.estimates, max(1, self.compilations // 2))
-        first = list(dict.fromkeys([*self.user_candidates, *by_estimate]))
+        """Compiles the user's candidates, then the best by score, then others in batches."""
+        by_score = _mix_shapes(self.candidates, max(1, self.compilations // 2))
+        first = list(dict.fromkeys([*self.user_candidates, *by_score]))
         self._compile(self.partitioner, first[: self.compilations])
         while not self.stopped and (left := self.compilations - len(self.evaluated)) > 0:
-            # up to half of a batch are neighbors of the best candidate, the others by estimate
+            # up to half of a batch are neighbors of the best candidate, the others by score
             n = min(left, max(2, self.compilations // 8))
-            new = [one.candidate for one in self.estimates if one.candidate not in self.evaluated]
+            new = [one for one in self.candidates if one not in self.evaluated]
             best = self.ranking()[0].candidate
             neighbors = [candidate for candidate in new if is_neighbor(best, candidate)]
             batch = list(dict.fromkeys([*neighbors[: (n + 1) // 2], *new]))[:n]
@@ -196,15 +199,15 @@ def is_neighbor(one: Candidate, other: Candidate) -> bool:
     return same_mesh_axes and not changed
 
 
-def _mix_shapes(estimates: Sequence[Evaluation], n: int) -> list[Candidate]:
+def _mix_shapes(ranked: Sequence[Candidate], n: int) -> list[Candidate]:
     """Chooses n candidates, alternating between the best of all and the best of each mesh shape."""
     by_shape: dict[object, list[Candidate]] = {}
-    for one in estimates:
-        by_shape.setdefault(one.candidate.mesh, []).append(one.candidate)
-    overall = iter([one.candidate for one in estimates])
+    for candidate in ranked:
+        by_shape.setdefault(candidate.mesh, []).append(candidate)
+    overall = iter(ranked)
     shapes = [iter(candidates) for candidates in by_shape.values()]
     chosen: dict[Candidate, None] = {}
-    while len(chosen) < min(n, len(estimates)):
+    while len(chosen) < min(n, len(ranked)):
         for source in [overall, *shapes]:
             with suppress(StopIteration):
                 chosen.setdefault(next(source))
