@@ -62,6 +62,47 @@ def name_classes(
     """
     outline = variants.outline
     classes = AxisClasses(outline)
+    known = _link(classes, variants, data, groups, labels)
+    arguments = {
+        Place('argument', i): [
+            classes.of((value, d)) for d in range(len(outline.types[value].shape))
+        ]
+        for i, value in enumerate(outline.arguments)
+    }
+    data = data or _data(variants, paths, classes)
+    # what is kept for a batch, such as a cache, is no weight
+    batches = {arguments[p][0] for p in arguments if p.index in data and arguments[p]}
+    given = {p: x for p, x in arguments.items() if p.index in data or not batches.isdisjoint(x)}
+    weights = {p: x for p, x in arguments.items() if p not in given}
+    names = _names(weights, given, paths, known, batches)
+    in_weights = {c for dims in weights.values() for c in dims}
+    values = {
+        p: [classes.of((variants.value(p), d)) for d in range(len(variants.shape(p)))]
+        for p, site in variants.sites.items()
+        if site is not None and site[0][0] == 'value'
+    }
+    named: dict[Place, Names] = {}
+    for place, dims in (given | weights | values).items():
+        prefix = '' if place in weights else ACTIVATION
+        # of two axes of a class, as of a square matrix, the first is sharded
+        named[place] = tuple(
+            (prefix if c in in_weights else '') + names[c]
+            if c in names and c not in dims[:d]
+            else ''
+            for d, c in enumerate(dims)
+        )
+    return _described(named, variants, paths)
+
+
+def _link(
+    classes: AxisClasses,
+    variants: Variants,
+    data: Collection[int],
+    groups: Sequence[Group],
+    labels: Mapping[int, MetadataNames],
+) -> dict[Dim, str]:
+    """Links what layers, labels and loops have in common. Returns names that are known so far."""
+    outline = variants.outline
     for group in groups:
         sites = [s for s in group.sites if s.kind == 'argument']
         if group.kind == 'argument' and sites and sites[0].index not in data:
@@ -76,46 +117,23 @@ def name_classes(
                 dim = outline.arguments[i], d
                 classes.link(labelled.setdefault(names[0], dim), dim)
     layers = _link_layers(classes, outline)
-    arguments = {
-        Place('argument', i): [
-            classes.of((value, d)) for d in range(len(outline.types[value].shape))
-        ]
-        for i, value in enumerate(outline.arguments)
-    }
-    data = data or _data(variants, paths, classes)
-    # what is kept for a batch, such as a cache, is no weight
-    batches = {arguments[p][0] for p in arguments if p.index in data and arguments[p]}
-    given = {p: x for p, x in arguments.items() if p.index in data or not batches.isdisjoint(x)}
-    weights = {p: x for p, x in arguments.items() if p not in given}
     known = {classes.of(dim): name for name, dim in labelled.items()}
-    known |= {c: 'layers' for dim in layers if (c := classes.of(dim)) not in known}
-    names = _names(weights, given, paths, known, batches)
-    in_weights = {c for dims in weights.values() for c in dims}
-    values = {
-        p: [classes.of((variants.value(p), d)) for d in range(len(variants.shape(p)))]
-        for p, site in variants.sites.items()
-        if site is not None and site[0][0] == 'value'
-    }
-    named: dict[Place, Names] = {}
-    for place, dims in (weights | given | values).items():
-        prefix = '' if place in weights else ACTIVATION
-        # of two axes of a class, as of a square matrix, the first is sharded
-        named[place] = tuple(
-            (prefix if c in in_weights else '') + names[c]
-            if c in names and c not in dims[:d]
-            else ''
-            for d, c in enumerate(dims)
-        )
+    return {**dict.fromkeys(map(classes.of, layers), 'layers'), **known}
+
+
+def _described(
+    named: Mapping[Place, Names], variants: Variants, paths: Sequence[str]
+) -> NamedClasses:
+    """Finds the sizes of each name, and an example."""
     sizes: dict[str, set[int]] = defaultdict(set)
     examples: dict[str, str] = {}
     for place, each in named.items():
         for d, (name, size) in enumerate(zip(each, variants.shape(place), strict=True)):
             if name and size > 1:
                 sizes[name].add(size)
-                if place in arguments:
+                if place.kind == 'argument':
                     examples.setdefault(name, f'axis {d} of {paths[place.index]}')
-    order = [*dict.fromkeys(n for p in (*given, *weights, *values) for n in named[p] if n in sizes)]
-    return NamedClasses(named, {name: sorted(sizes[name]) for name in order}, examples)
+    return NamedClasses(named, {name: sorted(each) for name, each in sizes.items()}, examples)
 
 
 def _data(variants: Variants, paths: Sequence[str], classes: AxisClasses) -> Collection[int]:

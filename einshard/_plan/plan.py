@@ -20,7 +20,7 @@ from .._sharding.axis_rules import AxisPlacement, check_option
 from .._sharding.context import current_context, mesh_scope
 from .._sharding.mesh import MeshLike, is_canonical_mesh, mesh_fact
 from .._text import name_of
-from .candidate import Candidate, Evaluation, Objective
+from .candidate import Candidate, Objective
 from .evaluate import Function, Partitioner, as_sharded, copy_sharded, has_rules
 from .make_plan import make_plan
 from .model import Model
@@ -76,8 +76,9 @@ def plan(
 
     A function without names, such as a step of plain JAX, Flax or Equinox, gets names: axes that
     its operations link or contract are one, such as 'batch' or 'width'. Weights and activations
-    have names of their own ('width', 'activation_width'). Candidates place the arguments (`Plan.place`) and constrain as few values as needed
-    (`Plan.patch`, `Plan.function`). The function as it is is one of the plans.
+    have names of their own ('width', 'activation_width'). Candidates place the arguments
+    (`Plan.place`), and constrain as few values as needed (`Plan.patch`, `Plan.function`). The
+    function as it is is one of the plans.
 
         >>> def double(w, x):
         ...     return 2 * jax.nn.relu(x @ w)
