@@ -15,7 +15,7 @@ from ..._program.hlo.slices import Gather, find_gather
 from ..._program.hlo.sources import is_user_file
 from ..._program.traced.conflicts import Conflicts
 from ..._program.traced.program import Value
-from ..._sharding.collective_axes import axes_text, mesh_axes_between, pairs_of_groups
+from ..._sharding.collective_axes import axes_text
 from ..._sharding.mesh import is_canonical_mesh
 from ..arrays import ProgramArray
 from ..lowered import Stages
@@ -59,9 +59,6 @@ class Facts(Reading):
         """The collectives that no finding so far accounts for."""
         explained = self.explained
         return [c for c in self.collectives if c.name not in explained]
-
-    def has_found(self, *kinds: str) -> bool:
-        return any(finding.kind in kinds for finding in self.found)
 
     @property
     def platform(self) -> str:
@@ -212,13 +209,6 @@ class Facts(Reading):
         info = getattr(getattr(self.stages.jaxpr, 'debug_info', None), 'func_src_info', None)
         match = re.search(r' at (.+):(\d+)$', info or '')
         return f'{match[1]}:{match[2]}' if match and is_user_file(match[1]) else None
-
-    def partly_along(self, collective: Collective) -> frozenset[str]:
-        """The mesh axes that the groups of a collective span in full or in part."""
-        groups = collective.device_groups
-        if not groups or self.mesh is None:
-            return frozenset()
-        return frozenset(mesh_axes_between(pairs_of_groups(groups), self.mesh))
 
     @property
     def free_memory(self) -> float:

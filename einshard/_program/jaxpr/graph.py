@@ -10,7 +10,6 @@ from typing import Any
 
 from jax.sharding import AxisType
 
-from ..._sharding.mesh import UNCONSTRAINED, spec_axes
 from .names import AxisNames, names_in
 from .op_sharding_rule import OpShardingRule, Shape, op_sharding_rule
 from .spans import Frames, Span, with_callers
@@ -23,13 +22,11 @@ class Value:
     A value in a loop body represents the arrays of all iterations.
 
     Attributes:
-        spec: the mesh axes of each array axis if a sharding constraint returns the value.
         sharding: the sharding in the type, which has only Explicit mesh axes. None if unknown.
     """
 
     shape: Shape
     dtype: Any
-    spec: tuple[tuple[str, ...], ...] | None = None
     sharding: Any = None
 
     @property
@@ -93,15 +90,11 @@ class Op:
     """An operation in a program.
 
     Attributes:
-        primitive: the name of a JAX primitive, or one of five others. 'carry', 'scan_input' and
+        primitive: the name of a JAX primitive, or one of four others. 'carry', 'scan_input' and
             'scan_output' pass values between a loop and its body, and 'carry' also passes the
-            results of the branches of a `cond`. 'scan_axis' links the scanned axis of an input of
-            a scan to that of an output. 'shards' passes values into and out of a `shard_map`.
+            results of the branches of a `cond`. 'shards' passes values into and out of a
+            `shard_map`.
         ins, outs: the indices of operands and results in `Program.values`; None for a scalar.
-        executions: the product of the trip counts of the loops around the operation. A while loop
-            counts as one iteration, because its trip count is unknown.
-        loop: the id of the innermost loop around the operation, or 0 if it is in no loop.
-        scan: for a 'scan_input' or 'scan_output', the id of its scan. For others, 0.
         eqn: the equation; for an operation that passes values, that of the loop or call.
         site: where the equation is.
     """
@@ -110,9 +103,6 @@ class Op:
     ins: tuple[int | None, ...]
     outs: tuple[int | None, ...]
     rule: OpShardingRule
-    executions: int = 1
-    loop: int = 0
-    scan: int = 0
     eqn: Any = None
     site: Site = Site()
 
@@ -147,13 +137,11 @@ class Program:
 
     Attributes:
         values: all arrays. Operations refer to them by index.
-        parent_loops: for each loop id, the id of the loop around it, or 0 if there is none.
         scans: inner ones first.
         arguments, results: indices into `values`; None for a scalar.
     """
 
     values: list[Value] = field(default_factory=list[Value])
-    parent_loops: list[int] = field(default_factory=lambda: [0])
     scans: list[Scan] = field(default_factory=list[Scan])
     ops: list[Op] = field(default_factory=list[Op])
     arguments: list[int | None] = field(default_factory=list[int | None])
@@ -173,7 +161,7 @@ def flatten(closed: Any, keep_unused: bool = False) -> Program:
 
 
 class _Flattener:
-    """Appends operations to one program, each with the current `executions`, `loop` and equation.
+    """Appends operations to one program, each with the current equation.
 
     Attributes:
         site: where the current jaxpr is called, and then where its current equation `eqn` is.
@@ -181,9 +169,6 @@ class _Flattener:
 
     def __init__(self) -> None:
         self.program = Program()
-        self.executions = 1
-        self.loop = 0
-        self.n_loops = 0
         self.eqn: Any = None
         self.site = Site()
         self.frames = Frames()
@@ -250,30 +235,20 @@ class _Flattener:
         if (body := called_jaxpr(eqn)) is not None:
             return self.call(body, ins[len(ins) - len(body.invars) :])
         outs = self.new_values(eqn.outvars)
-        if name == 'sharding_constraint':
-            self.constrain(outs[0], params['sharding'])
         in_shapes, out_shapes = list(map(self.shape, ins)), list(map(self.shape, outs))
         rule = op_sharding_rule(name, params, in_shapes, out_shapes)
         self.append(Op(name, tuple(ins), tuple(outs), rule))
         return outs
 
-    def constrain(self, value: int | None, sharding: Any) -> None:
-        spec = getattr(sharding, 'spec', None)
-        if value is not None and spec is not None:
-            self.program.values[value].spec = mesh_axes_of(spec, len(self.shape(value)))
-
     def append(self, op: Op) -> None:
-        op.executions, op.loop, op.eqn, op.site = self.executions, self.loop, self.eqn, self.site
+        op.eqn, op.site = self.eqn, self.site
         self.program.ops.append(op)
 
-    def connect(
-        self, name: str, old: int | None, new: int | None, skip: tuple[int, int], scan: int = 0
-    ) -> None:
+    def connect(self, name: str, old: int | None, new: int | None, skip: tuple[int, int]) -> None:
         """Adds an operation that turns the value `old` into the value `new`, and links their axes.
 
         Args:
             skip: the number of leading axes of `old` and of `new` that are not linked.
-            scan: the id of the scan for a 'scan_input' or 'scan_output'.
         """
         if old is None or new is None:
             return
@@ -281,7 +256,7 @@ class _Flattener:
         links = tuple((0, d + skip[0], 0, d + skip[1]) for d in range(n))
         # every device runs all iterations, so the scanned axis must be unsharded
         unsharded = ((0, 0),) if name == 'scan_input' else ()
-        self.append(Op(name, (old,), (new,), OpShardingRule(links, unsharded=unsharded), scan=scan))
+        self.append(Op(name, (old,), (new,), OpShardingRule(links, unsharded=unsharded)))
 
     def carry(self, values: Sequence[int | None], targets: Sequence[int | None]) -> None:
         """Passes values into a loop, to its next iteration, or out of a loop or branch."""
@@ -299,22 +274,16 @@ class _Flattener:
         n_unscanned = sum(map(_has_same_ndim, body.invars, eqn.invars))
         n_consts = n_unscanned - n_carry
         outs = self.new_values(eqn.outvars)
-        loop = self.n_loops + 1  # the id that `read_loop` gives the loop
         inner = self.new_values(body.invars)
         inner[:n_consts] = ins[:n_consts]
         self.carry(ins[n_consts:n_unscanned], inner[n_consts:n_unscanned])
         for old, new in zip(ins[n_unscanned:], inner[n_unscanned:], strict=True):
-            self.connect('scan_input', old, new, (1, 0), loop)
-        results = self.read_loop(body, inner, length)
+            self.connect('scan_input', old, new, (1, 0))
+        results = self.call(body, inner, length)
         self.carry(results[:n_carry], inner[n_consts:n_unscanned])
         self.carry(results[:n_carry], outs[:n_carry])
         for old, new in zip(results[n_carry:], outs[n_carry:], strict=True):
-            self.connect('scan_output', old, new, (0, 1), loop)
-        # the first axis of all scanned inputs and stacked outputs counts the iterations
-        scanned = next((value for value in ins[n_unscanned:] if value is not None), None)
-        for new in outs[n_carry:]:
-            if scanned is not None and new is not None:
-                self.append(Op('scan_axis', (scanned,), (new,), OpShardingRule(((0, 0, 0, 0),))))
+            self.connect('scan_output', old, new, (0, 1))
         xs = tuple(value for value in ins[n_unscanned:] if value is not None)
         sums = tuple(results[i] for i in _indices_of_sums(body, n_consts, n_carry))
         self.program.scans.append(Scan(eqn, self.site, xs, sums))
@@ -328,7 +297,7 @@ class _Flattener:
         inner = self.new_values(body.invars[n_body:])
         outs = self.new_values(eqn.outvars)
         self.carry(carry, inner)
-        results = self.read_loop(body, [*consts, *inner], None)
+        results = self.call(body, [*consts, *inner], None)
         self.carry(results, inner)
         self.carry(results, outs)
         return outs
@@ -357,21 +326,6 @@ class _Flattener:
         for old, new in zip(results, outs, strict=True):
             self.connect('shards', old, new, (0, 0))
         return outs
-
-    def read_loop(
-        self, jaxpr: Any, arguments: Sequence[int | None], length: int | None
-    ) -> list[int | None]:
-        """Adds the operations of a loop body that runs `length` times, and returns its results.
-
-        A `length` of None is unknown, and counts as 1 in `executions`.
-        """
-        outside = self.executions, self.loop
-        self.n_loops += 1
-        self.program.parent_loops.append(self.loop)
-        self.executions, self.loop = self.executions * (length or 1), self.n_loops
-        results = self.call(jaxpr, arguments, length)
-        self.executions, self.loop = outside
-        return results
 
 
 def called_jaxpr(eqn: Any) -> Any:
@@ -424,13 +378,6 @@ def _has_same_ndim(one: Any, other: Any) -> bool:
     return len(getattr(one.aval, 'shape', ())) == len(getattr(other.aval, 'shape', ()))
 
 
-def mesh_axes_of(spec: Any, ndim: int) -> tuple[tuple[str, ...], ...]:
-    """Returns the mesh axes over which a PartitionSpec shards each axis of an array."""
-    entries = [() if entry == UNCONSTRAINED else entry for entry in spec_axes(spec)]
-    entries += [()] * (ndim - len(entries))
-    return tuple(tuple(map(str, entry)) for entry in entries)
-
-
 def _used_ops(program: Program) -> list[Op]:
     used: set[int | None] = {value for value in program.results if value is not None}
     kept: set[int] = set()
@@ -441,6 +388,5 @@ def _used_ops(program: Program) -> list[Op]:
         for i, op in reversed([*enumerate(program.ops)]):
             if i not in kept and any(value in used for value in op.outs):
                 kept.add(i)
-                if op.primitive != 'scan_axis':  # 'scan_axis' links axes, but uses no value
-                    used.update(op.arrays_in)
+                used.update(op.arrays_in)
     return [op for i, op in enumerate(program.ops) if i in kept]
