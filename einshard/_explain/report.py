@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from .._display import Display, as_json
@@ -103,7 +105,7 @@ class Report(Display):
         """Estimates what a device does when in a step, and which communication nothing hides.
 
         The optimized program of GPUs and TPUs is scheduled, and says what may run at the same time.
-        `print(report.timeline)` has a bar for each source line; `report.timeline.save('step.svg')`
+        `print(report.timeline)` has a bar for each source line; `report.save('step.svg')`
         draws it. It is computed when it is first asked for, in tenths of a second. From then on,
         the report's page and `to_dict` have it, too.
 
@@ -220,6 +222,11 @@ class Report(Display):
             # only if it was asked for
             'timeline': as_json(self.__dict__.get('timeline')),
         }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a file: '.html' for a web page, '.svg' for a picture of the timeline, or text."""
+        is_picture = Path(path).suffix.lower() == '.svg'
+        self.timeline.save(path) if is_picture else super().save(path)
 
     def _page(self) -> Page:
         unknown_loops = any(row.at_least for row in self.products) or any(
