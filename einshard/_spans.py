@@ -155,10 +155,12 @@ def _bar(spans: Sequence[Span], total: float, y: float, has_times: bool) -> Iter
 def _fitting(label: str, width: float) -> str:
     """Shortens a label, such as 'model.py:12 params/w', to fit into a box; '' if it cannot."""
     room = int((width - 6) / _CHARACTER)
+    texts = [label]
     source, _, rest = label.partition(' ')
-    line = source[source.rfind(':') :] if ':' in source else label
-    shorter = f'{label[: room - 2]}..' if rest and room - 2 > len(source) + 2 else label
-    return next((text for text in (label, shorter, source, line) if len(text) <= room), '')
+    if ':' in source:
+        shorter = [f'{label[: room - 2]}..'] if rest and room > len(source) + 4 else []
+        texts += [*shorter, source, source[source.rfind(':') :]]
+    return next((text for text in texts if len(text) <= room), '')
 
 
 def _legend(kinds: Sequence[str], y: float) -> Iterator[str]:

@@ -574,6 +574,21 @@ def test_compiled_for_tpus(report):
     assert rows[0].along == 'data'
 
 
+def test_notes_are_ordered_by_exposed_time():
+    """Before them, by bytes alone: what nothing sends came first."""
+    pytest.importorskip('libtpu', reason='libtpu compiles for TPU, and is not installed')
+    mesh = topology('v5e:2x4', tensor=8)
+    table = jax.ShapeDtypeStruct((8192, 512), np.float32, sharding=NamedSharding(mesh, P('tensor')))
+    w = jax.ShapeDtypeStruct((8192, 2048), np.float32, sharding=NamedSharding(mesh, P()))
+    report = explain(jax.jit(lambda table, w: (jnp.sort(table, 0), jnp.cos(w))), table, w)
+    first, *_, last = report.notes
+    assert first.kind == 'gathered for an operation'
+    assert last.kind == 'replicated'
+    assert first.bytes < last.bytes
+    exposed = {row.name: row.exposed for row in report.timeline.rows}
+    assert sum(exposed[name] for name in first.explains) > 0.5 * report.timeline.totals.exposed
+
+
 def test_text_and_page(report, tmp_path):
     timeline = report.timeline
     text = str(timeline)

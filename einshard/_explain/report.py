@@ -27,7 +27,7 @@ from .diff import Diff, DiffInput, make_diff
 from .fold_layers import fold
 from .report_rows import ArrayRow, Finding
 from .temporaries import temporaries_section
-from .timeline import Timeline, estimate, timeline_sections
+from .timeline import Timeline, timeline_sections
 from .totals import compute_line, network_lines
 
 _MAX_ROWS = 40  # in a printed table
@@ -54,7 +54,8 @@ class Report(Display):
             declare their flops. All loop iterations count, or one if the trip count is unknown.
             None if the program has no flops.
         findings: likely mistakes and what to write instead. Mistakes that keep the program from
-            running come first. The others are sorted by bytes, most first.
+            running come first. The others are sorted by the time in which nothing hides what they
+            send, if that can be estimated, and then by bytes, most first.
         intermediates: one row per intermediate value with a source line. None unless requested by
             `intermediates=True`.
         temporaries: the largest intermediate arrays in the memory of a device.
@@ -113,7 +114,7 @@ class Report(Display):
             EinshardError: the program is compiled for CPUs; the chip is unknown; or the report was
                 loaded or copied before its timeline was asked for.
         """
-        return estimate(self._program())
+        return self._program().timeline
 
     def _program(self) -> Any:
         if self.reading is None:

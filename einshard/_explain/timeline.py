@@ -149,15 +149,11 @@ _SOURCE = {
 }
 
 
-def estimate(reading: Reading) -> Timeline:
-    """Estimates the timeline of a program.
-
-    Raises:
-        EinshardError: the program is compiled for CPUs, or the chip is unknown.
-    """
+def refusal(reading: Reading) -> EinshardError | None:
+    """Returns the error that says why a program has no timeline, or None if it has one."""
     chip = reading.chip
     if reading.is_simulated or reading.devices[0].platform == 'cpu':
-        raise EinshardError(
+        return EinshardError(
             'there is no timeline of a program that is compiled for CPUs: its schedule is not that '
             'of a GPU or a TPU',
             code='argument',
@@ -169,11 +165,25 @@ def estimate(reading: Reading) -> Timeline:
         )
     if chip is None or chip.efficiency is None:
         what = reading.devices[0].device_kind if chip is None else chip.name
-        raise EinshardError(
+        return EinshardError(
             f'there is no timeline for {what}: it is unknown what programs reach of its peak rates',
             code='argument',
             facts={'instead': 'chip=einshard.Chip(..., efficiency=einshard.Efficiency(...))'},
         )
+    return None
+
+
+def estimate(reading: Reading) -> Timeline:
+    """Estimates the timeline of a program.
+
+    Raises:
+        EinshardError: the program is compiled for CPUs, or the chip is unknown.
+    """
+    if (error := refusal(reading)) is not None:
+        raise error
+    chip = reading.chip
+    assert chip is not None
+    assert chip.efficiency is not None
     rows = reading.collectives
     of = [payload_text([row], True) for row in rows]
     labels = [f'{short_source(row.source)} {text}' for row, text in zip(rows, of, strict=True)]

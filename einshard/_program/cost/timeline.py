@@ -26,7 +26,7 @@ from ..hlo.graph import Graph, Node
 from ..hlo.integers import count_trips
 from ..hlo.op_bytes import op_bytes
 from ..hlo.opcodes import COLLECTIVES, FREE
-from ..hlo.text import Instruction
+from ..hlo.text import Instruction, LineErrors
 from .chips import Chip
 from .network import Network
 
@@ -137,10 +137,11 @@ class _Simulation:
             elif flops := flops_of(node):
                 dtype = node.inputs[0].array.dtype if node.inputs else ''
                 self.flops.setdefault(_unit(node).name, {})[node.name] = flops, dtype
+        is_async = '"AsyncCollective' in self.program.text
         self.phases = {  # of computations of fusions on TPU
             name: match[1]
-            for name, ops in self.program.computations.items()
-            for op in (ops if '"AsyncCollective' in self.program.text else ())
+            for name, ops in (self.program.computations if is_async else {}).items()
+            for op in ops
             if op.opcode == 'custom-call' and (match := _PHASE.search(op.attributes))
         }
         self.runs: dict[str, Run] = {}  # by computation: each is simulated once
@@ -154,7 +155,8 @@ class _Simulation:
             called = {callee for op in ops for callee in _called(op)}
             missing = called - self.runs.keys()
             if name not in self.runs and not missing:
-                self.runs[name] = self.simulate(name)
+                with LineErrors(self.program) as errors:
+                    self.runs[name] = self.simulate(name, errors)
             pending += missing
             if not missing:
                 pending.pop()
@@ -208,7 +210,7 @@ class _Simulation:
 
     # --- one computation ------------------------------------------------------------------------
 
-    def simulate(self, name: str) -> Run:
+    def simulate(self, name: str, errors: LineErrors) -> Run:
         ops = self.program.computations[name]
         types = {op.name: op.type for op in ops}
         run, now, copies = Run(), 0.0, 0.0
@@ -255,6 +257,7 @@ class _Simulation:
             )
 
         for op in ops:
+            errors.op = op
             opcode, row = op.opcode, self.row_of.get(op.name)
             started = [ends[n] for o in op.operands if (n := o.partition('#')[0]) in ends]
             # 1. what takes no time hands on what it waits for
