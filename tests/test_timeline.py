@@ -60,7 +60,7 @@ SUM = """%sum (a: f32[], b: f32[]) -> f32[] {
 
 def program(*lines, others=''):
     body = '\n'.join(f'  {line}' for line in lines)
-    head = 'HloModule jit_f, num_partitions=4'
+    head = 'HloModule jit_f, is_scheduled=true, num_partitions=4'
     start = 'ENTRY %main (x: bf16[4096,4096], w: bf16[1024,4096]) -> bf16[4096,4096] {'
     x = '  %x = bf16[4096,4096]{1,0} parameter(0)\n  %w = bf16[1024,4096]{1,0} parameter(1)'
     return f'{head}\n\n{SUM}\n{others}\n{start}\n{x}\n{body}\n}}\n'
@@ -365,7 +365,6 @@ def test_ragged_sends_unknown_bytes():
 
 def test_axes_of_a_torus_have_their_own_links():
     """Along two mesh axes, collectives run at the same time on TPUs, and in turn on GPUs."""
-    pytest.importorskip('libtpu', reason='libtpu compiles for TPU, and is not installed')
     first = START.replace('[1,4]<=[4]', '[2,2]<=[4]')
     second = START.replace('[1,4]<=[4]', '[2,2]<=[2,2]T(1,0)').replace('%w', '%w2')
     text = program(
@@ -376,14 +375,14 @@ def test_axes_of_a_torus_have_their_own_links():
         f'%h = {DONE}%t)',
         'ROOT %z = bf16[4096,4096]{1,0} add(%g, %h)',
     ).replace('bf16[4096,4096]{1,0}) all-gather-start', 'bf16[2048,4096]{1,0}) all-gather-start')
-    mesh = topology('v5e:2x2', x=2, y=2)
-    devices = list(mesh.devices.flat)
-    ends = {}
-    for chip in ('v5e', 'H100'):
-        reading = Reading(
-            program=Program(text), memory=None, devices=devices, meshes=[mesh], chip=as_chip(chip)
-        )
-        spans = [span for span in estimate(reading).spans if span.lane == 'network']
+    graph, ends = Graph(Program(text)), {}
+    rows = [
+        dataclasses.replace(row, along=axis)
+        for row, axis in zip(find_collectives(graph), 'xy', strict=True)
+    ]
+    for chip, devices in (('v5e', tpus(2, 2)), ('H100', GPUS)):
+        run = simulate(graph, rows, ['', ''], devices, as_chip(chip))
+        spans = [span for span in run.spans if span.lane == 'network']
         assert len(spans) == 2
         ends[chip] = [span.start for span in spans]
     assert ends['v5e'][0] == ends['v5e'][1]
@@ -638,9 +637,22 @@ def test_compiled_for_gpus():
 def test_programs_for_cpus_have_no_timeline():
     mesh = mesh_of(data=8)
     report = explain(layers, *arguments(mesh, 2), chip='H100')
-    with pytest.raises(EinshardError, match='compiled for CPUs') as caught:
+    with pytest.raises(EinshardError, match=r'compiled for CPUs.* not that of H100') as caught:
         _ = report.timeline
     assert "topology('h100:8')" in str(caught.value)
+
+
+def test_schedules_of_tpus_are_not_those_of_gpus(report):
+    reading = dataclasses.replace(report.reading, chip=H100)
+    with pytest.raises(EinshardError, match='for TPU v5 lite: its schedule is not that of H100'):
+        estimate(reading)
+    assert estimate(dataclasses.replace(reading, chip=as_chip('v6e'))).chip == 'TPU v6e'
+
+
+def test_texts_without_a_schedule():
+    text = program(product(root=True)).replace('is_scheduled=true, ', '')
+    with pytest.raises(EinshardError, match='has no schedule'):
+        timeline_of(text)
 
 
 # --- the picture ----------------------------------------------------------------------------------

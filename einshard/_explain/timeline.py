@@ -151,20 +151,26 @@ _SOURCE = {
 
 def refusal(reading: Reading) -> EinshardError | None:
     """Returns the error that says why a program has no timeline, or None if it has one."""
-    chip = reading.chip
-    if reading.is_simulated or reading.devices[0].platform == 'cpu':
+    chip, device = reading.chip, reading.devices[0]
+    platform = 'cpu' if reading.is_simulated else device.platform
+    is_others = chip is not None and platform != ('tpu' if chip.torus else 'gpu')
+    if platform == 'cpu' or is_others:
+        target = 'CPUs' if platform == 'cpu' else device.device_kind
         return EinshardError(
-            'there is no timeline of a program that is compiled for CPUs: its schedule is not that '
-            'of a GPU or a TPU',
+            f'there is no timeline of a program that is compiled for {target}: its schedule is not '
+            f'that of {chip.name if chip else "a GPU or a TPU"}',
             code='argument',
             facts={
-                'devices': f'{reading.n_devices} ({reading.devices[0].device_kind})',
                 'instead': "compile for devices you don't have: shardings or mesh= on "
                 "topology('h100:8') or topology('v5e:4x4')",
             },
         )
+    if 'is_scheduled=true' not in reading.program.head:
+        return EinshardError(
+            'there is no timeline of a program whose text has no schedule', code='argument'
+        )
     if chip is None or chip.efficiency is None:
-        what = reading.devices[0].device_kind if chip is None else chip.name
+        what = device.device_kind if chip is None else chip.name
         return EinshardError(
             f'there is no timeline for {what}: it is unknown what programs reach of its peak rates',
             code='argument',
@@ -177,7 +183,7 @@ def estimate(reading: Reading) -> Timeline:
     """Estimates the timeline of a program.
 
     Raises:
-        EinshardError: the program is compiled for CPUs, or the chip is unknown.
+        EinshardError: the program is compiled for CPUs, has no schedule, or the chip is unknown.
     """
     if (error := refusal(reading)) is not None:
         raise error
