@@ -78,11 +78,13 @@ def spans_svg(title: str, spans: Sequence[Span], seconds: float, has_times: bool
         has_times: whether to write times, or only shares.
     """
     panels: list[tuple[str, float, Sequence[Span]]] = [('the step', seconds, spans)]
-    for _, _, inside in panels:  # which grows
-        long = [s for s in inside if s.inner and s.seconds >= _MIN_LOOP * seconds]
+    runs = [1]  # how often each panel runs in the step
+    for n, (_, _, inside) in zip(runs, panels, strict=True):  # which grow
+        long = [s for s in inside if s.inner and n * s.seconds >= _MIN_LOOP * seconds]
         for loop in long[: _MAX_PANELS - len(panels)]:
             name = f'one of {loop.trips} iterations'
             panels.append((name, loop.seconds / loop.trips, loop.inner))
+            runs.append(n * loop.trips)
     y, parts = _FONT + 4.0, list[str]()
     parts.append(_text(0, y, title, 'font-weight="bold"'))
     for name, total, inside in panels:

@@ -88,6 +88,13 @@ def product(name='y', of='x', root=False):
     return f'{"ROOT " * root}{DOT.format(f"%{name}", f"%{of}")}'
 
 
+@pytest.mark.parametrize(('devices', 'name'), [(gpus_of(1, 1), 'H100'), (tpus(1, 1), 'v5e')])
+def test_one_device(devices, name):
+    text = program(product(root=True)).replace('num_partitions=4', 'num_partitions=1')
+    run, _ = run_of(text, devices, as_chip(name))
+    assert run.seconds == pytest.approx(2 * N**3 / as_chip(name).flops['bf16'] / 0.9, rel=0.25)
+
+
 def test_no_collectives():
     text = program(product(), 'ROOT %z = bf16[4096,4096]{1,0} add(%x, %y)')
     run, rows = run_of(text)
@@ -718,6 +725,16 @@ def test_long_loops_have_their_own_panel_and_short_ones_none():
     inside = (span(0, 0.05),)
     svg = spans_svg('title', (span(0, 0.05, inside), span(0.05, 0.95, inside)), 1.0)
     assert svg.count('one of 10 iterations') == 1
+
+
+def test_loops_in_loops_have_panels():
+    def loop(trips, seconds, inner):
+        return Span('compute', 0, seconds, 'loop', '', trips=trips, inner=inner)
+
+    layers = loop(50, 0.01, (Span('compute', 0, 0.0002, 'other'),))
+    svg = spans_svg('title', (loop(100, 1.0, (layers,)),), 1.0)
+    assert [svg.count(f'one of {n} iterations') for n in (100, 50)] == [1, 1]
+    assert 'one of 50 iterations: 200 us' in svg
 
 
 def test_many_spans_make_a_small_picture():
