@@ -24,7 +24,7 @@ from hlo import llama
 
 from einshard import topology
 from einshard._program.cost.chips import find_chip
-from einshard._program.cost.timeline import _Simulation
+from einshard._program.cost.timeline import Simulation
 from einshard._program.hlo.find_collectives import find_collectives
 from einshard._program.hlo.graph import Graph
 from einshard._program.hlo.text import Program
@@ -69,7 +69,7 @@ _KERNEL = 'attention_kernel'
 llama.attention = jax.named_scope(_KERNEL)(llama.attention)
 
 
-class WithKernel(_Simulation):
+class WithKernel(Simulation):
     """A simulation in which attention is one kernel."""
 
     def __init__(self, graph, devices, chip):

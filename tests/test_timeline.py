@@ -26,7 +26,7 @@ from einshard._explain.reading import Reading
 from einshard._explain.timeline import estimate
 from einshard._program.cost.chips import as_chip
 from einshard._program.cost.network import Network
-from einshard._program.cost.timeline import simulate
+from einshard._program.cost.timeline import Simulation
 from einshard._program.hlo.find_collectives import find_collectives
 from einshard._program.hlo.graph import Graph
 from einshard._program.hlo.op_bytes import op_bytes
@@ -42,7 +42,7 @@ def run_of(text, devices=GPUS, chip=H100):
     ids = [device.id for device in devices]
     graph = Graph(Program(text))
     rows = find_collectives(graph, ids)
-    return simulate(graph, rows, [row.name for row in rows], devices, chip), rows
+    return Simulation(graph, rows, [row.name for row in rows], devices, chip).run(), rows
 
 
 def timeline_of(text, devices=GPUS, chip=H100):
@@ -388,7 +388,7 @@ def test_axes_of_a_torus_have_their_own_links():
         for row, axis in zip(find_collectives(graph), 'xy', strict=True)
     ]
     for chip, devices in (('v5e', tpus(2, 2)), ('H100', GPUS)):
-        run = simulate(graph, rows, ['', ''], devices, as_chip(chip))
+        run = Simulation(graph, rows, ['', ''], devices, as_chip(chip)).run()
         spans = [span for span in run.spans if span.lane == 'network']
         assert len(spans) == 2
         ends[chip] = [span.start for span in spans]

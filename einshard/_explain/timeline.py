@@ -13,7 +13,7 @@ from .._display import Display
 from .._errors import EinshardError
 from .._page import Column, Page, Section
 from .._program.cost.chips import Efficiency
-from .._program.cost.timeline import Run, simulate
+from .._program.cost.timeline import Run, Simulation
 from .._program.hlo.collective import Collective
 from .._spans import Span, spans_svg
 from .._text import format_seconds, short_arrays, short_source
@@ -193,7 +193,7 @@ def estimate(reading: Reading) -> Timeline:
     rows = reading.collectives
     of = [payload_text([row], True) for row in rows]
     labels = [f'{short_source(row.source)} {text}' for row, text in zip(rows, of, strict=True)]
-    run = simulate(reading.graph, rows, labels, list(reading.devices), chip)
+    run = Simulation(reading.graph, rows, labels, list(reading.devices), chip).run()
     is_measured, is_known = bool(chip.efficiency.source), not run.unknown
     exposed, busy = run.total('exposed'), run.total('busy')
     hidden = 1 - exposed / busy if busy and is_known else None

@@ -73,24 +73,6 @@ class Run:
         self.uncertain |= inner.uncertain
 
 
-def simulate(
-    graph: Graph,
-    rows: Sequence[Collective],
-    labels: Sequence[str],
-    devices: Sequence[Any],
-    chip: Chip,
-) -> Run:
-    """Simulates one run of a program.
-
-    Args:
-        rows: the collectives of the program, with their nodes.
-        labels: names each in `Span.label`.
-        devices: the devices of the program, in its order.
-        chip: has an `efficiency`.
-    """
-    return _Simulation(graph, rows, labels, devices, chip).run()
-
-
 _FREE = FREE | {'add-dependency', 'domain', 'iota', 'opt-barrier', 'partition-id', 'replica-id'}
 _CONTROL = ('call', 'conditional', 'while')
 # custom calls of the compiler's own that only move or make arrays
@@ -102,7 +84,16 @@ _HOST_MEMORY = 'S(5)'
 _PHASE = re.compile('"AsyncCollective(Start|Done)"')
 
 
-class _Simulation:
+class Simulation:
+    """One run of a program.
+
+    Args:
+        rows: the collectives of the program, with their nodes.
+        labels: names each in `Span.label`.
+        devices: the devices of the program, in its order.
+        chip: has an `efficiency`.
+    """
+
     def __init__(
         self,
         graph: Graph,
@@ -144,10 +135,10 @@ class _Simulation:
             for op in ops
             if op.opcode == 'custom-call' and (match := _PHASE.search(op.attributes))
         }
-        self.runs: dict[str, Run] = {}  # by computation: each is simulated once
+        self.runs: dict[str, Run] = {}  # by computation
 
     def run(self) -> Run:
-        """Simulates computations after those that they call; calls may be nested deep."""
+        """Simulates each computation once, after those that it calls; calls may be nested deep."""
         pending = [self.program.entry]
         while pending:
             name = pending[-1]
@@ -271,7 +262,7 @@ class _Simulation:
             if opcode in _CONTROL:
                 inners = [self.runs[name] for name in _called(op)]
                 inner = max(inners, key=lambda inner: inner.seconds)
-                trips = self.trips.get(op.name, 1) if opcode == 'while' else 1
+                trips = self.trips.get(op.name) if opcode == 'while' else 1
                 if opcode == 'conditional' or trips is None:
                     line = self.line(op)
                     is_loop = opcode == 'while'
