@@ -173,7 +173,9 @@ LOOP = f"""%body (s: (s32[], bf16[], bf16[])) -> (s32[], bf16[], bf16[]) {{
 
 
 def loop(trips):
-    config = f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}' if trips else ''
+    config = (
+        f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}' if trips is not None else ''
+    )
     return program(
         '%zero = s32[] constant(0)',
         f'%in = {STATE} tuple(%zero, %x, %w)',
@@ -193,6 +195,14 @@ def test_a_loop_takes_as_long_as_its_iterations():
     (span,) = (span for span in many.spans if span.inner)
     assert (span.kind, span.trips, span.inner) == ('loop', 100, one.spans)
     assert span.waiting == pytest.approx(many.totals.exposed)
+
+
+def test_a_loop_that_never_runs():
+    timeline = timeline_of(loop(0))
+    assert timeline.totals.step == 0
+    assert [row.time for row in timeline.rows] == [0]
+    assert 'the step: 0 ns' in timeline.svg
+    assert str(timeline)
 
 
 # --- every instant counts once --------------------------------------------------------------------

@@ -196,7 +196,7 @@ def estimate(reading: Reading) -> Timeline:
     run = Simulation(reading.graph, rows, labels, list(reading.devices), chip).run()
     is_measured, is_known = bool(chip.efficiency.source), not run.unknown
     exposed, busy = run.total('exposed'), run.total('busy')
-    hidden = 1 - exposed / busy if busy and is_known else None
+    hidden = max(0.0, 1 - exposed / busy) if busy and is_known else None
     totals = TimelineTotals(hidden=hidden)
     if is_measured and is_known:
         parts = run.total('compute'), exposed, run.total('copy')
@@ -220,7 +220,7 @@ def _row(run: Run, i: int, row: Collective, of: str, is_measured: bool) -> Timel
     share = hidden = None
     if time is not None and exposed is not None:
         share = exposed / (run.total('exposed') or 1.0)
-        hidden = 1 - exposed / time if time else 0.0
+        hidden = max(0.0, 1 - exposed / time) if time else 0.0
     seconds = (time, exposed) if is_measured else (None, None)
     where = row.name, row.kind, row.arrays, row.along, row.source
     return TimelineRow(*where, of, *seconds, share, hidden)

@@ -213,10 +213,8 @@ class Simulation:
             """Queues a collective, and returns when it ends."""
             kind, queue = self.rows[row].kind, self.rows[row].along if self.chip.torus else ''
             if kind in ('custom-call', 'ragged-all-to-all') or not self.rows[row].device_groups:
-                what = 'a ragged all-to-all' if kind.startswith('ragged') else f'a {kind}'
-                run.unknown[f'{what} that sends unknown bytes{self.at(self.rows[row].source)}'] = (
-                    None
-                )
+                at = self.at(self.rows[row].source)
+                run.unknown[f'a {kind.replace("-", " ", 1)} that sends unknown bytes{at}'] = None
                 run.untimed.add(row)
             begin, seconds = max(now, queues.get(queue, 0.0)), self.collective_seconds(row)
             queues[queue] = begin + seconds
@@ -256,7 +254,9 @@ class Simulation:
                 if started and opcode != 'tuple':
                     ends[op.name] = max(started)
                 continue
-            callee = next(iter(op.callees.get('calls', ())), '') if '=' in op.attributes else ''
+            callee = (
+                next(iter(op.callees.get('calls', ())), '') if 'calls=' in op.attributes else ''
+            )
             phase = self.phases.get(callee, '') if opcode == 'fusion' else ''
             # 2. loops, branches and calls
             if opcode in _CONTROL:
@@ -278,7 +278,7 @@ class Simulation:
                     run.add(inner, 1)
                     for span in inner.spans:
                         run.emit(span._replace(start=now + span.start))
-                else:
+                elif trips:
                     run.add(inner, trips)
                     seconds, waiting = inner.seconds * trips, inner.total('exposed') * trips
                     if busy := min(seconds, inner.total('busy') * trips):
