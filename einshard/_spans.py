@@ -54,7 +54,7 @@ _OTHER_KIND = '#9fae8f'
 _NAMES = {
     'product': 'products',
     'other': 'other computing',
-    'wait': 'waiting for a collective',
+    'wait': 'waiting',
     'loop': 'a loop',
 }
 _LANES = ('compute', 'network', 'copy')

@@ -698,7 +698,7 @@ def test_boxes_are_where_spans_are():
     found = [(x, width, title) for x, width, _, title in boxes(svg)]
     assert found == [
         (0, 25, '1 s: products a.py:1'),
-        (25, 25, '1 s: waiting for a collective a.py:2 params/w'),
+        (25, 25, '1 s: waiting a.py:2 params/w'),
         (50, 50, '2 s: other computing a<b>.py:3'),
         (12.5, 37.5, '1.5 s: all-gather a.py:2 params/w'),
     ]

@@ -278,7 +278,7 @@ def timeline_sections(timeline: Timeline) -> list[Section]:
         if line.share
     )
     title = f'timeline on {timeline.chip} ({_SOURCE[timeline.source]})'
-    sections = [Section(title, lines=_summary(timeline), picture=timeline.svg)]
+    sections = [Section(title, lines=_summary(timeline), picture=timeline.svg, comes_first=True)]
     if lines:
         sections.append(Section('time by line', _LINE_COLUMNS, lines, max_rows=_MAX_LINES))
     alike: dict[object, list[TimelineRow]] = {}

@@ -148,7 +148,7 @@ GIB = 2**30
 _HOP = 1e-6
 # `efficiency`: the cycles that libtpu 0.0.52 estimates for products of 4096 and of 8192 rows are 97
 # and 88% of the peak on v5e, 96 and 90% on v5p, 87 and 70% on v6e; on v4 and TPU7x, unclear. The
-# parts of HBM and links are assumed; the estimate of a published step (16B, 256 v5e) is 8% low.
+# parts of HBM and links are assumed; the estimate of a published step (16B, 256 v5e) is 9% low.
 _CYCLES = "libtpu's estimated cycles of products"
 _ON_TPU = Efficiency(0.9, 0.85, 0.85, 0.85, 0.75, launch=3e-7, source=_CYCLES)
 _ON_V6E = replace(_ON_TPU, products=0.8)
