@@ -9,7 +9,7 @@ Functions: `sharded`, `Sharded`, `per_device`, `einsum`.
 Models: `Rules`, `shard_largest`, `for_optimizer`, `axis_rules`, `TRAINING_AXES`, `DECODING_AXES`.
 Meshes: `device_mesh`, `topology`.
 Inspect placements: `describe`, `show`.
-Inspect programs: `explain`, `Chip`, `assert_collectives`, `expect_collectives`.
+Inspect programs: `explain`, `Chip`, `Efficiency`, `assert_collectives`, `expect_collectives`.
 Check results: `check_same`.
 Predict collectives without compiling: `parallelism`.
 Find shardings: `plan`. Write shardings as plain JAX: `to_jax`.
@@ -46,6 +46,7 @@ __all__ = [
     'TRAINING_AXES',
     'Chip',
     'DifferentResults',
+    'Efficiency',
     'EinshardError',
     'MemoryExceeded',
     'Rules',
@@ -84,12 +85,13 @@ if typing.TYPE_CHECKING:
     from ._plan.plan import plan
     from ._predict.einsum import einsum
     from ._predict.parallelism import parallelism
-    from ._program.cost.chips import Chip
+    from ._program.cost.chips import Chip, Efficiency
 else:
     # imported on first use, because they load two thirds of the package
     _LAZY = {
         'Chip': '._program.cost.chips',
         'DifferentResults': '._check.check_same',
+        'Efficiency': '._program.cost.chips',
         'assert_collectives': '._explain.assert_collectives',
         'check_same': '._check.check_same',
         'einsum': '._predict.einsum',

@@ -40,6 +40,7 @@ class Section:
         omitted: text about the omitted rows, after '.. and 3 more', such as ': 3 MiB'.
         code: lines of source code above the table; they are not wrapped.
         comes_first: whether HTML, where tables are long, shows it before the other sections.
+        picture: an SVG, which only HTML shows, below the title.
     """
 
     title: str
@@ -51,6 +52,7 @@ class Section:
     omitted: str = ''
     code: tuple[str, ...] = ()
     comes_first: bool = False
+    picture: str = ''
 
     def shortened(self) -> Section:
         if self.max_rows is None or len(self.rows) <= self.max_rows:

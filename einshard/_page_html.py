@@ -91,7 +91,7 @@ def _div(text: str, style: str) -> str:
 
 
 def _section(section: Section, table_style: str) -> str:
-    parts = [_div(section.title, _SECTION)]
+    parts = [_div(section.title, _SECTION), section.picture]
     if section.code:
         code = html.escape('\n'.join(section.code))
         parts.append(f'<pre style="{_CODE}">{code}</pre>')

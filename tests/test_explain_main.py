@@ -360,6 +360,23 @@ def test_save(capsys, model, tmp_path):
     assert file.read_text('utf-8').startswith('<!DOCTYPE html>')
 
 
+def test_timeline(capsys, model, tmp_path):
+    pytest.importorskip('libtpu', reason='libtpu compiles for TPU, and is not installed')
+    command = (
+        f'explain {model}:layer --args f32[16,32] {model}:weights --topology v5e:2x2 --tries 0'
+    )
+    file = tmp_path / 'step.svg'
+    text = printed(capsys, f'{command} --timeline --save {file}')
+    assert 'estimate, not measured' in text
+    assert file.read_text('utf-8').startswith('<svg ')
+    data = json.loads(printed(capsys, f'{command} --timeline --json'))
+    assert data['timeline']['totals']['step'] > 0
+    assert json.loads(printed(capsys, f'{command} --json'))['timeline'] is None
+    assert 'timeline' not in printed(capsys, command)
+    text = refused(capsys, f'explain {model}:plain --args f32[2] --timeline')
+    assert text.startswith('there is no timeline of a program that is compiled for CPUs')
+
+
 @pytest.mark.parametrize(
     ('name', 'words'), [('', 'is a directory'), ('no/r.html', 'does not exist')]
 )

@@ -10,7 +10,7 @@ import pytest
 from planned import mlp_step
 
 import einshard
-from einshard import check_same, device_mesh, explain, parallelism, plan, sharded
+from einshard import check_same, device_mesh, explain, parallelism, plan, sharded, topology
 
 jsonschema = pytest.importorskip('jsonschema')
 SCHEMAS = Path(einshard.__file__).parent / 'schemas'
@@ -57,6 +57,14 @@ def test_report():
     assert report.collectives
     assert report.bounds
     assert report.intermediates
+
+
+def test_report_with_a_timeline():
+    pytest.importorskip('libtpu', reason='libtpu compiles for TPU, and is not installed')
+    for name in ('v5e:2x4', 'v4:2x2x1'):
+        report = explain(lambda x, w: x @ w, *ARGUMENTS, mesh=topology(name))
+        assert report.timeline
+        check('report', report.to_dict())
 
 
 def test_diff():

@@ -57,6 +57,7 @@ examples:
   {prog} explain model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
   {prog} explain model:step --args model:init_state lr=0.1 --mesh data=4 tp=2 --json
   {prog} explain model:step --args model:init_state --topology h100:4x8 --fail-on findings
+  {prog} explain model:step --args model:init_state --topology h100:4x8 --timeline --save step.svg
 a step that is already jitted needs arguments with shardings:
   {prog} explain model:jitted_step --args model:shapes --topology v5e:4x4 --mesh data=4 tp=4
   where model.py has:
@@ -99,7 +100,7 @@ _ARGUMENT_HELP = (
     'value, or for a function that returns one, or its shapes with shardings; name=... passes an '
     'argument by keyword'
 )
-_ASCII = str.maketrans('─│┌┬┐├┼┤└┴┘', '-|+++++++++')
+_ASCII = str.maketrans('─│┌┬┐├┼┤└┴┘█░', '-|+++++++++#.')
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -217,7 +218,12 @@ def _explain(arguments: Sequence[str]) -> tuple[str, int]:
         '--save',
         type=_output_file,
         metavar='FILE',
-        help="also write the report to a file: '.html' for a web page",
+        help="also write the report to a file: '.html' for a web page, '.svg' for the timeline",
+    )
+    parser.add_argument(
+        '--timeline',
+        action='store_true',
+        help='also estimate when what runs on a device, of TPUs and GPUs',
     )
     parser.add_argument(
         '--fail-on',
@@ -239,6 +245,8 @@ def _explain(arguments: Sequence[str]) -> tuple[str, int]:
     options = parser.parse_args(arguments)
     tries = {} if options.tries is None else {'tries': options.tries}
     report = _report(options, **tries)
+    if options.timeline:
+        _ = report.timeline  # from now on, the report has it
     if options.save is not None:
         with _writing(options.save):
             report.save(options.save)

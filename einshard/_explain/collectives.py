@@ -102,12 +102,12 @@ def _collective_cells(
         row.along,
         '?' if row.network_bytes is None else format_bytes(_total_bytes(rows)),
         f'{short_source(row.source)}{column}',
-        _payload_text(rows, is_large),
+        payload_text(rows, is_large),
         short_source(row.called_at),
     )
 
 
-def _payload_text(rows: Sequence[Collective], is_large: bool) -> str:
+def payload_text(rows: Sequence[Collective], is_large: bool) -> str:
     """Formats what the collectives of a row send: 'params/0-3/{q,k}', or 'activations b s d'.
 
     If neither paths nor axes are known, a large row shows only its role, and a small row nothing.

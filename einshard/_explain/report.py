@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from .._display import Display, as_json
@@ -24,6 +27,7 @@ from .diff import Diff, DiffInput, make_diff
 from .fold_layers import fold
 from .report_rows import ArrayRow, Finding
 from .temporaries import temporaries_section
+from .timeline import Timeline, timeline_sections
 from .totals import compute_line, network_lines
 
 _MAX_ROWS = 40  # in a printed table
@@ -50,7 +54,8 @@ class Report(Display):
             declare their flops. All loop iterations count, or one if the trip count is unknown.
             None if the program has no flops.
         findings: likely mistakes and what to write instead. Mistakes that keep the program from
-            running come first. The others are sorted by bytes, most first.
+            running come first. The others are sorted by the time in which nothing hides what they
+            send, if that can be estimated, and then by bytes, most first.
         intermediates: one row per intermediate value with a source line. None unless requested by
             `intermediates=True`.
         temporaries: the largest intermediate arrays in the memory of a device.
@@ -95,6 +100,30 @@ class Report(Display):
         """Returns the data that a copy, or a report from a file, has. The function stays behind."""
         fixes = None if self.fixes is None else _NoFunction()
         return {**self.__dict__, 'fixes': fixes, 'reading': None}
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """Estimates what a device does when in a step, and which communication nothing hides.
+
+        The optimized program of GPUs and TPUs is scheduled, and says what may run at the same time.
+        `print(report.timeline)` has a bar for each source line; `report.save('step.svg')`
+        draws it. It is computed when it is first asked for, in tenths of a second. From then on,
+        the report's page and `to_dict` have it, too.
+
+        Raises:
+            EinshardError: the program is compiled for CPUs; the chip is unknown; or the report was
+                loaded or copied before its timeline was asked for.
+        """
+        return self._program().timeline
+
+    def _program(self) -> Any:
+        if self.reading is None:
+            raise EinshardError(
+                'this report no longer has its program',
+                code='argument',
+                facts={'instead': 'call this of the report that explain has returned'},
+            )
+        return self.reading
 
     @property
     def network_bytes(self) -> int:
@@ -164,13 +193,7 @@ class Report(Display):
         Raises:
             EinshardError: nothing is there, or the report was loaded or copied without its program.
         """
-        if self.reading is None:
-            raise EinshardError(
-                'this report no longer has its program',
-                code='argument',
-                facts={'instead': 'call this of the report that explain has returned'},
-            )
-        return answer(self.reading, where)
+        return answer(self._program(), where)
 
     def diff(self, after: Report) -> Diff:
         """Compares this report with a later one: `before.diff(after)`."""
@@ -197,12 +220,20 @@ class Report(Display):
             'meshes': [dict(mesh) for mesh in self.meshes],
             'counts': dict(self.collectives.counts),
             'network_bytes': self.network_bytes,
+            # only if it was asked for
+            'timeline': as_json(self.__dict__.get('timeline')),
         }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a file: '.html' for a web page, '.svg' for a picture of the timeline, or text."""
+        is_picture = Path(path).suffix.lower() == '.svg'
+        self.timeline.save(path) if is_picture else super().save(path)
 
     def _page(self) -> Page:
         unknown_loops = any(row.at_least for row in self.products) or any(
             not row.is_exact for row in self.collectives
         )
+        timeline: Timeline | None = self.__dict__.get('timeline')  # only if it was asked for
         sections = (
             _array_section('arguments', self.arguments),
             _result_section(self),
@@ -211,6 +242,7 @@ class Report(Display):
             Section('on each device', lines=tuple(_resources(self)), comes_first=True),
             temporaries_section(self.temporaries, self.memory),
             bounds_section(self.chip or '', self.bounds, unknown_loops),
+            *(timeline_sections(timeline) if timeline else ()),
         )
         devices, meshes = plural(self.n_devices, 'device'), meshes_text(self)
         title = f'{self.name} on {devices} ({self.device_kind}{"; " * bool(meshes)}{meshes})'

@@ -22,6 +22,7 @@ from ..lowered import Stages
 from ..propagation import Propagation, propagate
 from ..reading import Reading
 from ..report_rows import ArrayRow, Finding
+from ..timeline import Timeline, estimate, refusal
 from ..why import Reason, find_reasons
 from .values import PRODUCTS, Axes, Axis, argument_of, axes_of_values, mesh_entries, name_values
 
@@ -101,6 +102,16 @@ class Facts(Reading):
         """The indices of the arguments that are weights or optimizer state. Empty in inference."""
         numbers = enumerate(self.used_arguments)
         return [i for n, i in numbers if self.is_training and self.roles.get(n) == 'weights']
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        return estimate(self)
+
+    @functools.cached_property
+    def exposed(self) -> Mapping[str, float]:
+        """The part of all exposed time of each collective; empty if there is no estimate."""
+        rows = self.timeline.rows if refusal(self) is None else ()
+        return {row.name: row.share or 0.0 for row in rows}
 
     @functools.cached_property
     def propagation(self) -> Propagation:

@@ -68,12 +68,19 @@ _NOTES = (
 
 
 def find_findings(facts: Facts) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
-    """Returns (findings, notes). A note says nothing about what a finding explains."""
+    """Returns (findings, notes), those of the most exposed time first, then of the most bytes.
+
+    A note says nothing about what a finding explains.
+    """
     for diagnose in _DIAGNOSES:
         for found in [*diagnose(facts)]:
             rows = (c for c in facts.collectives if c.name in found.explains)
             # a suggestion is a change that fixes/ has compiled
             facts.found.append(replace(found, suggestion='', reason=facts.reason_of(rows)))
     notes = [note for diagnose in _NOTES for note in diagnose(facts)]
-    findings = sorted(facts.found, key=lambda found: (found.kind not in _URGENT, -found.bytes))
-    return tuple(findings), tuple(sorted(notes, key=lambda note: -note.bytes))
+
+    def order(found: Finding) -> tuple[bool, float, int]:
+        exposed = sum(facts.exposed.get(name, 0.0) for name in found.explains)
+        return found.kind not in _URGENT, -exposed, -found.bytes
+
+    return tuple(sorted(facts.found, key=order)), tuple(sorted(notes, key=order))

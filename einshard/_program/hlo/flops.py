@@ -105,7 +105,7 @@ def find_products(graph: Graph) -> Iterator[Product]:
             continue
         with LineErrors(graph.program) as errors:
             errors.op = node.op
-            flops = _flops(node)
+            flops = flops_of(node)
             if flops and node.opcode in ('convolution', 'dot'):
                 flops //= _expansion(outputs, node)
             if not flops:
@@ -135,7 +135,7 @@ def _with_source(program: Program, node: Node) -> Instruction:
     return user_with_source(program, node) or (fusions[0] if fusions else node.op)
 
 
-def _flops(node: Node) -> int:
+def flops_of(node: Node) -> int:
     if node.opcode == 'dot':
         contracted = re.search(r'lhs_contracting_dims=\{([\d,]*)\}', node.attributes)
         return _dot_flops(node, contracted[1] if contracted else '')

@@ -1,0 +1,338 @@
+"""Timeline: what a device does when in one run of a program, and which communication is exposed."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from .._display import Display
+from .._errors import EinshardError
+from .._page import Column, Page, Section
+from .._program.cost.chips import Efficiency
+from .._program.cost.timeline import Run, Simulation
+from .._program.hlo.collective import Collective
+from .._spans import Span, spans_svg
+from .._text import format_seconds, short_arrays, short_source
+from .collectives import payload_text
+from .reading import Reading
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineRow:
+    """One collective of a program, in one run.
+
+    Attributes:
+        name, kind, arrays, along, source: as in `Report.collectives`.
+        of: what it sends, in words.
+        time: its seconds, hidden or not. None if unknown.
+        exposed: those in which the device waits for it. None if unknown.
+        share: its part of all the exposed time. None if unknown.
+        hidden: the part of its time that computation hides. None if unknown.
+    """
+
+    name: str
+    kind: str
+    arrays: str
+    along: str
+    source: str | None
+    of: str
+    time: float | None
+    exposed: float | None
+    share: float | None
+    hidden: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineLine:
+    """What one source line takes in one run.
+
+    Attributes:
+        source: such as 'model.py:12', or None if unknown.
+        compute, exposed, copies: its parts of the step: computing, waiting for its collectives,
+            and waiting for copies. Over all lines, they and what is unknown add up to 1.
+    """
+
+    source: str | None
+    compute: float
+    exposed: float
+    copies: float
+
+    @property
+    def share(self) -> float:
+        return self.compute + self.exposed + self.copies
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineTotals:
+    """The seconds of one run. Each instant counts once: the parts add up to the step.
+
+    Attributes:
+        step: how long the run takes. None if unknown; then the others are None, too.
+        compute: the time in which the device computes.
+        exposed: the time in which it waits for collectives.
+        copies: the time in which it waits for copies.
+        idle: the time in which it does nothing else. In an estimate, 0.
+        hidden: the part of the collectives' time that computation hides. None if unknown, and
+            without collectives.
+    """
+
+    step: float | None = None
+    compute: float | None = None
+    exposed: float | None = None
+    copies: float | None = None
+    idle: float | None = None
+    hidden: float | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Timeline(Display):
+    """What one device does in one run of a program: `Report.timeline`.
+
+    It prints as text, with a bar for each source line. `timeline.save('step.svg')` draws it.
+
+    Attributes:
+        source: 'estimated', or 'measured'.
+        chip: the name of the chip.
+        rows: the collectives, most exposed first.
+        totals: the seconds of the step and of its parts.
+        lines: the source lines, those that take longest first.
+        assumed: what the estimate assumes of the chip.
+        unknown: why the time of the step is unknown. Empty if it is known.
+        spans: what runs when. Of a loop, one iteration.
+    """
+
+    source: str
+    chip: str
+    rows: tuple[TimelineRow, ...]
+    totals: TimelineTotals
+    lines: tuple[TimelineLine, ...]
+    assumed: Efficiency
+    unknown: tuple[str, ...]
+    spans: tuple[Span, ...]
+    json_fields: ClassVar[tuple[str, ...]] = (
+        *('source', 'chip', 'totals', 'rows', 'lines', 'assumed', 'unknown'),
+    )
+
+    @property
+    def svg(self) -> str:
+        """An SVG of the step, and of one iteration of each long loop, for use in a web page."""
+        end = max((span.start + span.seconds for span in self.spans), default=0.0)
+        step = self.totals.step
+        title = f'{_SOURCE[self.source]} on {self.chip}'
+        return spans_svg(title, self.spans, step or end, has_times=step is not None)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a file: a picture if the name ends in '.svg', '.html' for a page, or text."""
+        if Path(path).suffix.lower() != '.svg':
+            super().save(path)
+            return
+        # alone, the picture has the colors of the viewer
+        style = (
+            ':root { color-scheme: light dark; color: CanvasText; background: Canvas; '
+            'padding: 8px; box-sizing: border-box }'
+        )
+        start = self.svg.index('>') + 1
+        text = f'{self.svg[:start]}<style>{style}</style>{self.svg[start:]}\n'
+        Path(path).write_text(text, encoding='utf-8')
+
+    def _page(self) -> Page:
+        return Page('', tuple(timeline_sections(self)))
+
+
+_SOURCE = {
+    'estimated': 'estimate, not measured: the compiled schedule',
+    'measured': 'measured',
+}
+
+
+def refusal(reading: Reading) -> EinshardError | None:
+    """Returns the error that says why a program has no timeline, or None if it has one."""
+    chip, device = reading.chip, reading.devices[0]
+    platform = 'cpu' if reading.is_simulated else device.platform
+    is_others = chip is not None and platform != ('tpu' if chip.torus else 'gpu')
+    if platform == 'cpu' or is_others:
+        target = 'CPUs' if platform == 'cpu' else device.device_kind
+        return EinshardError(
+            f'there is no timeline of a program that is compiled for {target}: its schedule is not '
+            f'that of {chip.name if chip else "a GPU or a TPU"}',
+            code='argument',
+            facts={
+                'instead': "compile for devices you don't have: shardings or mesh= on "
+                "topology('h100:8') or topology('v5e:4x4')",
+            },
+        )
+    if 'is_scheduled=true' not in reading.program.head:
+        return EinshardError(
+            'there is no timeline of a program whose text has no schedule', code='argument'
+        )
+    if chip is None or chip.efficiency is None:
+        what = device.device_kind if chip is None else chip.name
+        return EinshardError(
+            f'there is no timeline for {what}: it is unknown what programs reach of its peak rates',
+            code='argument',
+            facts={'instead': 'chip=einshard.Chip(..., efficiency=einshard.Efficiency(...))'},
+        )
+    return None
+
+
+def estimate(reading: Reading) -> Timeline:
+    """Estimates the timeline of a program.
+
+    Raises:
+        EinshardError: the program is compiled for CPUs, has no schedule, or the chip is unknown.
+    """
+    if (error := refusal(reading)) is not None:
+        raise error
+    chip = reading.chip
+    assert chip is not None
+    assert chip.efficiency is not None
+    rows = reading.collectives
+    of = [payload_text([row], True) for row in rows]
+    labels = [f'{short_source(row.source)} {text}' for row, text in zip(rows, of, strict=True)]
+    run = Simulation(reading.graph, rows, labels, list(reading.devices), chip).run()
+    is_measured, is_known = bool(chip.efficiency.source), not run.unknown
+    exposed, busy = run.total('exposed'), run.total('busy')
+    hidden = max(0.0, 1 - exposed / busy) if busy and is_known else None
+    totals = TimelineTotals(hidden=hidden)
+    if is_measured and is_known:
+        parts = run.total('compute'), exposed, run.total('copy')
+        totals = TimelineTotals(run.seconds, *parts, max(0.0, run.seconds - sum(parts)), hidden)
+    made = [_row(run, i, *pair, is_measured) for i, pair in enumerate(zip(rows, of, strict=True))]
+    return Timeline(
+        source='estimated',
+        chip=chip.name,
+        rows=tuple(sorted(made, key=lambda row: -(row.share or 0.0))),
+        totals=totals,
+        lines=tuple(_lines(run, rows)),
+        assumed=chip.efficiency,
+        unknown=tuple(run.unknown),
+        spans=tuple(run.spans),
+    )
+
+
+def _row(run: Run, i: int, row: Collective, of: str, is_measured: bool) -> TimelineRow:
+    time = None if i in run.untimed else run.parts['busy', i]
+    exposed = None if time is None or i in run.uncertain else run.parts['exposed', i]
+    share = hidden = None
+    if time is not None and exposed is not None:
+        share = exposed / (run.total('exposed') or 1.0)
+        hidden = max(0.0, 1 - exposed / time) if time else 0.0
+    seconds = (time, exposed) if is_measured else (None, None)
+    where = row.name, row.kind, row.arrays, row.along, row.source
+    return TimelineRow(*where, of, *seconds, share, hidden)
+
+
+def _lines(run: Run, rows: Sequence[Collective]) -> list[TimelineLine]:
+    parts: dict[str, defaultdict[str, float]] = {}
+    for (part, key), seconds in run.parts.items():
+        if part in ('compute', 'copy', 'exposed'):
+            source = rows[key].source or '' if part == 'exposed' else key
+            parts.setdefault(source, defaultdict(float))[part] += seconds / (run.seconds or 1.0)
+    lines = [
+        TimelineLine(source or None, each['compute'], each['exposed'], each['copy'])
+        for source, each in parts.items()
+    ]
+    return sorted(lines, key=lambda line: -line.share)
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+_BAR = 40  # characters of the longest line
+_MAX_LINES, _MAX_ROWS = 16, 16  # in a printed table
+_LINE_COLUMNS = (
+    Column('line'),
+    Column('time', right=True),
+    Column('waiting', right=True),
+    Column('computing \u2588  waiting \u2591'),
+)
+_ROW_COLUMNS = (
+    Column('exposed', right=True),
+    Column('of', right=True),
+    Column('kind'),
+    Column('array', shorten='middle'),
+    Column('along'),
+    Column('line'),
+    Column('of', below=True),
+)
+
+
+def timeline_sections(timeline: Timeline) -> list[Section]:
+    totals, step = timeline.totals, timeline.totals.step
+
+    def amount(share: float) -> str:
+        return f'{share:.0%}' if step is None else format_seconds(share * step)
+
+    longest = max((line.share for line in timeline.lines), default=0.0) or 1.0
+    lines = tuple(
+        (
+            short_source(line.source) or 'unknown lines',
+            amount(line.share),
+            amount(line.exposed + line.copies) if line.exposed + line.copies else '',
+            _bar(line, longest),
+        )
+        for line in timeline.lines
+        if line.share
+    )
+    title = f'timeline on {timeline.chip} ({_SOURCE[timeline.source]})'
+    sections = [Section(title, lines=_summary(timeline), picture=timeline.svg, comes_first=True)]
+    if lines:
+        sections.append(Section('time by line', _LINE_COLUMNS, lines, max_rows=_MAX_LINES))
+    alike: dict[object, list[TimelineRow]] = {}
+    for row in timeline.rows:
+        if row.share != 0:
+            alike.setdefault((row.kind, row.arrays, row.along, row.source, row.of), []).append(row)
+    if alike:
+        groups = sorted(alike.values(), key=lambda rows: -sum(row.share or 0.0 for row in rows))
+        hidden = '' if totals.hidden is None else f' ({totals.hidden:.0%} of their time is hidden)'
+        title = f'collectives, most exposed first{hidden}'
+        rows = tuple(_row_cells(rows) for rows in groups)
+        sections.append(Section(title, _ROW_COLUMNS, rows, max_rows=_MAX_ROWS))
+    return sections
+
+
+def _summary(timeline: Timeline) -> tuple[str, ...]:
+    totals, e = timeline.totals, timeline.assumed
+
+    def text(seconds: float | None) -> str:
+        return format_seconds(seconds or 0.0)
+
+    if totals.step is not None:
+        first = f'a step takes about {text(totals.step)}: computing {text(totals.compute)}, waiting'
+        first += f' for collectives {text(totals.exposed)}, for copies {text(totals.copies)}'
+    elif timeline.unknown:
+        first = f'the time of a step is unknown: {"; ".join(timeline.unknown)}'
+    else:
+        first = f'shares, not times: what programs reach on {timeline.chip} has not been measured'
+    constant = '' if e.collective is None else f', {text(e.collective)} for each collective'
+    source = f' ({e.source})' if e.source else ' (those of a similar chip)'
+    return (
+        first,
+        f'assumed: products at {e.products:.0%} of the peak, HBM at {e.hbm:.0%}, links at '
+        f'{e.links:.0%}, all-reduces at {e.all_reduces:.0%}, between slices or domains '
+        f'{e.network:.0%}{constant}, {text(e.launch)} for each other operation{source}',
+    )
+
+
+def _row_cells(rows: Sequence[TimelineRow]) -> tuple[str, ...]:
+    """Writes rows that look the same; their times add up."""
+
+    def total(values: Sequence[float | None], text: Callable[[float], str]) -> str:
+        known = [value for value in values if value is not None]
+        return text(sum(known)) if len(known) == len(values) else '?'
+
+    row, exposed = rows[0], total([row.exposed for row in rows], format_seconds)
+    if row.time is None:  # the chip is not measured, or the time is unknown
+        exposed = total([row.share for row in rows], '{:.0%}'.format)
+    times = exposed, total([row.time for row in rows], format_seconds)
+    what = row.kind, short_arrays(row.arrays), row.along, short_source(row.source), row.of
+    return *times, *what
+
+
+def _bar(line: TimelineLine, longest: float) -> str:
+    computing = round(_BAR * line.compute / longest)
+    waiting = round(_BAR * line.share / longest) - computing
+    return '\u2588' * computing + '\u2591' * waiting

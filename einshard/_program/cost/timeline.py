@@ -1,0 +1,349 @@
+"""Simulates the schedule of a compiled program on one device.
+
+The optimized HLO of GPUs and TPUs is scheduled: its instructions are in the order in which they
+run, and -start and -done show behind what a collective may hide. Two kinds of queues run them: one
+for computing, and one for collectives; on TPUs, one for those along each mesh axis, which have
+their own links. An operation takes the larger of its flops at the rate that products reach, and of
+its bytes at the rate that HBM reaches; a collective takes its lower bound over the part of it that
+collectives reach, and a constant. An estimate: without contention, caches, the host, and waiting
+for other devices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..._spans import Span
+from ..._text import short_source
+from ..hlo.collective import Collective
+from ..hlo.find_collectives import count_executions
+from ..hlo.flops import flops_of
+from ..hlo.graph import Graph, Node
+from ..hlo.integers import count_trips
+from ..hlo.op_bytes import op_bytes
+from ..hlo.opcodes import COLLECTIVES, FREE
+from ..hlo.text import Instruction, LineErrors
+from .chips import Chip
+from .network import Network
+
+
+@dataclass
+class Run:
+    """One run of a computation.
+
+    Attributes:
+        seconds: how long it takes.
+        parts: its seconds by ('compute', line), ('copy', line) for waiting for copies, ('exposed',
+            row) for waiting for collectives, and ('unknown', line); they add up to `seconds`. And
+            ('busy', row): those of each collective, hidden or not. A row is the index of a
+            collective, a line is '' if unknown.
+        unknown: why its time is unknown.
+        untimed: the rows whose own time is unknown.
+        uncertain: the rows of which it is unknown how much is hidden.
+        spans: what runs when; a loop is one span.
+    """
+
+    seconds: float = 0.0
+    parts: defaultdict[tuple[str, Any], float] = field(default_factory=lambda: defaultdict(float))
+    unknown: dict[str, None] = field(default_factory=dict)
+    untimed: set[int] = field(default_factory=set)
+    uncertain: set[int] = field(default_factory=set)
+    spans: list[Span] = field(default_factory=list)
+
+    def total(self, what: str) -> float:
+        return sum(seconds for (part, _), seconds in self.parts.items() if part == what)
+
+    def emit(self, span: Span) -> None:
+        last = self.spans[-1] if self.spans else None
+        joins = span.kind in ('product', 'other')  # of one line, in turn
+        if joins and last and (last.kind, last.label) == (span.kind, span.label):
+            self.spans[-1] = last._replace(seconds=span.start + span.seconds - last.start)
+        else:
+            self.spans.append(span)
+
+    def add(self, inner: Run, trips: int) -> None:
+        for key, seconds in inner.parts.items():
+            self.parts[key] += trips * seconds
+        self.unknown |= inner.unknown
+        self.untimed |= inner.untimed
+        self.uncertain |= inner.uncertain
+
+
+_FREE = FREE | {'add-dependency', 'domain', 'iota', 'opt-barrier', 'partition-id', 'replica-id'}
+_CONTROL = ('call', 'conditional', 'while')
+# custom calls of the compiler's own that only move or make arrays
+_OWN_CALLS = re.compile(
+    'AllocateBuffer|AssumeGatherIndicesInBound|ConcatBitcast|TopK|__cub|cu_threefry'
+)
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_HOST_MEMORY = 'S(5)'
+_PHASE = re.compile('"AsyncCollective(Start|Done)"')
+
+
+class Simulation:
+    """One run of a program.
+
+    Args:
+        rows: the collectives of the program, with their nodes.
+        labels: names each in `Span.label`.
+        devices: the devices of the program, in its order.
+        chip: has an `efficiency`.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        rows: Sequence[Collective],
+        labels: Sequence[str],
+        devices: Sequence[Any],
+        chip: Chip,
+    ):
+        assert chip.efficiency is not None
+        self.program, self.rows, self.labels = graph.program, rows, labels
+        self.chip, self.efficiency = chip, chip.efficiency
+        self.share = chip.share(devices[0])
+        self.network = Network(devices, chip)
+        self.slices: list[int] = self.network.slices.tolist()
+        self.uses_host = _HOST_MEMORY in self.program.text
+        self.row_of: dict[str, int] = {}  # by name of the instruction, and of what calls it
+        self.seconds: dict[int, float] = {}  # of one execution of each row
+        self.pieces: list[int] = []  # the permutes that make up one collective matmul
+        for i, row in enumerate(rows):
+            runs = sum(count_executions(node)[0] for node in row.nodes)
+            is_matmul = row.kind != row.nodes[0].opcode.removesuffix('-start') and row.sent
+            self.pieces.append(max(1, runs // (row.executions or 1)) if is_matmul else 1)
+            for op in (op for node in row.nodes for op in (node.op, *node.scope.calls)):
+                if op.opcode not in _CONTROL:
+                    self.row_of.setdefault(op.name, i)
+        self.trips: dict[str, int | None] = {}
+        # of each instruction, those of the products in it; what is called twice has two nodes
+        self.flops: dict[str, dict[str, tuple[float, str]]] = {}
+        for node in graph.nodes:
+            if node.opcode == 'phi' and node.loop is not None:
+                self.trips[node.loop.op.name] = count_trips(node.loop)
+            elif flops := flops_of(node):
+                dtype = node.inputs[0].array.dtype if node.inputs else ''
+                self.flops.setdefault(_unit(node).name, {})[node.name] = flops, dtype
+        is_async = '"AsyncCollective' in self.program.text
+        self.phases = {  # of computations of fusions on TPU
+            name: match[1]
+            for name, ops in (self.program.computations if is_async else {}).items()
+            for op in ops
+            if op.opcode == 'custom-call' and (match := _PHASE.search(op.attributes))
+        }
+        self.runs: dict[str, Run] = {}  # by computation
+
+    def run(self) -> Run:
+        """Simulates each computation once, after those that it calls; calls may be nested deep."""
+        pending = [self.program.entry]
+        while pending:
+            name = pending[-1]
+            ops = self.program.computations[name]
+            called = {callee for op in ops for callee in _called(op)}
+            missing = called - self.runs.keys()
+            if name not in self.runs and not missing:
+                with LineErrors(self.program) as errors:
+                    self.runs[name] = self.simulate(name, errors)
+            pending += missing
+            if not missing:
+                pending.pop()
+        return self.runs[self.program.entry]
+
+    # --- what one operation takes ---------------------------------------------------------------
+
+    def collective_seconds(self, i: int) -> float:
+        if i in self.seconds:
+            return self.seconds[i]
+        row, e = replace(self.rows[i], executions=1), self.efficiency
+        part = e.all_reduces if row.kind == 'all-reduce' else e.links
+        groups = row.pairs or row.device_groups
+        if any(len({self.slices[device] for device in group}) > 1 for group in groups):
+            part = e.network  # between slices or NVLink domains
+        # one-shot kernels of GPUs are as fast as the chip's latency
+        has_constant = e.collective is not None and row.sent is None
+        latency = e.collective if has_constant else self.network.latency(row)
+        seconds = self.network.seconds(row) / part / self.pieces[i] + (latency or 0.0)
+        self.seconds[i] = seconds
+        return seconds
+
+    def op_seconds(self, op: Instruction, types: Mapping[str, str]) -> float:
+        e, work = self.efficiency, self.flops.get(op.name, {}).values()
+        compute = sum(
+            flops / (self.chip.rate(dtype) * self.share * e.products) for flops, dtype in work
+        )
+        bandwidth = self.chip.memory_bandwidth * self.share * e.hbm
+        return max(compute, op_bytes(self.program, op, types) / bandwidth) + e.launch
+
+    def line(self, op: Instruction) -> str:
+        """The source line of an operation, or of the last in a fusion that has one."""
+        callee = next(iter(op.callees.get('calls', ())), '')
+        inside = reversed(self.program.computations.get(callee, ()))
+        return next((line for o in (op, *inside) if (line := self.program.source(o))), '')
+
+    def unknown(self, op: Instruction, types: Mapping[str, str]) -> str:
+        """Says why the time of an operation is unknown; '' if it is not."""
+        opcode = op.opcode
+        if opcode in ('infeed', 'outfeed') or 'is_host_transfer=true' in op.attributes:
+            return 'a transfer between host and device'
+        if self.uses_host:
+            operands = (types.get(name.partition('#')[0], '') for name in op.operands)
+            if any(_HOST_MEMORY in type_ for type_ in (op.type, *operands)):
+                return 'a transfer between host and device'
+        if opcode != 'custom-call' or op.name in self.flops or '"cost_estimate"' in op.config:
+            return ''
+        target = _TARGET.search(op.attributes)
+        is_own = target is not None and _OWN_CALLS.match(target[1])
+        return '' if is_own else f'a kernel without a cost ({target[1] if target else "?"})'
+
+    # --- one computation ------------------------------------------------------------------------
+
+    def simulate(self, name: str, errors: LineErrors) -> Run:
+        ops = self.program.computations[name]
+        types = {op.name: op.type for op in ops}
+        run, now, copies = Run(), 0.0, 0.0
+        queues: dict[str, float] = {}  # when each queue of collectives is free
+        ends: dict[str, tuple[float, bool]] = {}  # of what has started; whether it is a collective
+        flying: list[Span] = []  # the collectives that may still go on
+
+        def start(row: int) -> float:
+            """Queues a collective, and returns when it ends."""
+            kind, queue = self.rows[row].kind, self.rows[row].along if self.chip.torus else ''
+            if kind in ('custom-call', 'ragged-all-to-all') or not self.rows[row].device_groups:
+                at = self.at(self.rows[row].source)
+                run.unknown[f'a {kind.replace("-", " ", 1)} that sends unknown bytes{at}'] = None
+                run.untimed.add(row)
+            begin, seconds = max(now, queues.get(queue, 0.0)), self.collective_seconds(row)
+            queues[queue] = begin + seconds
+            run.parts['busy', row] += seconds
+            flying.append(Span('network', begin, seconds, kind, self.labels[row], row))
+            run.emit(flying[-1])
+            return begin + seconds
+
+        def wait(end: float) -> float:
+            """Waits until `end`, for the collectives that go on meanwhile."""
+            overlaps: defaultdict[int, float] = defaultdict(float)
+            for span in flying if end > now else ():
+                overlap = min(end, span.start + span.seconds) - max(now, span.start)
+                if overlap > 0 and span.row is not None:
+                    overlaps[span.row] += overlap
+            at, share = now, (end - now) / (sum(overlaps.values()) or 1)
+            for row, seconds in overlaps.items():
+                run.parts['exposed', row] += seconds * share
+                run.emit(Span('compute', at, seconds * share, 'wait', self.labels[row], row))
+                at += seconds * share
+            now_ = max(now, end)
+            flying[:] = [span for span in flying if span.start + span.seconds > now_]
+            return now_
+
+        def lose_track(why: str, line: str) -> None:
+            run.unknown[f'{why}{self.at(line)}'] = None
+            run.uncertain.update(
+                s.row for s in flying if s.row is not None and s.start + s.seconds > now
+            )
+
+        for op in ops:
+            errors.op = op
+            opcode, row = op.opcode, self.row_of.get(op.name)
+            started = [ends[n] for o in op.operands if (n := o.partition('#')[0]) in ends]
+            # 1. what takes no time hands on what it waits for
+            if opcode in _FREE or opcode.endswith('-update'):
+                if started and opcode != 'tuple':
+                    ends[op.name] = max(started)
+                continue
+            callee = (
+                next(iter(op.callees.get('calls', ())), '') if 'calls=' in op.attributes else ''
+            )
+            phase = self.phases.get(callee, '') if opcode == 'fusion' else ''
+            # 2. loops, branches and calls
+            if opcode in _CONTROL:
+                inners = [self.runs[name] for name in _called(op)]
+                inner = max(inners, key=lambda inner: inner.seconds)
+                trips = self.trips.get(op.name) if opcode == 'while' else 1
+                if opcode == 'conditional' or trips is None:
+                    line = self.line(op)
+                    is_loop = opcode == 'while'
+                    lose_track('a loop of unknown length' if is_loop else 'a conditional', line)
+                    for each in inners:
+                        run.untimed |= each.untimed | {
+                            key for part, key in each.parts if part == 'busy'
+                        }
+                    run.parts['unknown', line] += inner.seconds
+                    label = 'unknown length' if is_loop else 'branches'
+                    run.emit(Span('compute', now, inner.seconds, 'unknown', label))
+                elif trips == 1:
+                    run.add(inner, 1)
+                    for span in inner.spans:
+                        run.emit(span._replace(start=now + span.start))
+                elif trips:
+                    run.add(inner, trips)
+                    seconds, waiting = inner.seconds * trips, inner.total('exposed') * trips
+                    if busy := min(seconds, inner.total('busy') * trips):
+                        run.emit(Span('network', now, busy, 'loop', 'inside the loop'))
+                    loop = Span('compute', now, seconds, 'loop', f'{trips} iterations')
+                    inside = tuple(inner.spans)
+                    run.emit(loop._replace(trips=trips, waiting=waiting, inner=inside))
+                now += inner.seconds * (1 if trips is None else trips)
+            # 3. a collective starts; a transfer between slices is a send and a receive
+            elif row is not None and opcode in ('send', 'recv'):
+                same = next((ends[n] for n in ends if self.row_of.get(n) == row), None)
+                ends[op.name] = same or (start(row), True)
+            elif row is not None and (opcode.endswith('-start') or phase == 'Start'):
+                ends[op.name] = start(row), True
+            # 4. it has to be done
+            elif opcode.endswith('-done') or phase == 'Done':
+                end, is_collective = max(started, default=(now, False))
+                if is_collective:
+                    now = wait(end)
+                elif end > now:
+                    run.parts['copy', self.line(op)] += end - now
+                    run.emit(Span('compute', now, end - now, 'copy', 'waits for a copy'))
+                    now = end
+            # 5. a synchronous collective
+            elif row is not None and opcode in (self.rows[row].kind, 'fusion'):
+                now = wait(start(row))
+            # 6. a copy, or a fusion on a queue of its own, starts
+            elif opcode.endswith('-start'):
+                if why := self.unknown(op, types):
+                    lose_track(why, self.line(op))
+                seconds = self.op_seconds(op, types)
+                copies = max(now, copies) + seconds
+                ends[op.name] = copies, False
+                run.emit(
+                    Span('copy', copies - seconds, seconds, 'copy', short_source(self.line(op)))
+                )
+            # 7. the device computes; a fusion on TPU may do so while a collective goes on
+            else:
+                inside = self.program.computations.get(callee, ()) if started else ()
+                if any(each.opcode in COLLECTIVES for each in inside):
+                    ends[op.name] = max(started)
+                line, seconds = self.line(op), self.op_seconds(op, types)
+                why = self.unknown(op, types)
+                if why:
+                    lose_track(why, line)
+                kind = 'unknown' if why else 'product' if op.name in self.flops else 'other'
+                run.parts['unknown' if why else 'compute', line] += seconds
+                run.emit(Span('compute', now, seconds, kind, short_source(line)))
+                now += seconds
+        run.seconds = wait(max([now, *queues.values()]))
+        return run
+
+    def at(self, line: str | None) -> str:
+        return f' at {short_source(line)}' if line else ''
+
+
+def _called(op: Instruction) -> list[str]:
+    """The computations that an instruction runs on the compute queue, in turn or one of them."""
+    if op.opcode == 'while':
+        return op.callees['body']
+    if op.opcode in _CONTROL:
+        return [name for names in op.callees.values() for name in names]
+    return []
+
+
+def _unit(node: Node) -> Instruction:
+    """The instruction that computes a node: the fusion around it, if there is one."""
+    return node.scope.fusion or node.op
