@@ -20,7 +20,7 @@ from einshard import explain
 # private: changes by hand, before a suggestion makes them
 from einshard._explain.search.trials import Trials
 from einshard._explain.search.with_edits import fixed_function, patch_of
-from einshard._program.edits.edit import RemoveConstraint, ReplaceConstraint
+from einshard._program.edits.edit import PlaceArguments, RemoveConstraint, ReplaceConstraint
 
 MESH = jax.make_mesh(
     (2, 4), ('data', 'tensor'), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:8]
@@ -62,11 +62,11 @@ def write(folder, text, monkeypatch):
     return load(folder / 'model.py', f'module_{folder.name}_{len(text)}'), folder / 'model.py'
 
 
-def check(fixed, patch, right, module, path, args):
+def check(fixed, patch, right, module, path, args, expected=None):
     """A changed function and a patched module, against the same module written by hand."""
     after = load(applied(patch, path.parent, path), f'after_{path.parent.name}')
     assert patch.startswith('# parsed, traced: sends ')
-    expected = module.step(*args)
+    expected = module.step(*args) if expected is None else expected
     for function in (fixed, after.step):
         assert collectives(function, args) == collectives(right.step, args)
         found = explain(function, *args, tries=0)
@@ -334,6 +334,31 @@ def test_changes_given_by_hand(name, tmp_path, monkeypatch):
         edit = given(path, frames, spec)
         fixed = fixed_function(before.reading, [edit])
         check(fixed, patch_of(before.reading, [edit]), by_hand, module, path, args)
+
+
+def test_types_may_need_an_argument_and_the_code(tmp_path, monkeypatch):
+    """JAX does not multiply arrays whose rows are over different mesh axes."""
+    text = """
+@jax.jit
+def step(w, x, mask):
+    h = reshard(x @ w['up'], P('data', None)) * mask
+    return jnp.einsum('bf,fd->bd', h, w['down'], out_sharding=P('data', None))
+"""
+    (w, x), rows = mlp(), placed((B, F), 'data', None, seed=4)
+    edit_of_code = "reshard(x @ w['up'], P('data', None))"
+    with jax.set_mesh(MESH):
+        module, path = write(tmp_path / 'a', text, monkeypatch)
+        right = text.replace("P('data', None)) * mask", "P('tensor', None)) * mask")
+        by_hand, _ = write(tmp_path / 'b', right, monkeypatch)
+        facts = explain(module.step, w, x, rows, tries=0).reading
+        edit = given(path, [edit_of_code], ('tensor', None))
+        both = [PlaceArguments({3: NamedSharding(MESH, P('tensor', None))}, {}), edit]
+        trials = Trials(facts, facts.stages.call)
+        assert [trials.run([each]) for each in both] == [None, None]
+        fixed, patch = fixed_function(facts, both), patch_of(facts, both)
+        assert "mask = einshard(mask, 'a b -> a@tensor b', mesh=mesh)" in patch
+        columns = jax.device_put(rows, NamedSharding(MESH, P('tensor', None)))
+        check(fixed, patch, by_hand, module, path, (w, x, columns), module.step(w, x, rows))
 
 
 # --- what cannot be changed -----------------------------------------------------------------------
