@@ -2,10 +2,7 @@
 """Patches: changes written into sources of many styles, applied by two tools, and run."""
 
 import ast
-import importlib.util
 import re
-import subprocess
-import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from modules import applied, load, spans
 
 from einshard import explain
 from einshard._explain.patch.files import read_source
@@ -38,23 +36,6 @@ def arguments(mesh=MESH):
     return struct((256, 64), 'data'), struct((64, 64), 'data'), struct((64, 64), None, 'data')
 
 
-def load(path, name):
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look for it
-    spec.loader.exec_module(module)
-    return module
-
-
-def spans(path, text):
-    """Returns the spans of the expressions with a text."""
-    source = read_source(str(path))
-    nodes = [n for n in ast.walk(source.tree) if isinstance(n, ast.expr | ast.AugAssign)]
-    found = [n for n in nodes if source.segment(n) == text]
-    assert found, text
-    return [Span(str(path), n.lineno, n.col_offset, n.end_lineno, n.end_col_offset) for n in found]
-
-
 def patch_of(jitted, args, *changes):
     """Returns the patch of changes, given as (kind, path, spec), and the bytes that they send."""
     report = explain(jitted, *args, tries=0)
@@ -73,20 +54,6 @@ def patch_of(jitted, args, *changes):
     trial = trials.run((*written,))
     assert trial is not None, trials.error
     return make_patch(written, (*written,), trials, ()), trial.figures.network_bytes, report
-
-
-def applied(patch, folder, path):
-    """Applies a patch with both tools, in copies of a folder, and returns the patched file."""
-    results = []
-    for tool in (['git', 'apply'], ['patch', '-p1', '-s', '-i']):
-        copy = folder.parent / f'{folder.name}_{tool[0]}'
-        subprocess.run(['cp', '-a', folder, copy], check=True)
-        (copy / 'fix.patch').write_bytes(patch.encode('utf-8', 'surrogateescape'))
-        done = subprocess.run([*tool, 'fix.patch'], cwd=copy, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        results.append(copy / path.relative_to(folder))
-    assert results[0].read_bytes() == results[1].read_bytes()
-    return results[1]
 
 
 def check(folder, text, changes, monkeypatch, name='model.py', expected=()):

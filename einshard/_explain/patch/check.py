@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import inspect
 import types
@@ -125,7 +126,8 @@ def _changed(source: Source, pieces: Iterable[Piece]) -> dict[_Key, _Changed]:
     """
     text, name = source.edited(each for each in pieces if not each.is_once), str(source.path)
     assert text is not None
-    old, new = (compile(each, name, 'exec', dont_inherit=True) for each in (source.text, text))
+    kept = _with_captured(source.tree, ast.parse(text))
+    old, new = (compile(each, name, 'exec', dont_inherit=True) for each in (source.text, kept))
     pending: list[tuple[types.CodeType, types.CodeType, _Key | None]] = [(old, new, None)]
     found: dict[_Key, _Changed] = {}
     while pending:
@@ -135,6 +137,31 @@ def _changed(source: Source, pieces: Iterable[Piece]) -> dict[_Key, _Changed]:
         pairs = zip(_inner(old), _inner(new), strict=True)
         pending += [(*pair, _key(old)) for pair in pairs]
     return found
+
+
+def _with_captured(old: ast.Module, new: ast.Module) -> ast.Module:
+    """Adds the names that functions lose to their new code, which never evaluates them.
+
+    A function in use can only get code that captures the same variables.
+    """
+
+    def functions(tree: ast.AST) -> list[Any]:
+        return [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.Lambda)]
+
+    def names(tree: ast.AST) -> set[str]:
+        return {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+
+    pairs = [*zip(functions(old), functions(new), strict=False)]
+    lost = [(after, sorted(names(before) - names(after))) for before, after in pairs]
+    for function, gone in lost:
+        if not gone:
+            continue
+        dead = ast.Tuple([ast.Name(name, ast.Load()) for name in gone], ast.Load())
+        if isinstance(function, ast.Lambda):
+            function.body = ast.IfExp(ast.Constant(True), function.body, dead)
+        else:
+            function.body.append(ast.If(ast.Constant(False), [ast.Expr(dead)], []))
+    return ast.fix_missing_locations(new)
 
 
 def _inner(code: types.CodeType) -> list[types.CodeType]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._arrays.place import einshard
+from ..._program.edits.jaxprs import has_explicit_axes
 from ..._program.jaxpr.spans import Span
 from ..._sharding.describe import Description, describe_named
 from .check import Entry
@@ -19,7 +20,7 @@ from .observe import Seen
 from .scope import Scope, bindings
 
 _SPEC, _SHARDING = 'jax.sharding.PartitionSpec', 'jax.sharding.NamedSharding'
-_CONSTRAIN = 'jax.lax.with_sharding_constraint'
+_CONSTRAIN, _RESHARD = 'jax.lax.with_sharding_constraint', 'jax.sharding.reshard'
 _ATOMS = ast.Name, ast.Call, ast.Attribute, ast.Subscript, ast.Constant, ast.List, ast.Dict
 
 
@@ -194,21 +195,27 @@ def _ways(change: Change, scope: Scope, is_at_call: bool) -> Iterator[Option]:
     if change.kind == 'constrain':
         yield _constrained(change, scope, node)
         return
-    if not isinstance(node, ast.Call) or not node.args:
+    if not isinstance(node, ast.Call):
+        raise Missing('it is not a call that constrains its argument')
+    out = next((each for each in node.keywords if each.arg == 'out_sharding'), None)
+    if change.kind == 'remove' and out is not None and not is_at_call:
+        yield Option(((source, _without(source, node, out)),))
+        return
+    if change.kind == 'replace' and not is_at_call:
+        if (placement := _placement(node)) is None:
+            raise Missing('its placement is not an argument')
+        is_expression = scope.value(node.func) is einshard
+        if not is_expression and (way := _in_call(change, scope, placement)) is not None:
+            yield way
+        yield placed(change, scope, placement, is_expression=is_expression)
+        return
+    if not node.args:
         raise Missing('it is not a call that constrains its argument')
     first = node.args[0]
     if change.kind == 'operand':
         yield _constrained(change, scope, first)
     elif change.kind == 'remove':
-        out = next((each for each in node.keywords if each.arg == 'out_sharding'), None)
-        if out is None or is_at_call:
-            yield _only(scope, first)
-        else:
-            yield Option(((source, _without(source, node, out)),))
-    elif not is_at_call:
-        if (placement := _placement(node)) is None:
-            raise Missing('its placement is not an argument')
-        yield placed(change, scope, placement, is_expression=scope.value(node.func) is einshard)
+        yield _only(scope, first)
     else:
         yield from _in_arguments(change, scope, node)
         yield from _in_rules(change, scope, node)
@@ -221,6 +228,20 @@ def _ways(change: Change, scope: Scope, is_at_call: bool) -> Iterator[Option]:
         )
         yield Option(tuple((source, each) for each in whole), assumed=assumed)
         yield _constrained(change, scope, node)
+
+
+def _in_call(change: Change, scope: Scope, made: ast.expr) -> Option | None:
+    """Writes a placement as the arguments of a function that makes it, as `to('data', None)`."""
+    assert change.sharding is not None
+    if not isinstance(made, ast.Call) or made.keywords or _is_spec(scope, made):
+        return None
+    given, entries = made.args, _entries(change.sharding.spec, scope)
+    is_spec = any(isinstance(each, ast.Constant | ast.Tuple) for each in given)
+    if not is_spec or any(isinstance(each, ast.Starred) for each in given):
+        return None
+    source = scope.source
+    piece = Piece(source.start(given[0]), source.end(given[-1]), ', '.join(entries))
+    return Option(((source, piece),), is_sure=False)
 
 
 def _in_arguments(change: Change, scope: Scope, call: ast.Call) -> Iterator[Option]:
@@ -349,7 +370,8 @@ def _wrapping(change: Change, scope: Scope) -> tuple[str, str, str, tuple[Piece,
         text, assumed = _mesh(scope, mesh)
         return f'{function}(', f', {expression!r}, mesh={text})', assumed, ()
     text, assumed, imports = _sharding(change, scope)
-    function, more = _spelled(scope, _CONSTRAIN)
+    # on Explicit axes, a constraint only checks the type of its operand
+    function, more = _spelled(scope, _RESHARD if has_explicit_axes(change.sharding) else _CONSTRAIN)
     return f'{function}(', f', {text})', assumed, (*imports, *more)
 
 

@@ -45,7 +45,7 @@ from ..report_rows import Figures, Finding, Tried, changes
 from .per_device import try_per_device
 from .proposals import MIN_GAIN, Proposals
 from .search import Accepted, Search
-from .trials import Trials, as_tried
+from .trials import NOT_WRITTEN, Trials, as_tried
 from .with_edits import fixed_function, patch_of
 from .words import Words, strategy_text
 
@@ -157,7 +157,7 @@ class Advice:
         edits, error = next(named, search.failed[0])
         text = (
             f'none of the changes that were tried compiles ({len(search.failed)}), such as: '
-            f'{self._words.say(edits)}. JAX says: {error}'
+            f'{self._words.say(edits)}. {"JAX says: " * (not error.startswith(NOT_WRITTEN))}{error}'
         )
         return [Finding('not tried', text)]
 

@@ -72,12 +72,7 @@ class Proposals:
             facts.data,
             {**self._replaced, **weights_of_gradients(facts)},
         )
-        groups = [
-            group
-            for group in find_groups(variants, named)
-            # types determine the shardings of values on Explicit axes
-            if not (facts.is_explicit and group.kind in ('constraint', 'value'))
-        ]
+        groups = find_groups(variants, named)
         variants.fold(group.sites for group in groups)
         sizes = {str(name): size for name, size in facts.mesh.shape.items()}
         chip, share = trials.chip, trials.chip.share(facts.devices[0])

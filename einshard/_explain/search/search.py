@@ -208,7 +208,7 @@ class Search:
 
         Only one of them changes two groups, unless no change of one group may help: what helps
         beside another change is found in the next round. What JAX does not even trace, as types of
-        Explicit axes may refuse it, does not count.
+        Explicit axes may refuse it, or what its code cannot say, does not count.
         """
         chosen: list[Proposal] = []
         singles = [one for one in ranked if len(one.groups) == 1]
@@ -322,7 +322,7 @@ class Search:
         n_refused = len(self._refused)
         n_failed = sum(edits not in self._refused for edits, _ in self.failed)
         failed = f' ({n_failed} failed)' * bool(n_failed)
-        failed += f', {n_refused} more refused by JAX' * bool(n_refused)
+        failed += f', {n_refused} more not possible' * bool(n_refused)
         cut = f' ({self.cut}: the search was stopped)' * bool(self.cut)
         left = f', {self.left_out} left out' * bool(self.left_out)
         ranked = plural(self.n_ranked, 'change')

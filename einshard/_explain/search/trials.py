@@ -10,7 +10,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax.sharding import Sharding
+import jax
+from jax.sharding import Mesh, Sharding, get_mesh
 
 from ..._program.cost.bounds import Bounds
 from ..._program.cost.chips import default_chip
@@ -25,15 +26,20 @@ from ..costs import Cost, find_costs
 from ..findings.facts import Facts
 from ..findings.next_call import next_arguments
 from ..partition import Compiled, Worker, export
+from ..patch.check import NotTraced
+from ..patch.code import Rewriter
+from ..patch.write import Change, Missing
 from ..propagation import propagate
 from ..reading import Reading, read, read_simulated
 from ..report_rows import Figures, Tried
+from .words import Words
 
 # compiling takes a third of the time
 OPTIONS = {
     'xla_backend_optimization_level': '0',
     'xla_llvm_disable_expensive_passes': True,
 }
+NOT_WRITTEN = 'its code cannot be changed'
 _lock = threading.Lock()
 _workers: dict[int, Worker] = {}
 
@@ -67,11 +73,23 @@ class Trials:
         is_traced: whether JAX could trace the last program.
     """
 
-    def __init__(self, facts: Facts, call: JittedCall):
+    def __init__(
+        self,
+        facts: Facts,
+        call: JittedCall,
+        trace: Callable[[], JittedCall | None] | None = None,
+    ):
+        """
+        Args:
+            trace: traces the call again. Default: traces that of `facts`.
+        """
         self.facts, self.call = facts, call
+        self.trace = trace or (lambda: replace(facts.stages).call)
         self.chip = facts.chip or default_chip()
         self.is_slow = importlib.util.find_spec('flatbuffers') is None
         self.error, self.is_traced = '', False
+        # types in the jaxpr have shardings: what the code says is changed in the code
+        self._rewriter = Rewriter(call, self.trace, facts.mesh) if facts.is_explicit else None
 
     def as_compiled(self) -> Trial:
         """Returns the program that the report is about."""
@@ -140,7 +158,29 @@ class Trials:
         if not self.facts.is_explicit:
             left = (edit.without(implied) for edit in edits)
             edits = [edit for edit in left if edit is not None]
-        return apply(self.call, edits)
+        if self._rewriter is None:
+            return apply(self.call, edits)
+        mesh = self.facts.mesh
+        try:
+            return apply(self.call, edits, self._rewrite)
+        except ValueError:  # the code may need the mesh of a context that has ended
+            if not isinstance(mesh, Mesh) or not get_mesh().empty:
+                raise
+        with jax.set_mesh(mesh):
+            return apply(self.call, edits, self._rewrite)
+
+    def _rewrite(self, edits: Sequence[Edit], leaves: Sequence[Any] | None) -> JittedCall:
+        words, changes = Words(self.facts), dict[Edit, Change]()
+        for edit in edits:
+            change = words.change(edit)
+            if change is None:
+                raise ValueError('it is not a change of the code')
+            changes[edit] = change
+        assert self._rewriter is not None
+        try:
+            return self._rewriter.trace(changes, leaves)
+        except (Missing, NotTraced) as reason:
+            raise ValueError(f'{NOT_WRITTEN}: {reason}') from None
 
     def _compile(self, traced: Any, program: TracedProgram) -> Reading:
         facts, mesh = self.facts, self.facts.mesh

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..._errors import EinshardError
 from ..._program.edits.apply import Edited
+from ..._program.edits.call import JittedCall
 from ..._program.edits.edit import Edit, indices
 from ..._program.edits.fixed_function import FixedFunction
 from ..._sharding.context import mesh_scope
@@ -71,15 +72,17 @@ def fixed_function(facts: Facts, edits: Sequence[Edit]) -> FixedFunction:
     def trace(
         args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[Any]
     ) -> Edited | str:
-        with nullcontext() if stages.scope is None else mesh_scope(stages.scope):
+        def again() -> JittedCall | None:
             if call.trace_again is not None:
-                new = call.trace_again(leaves)
-            else:
-                new = trace_call(stages.called, args, kwargs, stages.scope).call
+                return call.trace_again(leaves)
+            return trace_call(stages.called, args, kwargs, stages.scope).call
+
+        with nullcontext() if stages.scope is None else mesh_scope(stages.scope):
+            new = again()
         if new is None or new.dynamic != call.dynamic:
             return 'other arguments are arrays'
         try:
-            edited = Trials(facts, new).edited(edits)
+            edited = Trials(facts, new, again).edited(edits)
         except ValueError as error:  # a value that a constraint does not divide
             return first_line(error)
         return edited if edited.is_complete else 'an expression is not evaluated'

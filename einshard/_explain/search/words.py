@@ -38,7 +38,7 @@ class Words:
 
     def say(self, edits: Sequence[Edit]) -> str:
         """Returns what to write."""
-        texts = [text for edit in edits if (text := self._edit(edit))]
+        texts = [*dict.fromkeys(text for edit in edits if (text := self._edit(edit)))]
         moved, returned = self._placed(edits)
         # without out_shardings=, results are sharded like the arguments that they replace
         arguments, results = placements(edits)
@@ -117,18 +117,18 @@ class Words:
             return self._through(edit)
         if not isinstance(edit, _OF_PATH):
             return ''
-        span = next(iter(edit.path))
-        line = short_source(span.source)
-        called = f', called at {short_source(edit.path[1].source)}' if len(edit.path) > 1 else ''
+        span, callers = edit.path[0], edit.path[1:2]
+        line, source = short_source(span.source), source_of(span)
+        called = [short_source(at.source) for at in callers if at.source != span.source]
+        line += f', called at {called[0]}' if called else ''
         if isinstance(edit, RemoveConstraint):
-            return f'remove the constraint in {line}{called}'
+            return f'remove {_asked(source)} in {line}'
         placement, mapped = self._seen(edit)
         if isinstance(edit, ReplaceConstraint):
-            return f"change the constraint in {line}{called} to '{placement}'{mapped}"
-        source = source_of(span)
+            return f"change {_asked(source)} in {line} to '{placement}'{mapped}"
         is_short = source and len(source) < 60 and '\n' not in source
         what = f'`{source}`' if is_short else 'the value'
-        return f"constrain {what} in {line}{called}: einshard(..., '{placement}'){mapped}"
+        return f"constrain {what} in {line}: einshard(..., '{placement}'){mapped}"
 
     def _seen(self, edit: Constrain | ReplaceConstraint) -> tuple[str, str]:
         """The placement of a value as its expression sees it, and what else to write."""
@@ -210,14 +210,28 @@ class Words:
         return expression_of(moved, self._facts.mesh)
 
 
-def _constrained(source: str) -> str:
-    """The variable that a call constrains, or ''."""
+def _call(source: str) -> ast.Call | None:
     try:
         call = ast.parse(source, mode='eval').body
     except SyntaxError:
-        return ''
-    first = call.args[0] if isinstance(call, ast.Call) and call.args else None
+        return None
+    return call if isinstance(call, ast.Call) else None
+
+
+def _constrained(source: str) -> str:
+    """The variable that a call constrains, or ''."""
+    call = _call(source)
+    first = call.args[0] if call is not None and call.args else None
     return first.id if isinstance(first, ast.Name) else ''
+
+
+def _asked(source: str | None) -> str:
+    """What asks for a placement in the code: on Explicit axes also `out_sharding=`."""
+    call = _call(source or '')
+    if call is not None and any(each.arg == 'out_sharding' for each in call.keywords):
+        return 'out_sharding='
+    name = '' if call is None else ast.unparse(call.func).rpartition('.')[2]
+    return 'the reshard' if name == 'reshard' else 'the constraint'
 
 
 _OF_PATH = (Constrain, ReplaceConstraint, RemoveConstraint)

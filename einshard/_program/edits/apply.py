@@ -13,7 +13,7 @@ from jax.extend import core as jex
 from jax.sharding import Sharding
 
 from .call import JittedCall
-from .draft import Draft
+from .draft import Draft, Rewrite
 from .edit import Edit
 from .splice import Applied, constrained
 
@@ -40,12 +40,15 @@ class Edited:
         return all(values for values, _ in self.applied)
 
 
-def apply(call: JittedCall, edits: Sequence[Edit] = ()) -> Edited:
+def apply(call: JittedCall, edits: Sequence[Edit] = (), rewrite: Rewrite | None = None) -> Edited:
     """Returns the program with edits.
 
     Everything else is kept: the shardings of other arguments and results, donation and the name.
+
+    Args:
+        rewrite: see `Draft`.
     """
-    return apply_to(Draft(call), edits)
+    return apply_to(Draft(call, rewrite=rewrite), edits)
 
 
 def apply_to(draft: Draft, edits: Sequence[Edit]) -> Edited:

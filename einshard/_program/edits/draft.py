@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 from jax.sharding import Sharding
@@ -14,6 +15,12 @@ from .jaxprs import has_explicit_axes
 from .keys import Key
 from .splice import Applied, Splicer
 from .tags import TAG
+
+if TYPE_CHECKING:
+    from .edit import Edit
+
+# Returns the call with edits in its code, for these leaves; None for its own.
+Rewrite: TypeAlias = 'Callable[[Sequence[Edit], Sequence[Any] | None], JittedCall]'
 
 
 @dataclass
@@ -27,6 +34,9 @@ class Draft:
         tags: the numbers of tagged places. None if places have no tags; else, all constraints that
             edits add are open.
         needs_trace: whether types in the jaxpr have the shardings of the arguments.
+        rewrite: traces the call with edits in its code, where types in the jaxpr have shardings, so
+            that it cannot be spliced. None on Auto mesh axes.
+        in_code: the edits that it gets.
     """
 
     call: JittedCall
@@ -36,6 +46,8 @@ class Draft:
     leaving: dict[int, Sharding] = field(default_factory=dict)
     tags: dict[Key, int] | None = None
     needs_trace: bool = False
+    rewrite: Rewrite | None = None
+    in_code: list[Edit] = field(default_factory=list['Edit'])
     frames: Frames = field(default_factory=Frames)
     _shared: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
     _jaxpr: Any = None
@@ -59,10 +71,13 @@ class Draft:
     @property
     def jaxpr(self) -> Any:
         if self._jaxpr is None:
-            if self.needs_trace:
-                if self.call.trace_again is None:
-                    raise ValueError('it cannot be traced with other shardings of its arguments')
-                self.call = self.call.trace_again(self.structs)
+            if self.needs_trace and self.call.trace_again is None:
+                raise ValueError('it cannot be traced with other shardings of its arguments')
+            structs = self.structs if self.needs_trace else None
+            if self.rewrite is not None and self.in_code:
+                self.call = self.rewrite(self.in_code, structs)
+            elif structs is not None and self.call.trace_again is not None:
+                self.call = self.call.trace_again(structs)
             self._jaxpr = self.call.jaxpr
         return self._jaxpr
 
@@ -76,11 +91,15 @@ class Draft:
             return ''
         return TAG.format(self.tags.setdefault(key, len(self.tags)), n_mapped)
 
-    def splice(self, key: Key, splicer: Splicer) -> Applied:
-        """Changes constraints in the jaxpr."""
+    def splice(self, edit: Edit, splicer: Splicer) -> Applied:
+        """Changes constraints in the jaxpr, or in the code of which it is traced."""
+        if self.rewrite is not None:
+            self.in_code.append(edit)
+            return 1, 0
         jaxpr = self.jaxpr
         if self.needs_trace or has_explicit_axes(splicer.sharding):
-            raise ValueError('on Explicit mesh axes, only arguments and results can change')
+            raise ValueError('on Explicit mesh axes, constraints only change in the code')
+        (key,) = edit.key
         if self.tags is not None:
             splicer.tag = lambda n_mapped: self.tag(key, n_mapped)
         splicer.frames, splicer.shared = self.frames, self._shared

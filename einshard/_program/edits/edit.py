@@ -91,7 +91,7 @@ class Constrain(_OfValue):
     stage: ClassVar[int] = 3
 
     def apply(self, draft: Draft) -> Applied:
-        return draft.splice(('value', self.path), Splicer(self.path, self.sharding))
+        return draft.splice(self, Splicer(self.path, self.sharding))
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,7 @@ class ReplaceConstraint(_OfValue):
     sharding: NamedSharding
 
     def apply(self, draft: Draft) -> Applied:
-        return draft.splice(
-            ('constraint', self.path), Splicer(self.path, self.sharding, 'constraint')
-        )
+        return draft.splice(self, Splicer(self.path, self.sharding, 'constraint'))
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ class RemoveConstraint(_OfValue):
     """Removes a constraint."""
 
     def apply(self, draft: Draft) -> Applied:
-        return draft.splice(('constraint', self.path), Splicer(self.path, None, 'constraint'))
+        return draft.splice(self, Splicer(self.path, None, 'constraint'))
 
 
 @dataclass(frozen=True)
@@ -205,7 +203,7 @@ class MoveThrough(Edit):
             (draft.entering if kind == 'argument' else draft.leaving)[at] = self.sharding
             return 1, 0
         which = 'operand' if kind == 'constraint' else 'value'
-        return draft.splice(('through', self.what), Splicer(at, self.sharding, which))
+        return draft.splice(self, Splicer(at, self.sharding, which))
 
 
 def placements(

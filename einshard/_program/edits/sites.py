@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..._sharding.mesh import spec_axes
 from ..jaxpr.graph import Site
+from ..jaxpr.spans import Frames
 from .apply import apply_to
 from .call import JittedCall
 from .draft import Draft
 from .edit import Constrain, MoveThrough
-from .jaxprs import closed_like, map_jaxprs, opened
+from .jaxprs import closed_like, has_explicit_axes, is_var, map_jaxprs, opened
 from .keys import Key, Path
-from .splice import CONSTRAINTS
+from .splice import CONSTRAINT
 
 
 class Sites:
@@ -55,7 +58,13 @@ class Sites:
         """
         any_sharding = NamedSharding(mesh, PartitionSpec())
         self._draft = draft = Draft(call, tags={})
-        draft.jaxpr = _tagged(draft.jaxpr, draft)
+
+        def tagged(eqn: Any, at: Site) -> Any:
+            tag = draft.tag(('constraint', at.frames), at.n_mapped)
+            stack = eqn.source_info.name_stack.extend(tag)
+            return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+        draft.jaxpr = map_constraints(draft.jaxpr, draft.frames, tagged)
         self.constraints = tuple(path for _, path in draft.tags or {})
         opened_values = [Constrain(path, any_sharding) for path in dict.fromkeys(values)]
         opens = [*opened_values, *through]
@@ -80,23 +89,82 @@ class Sites:
         return {number: key for key, number in (self._draft.tags or {}).items()}
 
 
-def _tagged(closed: Any, draft: Draft, site: Site | None = None) -> Any:
-    """Tags the constraints of a jaxpr."""
-    site, jaxpr, eqns = site or Site(), opened(closed), list[Any]()
-    for eqn in jaxpr.eqns:
-        at = site.at(eqn, draft.frames.of(eqn))
-        # of a product on Explicit axes; cotangents have that of the type of their value
-        is_given = eqn.params.get('out_sharding') is not None and not at.is_backward
+def map_constraints(
+    closed: Any, frames: Frames, function: Callable[[Any, Site], Any], site: Site | None = None
+) -> Any:
+    """Returns a jaxpr with other equations in the place of the user's constraints.
+
+    On Explicit axes those are reshards and products with `out_sharding=`, without the transposes of
+    both, which move cotangents to the types of their values.
+    """
+    site, jaxpr = site or Site(), opened(closed)
+    sites = [site.at(eqn, frames.of(eqn)) for eqn in jaxpr.eqns]
+    asked = dict[Any, int]()  # the equations, by their results
+    for i, (eqn, at) in enumerate(zip(jaxpr.eqns, sites, strict=True)):
         # JAX itself reshards scalars
-        is_array = at.frames and eqn.outvars and getattr(eqn.outvars[0].aval, 'shape', ())
-        if is_array and (eqn.primitive.name in CONSTRAINTS or is_given):
-            tag = draft.tag(('constraint', at.frames), at.n_mapped)
-            stack = eqn.source_info.name_stack.extend(tag)
-            eqns.append(eqn.replace(source_info=eqn.source_info.replace(name_stack=stack)))
+        if not (at.frames and eqn.outvars and getattr(eqn.outvars[0].aval, 'shape', ())):
+            continue
+        name, operand = eqn.primitive.name, eqn.invars[0] if eqn.invars else None
+        product = asked.get(operand) if operand is not None and is_var(operand) else None
+        is_given = eqn.params.get('out_sharding') is not None
+        # an operation with `out_sharding=` reshards its operands to a mesh with Auto axes
+        is_given |= name == 'reshard' and has_explicit_axes(eqn.params['dst_sharding'])
+        if name == CONSTRAINT or (is_given and not at.is_transposed):
+            asked[eqn.outvars[0]] = i
+        elif (
+            name == 'transpose'  # with which `jnp.einsum` ends
+            and product is not None
+            and 'out_sharding' in jaxpr.eqns[product].params
+            and sites[product].frames == at.frames
+        ):
+            del asked[operand]
+            asked[eqn.outvars[0]] = i
+    eqns, found = list[Any](), {*asked.values()}
+    for i, (eqn, at) in enumerate(zip(jaxpr.eqns, sites, strict=True)):
+        if i in found:
+            eqns.append(function(eqn, at))
             continue
         inside = at.inside(eqn)
-        params = map_jaxprs(eqn, lambda inner, inside=inside: _tagged(inner, draft, inside))
+        params = map_jaxprs(
+            eqn, lambda inner, inside=inside: map_constraints(inner, frames, function, inside)
+        )
         eqns.append(eqn if params is eqn.params else eqn.replace(params=params))
     if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
         return closed
     return closed_like(closed, jaxpr.replace(eqns=eqns))
+
+
+def find_constraints(jaxpr: Any) -> list[tuple[Site, Any]]:
+    """Returns the user's constraints: where each is, and the type of its result."""
+    found = list[tuple[Site, Any]]()
+
+    def add(eqn: Any, at: Site) -> Any:
+        found.append((at, eqn.outvars[0].aval))
+        return eqn
+
+    map_constraints(jaxpr, Frames(), add)
+    return found
+
+
+def count_constraints(
+    jaxpr: Any, changed: Mapping[Path, NamedSharding | None] | None = None
+) -> Counter[Any]:
+    """Counts the constraints of a program on Explicit axes, by shape and sharding.
+
+    Args:
+        changed: constraints that count with another sharding, or as removed.
+    """
+    found = Counter[Any]()
+    for at, aval in find_constraints(jaxpr):
+        entries = spec_axes(aval.sharding.spec)
+        entries += [()] * (len(aval.shape) - len(entries))
+        paths = [path for path in changed or () if at.frames[: len(path)] == path]
+        for sharding in ((changed or {})[path] for path in paths):
+            new = [] if sharding is None else spec_axes(sharding.spec)
+            # `jax.vmap` adds axes in front
+            entries = entries[: min(at.n_mapped, len(entries) - len(new))] + new
+        while entries and not entries[-1]:
+            entries.pop()
+        is_removed = any((changed or {})[path] is None for path in paths)
+        found[aval.shape, str(entries)] += not is_removed
+    return +found

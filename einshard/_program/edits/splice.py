@@ -17,8 +17,7 @@ from .jaxprs import closed_like, is_var, map_jaxprs, opened
 
 # The numbers of values and of cotangents that an edit changes. 0 values: it does not apply.
 Applied: TypeAlias = tuple[int, int]
-_CONSTRAINT = 'sharding_constraint'
-CONSTRAINTS = _CONSTRAINT, 'reshard'
+CONSTRAINT = 'sharding_constraint'
 # These pass a cotangent on to their operands: no equation of the backward pass is theirs.
 _PASS_COTANGENTS_ON = ('add', 'add_any', 'sub')
 
@@ -75,9 +74,9 @@ class Splicer:
             if self.signature is None:
                 self._find_signature(closed, Site(), is_transposed)
         signature = self.signature
-        if signature is None or (self.which != 'value' and signature.primitive != _CONSTRAINT):
+        if signature is None or (self.which != 'value' and signature.primitive != CONSTRAINT):
             return closed
-        if self.tag is not None and self.which != 'operand' and signature.primitive == _CONSTRAINT:
+        if self.tag is not None and self.which != 'operand' and signature.primitive == CONSTRAINT:
             return closed
         found = self._edit(closed, Site(), (), frozenset())
         if not self.applied[1] and signature.primitive not in _PASS_COTANGENTS_ON:
@@ -243,7 +242,7 @@ class Splicer:
                         )
                     )
                 ]
-                if signature.primitive == _CONSTRAINT:
+                if signature.primitive == CONSTRAINT:
                     entering = []
                 for n in entering[:1]:
                     old, v = eqn.invars[n], invars[n]
@@ -260,7 +259,7 @@ class Splicer:
                 if params is not eqn.params:
                     changes.append((len(eqns), *map(id, inner_jaxprs(params.values()))))
             eqn_new = eqn.replace(invars=invars, params=params)
-            is_constraint = is_there and eqn.primitive.name == _CONSTRAINT == signature.primitive
+            is_constraint = is_there and eqn.primitive.name == CONSTRAINT == signature.primitive
             if is_constraint and self.which == 'operand':
                 if not at.is_transposed:
                     invars = [constrain(invars[0], eqn, at.n_mapped)]
@@ -300,7 +299,7 @@ class Splicer:
             if (
                 is_there
                 and at.is_transposed == signature.is_transposed
-                and eqn.primitive.name == signature.primitive != _CONSTRAINT
+                and eqn.primitive.name == signature.primitive != CONSTRAINT
                 and signature.output < len(eqn.outvars)
                 and _has_shape(eqn.outvars[signature.output], signature.shape)
             ):
