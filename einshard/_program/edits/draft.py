@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 from jax.sharding import Sharding
@@ -16,11 +16,16 @@ from .keys import Key
 from .splice import Applied, Splicer
 from .tags import TAG
 
-if TYPE_CHECKING:
-    from .edit import Edit
+
+class Keyed(Protocol):
+    """An edit, as far as a draft knows it."""
+
+    @property
+    def key(self) -> frozenset[Key]: ...
+
 
 # Returns the call with edits in its code, for these leaves; None for its own.
-Rewrite: TypeAlias = 'Callable[[Sequence[Edit], Sequence[Any] | None], JittedCall]'
+Rewrite: TypeAlias = Callable[[Sequence[Any], Sequence[Any] | None], JittedCall]
 
 
 @dataclass
@@ -47,7 +52,7 @@ class Draft:
     tags: dict[Key, int] | None = None
     needs_trace: bool = False
     rewrite: Rewrite | None = None
-    in_code: list[Edit] = field(default_factory=list['Edit'])
+    in_code: list[Keyed] = field(default_factory=list[Keyed])
     frames: Frames = field(default_factory=Frames)
     _shared: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
     _jaxpr: Any = None
@@ -91,7 +96,7 @@ class Draft:
             return ''
         return TAG.format(self.tags.setdefault(key, len(self.tags)), n_mapped)
 
-    def splice(self, edit: Edit, splicer: Splicer) -> Applied:
+    def splice(self, edit: Keyed, splicer: Splicer) -> Applied:
         """Changes constraints in the jaxpr, or in the code of which it is traced."""
         if self.rewrite is not None:
             self.in_code.append(edit)
