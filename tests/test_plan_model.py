@@ -81,6 +81,22 @@ def test_jitted_function_with_names_inside():
     assert names == [(('mlp',), ('embed',)), (('embed',), ('mlp',)), (('batch',), ('act',))]
 
 
+@pytest.mark.parametrize('n', [1, 2])
+def test_constraints_under_vmap(n):
+    """The axes that it adds come first, and have no names."""
+
+    def inner(x, w):
+        return einshard(jax.nn.relu(x @ w), 'seq mlp')
+
+    for _ in range(n):
+        inner = jax.vmap(inner, (0, None))
+    step = sharded('... batch seq act' if n == 2 else 'batch seq act', 'act mlp')(inner)
+    found = named(step, (f32(*(4,) * (n - 1), 8, 16, 32), f32(32, 64)))
+    (names,) = (x for place, x in found._names.items() if place.kind == 'constraint')
+    assert names == ((),) * n + (('seq',), ('mlp',))
+    assert ('seq', 'mlp') in found.model.array_names
+
+
 def test_flax_names():
     linen = pytest.importorskip('flax.linen')
     init = linen.with_logical_partitioning(linen.initializers.ones, ('embed', 'mlp'))

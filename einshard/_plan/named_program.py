@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -18,6 +18,8 @@ from .._explain.lowered import Stages
 from .._explain.oversized import kept_arguments
 from .._program.cost.chips import Chip, default_chip
 from .._program.cost.score import Score
+from .._program.edits.keys import Key
+from .._program.jaxpr.names import names_in as names_in_scope
 from .._program.traced.axis_classes import AxisClasses, Dim
 from .._program.traced.outline import PRODUCTS, Place
 from .._program.traced.program import Axes
@@ -59,12 +61,11 @@ class NamedProgram(Scores):
         lowered = traced.lower(lowering_platforms=('cpu',))
         module = lowered.compiler_ir('stablehlo')
         resize_meshes(module, 2)  # Shardy drops axes of one device
-        self.variants = variants = Variants(module)
+        self.variants = variants = Variants(module, _names_of_constraint)
         self._kept = kept_arguments(lowered)
         self._stages, self._traced = stages, traced
-        self._names = {
-            place: axes for place, axes in variants.given.items() if axes is not None and any(axes)
-        }
+        each = {place: self._given(place, {*names}) for place in variants.given}
+        self._names = {place: axes for place, axes in each.items() if any(axes)}
         for j, i in enumerate(self._kept):
             place, labels = Place('argument', j), in_metadata[i]
             if labels is not None and variants.given[place] is None and any(labels):
@@ -87,6 +88,23 @@ class NamedProgram(Scores):
                     dim = classes.of((variants.value(place), d))
                     self._class_names.setdefault(dim, axis)
         self.model = self._model([*names])
+
+    def _given(self, place: Place, names: Collection[str]) -> ArrayNames:
+        """The names that a place has in the module.
+
+        `jax.vmap` leaves its axes open, but on a mesh of axes of one device, it does not move the
+        entries of a constraint behind them: it overwrites the first ones.
+        """
+        variants, ndim = self.variants, len(self.variants.shape(place))
+        axes = variants.given[place] or ((),) * ndim
+        site = variants.sites.get(place)
+        own: Any = () if site is None else site[0][1]
+        if site is None or ndim == len(own):
+            return axes
+        n = ndim - len(own)
+        variants.sites[place] = site[0], n
+        first = tuple((name,) if name in names else () for name in own[:n])
+        return (((),) * n + first + axes[n : len(own)])[:ndim]
 
     def score(self, candidate: Candidate) -> Score | None:
         axes, sizes = dict(candidate.axes), dict(candidate.mesh)
@@ -161,6 +179,12 @@ class NamedProgram(Scores):
             open_dims = [c for c, names in zip(dims, of_arguments[i], strict=True) if not names]
             if any(2 * flops[c] >= total > 0 for c in open_dims):
                 yield path_and_array(argument_path(path, of_position), leaf)
+
+
+def _names_of_constraint(location: str) -> tuple[Key, int] | None:
+    found = names_in_scope(location)
+    own = None if found is None else found.of_constraint
+    return None if own is None else (('names', own), 0)
 
 
 def find_named(
