@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+import jax
 import jax.tree_util as jtu
 from jax.sharding import Mesh
 
@@ -58,7 +59,9 @@ class NamedProgram(Scores):
     ):
         super().__init__(mesh, chip or default_chip(), is_kept)
         traced: Any = stages.traced
-        lowered = traced.lower(lowering_platforms=('cpu',))
+        # JAX may have no devices of its own, and a mesh without devices tells it none
+        with jax.default_device(mesh.devices.flat[0]):
+            lowered = traced.lower(lowering_platforms=('cpu',))
         module = lowered.compiler_ir('stablehlo')
         resize_meshes(module, 2)  # Shardy drops axes of one device
         self.variants = variants = Variants(module, _names_of_constraint)
