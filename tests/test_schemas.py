@@ -35,7 +35,6 @@ def check(name, data):
     schema = closed(schema_of(name))
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(json.loads(json.dumps(data)), schema, jsonschema.Draft202012Validator)
-    assert data['schema'] == 1
 
 
 @sharded('b x -> b* x', 'x y -> x y*', out='b y -> b* y', donate_argnums=0)

@@ -215,7 +215,7 @@ class Plan(Display):
     def to_dict(self) -> dict[str, Any]:
         """Converts the plan to dictionaries, lists, strings and numbers, for JSON."""
         return {
-            'schema': 1,
+            'schema': 2,
             'name': self.name,
             'n_devices': self.devices.size,
             'mesh': dict(self.best.candidate.mesh),
