@@ -213,6 +213,8 @@ def find_named(
         return None
     with trace_with_names(fn, args, kwargs, names, mesh_axes) as stages:
         traced: Any = stages.traced
+        if traced is None:  # Haliax only lowers
+            return None
         labels = metadata_of_traced(args, kwargs, metadata_names, traced.args_info)
         known = {*names, *mesh_axes}
         labels = [
