@@ -25,12 +25,14 @@ from einshard import Chip, Efficiency, EinshardError, explain, topology
 from einshard._explain.reading import Reading
 from einshard._explain.timeline import estimate
 from einshard._program.cost.chips import as_chip
+from einshard._program.cost.kernels import Kernel, count_calls
 from einshard._program.cost.network import Network
 from einshard._program.cost.timeline import Simulation
 from einshard._program.hlo.find_collectives import find_collectives
 from einshard._program.hlo.graph import Graph
 from einshard._program.hlo.op_bytes import op_bytes
 from einshard._program.hlo.text import Program
+from einshard._program.jaxpr.graph import flatten
 from einshard._spans import Span, spans_svg
 
 H100 = as_chip('H100')
@@ -377,6 +379,101 @@ def test_ragged_sends_unknown_bytes():
     assert timeline.rows[0].time is None
 
 
+# --- declared costs -------------------------------------------------------------------------------
+
+SCOPED = 'metadata={op_name="jit(f)/jvp(layer)/flash/dot_general"}'
+
+
+def with_kernels(text, **kernels):
+    graph = Graph(Program(text))
+    rows = find_collectives(graph, [device.id for device in GPUS])
+    return Simulation(graph, rows, [row.name for row in rows], GPUS, H100, kernels).run()
+
+
+def seconds_of(flops, n_bytes):
+    return max(flops / (989.5e12 * 0.75), n_bytes / (3.4e12 * 0.85)) + 2e-6
+
+
+@pytest.mark.parametrize('cost', [(1e12, 1e6), (1e6, 1e9), (0, 0)])
+def test_a_scope_takes_what_is_declared(cost):
+    text = program(product(), f'{product("z", "y", True)}, {SCOPED}')
+    run = with_kernels(text, flash=Kernel(*cost, calls=3))
+    assert run.seconds == pytest.approx(PRODUCT + 3 * seconds_of(*cost))
+
+
+def test_a_scope_in_a_loop_takes_what_is_declared():
+    """Calls are those of the whole run."""
+    scoped = loop(10).replace(DOT.format('%d', '%x'), f'{DOT.format("%d", "%x")}, {SCOPED}')
+    run, plain = with_kernels(scoped, flash=Kernel(1e13, 0, calls=10)), with_kernels(loop(10))
+    gain = seconds_of(1e13, 0) - max(PRODUCT, GATHERED)
+    assert run.seconds - plain.seconds == pytest.approx(10 * gain)
+
+
+def test_a_custom_call_takes_what_is_declared():
+    run = with_kernels(program(f'ROOT %y = {CALL}'), my_kernel=Kernel(1e12, 1e6))
+    assert run.seconds == pytest.approx(seconds_of(1e12, 1e6))
+    assert not run.unknown
+
+
+def test_a_scope_of_which_nothing_is_left():
+    run = with_kernels(program(product(root=True)), flash=Kernel(1e12, 0, calls=1))
+    assert list(run.unknown) == ["'flash', no operation of which is left in the program"]
+
+
+def attention(x, w):
+    def layer(x, w):
+        with jax.named_scope('layer'):
+            x = x @ w
+            with jax.named_scope('flash'):
+                return jax.jit(jnp.sin)(jnp.tanh(x @ x.T) @ x), None
+
+    x, _ = jax.lax.scan(jax.checkpoint(layer), x, w)
+    for _ in range(3):  # the first follows the loop
+        with jax.named_scope('flash'):
+            x = jnp.tanh(x @ x.T) @ x
+        x = x * 2
+    return x.sum()
+
+
+def test_calls_of_scopes_are_counted():
+    """By hand: 4 and 3 in the forward pass and in the backward pass, and 4 are recomputed."""
+    args = np.ones((8, 16), np.float32), np.ones((4, 16, 16), np.float32)
+    traced = jax.jit(jax.grad(attention)).trace(*args)
+    calls = count_calls(flatten(traced.jaxpr, keep_unused=True), ['flash', 'transpose(flash)'])
+    assert (calls['flash'], calls['transpose(flash)']) == (11, 7)
+    traced = jax.jit(attention).trace(*args)
+    calls = count_calls(flatten(traced.jaxpr, keep_unused=True), ['flash'])
+    assert calls['flash'] == 7
+
+
+def test_blocks_of_a_declared_scope_are_one_call():
+    """A loop in the scope runs in each call."""
+
+    def f(x):
+        for _ in range(2):
+            with jax.named_scope('flash'):
+                x, _ = jax.lax.scan(lambda c, _: (jnp.sin(c) @ c, None), x, length=5)
+                x = x + 1
+            x = x * 2
+        return x
+
+    traced = jax.jit(f).trace(np.ones((8, 8), np.float32))
+    assert count_calls(flatten(traced.jaxpr, keep_unused=True), ['flash'])['flash'] == 2
+
+
+def test_explain_takes_costs():
+    pytest.importorskip('libtpu', reason='libtpu compiles for TPU, and is not installed')
+    mesh = topology('v5e:2x2', data=4)
+    x = jax.ShapeDtypeStruct((4096, 512), 'bfloat16', sharding=NamedSharding(mesh, P('data')))
+    w = jax.ShapeDtypeStruct((4, 512, 512), 'bfloat16', sharding=NamedSharding(mesh, P()))
+    step = jax.jit(jax.grad(attention, argnums=1))
+    costs = {'flash': (1e12, 0), 'transpose(flash)': (2e12, 0)}
+    timeline = explain(step, x, w, tries=0, costs=costs).timeline
+    chip = as_chip('v5e')
+    declared = 25e12 / (chip.flops['bf16'] * chip.efficiency.products)
+    assert declared < timeline.totals.compute < 1.05 * declared
+
+
 # --- chips ----------------------------------------------------------------------------------------
 
 
@@ -603,6 +700,32 @@ def test_notes_are_ordered_by_exposed_time():
     assert first.bytes < last.bytes
     exposed = {row.name: row.exposed for row in report.timeline.rows}
     assert sum(exposed[name] for name in first.explains) > 0.5 * report.timeline.totals.exposed
+
+
+def test_the_collective_that_nothing_hides():
+    pytest.importorskip('libtpu', reason='libtpu compiles for TPU, and is not installed')
+    mesh = topology('v5e:2x4', data=8)
+    x = jax.ShapeDtypeStruct((8192, 8192), 'bfloat16', sharding=NamedSharding(mesh, P('data')))
+    report = explain(jax.jit(lambda x: jnp.sort(x, 0)), x, tries=0)
+    (note,) = (note for note in report.notes if note.kind == 'exposed communication')
+    rows = [row for row in report.timeline.rows if row.name in note.explains]
+    assert report.timeline.rows[0] in rows
+    share = sum(row.exposed for row in rows) / report.timeline.totals.step
+    assert f'{share:.0%} of the estimated step' in note.text
+    assert 'it is synchronous' in note.text
+    # computing hides all of these
+    w = jax.ShapeDtypeStruct((8, 4096, 4096), 'bfloat16', sharding=NamedSharding(mesh, P()))
+    hidden = explain(
+        jax.jit(lambda x, w: jax.lax.scan(lambda x, w: (x @ w, None), x, w)[0]),
+        *(
+            jax.ShapeDtypeStruct(
+                (65536, 4096), 'bfloat16', sharding=NamedSharding(mesh, P('data'))
+            ),
+            w,
+        ),
+        tries=0,
+    )
+    assert not [note for note in hidden.notes if note.kind == 'exposed communication']
 
 
 def test_text_and_page(report, tmp_path):

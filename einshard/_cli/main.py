@@ -226,6 +226,13 @@ def _explain(arguments: Sequence[str]) -> tuple[str, int]:
         help='also estimate when what runs on a device, of TPUs and GPUs',
     )
     parser.add_argument(
+        '--cost',
+        action='append',
+        default=[],
+        metavar='NAME=FLOPS,BYTES',
+        help='what one call of a kernel costs a device, by named scope or custom call',
+    )
+    parser.add_argument(
         '--fail-on',
         choices=['findings'],
         help='exit with status 3 if the report has findings',
@@ -244,7 +251,7 @@ def _explain(arguments: Sequence[str]) -> tuple[str, int]:
     )
     options = parser.parse_args(arguments)
     tries = {} if options.tries is None else {'tries': options.tries}
-    report = _report(options, **tries)
+    report = _report(options, costs=dict(map(_kernel_cost, options.cost)), **tries)
     if options.timeline:
         _ = report.timeline  # from now on, the report has it
     if options.save is not None:
@@ -257,6 +264,17 @@ def _explain(arguments: Sequence[str]) -> tuple[str, int]:
             Path(options.patch).write_bytes(patch.encode('utf-8', 'surrogateescape'))
     text = json.dumps(report.to_dict(), indent=2) if options.json else str(report)
     return text, 3 if options.fail_on and report.findings else 0
+
+
+def _kernel_cost(text: str) -> tuple[str, tuple[float, float]]:
+    name, _, pair = text.rpartition('=')
+    try:
+        flops, n_bytes = map(float, pair.split(','))
+    except ValueError:
+        raise EinshardError(
+            f"--cost must be like 'flash=4e9,2e7', not {text!r}", code='command'
+        ) from None
+    return name, (flops, n_bytes)
 
 
 def _report(options: argparse.Namespace, **explain_options: Any) -> Report:

@@ -33,6 +33,7 @@ from .findings.facts import Facts
 from .findings.find import find_findings
 from .frameworks import MARKER
 from .intermediates import find_intermediates
+from .kernel_costs import read_kernel_costs
 from .lowered import Stages, compiled_shardings, suggest_partial, trace_to_compile
 from .oversized import Oversized, compile_stages
 from .partition import Compiled as Simulated
@@ -50,6 +51,7 @@ def explain(
     chip: Chip | str | None = None,
     tries: int = 12,
     seconds: float | None = None,
+    costs: Mapping[str, tuple[float, float]] | None = None,
     **kwargs: Any,
 ) -> Report:
     """Compiles a function and lists its placements, collectives, memory and likely mistakes.
@@ -94,6 +96,11 @@ def explain(
             the devices of the program, which does not count. With 0, nothing is suggested.
         seconds: the time after which no further change is tried. Default: no limit, so that
             reports do not depend on the speed of the machine.
+        costs: what kernels cost, for the estimates of `Report.timeline`: the flops and the bytes of
+            HBM of one call on one device, such as `{'flash': (4e9, 2e7)}`. A name is the target of
+            a custom call, or a `jax.named_scope`, whose operations then take this time, whatever
+            they are compiled to. The backward pass of a scope is 'transpose(flash)'. A
+            `cost_estimate` of a Pallas kernel need not be repeated.
 
     Returns:
         A `Report`, which renders in the REPL, notebooks, rich and print. A program that does not
@@ -109,7 +116,10 @@ def explain(
     with suggest_partial(fn, 'chip'):
         chip = None if chip is None else as_chip(chip)
     stages = trace_to_compile(fn, args, kwargs, mesh)
-    return explain_stages(stages, chip, replicated_above, intermediates, tries, seconds)
+    with suggest_partial(fn, 'costs'):
+        return explain_stages(
+            stages, chip, replicated_above, intermediates, tries, seconds, costs=costs
+        )
 
 
 def explain_stages(
@@ -120,8 +130,9 @@ def explain_stages(
     tries: int = 0,
     seconds: float | None = None,
     simulated: Simulated | None = None,
+    costs: Mapping[str, tuple[float, float]] | None = None,
 ) -> Report:
-    facts = read_facts(stages, chip, replicated_above, simulated)
+    facts = read_facts(stages, chip, replicated_above, simulated, costs=costs)
     report = _make_report(facts, intermediates)
     return with_advice(report, facts, tries, seconds) if tries else report
 
@@ -132,12 +143,14 @@ def read_facts(
     replicated_above: int = 2**20,
     simulated: Simulated | None = None,
     compiled: Any = None,
+    costs: Mapping[str, tuple[float, float]] | None = None,
 ) -> Facts:
     """Compiles a program, and reads it.
 
     Args:
         simulated: what a `Worker` has compiled it to, whose text and memory are read instead.
         compiled: stands in for the compiled program.
+        costs: see `explain`.
     """
     compiled = compile_stages(stages) if compiled is None else compiled
     text = simulated.text if simulated else program_text(stages.name or 'the program', compiled)
@@ -183,6 +196,7 @@ def read_facts(
         argument_rows=[array_row(array, meshes) for array in arguments],
         result_rows=[array_row(array, meshes) for array in results],
         replicated_above=replicated_above,
+        kernels=read_kernel_costs(costs, program, stages.jaxpr),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from .._functions.promise import program_text
 from .._program.cost.bounds import NO_BOUNDS, Bounds, find_bounds
 from .._program.cost.chips import Chip
+from .._program.cost.kernels import Kernel
 from .._program.hlo.collective import Collective
 from .._program.hlo.find_collectives import find_collectives
 from .._program.hlo.flops import ProductRow, product_rows
@@ -25,6 +26,7 @@ from .._sharding.mesh import AnyMesh, Device
 from .partition import WORKER_FILE, Compiled
 from .payloads import Payloads, find_named_lines
 from .report_rows import Figures
+from .timeline import Timeline, estimate, refusal
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -44,6 +46,7 @@ class Reading:
         sharded_by: the array axes that shard over each mesh axis, by name, for `Collective.along`.
         is_simulated: whether it is compiled for CPUs that simulate the devices, in the process of a
             `Worker`.
+        kernels: those whose costs the user declares, by name; see `explain`.
     """
 
     program: Program
@@ -56,6 +59,7 @@ class Reading:
     traced: TracedProgram | None = None
     sharded_by: ShardedBy = field(default_factory=dict)
     is_simulated: bool = False
+    kernels: Mapping[str, Kernel] = field(default_factory=dict[str, Kernel])
 
     @property
     def n_devices(self) -> int:
@@ -130,6 +134,15 @@ class Reading:
         rows = self.graph, self.products, self.collectives
         return find_bounds(chip, list(self.devices), *rows, is_cpu=self.is_simulated)
 
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        return estimate(self)
+
+    @functools.cached_property
+    def step(self) -> float | None:
+        """The estimated seconds of one run. None if there is no timeline, or if it is unknown."""
+        return self.timeline.totals.step if refusal(self) is None else None
+
     def figures(self, bounds: Bounds) -> Figures:
         return Figures(
             sum(c.total_bytes for c in self.collectives),
@@ -137,6 +150,7 @@ class Reading:
             sum(row.flops for row in self.products),
             sum(bound.seconds for bound in bounds),
             next((bound.seconds for bound in bounds if bound.resource == 'HBM'), 0.0),
+            self.step,
         )
 
 

@@ -19,6 +19,7 @@ class Figures:
         flops: as in `Report.flops`.
         bound: the sum of the lower bounds for compute, HBM and network, in seconds.
         hbm: the one for HBM.
+        step: the seconds of a run by `Report.timeline`, an estimate. None if unknown.
     """
 
     network_bytes: int
@@ -26,6 +27,7 @@ class Figures:
     flops: int
     bound: float
     hbm: float = 0.0
+    step: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class Tried:
     Both are compiled in the same way.
 
     Attributes:
-        network_bytes, memory, flops, bound, hbm: the costs with the change; see `Figures`.
+        network_bytes, memory, flops, bound, hbm, step: the costs with the change; see `Figures`.
         before: the costs without it, but with the changes of the findings before this one.
         is_simulated: whether simulated CPU devices have these costs, in place of GPUs or TPUs.
     """
@@ -47,6 +49,7 @@ class Tried:
     before: Figures
     is_simulated: bool = False
     hbm: float = 0.0
+    step: float | None = None
 
     def __str__(self) -> str:
         """For example 'sends 2.0 MiB instead of 15.0 MiB'."""
@@ -73,7 +76,20 @@ def changes(before: Figures | Tried, after: Figures | Tried) -> list[str]:
         memory, found = found, []
         compare('sum of the lower bounds {}', before.bound, after.bound, format_seconds)
         found += memory
+    if compare_steps(before.step, after.step):
+        steps = f'{format_seconds(after.step or 0)} instead of {format_seconds(before.step or 0)}'
+        found.append(f'a step of about {steps} (estimate)')
     return found
+
+
+def compare_steps(one: float | None, other: float | None) -> int:
+    """Compares estimates: -1 if the first is less, 1 if more, 0 if unknown or about equal."""
+    if one is None or other is None or abs(one - other) < _EQUAL * max(one, other):
+        return 0
+    return -1 if one < other else 1
+
+
+_EQUAL = 0.1  # estimates are no better
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from .._display import Display
 from .._errors import EinshardError
@@ -18,7 +18,9 @@ from .._program.hlo.collective import Collective
 from .._spans import Span, spans_svg
 from .._text import format_seconds, short_arrays, short_source
 from .collectives import payload_text
-from .reading import Reading
+
+if TYPE_CHECKING:
+    from .reading import Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,8 @@ def estimate(reading: Reading) -> Timeline:
     rows = reading.collectives
     of = [payload_text([row], True) for row in rows]
     labels = [f'{short_source(row.source)} {text}' for row, text in zip(rows, of, strict=True)]
-    run = Simulation(reading.graph, rows, labels, list(reading.devices), chip).run()
+    devices = list(reading.devices)
+    run = Simulation(reading.graph, rows, labels, devices, chip, reading.kernels).run()
     is_measured, is_known = bool(chip.efficiency.source), not run.unknown
     exposed, busy = run.total('exposed'), run.total('busy')
     hidden = max(0.0, 1 - exposed / busy) if busy and is_known else None

@@ -83,6 +83,7 @@ class Evaluation:
             {('all-gather', 'weights'): 10}.
         counts: the number of collectives of each kind, for `collectives=` of `sharded`.
         error: why the candidate does not compile, or ''.
+        step: the seconds of a run by `Report.timeline`, an estimate. None if unknown.
     """
 
     candidate: Candidate
@@ -93,6 +94,7 @@ class Evaluation:
     sent_by: Mapping[tuple[str, str], int] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
     error: str = ''
+    step: float | None = None
 
     @property
     def network_bytes(self) -> int:

@@ -94,6 +94,7 @@ class Function:
             sent=report.collectives.bytes_by('along'),
             sent_by=report.collectives.bytes_by('kind', 'role'),
             counts=dict(report.collectives.counts),
+            step=report.reading.step,
         )
 
     def evaluate_all(self, candidates: Iterable[Candidate]) -> Generator[Evaluation, None, None]:

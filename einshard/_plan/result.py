@@ -320,10 +320,11 @@ class Plan(Display):
     def _row(self, i: int, one: Evaluation) -> tuple[str, ...]:
         least, most = one.seconds
         largest = one.bounds.largest
+        step = '' if one.step is None else f', about {format_seconds(one.step)}'
         return (
             str(i),
             one.candidate.mesh_text,
-            f'{format_seconds(least)} .. {format_seconds(most)}' if one.bounds else '',
+            f'{format_seconds(least)} .. {format_seconds(most)}{step}' if one.bounds else '',
             '?' if one.memory is None else format_bytes(one.memory),
             format_bytes(one.network_bytes),
             '' if largest is None else f'{largest.resource} {largest.along}'.strip(),
@@ -401,6 +402,7 @@ def _evaluation_dict(one: Evaluation) -> dict[str, Any]:
             {'resource': b.resource, 'along': b.along, 'seconds': b.seconds} for b in one.bounds
         ],
         'seconds': [least, most],
+        'step': one.step,
         'memory': one.memory,
         'sent': dict(one.sent),
         'collectives': dict(one.counts),

@@ -22,7 +22,7 @@ from ..lowered import Stages
 from ..propagation import Propagation, propagate
 from ..reading import Reading
 from ..report_rows import ArrayRow, Finding
-from ..timeline import Timeline, estimate, refusal
+from ..timeline import refusal
 from ..why import Reason, find_reasons
 from .values import PRODUCTS, Axes, Axis, argument_of, axes_of_values, mesh_entries, name_values
 
@@ -102,10 +102,6 @@ class Facts(Reading):
         """The indices of the arguments that are weights or optimizer state. Empty in inference."""
         numbers = enumerate(self.used_arguments)
         return [i for n, i in numbers if self.is_training and self.roles.get(n) == 'weights']
-
-    @functools.cached_property
-    def timeline(self) -> Timeline:
-        return estimate(self)
 
     @functools.cached_property
     def exposed(self) -> Mapping[str, float]:

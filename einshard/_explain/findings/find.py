@@ -8,6 +8,7 @@ from ..costs import cost_notes
 from ..report_rows import Finding
 from .arguments import replicated_results, unsharded_new_states, unsharded_states
 from .constraints import names_without_rule, repeated_constraints, unused_constraints
+from .exposed import exposed_communication
 from .facts import Facts
 from .gathered_axes import gathered_for_operation
 from .gathers import (
@@ -63,6 +64,7 @@ _NOTES = (
     dense_groups,
     tested_in_loop,
     too_many_small,
+    exposed_communication,
     cost_notes,
 )
 

@@ -26,7 +26,7 @@ from ..._program.edits.edit import (
 )
 from ..._progress import progress
 from ..costs import Cost, saved
-from ..report_rows import Figures, Tried
+from ..report_rows import Figures, Tried, compare_steps
 from .proposals import MIN_GAIN, Proposal, Proposals
 from .trials import Trial, Trials, as_tried
 from .words import replaced_strategy
@@ -310,7 +310,7 @@ class Search:
             gains_memory = not self._fits(without) and (after.memory or 0) < (without.memory or 0)
             is_cheaper = _is_less(after.bound, without.bound, MIN_GAIN)
             helps = gains_memory or (self._fits(after) and is_cheaper)
-            if helps and (best is None or not _is_near(best[1].bound, after.bound, without.bound)):
+            if helps and (best is None or _is_better(after, best[1], without)):
                 best = accepted, after, bounds
         self.accepted = [] if best is None else best[0]
         if best is not None:
@@ -332,6 +332,13 @@ class Search:
 def _is_near(one: float, best: float, before: float) -> bool:
     """Whether a change may be preferred to one with the best bound, as it is better otherwise."""
     return one <= best + max(_NEAR * best, _ALIKE * (before - best))
+
+
+def _is_better(one: Figures, best: Figures, before: Figures) -> bool:
+    """Whether a change is better by estimates of a step, or by bounds where these are equal."""
+    if order := compare_steps(one.step, best.step):
+        return order < 0
+    return not _is_near(best.bound, one.bound, before.bound)
 
 
 def _is_alike(one: Figures, best: Figures, before: Figures) -> bool:

@@ -219,6 +219,7 @@ class Trials:
             'inputs': [(array.path, str(array.dtype)) for array in arguments],
             'outputs': {i: array.path for i, array in enumerate(facts.results)},
             'traced': program,
+            'kernels': facts.kernels,
         }
 
 
@@ -238,4 +239,4 @@ def compile_in_worker(n_devices: int, request: dict[str, Any]) -> Compiled:
 
 def as_tried(before: Figures, after: Figures, is_simulated: bool = False) -> Tried:
     costs = after.network_bytes, after.memory, after.flops, after.bound
-    return Tried(*costs, before, is_simulated, after.hbm)
+    return Tried(*costs, before, is_simulated, after.hbm, after.step)

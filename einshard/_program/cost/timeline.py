@@ -11,10 +11,12 @@ for other devices.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from ..._spans import Span
@@ -28,6 +30,7 @@ from ..hlo.op_bytes import op_bytes
 from ..hlo.opcodes import COLLECTIVES, FREE
 from ..hlo.text import Instruction, LineErrors
 from .chips import Chip
+from .kernels import Kernel, scope_of, target_of
 from .network import Network
 
 
@@ -79,7 +82,6 @@ _CONTROL = ('call', 'conditional', 'while')
 _OWN_CALLS = re.compile(
     'AllocateBuffer|AssumeGatherIndicesInBound|ConcatBitcast|TopK|__cub|cu_threefry'
 )
-_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _HOST_MEMORY = 'S(5)'
 _PHASE = re.compile('"AsyncCollective(Start|Done)"')
 
@@ -92,6 +94,7 @@ class Simulation:
         labels: names each in `Span.label`.
         devices: the devices of the program, in its order.
         chip: has an `efficiency`.
+        kernels: those whose costs are declared, by the name of their scope or custom call.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class Simulation:
         labels: Sequence[str],
         devices: Sequence[Any],
         chip: Chip,
+        kernels: Mapping[str, Kernel] = MappingProxyType({}),
     ):
         assert chip.efficiency is not None
         self.program, self.rows, self.labels = graph.program, rows, labels
@@ -136,22 +140,31 @@ class Simulation:
             if op.opcode == 'custom-call' and (match := _PHASE.search(op.attributes))
         }
         self.runs: dict[str, Run] = {}  # by computation
+        self.kernels = kernels
+        self.scales = self._scales() if kernels else {}
 
     def run(self) -> Run:
-        """Simulates each computation once, after those that it calls; calls may be nested deep."""
-        pending = [self.program.entry]
+        """Simulates each computation once, after those that it calls."""
+        for name in self.order:
+            with LineErrors(self.program) as errors:
+                self.runs[name] = self.simulate(name, errors)
+        run = self.runs[self.program.entry]
+        for name, kernel in self.kernels.items():
+            if kernel.calls and name not in self.scales:
+                run.unknown[f"'{name}', no operation of which is left in the program"] = None
+        return run
+
+    @functools.cached_property
+    def order(self) -> Sequence[str]:
+        """The computations of the compute queue, after those that they call."""
+        order, pending = dict[str, None](), [self.program.entry]  # calls may be nested deep
         while pending:
-            name = pending[-1]
-            ops = self.program.computations[name]
-            called = {callee for op in ops for callee in _called(op)}
-            missing = called - self.runs.keys()
-            if name not in self.runs and not missing:
-                with LineErrors(self.program) as errors:
-                    self.runs[name] = self.simulate(name, errors)
+            ops = self.program.computations[pending[-1]]
+            missing = {callee for op in ops for callee in _called(op)} - order.keys()
             pending += missing
             if not missing:
-                pending.pop()
-        return self.runs[self.program.entry]
+                order[pending.pop()] = None
+        return [*order]
 
     # --- what one operation takes ---------------------------------------------------------------
 
@@ -171,6 +184,12 @@ class Simulation:
         return seconds
 
     def op_seconds(self, op: Instruction, types: Mapping[str, str]) -> float:
+        kernel = self.kernel(op)
+        if kernel and self.kernels[kernel].calls is None:
+            return self.kernel_seconds(kernel)
+        return self.compiled_seconds(op, types) * self.scales.get(kernel, 1.0)
+
+    def compiled_seconds(self, op: Instruction, types: Mapping[str, str]) -> float:
         e, work = self.efficiency, self.flops.get(op.name, {}).values()
         compute = sum(
             flops / (self.chip.rate(dtype) * self.share * e.products) for flops, dtype in work
@@ -195,9 +214,47 @@ class Simulation:
                 return 'a transfer between host and device'
         if opcode != 'custom-call' or op.name in self.flops or '"cost_estimate"' in op.config:
             return ''
-        target = _TARGET.search(op.attributes)
-        is_own = target is not None and _OWN_CALLS.match(target[1])
-        return '' if is_own else f'a kernel without a cost ({target[1] if target else "?"})'
+        target = target_of(op)
+        is_known = _OWN_CALLS.match(target) or self.kernel(op)
+        return '' if is_known else f'a kernel without a cost ({target or "?"})'
+
+    # --- kernels with declared costs ------------------------------------------------------------
+
+    def kernel(self, op: Instruction) -> str:
+        """The kernel that an operation is, or belongs to; '' if it is none with a declared cost."""
+        if not self.kernels:
+            return ''
+        target = target_of(op)
+        return target if target in self.kernels else scope_of(op.op_name, self.kernels)
+
+    def kernel_seconds(self, name: str, dtype: str = 'bf16') -> float:
+        kernel, e = self.kernels[name], self.efficiency
+        compute = kernel.flops / (self.chip.rate(dtype) * self.share * e.products)
+        bandwidth = self.chip.memory_bandwidth * self.share * e.hbm
+        return max(compute, kernel.bytes / bandwidth) + e.launch
+
+    def _scales(self) -> dict[str, float]:
+        """The factors by which the operations of scopes take longer than they are compiled to."""
+        compiled: dict[str, float] = defaultdict(float)
+        dtypes: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+        runs = Counter({self.program.entry: 1})
+        for name in reversed(self.order):
+            types = {op.name: op.type for op in self.program.computations[name]}
+            for op in self.program.computations[name]:
+                for callee in _called(op):
+                    runs[callee] += runs[name] * (self.trips.get(op.name) or 1)
+                kernel = self.kernel(op)
+                is_computing = op.opcode not in (*_FREE, *_CONTROL) and op.name not in self.row_of
+                if kernel and is_computing and not op.opcode.endswith(('-done', '-update')):
+                    compiled[kernel] += runs[name] * self.compiled_seconds(op, types)
+                    for flops, dtype in self.flops.get(op.name, {}).values():
+                        dtypes[kernel][dtype] += runs[name] * flops
+        scales: dict[str, float] = {}
+        for name, kernel in self.kernels.items():
+            if kernel.calls is not None and compiled[name]:
+                dtype = max(dtypes[name], key=dtypes[name].__getitem__, default='bf16')
+                scales[name] = kernel.calls * self.kernel_seconds(name, dtype) / compiled[name]
+        return scales
 
     # --- one computation ------------------------------------------------------------------------
 
