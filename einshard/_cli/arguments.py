@@ -265,7 +265,7 @@ def load(text: str) -> Any:
             owner = '.'.join(names[:i]) or 'module'
             raise EinshardError(
                 f"module '{module_name}' has no '{path}'",
-                code='command',
+                code='missing',
                 facts={f'{owner} has': ', '.join(_names_in(value, module_name)[:20]) or 'none'},
             )
         value = getattr(value, name)
@@ -287,7 +287,7 @@ def _import(name: str) -> ModuleType:
             raise
         raise EinshardError(
             f"no module named '{error.name}'",
-            code='command',
+            code='missing',
             facts={'searched': 'the current folder and sys.path'},
         ) from None
 

@@ -89,6 +89,19 @@ examples:
   {prog} eject model:rules --args model:init_params --mesh data=4 tp=2
   {prog} eject model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
 """
+_CHECK_EXAMPLES = """\
+examples:
+  {prog} check --update
+  {prog} check train --fail-on bytes --fail-on does-not-fit
+  {prog} check --base origin/main --markdown comment.md
+where pyproject.toml has:
+  [[tool.einshard.step]]
+  name = "train"
+  function = "model:step"
+  args = ["model:state", "i32[16,64]"]
+  targets = ["h100:4x8", "cpu:8"]
+exit status: 0, 2 if a step cannot be compiled, 3 if --fail-on or fail_on finds something
+"""
 _DOCTOR_EXAMPLES = """\
 examples:
   {prog} doctor
@@ -127,6 +140,7 @@ def _run(arguments: Sequence[str]) -> tuple[str, int]:
         'plan': _plan,
         'table': _table,
         'eject': _eject,
+        'check': _check,
         'doctor': _doctor,
         'skill': _skill,
     }
@@ -251,7 +265,7 @@ def _explain(arguments: Sequence[str]) -> tuple[str, int]:
     )
     options = parser.parse_args(arguments)
     tries = {} if options.tries is None else {'tries': options.tries}
-    report = _report(options, costs=dict(map(_kernel_cost, options.cost)), **tries)
+    report = explain_call(options, costs=dict(map(_kernel_cost, options.cost)), **tries)
     if options.timeline:
         _ = report.timeline  # from now on, the report has it
     if options.save is not None:
@@ -277,7 +291,7 @@ def _kernel_cost(text: str) -> tuple[str, tuple[float, float]]:
     return name, (flops, n_bytes)
 
 
-def _report(options: argparse.Namespace, **explain_options: Any) -> Report:
+def explain_call(options: argparse.Namespace, **explain_options: Any) -> Report:
     mesh = mesh_of(options.devices, options.mesh, options.topology)
     function, args, kwargs = _read_call(explain, load(options.function), mesh, options)
     with _mesh_for(function, mesh, options) as mesh_option:
@@ -311,7 +325,7 @@ def _why(arguments: Sequence[str]) -> str:
         'without one, all collectives',
     )
     options = parser.parse_args(arguments)
-    report = _report(options, tries=0)
+    report = explain_call(options, tries=0)
     found = [report.why(place) for place in options.places or report.collectives]
     if options.json:
         return json.dumps([each.to_dict() for each in found], indent=2)
@@ -426,6 +440,57 @@ def _eject(arguments: Sequence[str]) -> str:
     what, args, kwargs = _read_call(to_jax, what, mesh, options)
     with _mesh_for(what, mesh, options) as mesh_option:
         return to_jax(what, *args, mesh=mesh_option, shape=options.shape, **kwargs)
+
+
+def _check(arguments: Sequence[str]) -> tuple[str, int]:
+    from .._changes.command import Options, check  # only this command needs it
+    from .._changes.config import KINDS, check_kinds
+
+    parser = argparse.ArgumentParser(
+        prog=f'{_program()} check',
+        description='Says what a change of the code does to the programs of [tool.einshard] in '
+        'pyproject.toml.\nCompares them with stored reports, or with those of the merge base.',
+        epilog=_CHECK_EXAMPLES.replace('{prog}', _program()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        'names', nargs='*', metavar='name', help='the steps to check (default: all)'
+    )
+    parser.add_argument('--target', action='append', default=[], help='only for this target')
+    parser.add_argument(
+        '--update', action='store_true', help='write the stored reports, and remove stale ones'
+    )
+    parser.add_argument('--base', metavar='REF', help='compare with the merge base of HEAD and REF')
+    parser.add_argument('--json', action='store_true', help='print the result as JSON')
+    parser.add_argument(
+        '--markdown',
+        type=_output_file,
+        metavar='FILE',
+        help='also write a comment for a pull request',
+    )
+    parser.add_argument('--save', metavar='FOLDER', help='also write a page for each report')
+    parser.add_argument(
+        '--fail-on',
+        action='append',
+        default=[],
+        metavar='KIND',
+        help=f'exit with status 3 for this: {", ".join(KINDS)}',
+    )
+    options = parser.parse_args(arguments)
+    done = check(
+        Options(
+            options.names,
+            options.target,
+            options.update,
+            options.base,
+            options.json,
+            options.markdown,
+            options.save,
+            check_kinds(options.fail_on, '--fail-on'),
+        ),
+        Path.cwd(),
+    )
+    return done.text, done.status
 
 
 def _doctor(arguments: Sequence[str]) -> tuple[str, int]:

@@ -49,7 +49,6 @@ def exposed_communication(facts: Facts) -> Iterator[Finding]:
         row.source,
         sum(c.total_bytes for c in collectives),
         explains=names,
-        reason=facts.reason_of(collectives),
     )
 
 

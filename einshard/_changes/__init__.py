@@ -1,0 +1,1 @@
+"""einshard check: what a change of the code does to compiled programs."""

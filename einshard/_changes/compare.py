@@ -1,0 +1,293 @@
+"""Compares the report of a program with that of an earlier version, both as dictionaries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from .._program.hlo.memory import Memory
+from .config import KINDS, Step
+
+ReportDict: TypeAlias = Mapping[str, Any]
+Collective: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of a program; None where it is unknown.
+
+    Attributes:
+        kind: 'bytes', 'memory', 'bound' or 'exposed'.
+    """
+
+    kind: str
+    before: float | None
+    after: float | None
+    resource: str = ''  # of the largest bound
+
+    def grows(self, threshold: float) -> bool:
+        if self.before is None or self.after is None:
+            return False
+        return self.after - self.before > threshold * self.before
+
+
+@dataclass(frozen=True)
+class Row:
+    """Collectives of one kind, of the same arrays and in one function, and what a device sends."""
+
+    kind: str
+    of: str
+    along: str
+    source: str
+    before: int
+    after: int
+    name: str = ''  # of the collective in the later program
+
+
+@dataclass(frozen=True)
+class Change:
+    """What has become of one step for one target.
+
+    Attributes:
+        before, after: the reports; None if there is none.
+        error: why a report could not be made; '' if it could.
+        figures, rows: what is compared. Without `before`, or if other versions made it, no rows.
+        findings: those that the earlier program lacks.
+        versions: those that differ, such as 'jax 0.10.2 -> 0.12.0'.
+        fails: the kinds of `fail_on` that hold, as in `KINDS`.
+    """
+
+    step: Step
+    target: str
+    before: ReportDict | None
+    after: ReportDict | None
+    error: str = ''
+    figures: Sequence[Figure] = ()
+    rows: Sequence[Row] = ()
+    findings: Sequence[Mapping[str, Any]] = ()
+    versions: Sequence[str] = ()
+    fails: frozenset[str] = frozenset()
+
+    @property
+    def status(self) -> str:
+        if self.error:
+            return 'error'
+        if self.before is None:
+            return 'new'
+        if self.versions:
+            return 'versions'
+        return 'changed' if self.is_changed else 'same'
+
+    @property
+    def is_changed(self) -> bool:
+        return bool(
+            self.rows or self.findings or self.fails & {'bytes', 'memory', 'bound', 'exposed'}
+        )
+
+
+def compare(
+    step: Step,
+    target: str,
+    before: ReportDict | None,
+    after: ReportDict,
+    threshold: float,
+    new_line: Callable[[str], str] = lambda source: source,
+) -> Change:
+    """Compares two reports.
+
+    Args:
+        threshold: the growth that counts, as a fraction.
+        new_line: returns where a line of the earlier source is now.
+    """
+    old = before or {}
+    figures = tuple(
+        Figure(
+            kind,
+            read(old) if before else None,
+            read(after),
+            _resource(after) if kind == 'bound' else '',
+        )
+        for kind, read in _FIGURES.items()
+    )
+    fails: set[str] = set()
+    if before is None:
+        fails.add('missing')
+    if does_not_fit(after):
+        fails.add('does-not-fit')
+    versions = _other_versions(old, after) if before else ()
+    if before is None or versions:
+        fails |= {'versions'} if versions else set()
+        return Change(
+            step, target, before, after, '', figures, versions=versions, fails=frozenset(fails)
+        )
+    fails |= {figure.kind for figure in figures if figure.grows(threshold)}
+    findings = _new_findings(old, after)
+    fails |= {'findings'} if findings else set()
+    rows = _changed_rows(old, after, threshold, new_line)
+    assert fails <= KINDS.keys()
+    return Change(step, target, before, after, '', figures, rows, findings, (), frozenset(fails))
+
+
+def with_suggestions(change: Change, after: ReportDict) -> Change:
+    """Adds the findings with suggestions, of a later report, about what has changed.
+
+    The earlier program was not searched for suggestions, so others are not new.
+    """
+    grown = [row for row in change.rows if row.after > row.before]
+    about = {row.name for row in grown}
+    about.update(name for finding in change.findings for name in finding['explains'])
+
+    def is_about(finding: Mapping[str, Any]) -> bool:
+        # simulated CPUs, on which changes are tried, have other collectives at the same lines
+        at_line = (row for row in grown if row.source == finding['source'])
+        is_near = any(f'along {row.along} ' in finding['text'] for row in at_line)
+        return is_near or not about.isdisjoint(finding['explains'])
+
+    found = [finding for finding in after['findings'] if is_about(finding)]
+    explained = {name for finding in found for name in finding['explains']}
+    left = [each for each in change.findings if explained.isdisjoint(each['explains'])]
+    findings = (*found, *left)
+    fails = change.fails | ({'findings'} if findings else set())
+    return replace(change, after=after, findings=findings, fails=fails)
+
+
+def does_not_fit(report: ReportDict) -> bool:
+    memory = report.get('memory')
+    return bool(memory and memory['capacity'] and _memory(report) > memory['capacity'])
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def _memory(report: ReportDict) -> float | None:
+    memory = report.get('memory')
+    if not memory:
+        return None
+    return Memory(**memory).total
+
+
+def _bound(report: ReportDict) -> float | None:
+    return max((bound['seconds'] for bound in report['bounds']), default=None)
+
+
+def _resource(report: ReportDict) -> str:
+    largest = max(report['bounds'], key=lambda bound: bound['seconds'], default=None)
+    return '' if largest is None else f'{largest["resource"]} {largest["along"]}'.strip()
+
+
+def _exposed(report: ReportDict) -> float | None:
+    timeline = report.get('timeline')
+    return timeline and timeline['totals']['exposed']
+
+
+_FIGURES: Mapping[str, Callable[[ReportDict], float | None]] = {
+    'bytes': lambda report: report['network_bytes'],
+    'memory': _memory,
+    'bound': _bound,
+    'exposed': _exposed,
+}
+
+
+def _other_versions(before: ReportDict, after: ReportDict) -> Sequence[str]:
+    old, new = before.get('versions', {}), after['versions']
+    names = dict.fromkeys([*old, *new])
+    return tuple(
+        f'{name} {old.get(name, "none")} -> {new.get(name, "none")}'
+        for name in names
+        if old.get(name) != new.get(name) and name != 'python'
+    )
+
+
+# --- findings -------------------------------------------------------------------------------------
+
+
+def _new_findings(before: ReportDict, after: ReportDict) -> tuple[Mapping[str, Any], ...]:
+    """Returns the findings that differ from all earlier ones in kind, arrays or function."""
+    known = [_key_of_finding(before, each) for each in before['findings']]
+    new: list[Mapping[str, Any]] = []
+    for finding in after['findings']:
+        key = _key_of_finding(after, finding)
+        if key in known:
+            known.remove(key)
+        else:
+            new.append(finding)
+    return tuple(new)
+
+
+def _key_of_finding(report: ReportDict, finding: Mapping[str, Any]) -> object:
+    """The kind, arrays and function of a finding."""
+    rows = {row['name']: row for row in report['collectives']}
+    arrays: set[str] = set()
+    for name in finding['explains']:
+        row = rows.get(name)
+        # source lines of products are no arrays, and lines move
+        found = [name] if ':' not in name else []
+        arrays |= {*(row['of'] or [row['arrays']])} if row else {*found}
+    return finding['kind'], frozenset(arrays), _function(report, finding['source'])
+
+
+def _function(report: ReportDict, source: str | None) -> str:
+    """The file and function of a source line."""
+    file = (source or '').rpartition(':')[0]
+    return f'{file}:{report.get("functions", {}).get(source, "")}'
+
+
+# --- collectives ----------------------------------------------------------------------------------
+
+_Pair: TypeAlias = tuple[Collective | None, Collective | None]
+
+
+def _changed_rows(
+    before: ReportDict, after: ReportDict, threshold: float, new_line: Callable[[str], str]
+) -> tuple[Row, ...]:
+    """Returns the collectives whose bytes change by a fraction of those of the step."""
+    least = threshold * max(before['network_bytes'], after['network_bytes'])
+    rows: list[Row] = []
+    for one, other in _pairs(before, after, new_line):
+        a, b = (each['network_bytes'] * each['executions'] if each else 0 for each in (one, other))
+        if abs(b - a) > least:
+            shown = other or one
+            assert shown is not None
+            role = f'{shown["role"]} {shown["axes"]}'.strip()
+            of = ', '.join(shown['of']) or role or shown['arrays']
+            name = other['name'] if other else ''
+            place = shown['along'], shown['source'] or ''
+            rows.append(Row(shown['kind'], of, *place, a, b, name))
+    return tuple(sorted(rows, key=lambda row: -abs(row.after - row.before)))
+
+
+def _pairs(before: ReportDict, after: ReportDict, new_line: Callable[[str], str]) -> list[_Pair]:
+    """Pairs the collectives of both programs.
+
+    By kind, arrays, mesh axes and function, those of one line first, and then in order; what is
+    left, by what it sends, as other shardings change the shapes of arrays.
+    """
+
+    def strict(report: ReportDict, row: Collective) -> object:
+        return row['kind'], row['arrays'], row['along'], _function(report, row['source'])
+
+    def loose(report: ReportDict, row: Collective) -> object:
+        sent = tuple(row['of']), row['role'], row['axes']
+        return row['kind'], sent, row['along'], _function(report, row['source'])
+
+    old, new, pairs = [*before['collectives']], [*after['collectives']], list[_Pair]()
+
+    def pair_by(is_same: Callable[[Collective, Collective], bool]) -> None:
+        for row in [*old]:
+            other = next((each for each in new if is_same(row, each)), None)
+            if other is not None:
+                old.remove(row)
+                new.remove(other)
+                pairs.append((row, other))
+
+    for key in (strict, loose):
+        keys = {id(row): key(before, row) for row in old}
+        keys |= {id(row): key(after, row) for row in new}
+        pair_by(
+            lambda a, b, keys=keys: (
+                keys[id(a)] == keys[id(b)] and new_line(a['source'] or '') == (b['source'] or '')
+            )
+        )
+        pair_by(lambda a, b, keys=keys: keys[id(a)] == keys[id(b)])
+    return [*pairs, *((row, None) for row in old), *((None, row) for row in new)]

@@ -1,0 +1,244 @@
+"""Changes of programs as text, Markdown for a pull request, and JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .._errors import plural
+from .._explain.report_rows import Figures, Tried
+from .._text import format_bytes, format_seconds, short_source
+from .base import Base
+from .compare import Change, Figure, Row
+from .config import KINDS
+
+MARK = '<!-- einshard check -->'
+MAX_LENGTH = 60_000  # GitHub takes 65,536 characters in a comment
+_MAX_ROWS = 20
+_NAMES = {
+    'bytes': 'sent',
+    'memory': 'memory',
+    'bound': 'largest bound',
+    'exposed': 'exposed (estimate)',
+}
+
+
+def as_text(changes: Sequence[Change]) -> str:
+    lines: list[str] = []
+    for change in changes:
+        lines += [f'{change.step.name} on {change.target}: {_status(change)}']
+        lines += [f'  {line}' for line in _details(change)]
+    return '\n'.join(lines)
+
+
+def _status(change: Change) -> str:
+    match change.status:
+        case 'error':
+            return f'error: {change.error}'
+        case 'new':
+            return 'new'
+        case 'versions':
+            return f'other versions, not compared: {", ".join(change.versions)}'
+        case 'changed':
+            return 'changed'
+        case _:
+            return 'no change'
+
+
+def _details(change: Change) -> list[str]:
+    if change.status in ('same', 'error'):
+        return []
+    lines = [
+        f'{_NAMES[figure.kind]}: {_figure(figure)}' for figure in change.figures if _figure(figure)
+    ]
+    lines += [f'{_row(row)}' for row in change.rows[:_MAX_ROWS]]
+    if len(change.rows) > _MAX_ROWS:
+        lines.append(f'.. and {len(change.rows) - _MAX_ROWS} more')
+    lines += [f'new finding: {_finding(finding)}' for finding in change.findings]
+    lines += [
+        f'fails: {KINDS[kind]} ({kind})' for kind in sorted(change.fails & change.step.fail_on)
+    ]
+    return lines
+
+
+def _figure(figure: Figure) -> str:
+    """Formats '1.0 MiB -> 2.0 MiB (+100%)'."""
+    text = format_bytes if figure.kind in ('bytes', 'memory') else format_seconds
+
+    def one(value: float | None) -> str:
+        return '' if value is None else text(int(value) if text is format_bytes else value)  # type: ignore[reportArgumentType]
+
+    before, after = one(figure.before), one(figure.after)
+    resource = f' {figure.resource}' if figure.resource and after else ''
+    if not before or before == after:
+        return f'{after}{resource}'
+    percent = ''
+    if figure.before and figure.after is not None:
+        percent = f' ({figure.after / figure.before - 1:+.0%})'
+    return f'{before} -> {after or "unknown"}{percent}{resource}'
+
+
+def _row(row: Row) -> str:
+    where = f' along {row.along}' if row.along else ''
+    line = f', {short_source(row.source)}' if row.source else ''
+    sign = '+' if not row.before else '-' if not row.after else ' '
+    sent = f'{format_bytes(row.before)} -> {format_bytes(row.after)}'
+    return f'{sign} {row.kind} of {row.of}{where}: {sent}{line}'
+
+
+def _finding(finding: Mapping[str, Any]) -> str:
+    line = f'{short_source(finding["source"])}: ' if finding['source'] else ''
+    suggestion = ''
+    if text := finding['suggestion']:
+        suggestion = f'. {text[0].upper()}{text[1:]}'
+        if tried := finding['tried']:
+            on = ' on simulated CPUs' * tried['is_simulated']
+            costs: dict[str, Any] = {**tried, 'before': Figures(**tried['before'])}
+            suggestion += f'. Tried{on}: {Tried(**costs)}'
+    return f'{line}{finding["text"]}{suggestion}'
+
+
+# --- Markdown -------------------------------------------------------------------------------------
+
+
+def as_markdown(changes: Sequence[Change], base: Base | None) -> str:
+    n = sum(change.status not in ('same', 'versions') for change in changes)
+    lines = [MARK, f'### einshard: {n} of {plural(len(changes), "program")} changed', '']
+    shown = [change for change in changes if change.status != 'same']
+    if shown:
+        lines += [
+            '| step | target | sent | memory | largest bound | exposed (estimate) |',
+            '| --- | --- | --- | --- | --- | --- |',
+        ]
+        lines += [_table_row(change) for change in shown]
+    for change in shown:
+        lines += _markdown_details(change, base)
+    lines += ['', _foot(changes, base)]
+    return _cut('\n'.join(lines) + '\n')
+
+
+def _table_row(change: Change) -> str:
+    if change.status == 'error':
+        first = change.error.splitlines()[0]
+        return f'| {_cell(change.step.name)} | {change.target} | error: {_cell(first)} | | | |'
+    cells = [_figure(figure) for figure in change.figures]
+    return f'| {_cell(change.step.name)} | {change.target} | {" | ".join(map(_cell, cells))} |'
+
+
+def _markdown_details(change: Change, base: Base | None) -> list[str]:
+    title = f'**{change.step.name}** on {change.target}'
+    if change.status == 'error':
+        return ['', f'{title} could not be compiled:', '', *_fenced(change.error)]
+    if change.status == 'versions':
+        return [
+            '',
+            f'{title}: not compared, as versions differ: {_cell(", ".join(change.versions))}',
+        ]
+    rows = [_row(row) for row in change.rows[:_MAX_ROWS]]
+    if len(change.rows) > _MAX_ROWS:
+        rows.append(f'.. and {len(change.rows) - _MAX_ROWS} more')
+    lines = ['', f'{title}:', '', *_fenced('\n'.join(rows), 'diff')] if rows else []
+    for finding in change.findings:
+        lines += ['', f'New: {_cell(_finding(finding))}.']
+    if change.after and (patch := change.after.get('patch')):
+        # the patch has all suggestions of the program
+        suggested = [each for each in change.after['findings'] if each['suggestion']]
+        if all(each in change.findings for each in suggested):
+            lines += ['', *_patch(patch, base)]
+    for kind in sorted(change.fails & change.step.fail_on):
+        lines += ['', f':x: {KINDS[kind]} (`{kind}`)']
+    return lines
+
+
+def _patch(patch: str, base: Base | None) -> list[str]:
+    """A suggestion if the tried edit is on lines that the change adds, in one file; else a diff."""
+    files = re.findall(r'^--- a/(.*?)\t?$', patch, re.MULTILINE)
+    hunks = re.findall(r'^@@ -(\d+)[^\n]*@@[^\n]*\n((?:[ +\\-][^\n]*\n?)*)', patch, re.MULTILINE)
+    if base is not None and len(files) == len(hunks) == 1:
+        start, body = int(hunks[0][0]), hunks[0][1].splitlines()
+        removed, number = list[int](), start
+        for line in body:
+            if line.startswith('-'):
+                removed.append(number)
+            number += not line.startswith('+')
+        new = [line[1:] for line in body if line.startswith('+')]
+        is_one_block = removed == [*range(removed[0], removed[-1] + 1)] if removed else False
+        if is_one_block and base.added(files[0]).issuperset(removed):
+            lines = f'{removed[0]}-{removed[-1]}' if len(removed) > 1 else str(removed[0])
+            return [
+                f'Lines {lines} of `{files[0]}`, as tried:',
+                '',
+                *_fenced('\n'.join(new), 'suggestion'),
+            ]
+    return ['As tried:', '', *_fenced(patch.rstrip('\n'), 'diff' if hunks else 'python')]
+
+
+def _foot(changes: Sequence[Change], base: Base | None) -> str:
+    report = next((change.after for change in changes if change.after), None)
+    versions = ', '.join(
+        f'{name} {version}' for name, version in (report or {}).get('versions', {}).items()
+    )
+    same = [
+        f'{change.step.name} on {change.target}' for change in changes if change.status == 'same'
+    ]
+    parts = [
+        f'Compared with {base.commit[:10]}, the merge base.'
+        if base
+        else 'Compared with the stored reports.'
+    ]
+    parts += [f'Compiled with {versions}.'] if versions else []
+    parts += [f'No change: {", ".join(same)}.'] if same else []
+    return f'<sub>{_cell(" ".join(parts))}</sub>'
+
+
+def _fenced(text: str, language: str = '') -> list[str]:
+    fence = '`' * max(3, *(len(run) + 1 for run in re.findall('`+', text)), 3)
+    return [f'{fence}{language}', *text.splitlines(), fence]
+
+
+def _cell(text: str) -> str:
+    """Escapes what Markdown and tables would take for their own."""
+    return re.sub(r'([|*_<\[\]`])', r'\\\1', text.replace('\n', ' '))
+
+
+def _cut(text: str) -> str:
+    if len(text) <= MAX_LENGTH:
+        return text
+    note = '\n\n.. cut: einshard check prints the rest\n'
+    kept = text[: MAX_LENGTH - len(note) - 8].rpartition('\n')[0]
+    is_open = sum(line.startswith('```') for line in kept.splitlines()) % 2
+    return f'{kept}{chr(10) + "```" if is_open else ""}{note}'
+
+
+def as_json(changes: Sequence[Change], base: Base | None) -> dict[str, Any]:
+    return {
+        'schema': 1,
+        'base': base and base.commit,
+        'changes': [
+            {
+                'step': change.step.name,
+                'target': change.target,
+                'status': change.status,
+                'error': change.error,
+                'figures': [
+                    {'kind': f.kind, 'before': f.before, 'after': f.after} for f in change.figures
+                ],
+                'collectives': [
+                    {
+                        'kind': row.kind,
+                        'of': row.of,
+                        'along': row.along,
+                        'source': row.source or None,
+                        'before': row.before,
+                        'after': row.after,
+                    }
+                    for row in change.rows
+                ],
+                'findings': [dict(finding) for finding in change.findings],
+                'versions': list(change.versions),
+                'fails': sorted(change.fails & change.step.fail_on),
+            }
+            for change in changes
+        ],
+    }

@@ -1,0 +1,170 @@
+"""Explains one step for one target: `python -m einshard._changes.worker`."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from .._cli.main import explain_call
+from .._errors import EinshardError
+from .._explain.findings.facts import Facts
+from .._explain.timeline import refusal
+
+_PLUGINS = 'libtpu', 'jax-cuda13-plugin', 'jax-cuda12-plugin'
+
+
+def run(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the report as a dictionary, with what `einshard check` adds to it.
+
+    Args:
+        request: the step, its target, and `root`, the folder that its sources are in; `other` and
+            `tracked`: the folder and the files of the other side, none of which may be imported.
+    """
+    options = argparse.Namespace(
+        function=request['function'],
+        args=request['args'],
+        mesh=[*request['mesh'].items()] or None,
+        chip=request['chip'],
+        devices=None,
+        topology=None,
+    )
+    kind, _, n = request['target'].partition(':')
+    if kind == 'cpu':
+        options.devices = None if options.mesh else int(n)
+    else:
+        options.topology = request['target']
+    report = explain_call(options, tries=request['tries'])
+    _check_modules(request)
+    reading = report.reading
+    if isinstance(reading, Facts) and refusal(reading) is None:
+        _ = report.timeline  # from now on, the report has it
+    if request['save']:
+        report.save(request['save'])
+    root = Path(request['root'])
+    found = report.to_dict()
+    sources = {*_sources(found)}
+    found = _relative(found, str(root) + os.sep)
+    return {
+        **found,
+        'functions': {
+            source.removeprefix(str(root) + os.sep): name
+            for source in sorted(sources)
+            if (name := function_at(source))
+        },
+        'versions': versions(),
+        'command': request['command'],
+        'patch': report.patch() if request['tries'] else '',
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {'python': '.'.join(map(str, sys.version_info[:2]))}
+    for name in ('einshard', 'jax', 'jaxlib', *_PLUGINS):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def function_at(source: str) -> str:
+    """Returns the name of the function that a line such as 'model.py:12' is in, or ''."""
+    file, _, line = source.rpartition(':')
+    return next((name for start, end, name in _functions(file) if start <= int(line) <= end), '')
+
+
+@functools.cache
+def _functions(file: str) -> list[tuple[int, int, str]]:
+    """Returns (first line, last line, name) of each function in a file, inner ones first."""
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    found: list[tuple[int, int, str]] = []
+
+    def visit(node: ast.AST, name: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            inner = name
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                inner = f'{name}.{child.name}'.lstrip('.')
+                if not isinstance(child, ast.ClassDef):
+                    found.append((child.lineno, child.end_lineno or child.lineno, inner))
+            visit(child, inner)
+
+    visit(tree, '')
+    return sorted(found, key=lambda each: each[1] - each[0])
+
+
+def _sources(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, each in value.items():  # type: ignore[reportUnknownVariableType]
+            if key in ('source', 'called_at') and isinstance(each, str):
+                yield each
+            else:
+                yield from _sources(each)
+    elif isinstance(value, list):
+        for each in value:  # type: ignore[reportUnknownVariableType]
+            yield from _sources(each)
+
+
+def _relative(value: Any, prefix: str) -> Any:
+    if isinstance(value, str):
+        return value.replace(prefix, '')
+    if isinstance(value, dict):
+        return {key: _relative(each, prefix) for key, each in value.items()}  # type: ignore[reportUnknownVariableType]
+    if isinstance(value, list):
+        return [_relative(each, prefix) for each in value]  # type: ignore[reportUnknownVariableType]
+    return value
+
+
+def _check_modules(request: Mapping[str, Any]) -> None:
+    """Raises an error if a module is that of the other side, as an editable install makes it."""
+    other = request['other']
+    tracked = {os.path.join(other, file) for file in request['tracked']} if other else set[str]()
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, '__file__', None)
+        if file and os.path.realpath(file) in tracked:
+            raise EinshardError(
+                f"module '{name}' is not that of the base, but {file}, as of the change",
+                code='check',
+                facts={
+                    'instead': 'do not install the project with --editable; run einshard check in '
+                    'the folder of its modules'
+                },
+            )
+
+
+def _use_own_modules(request: Mapping[str, Any]) -> None:
+    """Moves folders of the other side that are on `sys.path`, such as its src, to this side."""
+    other, root = request['other'], request['root']
+    for i, folder in enumerate(sys.path if other else ()):
+        real = os.path.realpath(folder)
+        own = os.path.join(root, os.path.relpath(real, other))
+        if (real == other or real.startswith(other + os.sep)) and os.path.isdir(own):
+            sys.path[i] = own
+
+
+def main() -> None:
+    request = json.loads(sys.stdin.read())
+    _use_own_modules(request)
+    try:
+        found = run(request)
+    except EinshardError as error:
+        found = {'error': str(error), 'is_missing': error.code == 'missing'}
+    except Exception as error:
+        lines = traceback.format_exc().rstrip().splitlines()
+        found = {'error': f'{type(error).__name__}: {error}', 'traceback': lines[-12:]}
+    Path(request['result']).write_text(json.dumps(found, indent=1), encoding='utf-8')
+
+
+if __name__ == '__main__':
+    main()
