@@ -1,5 +1,7 @@
 """What explain advises on planted mistakes, against the same step written right."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -220,3 +222,17 @@ def test_every_kind_of_edit_is_said():
     abstract = {each for each in edits.Edit.__subclasses__() if each.__name__.startswith('_')}
     known = {*edits.Edit.__subclasses__(), *(k for a in abstract for k in a.__subclasses__())}
     assert known - abstract == kinds
+
+
+def test_silence_says_what_was_tried():
+    add = sharded('a* b', '* b')(lambda x, y: x + y)
+    (nothing,) = explain(add, struct(16, 8), struct(8), tries=TRIES).total
+    assert nothing.startswith('no device sends anything')
+    small = sharded('a b*', out='* a b')(jnp.sin)
+    report = explain(small, struct(8, 16), chip=CHIP, tries=TRIES)
+    (line,) = report.total
+    assert report.findings == ()
+    said = re.match(r'no change lowers the bounds by 3%: (\d+) changes? ranked, \d+ compiled', line)
+    assert int(said[1])
+    assert 'The program is too small: its lower bounds on ' in line
+    assert line in ' '.join(str(report).split())

@@ -44,7 +44,7 @@ from ..report import Report
 from ..report_rows import Figures, Finding, Tried, changes
 from .per_device import try_per_device
 from .proposals import MIN_GAIN, Proposals
-from .search import Accepted, Search
+from .search import MIN_SECONDS, Accepted, Search
 from .trials import NOT_WRITTEN, Trials, as_tried
 from .with_edits import fixed_function, patch_of
 from .words import Words, strategy_text
@@ -141,9 +141,21 @@ class Advice:
                 lines.append(search.summary)
             notes += self._not_tried(search)
         findings, notes = self._others(found, rules, notes)
+        if search is not None and not findings and not lines:
+            lines.append(self._nothing_found(search))
         return replace(
             report, findings=findings, notes=notes, total=tuple(lines) or report.total, fixes=self
         )
+
+    def _nothing_found(self, search: Search) -> str:
+        bound, chip = search.base.figures.bound, search.trials.chip.name
+        text = f'no change lowers the bounds by {MIN_GAIN:.0%}: {search.summary}'
+        if search.is_used_up:
+            text += '; tries= is used up, and report.try_more() goes on'
+        if MIN_GAIN * bound < MIN_SECONDS:
+            text += f'. The program is too small: its lower bounds on {chip} add up to '
+            text += format_seconds(bound)
+        return text
 
     def _not_tried(self, search: Search) -> list[Finding]:
         ended = [error for _, error in search.failed if error.startswith(ENDED)]
@@ -324,8 +336,8 @@ def with_advice(report: Report, facts: Facts, tries: int, seconds: float | None)
         report = replace(report, notes=tuple(notes))
     if (states := _try_states(report, trials, _combined(first))) is not None:
         first.append(states)
-    search = None
-    if trials.as_compiled().costs:
+    search, costs = None, trials.as_compiled().costs
+    if costs:
         search = _start(trials, _combined(first))
         if isinstance(search, str):
             report, search = _not_tried(report, search), None
@@ -334,7 +346,11 @@ def with_advice(report: Report, facts: Facts, tries: int, seconds: float | None)
         search.confirm()
     advice = Advice(report, facts, search, first)
     advice.try_pins()
-    return advice.report()
+    report = advice.report()
+    if not costs and not report.findings:
+        nothing = 'no device sends anything, or repeats what another one does: nothing was tried'
+        return replace(report, total=(nothing,))
+    return report
 
 
 def _combined(first: Sequence[_First]) -> tuple[Edit, ...]:

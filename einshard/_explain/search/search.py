@@ -31,7 +31,7 @@ from .proposals import MIN_GAIN, Proposal, Proposals
 from .trials import Trial, Trials, as_tried
 from .words import replaced_strategy
 
-_MIN_SECONDS = 2e-7  # less is noise: bounds leave out latencies
+MIN_SECONDS = 2e-7  # less is noise: bounds leave out latencies
 _MAX_COMPILED = 4  # in a round
 _MAX_REFUSED = 24  # in a round, by types of Explicit axes
 _MAX_ROUNDS = 3
@@ -317,6 +317,11 @@ class Search:
             self.target, self.bounds = (before, best[1]), best[2]
 
     @property
+    def is_used_up(self) -> bool:
+        """Whether the tries ended the search."""
+        return not self.cut and self.n_tried >= self._left
+
+    @property
     def summary(self) -> str:
         """How many changes were ranked and compiled."""
         n_refused = len(self._refused)
@@ -349,7 +354,7 @@ def _is_alike(one: Figures, best: Figures, before: Figures) -> bool:
 
 def _is_less(after: float, before: float, min_gain: float) -> bool:
     """Whether bounds are less by a part of them, and by more than latencies vary."""
-    return before - after > max(min_gain * before, _MIN_SECONDS)
+    return before - after > max(min_gain * before, MIN_SECONDS)
 
 
 def _lowered(before: Bounds, after: Bounds) -> Bound | None:
