@@ -10,7 +10,7 @@ Models: `Rules`, `shard_largest`, `for_optimizer`, `axis_rules`, `TRAINING_AXES`
 Meshes: `device_mesh`, `topology`.
 Inspect placements: `describe`, `show`.
 Inspect programs: `explain`, `Chip`, `Efficiency`, `assert_collectives`, `expect_collectives`.
-Check results: `check_same`.
+Check results and placements: `check_same`, `expect_placements`.
 Predict collectives without compiling: `parallelism`.
 Find shardings: `plan`. Write shardings as plain JAX: `to_jax`.
 Errors: `EinshardError`, `UnexpectedCollectives`, `MemoryExceeded`, `DifferentResults`.
@@ -61,6 +61,7 @@ __all__ = [
     'einshard',
     'einsum',
     'expect_collectives',
+    'expect_placements',
     'explain',
     'for_optimizer',
     'from_local',
@@ -78,6 +79,7 @@ __all__ = [
 
 if typing.TYPE_CHECKING:
     from ._check.check_same import DifferentResults, check_same
+    from ._check.expect_placements import expect_placements
     from ._draw.show import show
     from ._eject.to_jax import to_jax
     from ._explain.assert_collectives import assert_collectives
@@ -95,6 +97,7 @@ else:
         'assert_collectives': '._explain.assert_collectives',
         'check_same': '._check.check_same',
         'einsum': '._predict.einsum',
+        'expect_placements': '._check.expect_placements',
         'explain': '._explain.explain',
         'parallelism': '._predict.parallelism',
         'plan': '._plan.plan',
