@@ -31,6 +31,7 @@ from einshard._program.hlo.text import Program
 
 _70B = {'layers': 80, 'd': 8192, 'heads': 64, 'f': 28672, 'accumulated': 1}
 _8B = {'sequence': 8192, 'batch': 64, 'accumulated': 1}
+_7B = {'kv_heads': 32, 'f': 11008, 'vocab': 32000, 'sequence': 4096, 'keeps': True}
 _16B = {'layers': 32, 'd': 4096, 'heads': 64, 'kv_heads': 64, 'f': 28672, 'vocab': 32000}
 # name: (topology, sizes, seconds, source)
 RUNS = {
@@ -56,6 +57,12 @@ RUNS = {
         {**_70B, 'sequence': 8192, 'batch': 64},
         8192 / 331,
         'torchtitan, docs/performance.md: 331 tokens/s for each GPU',
+    ),
+    'llama2-7b': (
+        'h100:1x8',
+        {**_7B, 'batch': 16, 'accumulated': 1},
+        None,
+        'MaxText, JAX-Toolbox, bf16; keeps products and attention for the backward pass',
     ),
     'llama3-8b-a100': (
         'a100:8x8',
@@ -112,8 +119,8 @@ if __name__ == '__main__':
         run = estimate(chips, sizes)
         exposed, busy = run.total('exposed'), run.total('busy')
         print(
-            f'| {name} ({source}) | {chips} | {measured:.2f} s | {run.seconds:.2f} s '
-            f'({run.seconds / measured - 1:+.0%}) | {exposed / run.seconds:.0%} '
+            f'| {name} ({source}) | {chips} | {measured or float("nan"):.2f} s | {run.seconds:.2f} s '
+            f'({run.seconds / (measured or run.seconds) - 1:+.0%}) | {exposed / run.seconds:.0%} '
             f'| {1 - exposed / busy:.0%} |',
             flush=True,
         )
