@@ -7,7 +7,7 @@ Compiles the train step of tests/hlo/llama.py with the sizes, batch and mesh of 
 and TPUs that are not here: it needs JAX's CUDA plugin, and libtpu. The published programs are not
 these: they have other kernels, XLA flags and versions. Assumed for all: attention takes the flops
 of a causal kernel, half of those of its products, at half of the peak, and no HBM; layers are
-computed again in the backward pass. Prints a table.
+computed again in the backward pass, but for llama2-7b. Prints a table.
 """
 
 import os
@@ -31,11 +31,12 @@ from einshard._program.hlo.text import Program
 
 _70B = {'layers': 80, 'd': 8192, 'heads': 64, 'f': 28672, 'accumulated': 1}
 _8B = {'sequence': 8192, 'batch': 64, 'accumulated': 1}
+_7B = {'kv_heads': 32, 'f': 11008, 'vocab': 32000, 'sequence': 4096, 'keeps': True}
 _16B = {'layers': 32, 'd': 4096, 'heads': 64, 'kv_heads': 64, 'f': 28672, 'vocab': 32000}
 # name: (topology, sizes, seconds, source)
 RUNS = {
-    # an example of a log in the same recipe has 7.908 s for 64 GPUs; the estimates for 128 and 256
-    # were made before their times were read
+    # an example of a log in the same recipe has 7.908 s for 64 GPUs; the estimates for 128 and 256,
+    # and that of llama2-7b, were made before their times were read
     **{
         f'llama2-70b-{8 * domains}': (
             f'h100:{domains}x8',
@@ -57,6 +58,19 @@ RUNS = {
         8192 / 331,
         'torchtitan, docs/performance.md: 331 tokens/s for each GPU',
     ),
+    'llama2-7b': (
+        'h100:1x8',
+        {**_7B, 'batch': 16, 'accumulated': 1},
+        0.721,
+        'MaxText, JAX-Toolbox, bf16; keeps products and attention for the backward pass',
+    ),
+    'llama3-8b-h100': (
+        'h100:1x8',
+        {**_8B, 'batch': 16},
+        16384 / 6667,
+        'torchtitan, benchmarks/llama3_h100_202412: 6667 tokens/s; keeps half of the products; '
+        'H100 limited to 500 of 700 W, with HBM of 2.4 in place of 3.4 TB/s',
+    ),
     'llama3-8b-a100': (
         'a100:8x8',
         _8B,
@@ -68,6 +82,12 @@ RUNS = {
         {**_16B, 'sequence': 2048, 'batch': 6 * 256, 'accumulated': 1},
         10.3,
         'MaxText, configs/v5e/16b.sh',
+    ),
+    '8b-v6e': (
+        'v6e:16x16',
+        {**_8B, 'batch': 256},
+        1.625,
+        'torchprime, its first recipe: PyTorch/XLA, 34% of the peak flops',
     ),
 }
 _KERNEL = 'attention_kernel'

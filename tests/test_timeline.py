@@ -503,6 +503,22 @@ def test_axes_of_a_torus_have_their_own_links():
     assert ends['H100'][0] < ends['H100'][1]
 
 
+@pytest.mark.parametrize(
+    ('strategy', 'sent'), [('DEFAULT', 1), ('TRITON_ONE_SHOT', 3), ('TRITON_TWO_SHOT', 1)]
+)
+def test_kernels_of_xla_need_no_nccl(strategy, sent):
+    """In one shot, each of 4 GPUs reads the arrays of 3 others; else the switch may add them up."""
+    config = f'{{"collective_backend_config":{{"kernel_strategy":"KERNEL_STRATEGY_{strategy}"}}}}'
+    run, _ = run_of(
+        program(
+            'ROOT %y = bf16[4096,4096]{1,0} all-reduce(%x), replica_groups=[1,4]<=[4], '
+            f'to_apply=%sum, backend_config={config}'
+        )
+    )
+    constant = E.collective if strategy == 'DEFAULT' else H100.latency
+    assert run.seconds == pytest.approx(sent * 2 * N**2 / 450e9 / 0.5 + constant)
+
+
 def test_between_domains_a_collective_takes_the_slower_network():
     within, across = (
         run_of(program(f'ROOT %g = {GATHER}'), devices)[0].seconds

@@ -232,9 +232,12 @@ _TPUS = (
 # is slow: 3 and 24 POPS with sparsity for 8 and 72 GPUs. Max-Q is a slower RTX PRO 6000.
 # `latency`: XLA's cost model has 5 us for the launch of an NCCL kernel on any of these GPUs
 # (kNcclKernelLaunchOverhead in xla/service/gpu/model/gpu_performance_model_base.h).
-# `efficiency`: XLA ships tables of times on H100 (xla/service/gpu/model): products reach 78% of the
-# peak, all-gathers 77% and reduce-scatters 70% of their bounds' rate, plus 44 us. H200 has the same
-# cores and links. Other GPUs differ: an all-reduce of B200 by 25%.
+# `efficiency`: XLA ships tables of times on H100, which it uses for H200, too, and on B200; for
+# others, a collective takes 5 ms. `python -m benchmarks.xla_schedule --calibrate` reads them.
+# Products reach 79% of the peak on H100 and 62% on B200; among 8 GPUs, all-gathers 75 and 63% of
+# their bounds' rate, reduce-scatters 70 and 62%, all-to-alls 72 and 60%, all-reduces 49 and 37%;
+# plus 34 to 47 us on both, and 70 us for all-reduces. Pairs of GPUs reach less, 41 to 62% and
+# 35 to 49%. The parts of HBM and of networks are assumed.
 MIB = 2**20
 _A100 = {'bf16': 312e12, 'tf32': 156e12, 'int8': 624e12}
 _H100 = {'bf16': 989.5e12, 'tf32': 494.7e12, 'fp8': 1979e12, 'int8': 1979e12}
@@ -246,16 +249,23 @@ _RTX = {'bf16': 504e12, 'tf32': 252e12, 'fp8': 1008e12, 'int8': 1008e12, 'fp4': 
 _ON_H100 = Efficiency(
     0.75, 0.85, 0.75, 0.5, 0.75, collective=40e-6, launch=2e-6, source="XLA's tables for H100"
 )
+_ON_B200 = replace(
+    _ON_H100, products=0.6, links=0.62, all_reduces=0.38, source="XLA's tables for B200"
+)
 _gpu = functools.partial(Chip, latency=5e-6, efficiency=replace(_ON_H100, source=''))
 _hopper = functools.partial(_gpu, efficiency=_ON_H100)
-_rack = functools.partial(_gpu, link=900e9, domain=72)
+_blackwell = functools.partial(_gpu, efficiency=replace(_ON_B200, source=''))
+_rack = functools.partial(_blackwell, link=900e9, domain=72)
 _GPUS = (
     (r'A100-SXM.*40GB', _gpu('A100 40GB', _A100, 40370 * MIB, 1.555e12, 300e9, network=25e9)),
     (r'A100-SXM', _gpu('A100 80GB', _A100, 81158 * MIB, 2.039e12, 300e9, network=25e9)),
     (r'H100(?!.*(PCIe|NVL))', _hopper('H100', _H100, 81008 * MIB, 3.4e12, 450e9, network=50e9)),
     (r'(?<!G)H200(?!.*NVL)', _hopper('H200', _H100, 144384 * MIB, 4.8e12, 450e9, network=50e9)),
-    (r'\bB200', _gpu('B200', _B200, 182642 * MIB, 8e12, 900e9, network=50e9)),
-    (r'\bB300', _gpu('B300', _B300, 283262 * MIB, 8e12, 900e9, network=100e9)),
+    (
+        r'\bB200',
+        _gpu('B200', _B200, 182642 * MIB, 8e12, 900e9, network=50e9, efficiency=_ON_B200),
+    ),
+    (r'\bB300', _blackwell('B300', _B300, 283262 * MIB, 8e12, 900e9, network=100e9)),
     (r'\bGB200', _rack('GB200', _GB200, 188730 * MIB, 8e12, network=50e9)),
     (r'\bGB300', _rack('GB300', _GB300, 283261 * MIB, 8e12, network=100e9)),
     (

@@ -83,6 +83,7 @@ _OWN_CALLS = re.compile(
     'AllocateBuffer|AssumeGatherIndicesInBound|ConcatBitcast|TopK|__cub|cu_threefry'
 )
 _HOST_MEMORY = 'S(5)'
+_KERNEL = 'KERNEL_STRATEGY_TRITON'
 _PHASE = re.compile('"AsyncCollective(Start|Done)"')
 
 
@@ -176,8 +177,9 @@ class Simulation:
         groups = row.pairs or row.device_groups
         if any(len({self.slices[device] for device in group}) > 1 for group in groups):
             part = e.network  # between slices or NVLink domains
-        # one-shot kernels of GPUs are as fast as the chip's latency
-        has_constant = e.collective is not None and row.sent is None
+        # kernels that XLA generates for GPUs are as fast as the chip's latency
+        is_kernel = row.sent is not None or any(_KERNEL in node.op.config for node in row.nodes)
+        has_constant = e.collective is not None and not is_kernel
         latency = e.collective if has_constant else self.network.latency(row)
         seconds = self.network.seconds(row) / part / self.pieces[i] + (latency or 0.0)
         self.seconds[i] = seconds
