@@ -9,7 +9,8 @@ Functions: `sharded`, `Sharded`, `per_device`, `einsum`.
 Models: `Rules`, `shard_largest`, `for_optimizer`, `axis_rules`, `TRAINING_AXES`, `DECODING_AXES`.
 Meshes: `device_mesh`, `topology`.
 Inspect placements: `describe`, `show`.
-Inspect programs: `explain`, `Chip`, `Efficiency`, `assert_collectives`, `expect_collectives`.
+Inspect programs: `explain`, `compare`, `assert_collectives`, `expect_collectives`, `Chip`,
+`Efficiency`.
 Check results and placements: `check_same`, `expect_placements`.
 Predict collectives without compiling: `parallelism`.
 Find shardings: `plan`. Write shardings as plain JAX: `to_jax`.
@@ -56,6 +57,7 @@ __all__ = [
     'axis_rules',
     'check_same',
     'clear_caches',
+    'compare',
     'describe',
     'device_mesh',
     'einshard',
@@ -83,6 +85,7 @@ if typing.TYPE_CHECKING:
     from ._draw.show import show
     from ._eject.to_jax import to_jax
     from ._explain.assert_collectives import assert_collectives
+    from ._explain.compare import compare
     from ._explain.explain import explain
     from ._plan.plan import plan
     from ._predict.einsum import einsum
@@ -96,6 +99,7 @@ else:
         'Efficiency': '._program.cost.chips',
         'assert_collectives': '._explain.assert_collectives',
         'check_same': '._check.check_same',
+        'compare': '._explain.compare',
         'einsum': '._predict.einsum',
         'expect_placements': '._check.expect_placements',
         'explain': '._explain.explain',

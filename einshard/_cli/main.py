@@ -89,6 +89,12 @@ examples:
   {prog} eject model:rules --args model:init_params --mesh data=4 tp=2
   {prog} eject model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
 """
+_COMPARE_EXAMPLES = """\
+examples:
+  {prog} compare model:step --args model:state 'i32[SIZE,64]' --targets v5e:4x4 --sizes 8 64
+  {prog} compare model:step --args model:shapes --targets cpu:8 --mesh data=4 tensor=2
+a function in --args is given the mesh of the target, if it has a parameter `mesh`
+"""
 _CHECK_EXAMPLES = """\
 examples:
   {prog} check --update
@@ -140,6 +146,7 @@ def _run(arguments: Sequence[str]) -> tuple[str, int]:
         'plan': _plan,
         'table': _table,
         'eject': _eject,
+        'compare': _compare,
         'check': _check,
         'doctor': _doctor,
         'skill': _skill,
@@ -440,6 +447,34 @@ def _eject(arguments: Sequence[str]) -> str:
     what, args, kwargs = _read_call(to_jax, what, mesh, options)
     with _mesh_for(what, mesh, options) as mesh_option:
         return to_jax(what, *args, mesh=mesh_option, shape=options.shape, **kwargs)
+
+
+def _compare(arguments: Sequence[str]) -> tuple[str, int]:
+    from .compare_targets import compare_targets  # only this command needs it
+
+    parser = argparse.ArgumentParser(
+        prog=f'{_program()} compare',
+        description='Compiles a function for several targets and sizes, and prints one table.',
+        epilog=_COMPARE_EXAMPLES.replace('{prog}', _program()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument('function', metavar='module:function')
+    parser.add_argument(
+        '--args', nargs='*', default=[], metavar='ARG', help=f'{_ARGUMENT_HELP}; SIZE is the size'
+    )
+    parser.add_argument(
+        '--targets',
+        nargs='+',
+        required=True,
+        metavar='NAME',
+        help='such as h100:4x8, v5e:4x4, cpu:8',
+    )
+    parser.add_argument('--sizes', nargs='+', type=int, metavar='N', help='what SIZE stands for')
+    parser.add_argument('--mesh', nargs='+', type=_mesh_axis, metavar='AXIS=SIZE')
+    parser.add_argument('--json', action='store_true', help='print the result as JSON')
+    options = parser.parse_args(arguments)
+    table = compare_targets(options)
+    return (json.dumps(table.to_dict(), indent=2) if options.json else str(table)), 0
 
 
 def _check(arguments: Sequence[str]) -> tuple[str, int]:
