@@ -6,13 +6,11 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from command import main
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from einshard import EinshardError, compare, explain, sharded, topology
-
-# private: the command in this process
-from einshard._cli.main import main
 
 MESH = {'data': 4, 'tensor': 2}
 
