@@ -262,136 +262,180 @@ class Simulation:
 
     def simulate(self, name: str, errors: LineErrors) -> Run:
         ops = self.program.computations[name]
-        types = {op.name: op.type for op in ops}
-        run, now, copies = Run(), 0.0, 0.0
-        queues: dict[str, float] = {}  # when each queue of collectives is free
-        ends: dict[str, tuple[float, bool]] = {}  # of what has started; whether it is a collective
-        flying: list[Span] = []  # the collectives that may still go on
-
-        def start(row: int) -> float:
-            """Queues a collective, and returns when it ends."""
-            kind, queue = self.rows[row].kind, self.rows[row].along if self.chip.torus else ''
-            if kind in ('custom-call', 'ragged-all-to-all') or not self.rows[row].device_groups:
-                at = self.at(self.rows[row].source)
-                run.unknown[f'a {kind.replace("-", " ", 1)} that sends unknown bytes{at}'] = None
-                run.untimed.add(row)
-            begin, seconds = max(now, queues.get(queue, 0.0)), self.collective_seconds(row)
-            queues[queue] = begin + seconds
-            run.parts['busy', row] += seconds
-            flying.append(Span('network', begin, seconds, kind, self.labels[row], row))
-            run.emit(flying[-1])
-            return begin + seconds
-
-        def wait(end: float) -> float:
-            """Waits until `end`, for the collectives that go on meanwhile."""
-            overlaps: defaultdict[int, float] = defaultdict(float)
-            for span in flying if end > now else ():
-                overlap = min(end, span.start + span.seconds) - max(now, span.start)
-                if overlap > 0 and span.row is not None:
-                    overlaps[span.row] += overlap
-            at, share = now, (end - now) / (sum(overlaps.values()) or 1)
-            for row, seconds in overlaps.items():
-                run.parts['exposed', row] += seconds * share
-                run.emit(Span('compute', at, seconds * share, 'wait', self.labels[row], row))
-                at += seconds * share
-            now_ = max(now, end)
-            flying[:] = [span for span in flying if span.start + span.seconds > now_]
-            return now_
-
-        def lose_track(why: str, line: str) -> None:
-            run.unknown[f'{why}{self.at(line)}'] = None
-            run.uncertain.update(
-                s.row for s in flying if s.row is not None and s.start + s.seconds > now
-            )
-
+        computation = _Computation(self, {op.name: op.type for op in ops})
         for op in ops:
             errors.op = op
-            opcode, row = op.opcode, self.row_of.get(op.name)
-            started = [ends[n] for o in op.operands if (n := o.partition('#')[0]) in ends]
-            # 1. what takes no time hands on what it waits for
-            if opcode in _FREE or opcode.endswith('-update'):
-                if started and opcode != 'tuple':
-                    ends[op.name] = max(started)
-                continue
-            callee = (
-                next(iter(op.callees.get('calls', ())), '') if 'calls=' in op.attributes else ''
-            )
-            phase = self.phases.get(callee, '') if opcode == 'fusion' else ''
-            # 2. loops, branches and calls
-            if opcode in _CONTROL:
-                inners = [self.runs[name] for name in _called(op)]
-                inner = max(inners, key=lambda inner: inner.seconds)
-                trips = self.trips.get(op.name) if opcode == 'while' else 1
-                if opcode == 'conditional' or trips is None:
-                    line = self.line(op)
-                    is_loop = opcode == 'while'
-                    lose_track('a loop of unknown length' if is_loop else 'a conditional', line)
-                    for each in inners:
-                        run.untimed |= each.untimed | {
-                            key for part, key in each.parts if part == 'busy'
-                        }
-                    run.parts['unknown', line] += inner.seconds
-                    label = 'unknown length' if is_loop else 'branches'
-                    run.emit(Span('compute', now, inner.seconds, 'unknown', label))
-                elif trips == 1:
-                    run.add(inner, 1)
-                    for span in inner.spans:
-                        run.emit(span._replace(start=now + span.start))
-                elif trips:
-                    run.add(inner, trips)
-                    seconds, waiting = inner.seconds * trips, inner.total('exposed') * trips
-                    if busy := min(seconds, inner.total('busy') * trips):
-                        run.emit(Span('network', now, busy, 'loop', 'inside the loop'))
-                    loop = Span('compute', now, seconds, 'loop', f'{trips} iterations')
-                    inside = tuple(inner.spans)
-                    run.emit(loop._replace(trips=trips, waiting=waiting, inner=inside))
-                now += inner.seconds * (1 if trips is None else trips)
-            # 3. a collective starts; a transfer between slices is a send and a receive
-            elif row is not None and opcode in ('send', 'recv'):
-                same = next((ends[n] for n in ends if self.row_of.get(n) == row), None)
-                ends[op.name] = same or (start(row), True)
-            elif row is not None and (opcode.endswith('-start') or phase == 'Start'):
-                ends[op.name] = start(row), True
-            # 4. it has to be done
-            elif opcode.endswith('-done') or phase == 'Done':
-                end, is_collective = max(started, default=(now, False))
-                if is_collective:
-                    now = wait(end)
-                elif end > now:
-                    run.parts['copy', self.line(op)] += end - now
-                    run.emit(Span('compute', now, end - now, 'copy', 'waits for a copy'))
-                    now = end
-            # 5. a synchronous collective
-            elif row is not None and opcode in (self.rows[row].kind, 'fusion'):
-                now = wait(start(row))
-            # 6. a copy, or a fusion on a queue of its own, starts
-            elif opcode.endswith('-start'):
-                if why := self.unknown(op, types):
-                    lose_track(why, self.line(op))
-                seconds = self.op_seconds(op, types)
-                copies = max(now, copies) + seconds
-                ends[op.name] = copies, False
-                run.emit(
-                    Span('copy', copies - seconds, seconds, 'copy', short_source(self.line(op)))
-                )
-            # 7. the device computes; a fusion on TPU may do so while a collective goes on
-            else:
-                inside = self.program.computations.get(callee, ()) if started else ()
-                if any(each.opcode in COLLECTIVES for each in inside):
-                    ends[op.name] = max(started)
-                line, seconds = self.line(op), self.op_seconds(op, types)
-                why = self.unknown(op, types)
-                if why:
-                    lose_track(why, line)
-                kind = 'unknown' if why else 'product' if op.name in self.flops else 'other'
-                run.parts['unknown' if why else 'compute', line] += seconds
-                run.emit(Span('compute', now, seconds, kind, short_source(line)))
-                now += seconds
-        run.seconds = wait(max([now, *queues.values()]))
-        return run
+            computation.execute(op)
+        return computation.end()
 
     def at(self, line: str | None) -> str:
         return f' at {short_source(line)}' if line else ''
+
+
+class _Computation:
+    """The instructions of one computation, executed in their order.
+
+    Attributes:
+        now: when the device has computed what is executed so far.
+        copies: when the queue of copies is free.
+        queues: when each queue of collectives is free.
+        ends: when what has started ends, by its name, and whether it is a collective.
+        flying: the collectives that may still go on.
+    """
+
+    def __init__(self, simulation: Simulation, types: Mapping[str, str]):
+        self.simulation, self.types, self.run = simulation, types, Run()
+        self.now = self.copies = 0.0
+        self.queues: dict[str, float] = {}
+        self.ends: dict[str, tuple[float, bool]] = {}
+        self.flying: list[Span] = []
+
+    def execute(self, op: Instruction) -> None:
+        simulation, ends, opcode = self.simulation, self.ends, op.opcode
+        row = simulation.row_of.get(op.name)
+        started = [ends[n] for o in op.operands if (n := o.partition('#')[0]) in ends]
+        # what takes no time hands on what it waits for
+        if opcode in _FREE or opcode.endswith('-update'):
+            if started and opcode != 'tuple':
+                ends[op.name] = max(started)
+            return
+        has_callee = 'calls=' in op.attributes
+        callee = next(iter(op.callees.get('calls', ())), '') if has_callee else ''
+        phase = simulation.phases.get(callee, '') if opcode == 'fusion' else ''
+        if opcode in _CONTROL:
+            self.call(op)
+        # a transfer between slices is a send and a receive
+        elif row is not None and opcode in ('send', 'recv'):
+            same = next((ends[n] for n in ends if simulation.row_of.get(n) == row), None)
+            ends[op.name] = same or (self.start(row), True)
+        elif row is not None and (opcode.endswith('-start') or phase == 'Start'):
+            ends[op.name] = self.start(row), True
+        elif opcode.endswith('-done') or phase == 'Done':
+            self.wait_for(op, *max(started, default=(self.now, False)))
+        # a synchronous collective
+        elif row is not None and opcode in (simulation.rows[row].kind, 'fusion'):
+            self.wait(self.start(row))
+        # a copy, or a fusion on a queue of its own
+        elif opcode.endswith('-start'):
+            self.copy(op)
+        else:
+            # a fusion on TPU may compute while a collective goes on
+            inside = simulation.program.computations.get(callee, ()) if started else ()
+            if any(each.opcode in COLLECTIVES for each in inside):
+                ends[op.name] = max(started)
+            self.compute(op)
+
+    def end(self) -> Run:
+        self.wait(max([self.now, *self.queues.values()]))
+        self.run.seconds = self.now
+        return self.run
+
+    # --- collectives ----------------------------------------------------------------------------
+
+    def start(self, row: int) -> float:
+        """Queues a collective, and returns when it ends."""
+        simulation, run = self.simulation, self.run
+        collective = simulation.rows[row]
+        kind, queue = collective.kind, collective.along if simulation.chip.torus else ''
+        if kind in ('custom-call', 'ragged-all-to-all') or not collective.device_groups:
+            at = simulation.at(collective.source)
+            run.unknown[f'a {kind.replace("-", " ", 1)} that sends unknown bytes{at}'] = None
+            run.untimed.add(row)
+        begin, seconds = (
+            max(self.now, self.queues.get(queue, 0.0)),
+            simulation.collective_seconds(row),
+        )
+        self.queues[queue] = begin + seconds
+        run.parts['busy', row] += seconds
+        self.flying.append(Span('network', begin, seconds, kind, simulation.labels[row], row))
+        run.emit(self.flying[-1])
+        return begin + seconds
+
+    def wait(self, end: float) -> None:
+        """Waits until `end`, for the collectives that go on meanwhile."""
+        overlaps: defaultdict[int, float] = defaultdict(float)
+        for span in self.flying if end > self.now else ():
+            overlap = min(end, span.start + span.seconds) - max(self.now, span.start)
+            if overlap > 0 and span.row is not None:
+                overlaps[span.row] += overlap
+        at, share = self.now, (end - self.now) / (sum(overlaps.values()) or 1)
+        for row, seconds in overlaps.items():
+            label = self.simulation.labels[row]
+            self.run.parts['exposed', row] += seconds * share
+            self.run.emit(Span('compute', at, seconds * share, 'wait', label, row))
+            at += seconds * share
+        self.now = max(self.now, end)
+        self.flying = [span for span in self.flying if span.start + span.seconds > self.now]
+
+    def wait_for(self, op: Instruction, end: float, is_collective: bool) -> None:
+        """Waits for what an operation ends: a collective, or a copy."""
+        if is_collective:
+            self.wait(end)
+        elif end > self.now:
+            self.run.parts['copy', self.simulation.line(op)] += end - self.now
+            self.run.emit(Span('compute', self.now, end - self.now, 'copy', 'waits for a copy'))
+            self.now = end
+
+    # --- computing and copies -------------------------------------------------------------------
+
+    def compute(self, op: Instruction) -> None:
+        simulation, line = self.simulation, self.simulation.line(op)
+        seconds, why = simulation.op_seconds(op, self.types), simulation.unknown(op, self.types)
+        if why:
+            self.lose_track(why, line)
+        kind = 'unknown' if why else 'product' if op.name in simulation.flops else 'other'
+        self.run.parts['unknown' if why else 'compute', line] += seconds
+        self.run.emit(Span('compute', self.now, seconds, kind, short_source(line)))
+        self.now += seconds
+
+    def copy(self, op: Instruction) -> None:
+        line = self.simulation.line(op)
+        if why := self.simulation.unknown(op, self.types):
+            self.lose_track(why, line)
+        seconds = self.simulation.op_seconds(op, self.types)
+        self.copies = max(self.now, self.copies) + seconds
+        self.ends[op.name] = self.copies, False
+        begin = self.copies - seconds
+        self.run.emit(Span('copy', begin, seconds, 'copy', short_source(line)))
+
+    def lose_track(self, why: str, line: str) -> None:
+        """What goes on now is hidden for an unknown time."""
+        self.run.unknown[f'{why}{self.simulation.at(line)}'] = None
+        going = (span for span in self.flying if span.start + span.seconds > self.now)
+        self.run.uncertain.update(span.row for span in going if span.row is not None)
+
+    # --- loops, branches and calls --------------------------------------------------------------
+
+    def call(self, op: Instruction) -> None:
+        run, now = self.run, self.now
+        inners = [self.simulation.runs[name] for name in _called(op)]
+        inner = max(inners, key=lambda inner: inner.seconds)
+        trips = self.simulation.trips.get(op.name) if op.opcode == 'while' else 1
+        if op.opcode == 'conditional' or trips is None:
+            self.guess(op, inners, inner)
+        elif trips == 1:
+            run.add(inner, 1)
+            for span in inner.spans:
+                run.emit(span._replace(start=now + span.start))
+        elif trips:
+            run.add(inner, trips)
+            seconds, waiting = inner.seconds * trips, inner.total('exposed') * trips
+            if busy := min(seconds, inner.total('busy') * trips):
+                run.emit(Span('network', now, busy, 'loop', 'inside the loop'))
+            loop = Span('compute', now, seconds, 'loop', f'{trips} iterations')
+            run.emit(loop._replace(trips=trips, waiting=waiting, inner=tuple(inner.spans)))
+        self.now += inner.seconds * (1 if trips is None else trips)
+
+    def guess(self, op: Instruction, inners: Sequence[Run], inner: Run) -> None:
+        """Takes the longest branch, or one iteration, and says that the time is unknown."""
+        line, is_loop = self.simulation.line(op), op.opcode == 'while'
+        self.lose_track('a loop of unknown length' if is_loop else 'a conditional', line)
+        for each in inners:
+            busy = {key for part, key in each.parts if part == 'busy'}
+            self.run.untimed |= each.untimed | busy
+        self.run.parts['unknown', line] += inner.seconds
+        label = 'unknown length' if is_loop else 'branches'
+        self.run.emit(Span('compute', self.now, inner.seconds, 'unknown', label))
 
 
 def _called(op: Instruction) -> list[str]:
