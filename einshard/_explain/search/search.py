@@ -22,6 +22,7 @@ from ..._program.edits.edit import (
     RemoveConstraint,
     ReplaceConstraint,
     combine,
+    indices,
     placements,
 )
 from ..._progress import progress
@@ -294,7 +295,7 @@ class Search:
             return
         before = self.trials.as_compiled().figures
         without = self.trials.on_target(self.first) if self.first else before
-        last, best = self.accepted[-1], None
+        last, best, returned = self.accepted[-1], None, set[int]()
         options = [self.accepted]
         if last.other is not None:
             options.append([*self.accepted[:-1], last.other])
@@ -310,8 +311,14 @@ class Search:
             gains_memory = not self._fits(without) and (after.memory or 0) < (without.memory or 0)
             is_cheaper = _is_less(after.bound, without.bound, MIN_GAIN)
             helps = gains_memory or (self._fits(after) and is_cheaper)
-            if helps and (best is None or _is_better(after, best[1], without)):
-                best = accepted, after, bounds
+            if not helps:
+                continue
+            # by estimates, unless only the other one gives callers another result
+            moves = indices(self.edits, 'result') - returned
+            by_step = 0 if moves or best is None else compare_steps(after.step, best[1].step)
+            is_near = best and _is_near(best[1].bound, after.bound, without.bound)
+            if best is None or by_step < 0 or (by_step == 0 and not is_near):
+                best, returned = (accepted, after, bounds), indices(self.edits, 'result')
         self.accepted = [] if best is None else best[0]
         if best is not None:
             self.target, self.bounds = (before, best[1]), best[2]
@@ -337,13 +344,6 @@ class Search:
 def _is_near(one: float, best: float, before: float) -> bool:
     """Whether a change may be preferred to one with the best bound, as it is better otherwise."""
     return one <= best + max(_NEAR * best, _ALIKE * (before - best))
-
-
-def _is_better(one: Figures, best: Figures, before: Figures) -> bool:
-    """Whether a change is better by estimates of a step, or by bounds where these are equal."""
-    if order := compare_steps(one.step, best.step):
-        return order < 0
-    return not _is_near(best.bound, one.bound, before.bound)
 
 
 def _is_alike(one: Figures, best: Figures, before: Figures) -> bool:
