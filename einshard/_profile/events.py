@@ -1,0 +1,246 @@
+"""Reads the events of a program on each device of a trace, and which run each belongs to."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from .match import Match, number_of
+
+UNKNOWN = -1  # the op of an event of the program that no instruction has
+_TPU = re.compile(r'/device:TPU:(\d+)')
+_GPU = re.compile(r'/device:GPU:(\d+)')
+ASYNC_LINE = 'Async XLA Ops'
+
+
+@dataclass
+class DeviceEvents:
+    """The events of one program on one device.
+
+    Attributes:
+        ordinal: the number of the device on its host.
+        lanes: the names of its streams.
+        op, lane, run: of each event, an index into `Events.names`, one into `lanes`, and its run.
+        start, end: of each event, in nanoseconds.
+    """
+
+    ordinal: int
+    lanes: list[str] = field(default_factory=list)
+    op: Any = field(default_factory=list)
+    lane: Any = field(default_factory=list)
+    run: Any = field(default_factory=list)
+    start: Any = field(default_factory=list)
+    end: Any = field(default_factory=list)
+
+    def lane_of(self, name: str) -> int:
+        if name not in self.lanes:
+            self.lanes.append(name)
+        return self.lanes.index(name)
+
+    def add(self, op: int, lane: int, run: int, start: float, seconds: float) -> None:
+        self.op.append(op)
+        self.lane.append(lane)
+        self.run.append(run)
+        self.start.append(start)
+        self.end.append(start + seconds)
+
+    def arrays(self) -> DeviceEvents:
+        """Returns the events as arrays, in the order in which they start."""
+        order = np.argsort(np.array(self.start, float), kind='stable')
+        whole = {name: np.array(getattr(self, name), np.int64)[order] for name in ('op', 'lane')}
+        times = {name: np.array(getattr(self, name), float)[order] for name in ('start', 'end')}
+        return replace(self, **whole, **times, run=np.array(self.run, np.int64)[order])
+
+    def kept(self, keep: Any) -> DeviceEvents:
+        names = 'op', 'lane', 'run', 'start', 'end'
+        return replace(self, **{name: getattr(self, name)[keep] for name in names})
+
+
+@dataclass
+class Events:
+    """The events of one program.
+
+    Attributes:
+        platform: 'cpu', 'gpu' or 'tpu'.
+        names: the instructions, by the index that events have.
+        devices: by number on the host.
+        n_runs: how many runs they have. They are numbered from 0, in order.
+        n_cut: how many more runs the trace has of which a part is missing.
+    """
+
+    platform: str
+    names: list[str]
+    devices: list[DeviceEvents]
+    n_runs: int
+    n_cut: int
+
+
+def read_events(data: bytes, match: Match, entry: Sequence[str]) -> Events | None:
+    """Reads the events of a program. Returns None if it has none.
+
+    Args:
+        entry: the instructions that each run of the program executes once, in their order.
+    """
+    with warnings.catch_warnings():
+        # of the bindings of ProfileData, on Python 3.11 and 3.12
+        warnings.filterwarnings('ignore', 'builtin type', DeprecationWarning)
+        from jax.profiler import ProfileData
+
+        planes = list(ProfileData.from_serialized_xspace(data).planes)
+        names: dict[str, int] = {}
+        for platform, read in (('tpu', _read_tpu), ('gpu', _read_gpu), ('cpu', _read_cpu)):
+            devices = [each for each in read(planes, match, names, entry) if len(each.start)]
+            if devices:
+                ordered = [names[name] for name in entry if name in names]
+                kept, n_runs, n_cut = _whole_runs(devices, ordered)
+                return Events(platform, list(names), kept, n_runs, n_cut) if n_runs else None
+    return None
+
+
+def _read_cpu(
+    planes: Sequence[Any], match: Match, names: dict[str, int], _: Sequence[str]
+) -> Iterable[DeviceEvents]:
+    """Events say which device and which run they are of. Devices share the threads."""
+    devices: dict[int, DeviceEvents] = {}
+    is_op: dict[str, bool] = {}  # of each name: most events are not of programs
+    number = match.number
+    for plane in planes:
+        for line in plane.lines if plane.name == '/host:CPU' else ():
+            for event in line.events:
+                name = event.name
+                if is_op.get(name) is False:
+                    continue
+                stats = dict(event.stats)
+                if name not in is_op:
+                    is_op[name] = 'hlo_op' in stats
+                if stats.get('program_id', -1) % 2**64 != number or 'hlo_op' not in stats:
+                    continue
+                op = stats['hlo_op']
+                ordinal = stats.get('device_ordinal', 0)
+                device = devices.get(ordinal)
+                if device is None:
+                    device = devices[ordinal] = DeviceEvents(ordinal, ['operations'])
+                index = names.setdefault(op, len(names)) if op in match.form else UNKNOWN
+                device.add(index, 0, stats.get('run_id', 0), event.start_ns, event.duration_ns)
+    return [devices[n].arrays() for n in sorted(devices)]
+
+
+def _read_gpu(
+    planes: Sequence[Any], match: Match, names: dict[str, int], entry: Sequence[str]
+) -> Iterable[DeviceEvents]:
+    """Kernels say which program and instruction they are of, but not which run."""
+    number, module = match.number, match.name.rpartition('(')[0]
+    for plane in planes:
+        if not (found := _GPU.fullmatch(plane.name)):
+            continue
+        device, in_doubt = DeviceEvents(int(found[1])), list[int]()
+        for line in plane.lines:
+            # the line 'XLA Ops' is derived from the streams, and not exact
+            for event in line.events if line.name.startswith('Stream') else ():
+                stats = dict(event.stats)
+                program, op = stats.get('program_id'), stats.get('hlo_op')
+                is_ours = stats.get('hlo_module') == module
+                if program is not None:
+                    is_ours = int(program) % 2**64 == number
+                elif op is None:  # such as a kernel of a command buffer
+                    in_doubt.append(len(device.start))
+                    is_ours = True
+                if not is_ours:
+                    continue
+                index = UNKNOWN
+                if op in match.form:
+                    index = names.setdefault(str(op), len(names))
+                lane = device.lane_of(line.name)
+                device.add(index, lane, 0, event.start_ns, event.duration_ns)
+        if len(in_doubt) < len(device.start):
+            yield _numbered_by(device.arrays(), [names[n] for n in entry if n in names])
+
+
+def _numbered_by(device: DeviceEvents, entry: Sequence[int]) -> DeviceEvents:
+    """Numbers the runs: each starts with the first instruction, which may have several kernels."""
+    present = {*device.op.tolist()}
+    first = next((op for op in entry if op in present), None)
+    if first is None:
+        return device.kept(device.start < 0)
+    at = np.flatnonzero(device.op == first)
+    if len(present - {UNKNOWN}) > 1:
+        same = device.lane == device.lane[at[0]]
+        on_lane = np.flatnonzero(same)
+        before = np.append(UNKNOWN, device.op[on_lane][:-1])
+        at = on_lane[(device.op[on_lane] == first) & (before != first)]
+    run = np.searchsorted(device.start[at], device.start, 'right') - 1
+    return replace(device, run=run).kept(run >= 0)
+
+
+def _read_tpu(
+    planes: Sequence[Any], match: Match, names: dict[str, int], _: Sequence[str]
+) -> Iterable[DeviceEvents]:
+    """Events lie in those of the line 'XLA Modules', whose names have the program."""
+    for plane in planes:
+        if not (found := _TPU.fullmatch(plane.name)):
+            continue
+        lines = {line.name: line for line in plane.lines}
+        windows: list[tuple[float, float, int]] = []
+        modules = lines['XLA Modules'].events if 'XLA Modules' in lines else ()
+        for event in modules:
+            if number_of(event.name) == match.number:
+                run = dict(event.stats).get('run_id', len(windows))
+                start = event.start_ns
+                windows.append((start, start + event.duration_ns, int(run)))
+        windows.sort()
+        starts = np.array([window[0] for window in windows])
+        device = DeviceEvents(int(found[1]))
+        for name in ('XLA Ops', ASYNC_LINE) if windows else ():
+            lane = device.lane_of(name)
+            for event in lines[name].events if name in lines else ():
+                start = event.start_ns
+                i = int(np.searchsorted(starts, start, 'right')) - 1
+                if i < 0 or start >= windows[i][1]:
+                    continue
+                op = event.name.partition(' = ')[0].lstrip('%')
+                index = names.setdefault(op, len(names)) if op in match.form else UNKNOWN
+                device.add(index, lane, windows[i][2], start, event.duration_ns)
+        if len(device.start):
+            yield device.arrays()
+
+
+def _whole_runs(
+    devices: Sequence[DeviceEvents], entry: Sequence[int]
+) -> tuple[list[DeviceEvents], int, int]:
+    """Drops runs of which the trace has only a part, and numbers the others alike on all devices.
+
+    A run has all of its events if it has those of the first and the last instruction.
+    """
+    order = {op: i for i, op in enumerate(entry)}
+    whole: list[list[int]] = []
+    n_seen = 0
+    for device in devices:
+        runs = dict.fromkeys(device.run.tolist())  # in order
+        having: Mapping[int, set[int]] = defaultdict(set)
+        for op, run in {*zip(device.op.tolist(), device.run.tolist(), strict=True)}:
+            if op in order:
+                having[op].add(run)
+        usual = [op for op in having if 2 * len(having[op]) >= len(runs)]
+        ends = (
+            {min(usual, key=order.__getitem__), max(usual, key=order.__getitem__)} if usual else ()
+        )
+        whole.append([run for run in runs if all(run in having[op] for op in ends)])
+        n_seen = max(n_seen, len(runs))
+    counts = Counter(run for runs in whole for run in runs)
+    common = [run for run in whole[0] if counts[run] == len(devices)]
+    if not common:  # run ids of their own: the last runs are the same, as the first may be missing
+        n = min(map(len, whole))
+        whole = [runs[len(runs) - n :] for runs in whole]
+    kept: list[DeviceEvents] = []
+    for device, runs in zip(devices, whole, strict=True):
+        numbers = {run: i for i, run in enumerate(common or runs)}
+        run = np.array([numbers.get(run, -1) for run in device.run.tolist()], np.int64)
+        kept.append(replace(device, run=run).kept(run >= 0))
+    n_runs = len(common) or min(map(len, whole))
+    return kept, n_runs, n_seen - n_runs
