@@ -42,7 +42,9 @@ def measure(reading: Reading, path: str | os.PathLike[str], program: int | None)
             code='profile',
         )
     trace = read_trace(path)
-    matches = find_programs(unpack(reading.form), trace, program)
+    matches = find_programs(
+        unpack(reading.form), trace, program, reading.devices[0].platform == 'gpu'
+    )
     subject = _subject(reading)
     found = {match.name: read_events(trace.data, match, subject.entry) for match in matches}
     ran = [match for match in matches if found[match.name] is not None]

@@ -35,7 +35,9 @@ def number_of(name: str) -> int:
     return int(digits) % 2**64 if digits.lstrip('-').isdecimal() else -1
 
 
-def find_programs(ours: Form, trace: Trace, program: int | None) -> list[Match]:
+def find_programs(
+    ours: Form, trace: Trace, program: int | None, kernels_may_differ: bool
+) -> list[Match]:
     """Returns the programs of a trace that are equal to that of a report.
 
     A trace also has programs of the process that did not run meanwhile, so that several may be
@@ -43,6 +45,7 @@ def find_programs(ours: Form, trace: Trace, program: int | None) -> list[Match]:
 
     Args:
         program: the number of the only one to compare.
+        kernels_may_differ: whether another compilation may choose other kernels, as for GPUs.
 
     Raises:
         EinshardError: there are none.
@@ -57,9 +60,11 @@ def find_programs(ours: Form, trace: Trace, program: int | None) -> list[Match]:
                 facts=_listed(trace.forms),
             )
     equal = [Match(name, form) for name, form in forms.items() if form == ours]
-    joined = {} if equal else {name: alike(ours, form) for name, form in forms.items()}
-    if found := equal or [Match(name, forms[name], each) for name, each in joined.items() if each]:
-        return found
+    if not equal and kernels_may_differ:
+        joined = {name: alike(ours, form) for name, form in forms.items()}
+        equal = [Match(name, forms[name], each) for name, each in joined.items() if each]
+    if equal:
+        return equal
     # the first difference to the program that has most in common
     common = {
         name: sum(op == ours.get(op.name) for op in form.values()) for name, form in forms.items()

@@ -157,24 +157,27 @@ def difference(ours: Form, theirs: Form) -> str:
 def alike(ours: Form, theirs: Form) -> Mapping[str, str] | None:
     """Joins the collectives of two programs whose kernels differ: {their name: our name}.
 
-    Returns None unless both have as many collectives of each kind, shape and groups. Those that
-    agree are joined in their order.
+    Two compilations for GPUs may choose other kernels, as they try which are faster. Returns None
+    unless both have the same parameters, the same constants, and as many collectives of each kind,
+    shape and groups. Those that agree are joined in their order.
     """
-    key_of = {name: (op.opcode, op.shape, op.groups) for name, op in ours.items()}
+
+    def key(op: Op) -> tuple[str, str, str]:
+        return op.opcode, op.shape, op.groups
+
+    def given(form: Form) -> tuple[object, object]:
+        ops = form.values()
+        return {op.literal for op in ops}, {op.shape for op in ops if op.opcode == 'parameter'}
+
     waiting: dict[object, list[str]] = defaultdict(list)
     for name, op in ours.items():
         if op.is_collective:
-            waiting[key_of[name]].append(name)
-    if not waiting:
-        return None
-    counts = Counter({key: len(names) for key, names in waiting.items()})
+            waiting[key(op)].append(name)
     others = [op for op in theirs.values() if op.is_collective]
-    if Counter((op.opcode, op.shape, op.groups) for op in others) != counts:
+    counts = {shape: len(names) for shape, names in waiting.items()}
+    if not waiting or Counter(map(key, others)) != counts or given(ours) != given(theirs):
         return None
-    found: dict[str, str] = {}
-    for op in others:
-        found[op.name] = waiting[op.opcode, op.shape, op.groups].pop(0)
-    return found
+    return {op.name: waiting[key(op)].pop(0) for op in others}
 
 
 _FRAME = 15  # stack_frame_id of OpMetadata
