@@ -25,6 +25,7 @@ def put(shape, *spec):
 
 
 ARGUMENTS = put((64, 32), 'data'), put((32, 64), None, 'tensor'), put((64, 32), 'tensor')
+X, W_IN, W_OUT = ARGUMENTS
 SMALL = put((32, 32), 'data'), *ARGUMENTS[1:]
 
 

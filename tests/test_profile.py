@@ -1,6 +1,7 @@
 """Profiles: the program of the trace decides, and rows have the times of their events."""
 
 import copy
+import json
 import os
 import pickle
 import shutil
@@ -22,7 +23,8 @@ from spawn import python_path
 import einshard
 from einshard import explain, profile, topology
 
-# private: the second route, and figures that reports round
+# private: the command without a process, and the second route
+from einshard._cli.main import main
 from einshard._profile.trace import read_trace
 from einshard._profile.wire import fields, messages, text
 
@@ -344,6 +346,49 @@ def test_copies_and_files_keep_the_profile_but_not_the_program(folder):
     assert copied.timeline.totals == report.timeline.totals
     error = refusal(pickle.loads(pickle.dumps(report)).with_profile, folder / 'older')
     assert error.facts['instead'] == 'call explain on the function'
+
+
+# --- the command -------------------------------------------------------------------------------
+
+
+def test_command_profile(tmp_path):
+    (tmp_path / 'model.py').write_text(
+        'from einshard import sharded\n'
+        "@sharded('b x -> b* x', 'x y -> x y*', out='b y -> b* y')\n"
+        'def layer(x, w):\n'
+        '    return x @ w\n'
+        'def plain(x, w):\n'
+        '    return x @ w\n'
+    )
+    for function in ('layer', 'plain'):
+        words = f'profile model:{function} --args f32[64,32] f32[32,64] --devices 4 --runs 3 --json'
+        done = subprocess.run(
+            [sys.executable, '-m', 'einshard', *words.split(), '--save', 'it.html'],
+            env={**os.environ, 'PYTHONPATH': python_path(ROOT)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert report['profile']['joined'] == 1
+        assert report['profile']['devices'] == [0, 1, 2, 3]
+        assert len(report['profile']['rows']) == len(report['collectives'])
+        assert 'compute, measured, by line' in (tmp_path / 'it.html').read_text()
+
+
+def test_command_explain(folder, capsys):
+    arguments = ['profiled:X', 'profiled:W_IN', 'profiled:W_OUT']
+    options = ['--tries', '0', '--profile', str(folder / 'older'), '--timeline', '--json']
+    assert main(['explain', 'profiled:older', '--args', *arguments, *options]) == 0
+    report = json.loads(capsys.readouterr().out)
+    expected = explain(older, *ARGUMENTS).with_profile(folder / 'older').profile
+    assert report['profile']['totals']['step'] == [*expected.totals.step]
+    assert report['timeline']['source'] == 'measured'
+    assert main(['explain', 'profiled:older', '--args', *arguments, '--profile', 'no']) == 2
+    assert "there is no file or folder 'no'" in capsys.readouterr().err
 
 
 # --- files -------------------------------------------------------------------------------------

@@ -74,8 +74,8 @@ def profile(
         )
     with suggest_partial(fn, 'chip'):
         chip = None if chip is None else as_chip(chip)
-    _refuse_libtpu()
     _check_values(name_of(fn), (args, kwargs))
+    _refuse_libtpu()
     if callable(fn) and not isinstance(fn, ShardedFunction) and not is_jitted(fn):
         fn = jax.jit(fn)  # once, so that the report and the calls share one compilation
     stages = trace_to_compile(fn, args, kwargs, None)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import re
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -135,46 +136,58 @@ def _read_gpu(
     planes: Sequence[Any], match: Match, names: dict[str, int], entry: Sequence[str]
 ) -> Iterable[DeviceEvents]:
     """Kernels say which program and instruction they are of, but not which run."""
-    number, module = match.number, match.name.rpartition('(')[0]
+    number, module, known = match.number, match.name.rpartition('(')[0], match.form.keys()
     for plane in planes:
         if not (found := _GPU.fullmatch(plane.name)):
             continue
-        device, in_doubt = DeviceEvents(int(found[1])), list[int]()
-        for line in plane.lines:
-            # the line 'XLA Ops' is derived from the streams, and not exact
-            for event in line.events if line.name.startswith('Stream') else ():
-                stats = dict(event.stats)
+        device, n_in_doubt = DeviceEvents(int(found[1])), 0
+        # the line 'XLA Ops' is derived from the streams, and not exact
+        for line in (line for line in plane.lines if line.name.startswith('Stream')):
+            lane = device.lane_of(line.name)
+            for event in line.events:
+                stats: dict[str, Any] = dict(event.stats)
                 program, op = stats.get('program_id'), stats.get('hlo_op')
                 is_ours = stats.get('hlo_module') == module
                 if program is not None:
-                    is_ours = int(program) % 2**64 == number
+                    is_ours = program % 2**64 == number
                 elif op is None:  # such as a kernel of a command buffer
-                    in_doubt.append(len(device.start))
+                    n_in_doubt += 1
                     is_ours = True
-                if not is_ours:
-                    continue
-                index = UNKNOWN
-                if op in match.form:
-                    index = names.setdefault(str(op), len(names))
-                lane = device.lane_of(line.name)
-                device.add(index, lane, 0, event.start_ns, event.duration_ns)
-        if len(in_doubt) < len(device.start):
+                if is_ours:
+                    index = names.setdefault(f'{op}', len(names)) if op in known else UNKNOWN
+                    device.add(index, lane, 0, event.start_ns, event.duration_ns)
+        if n_in_doubt < len(device.start):
             yield _numbered_by(device.arrays(), [names[n] for n in entry if n in names])
 
 
 def _numbered_by(device: DeviceEvents, entry: Sequence[int]) -> DeviceEvents:
-    """Numbers the runs: each starts with the first instruction, which may have several kernels."""
-    present = {*device.op.tolist()}
-    first = next((op for op in entry if op in present), None)
-    if first is None:
+    """Numbers the runs.
+
+    On each stream, a run starts with the first of the instructions that run there, which may have
+    several kernels. Streams may start late, so that each is numbered on its own; one on which no
+    instruction runs once, such as that of copies, has the times of the fullest.
+    """
+    starts: dict[int, Any] = {}
+    order = {op: i for i, op in enumerate(entry)}
+    for lane in range(len(device.lanes)):
+        on_lane = np.flatnonzero(device.lane == lane)
+        ops = device.op[on_lane]
+        first = min(
+            (op for op in {*ops.tolist()} if op in order), key=order.__getitem__, default=None
+        )
+        if first is not None:
+            is_only = len({*ops.tolist()} - {UNKNOWN}) == 1
+            is_new = np.append(UNKNOWN, ops[:-1]) != first
+            starts[lane] = device.start[on_lane[(ops == first) & (is_new | is_only)]]
+    if not starts:
         return device.kept(device.start < 0)
-    at = np.flatnonzero(device.op == first)
-    if len(present - {UNKNOWN}) > 1:
-        same = device.lane == device.lane[at[0]]
-        on_lane = np.flatnonzero(same)
-        before = np.append(UNKNOWN, device.op[on_lane][:-1])
-        at = on_lane[(device.op[on_lane] == first) & (before != first)]
-    run = np.searchsorted(device.start[at], device.start, 'right') - 1
+    fullest = max(starts, key=lambda lane: int((device.lane == lane).sum()))
+    run = np.zeros(len(device.start), np.int64)
+    for lane in range(len(device.lanes)):
+        own = starts.get(lane, ())
+        at = own if len(own) == len(starts[fullest]) else starts[fullest]
+        on_lane = device.lane == lane
+        run[on_lane] = np.searchsorted(at, device.start[on_lane], 'right') - 1
     return replace(device, run=run).kept(run >= 0)
 
 
@@ -194,13 +207,13 @@ def _read_tpu(
                 start = event.start_ns
                 windows.append((start, start + event.duration_ns, int(run)))
         windows.sort()
-        starts = np.array([window[0] for window in windows])
+        starts = [window[0] for window in windows]
         device = DeviceEvents(int(found[1]))
         for name in ('XLA Ops', ASYNC_LINE) if windows else ():
             lane = device.lane_of(name)
             for event in lines[name].events if name in lines else ():
                 start = event.start_ns
-                i = int(np.searchsorted(starts, start, 'right')) - 1
+                i = bisect.bisect_right(starts, start) - 1
                 if i < 0 or start >= windows[i][1]:
                     continue
                 op = event.name.partition(' = ')[0].lstrip('%')
@@ -217,30 +230,35 @@ def _whole_runs(
 
     A run has all of its events if it has those of the first and the last instruction.
     """
-    order = {op: i for i, op in enumerate(entry)}
     whole: list[list[int]] = []
     n_seen = 0
     for device in devices:
-        runs = dict.fromkeys(device.run.tolist())  # in order
-        having: Mapping[int, set[int]] = defaultdict(set)
-        for op, run in {*zip(device.op.tolist(), device.run.tolist(), strict=True)}:
-            if op in order:
-                having[op].add(run)
-        usual = [op for op in having if 2 * len(having[op]) >= len(runs)]
-        ends = (
-            {min(usual, key=order.__getitem__), max(usual, key=order.__getitem__)} if usual else ()
+        ids, first, number = np.unique(device.run, return_index=True, return_inverse=True)
+        runs = ids[np.argsort(first)].tolist()  # in their order
+        pairs = np.unique(device.op * len(ids) + number)  # UNKNOWN is negative, and not in order
+
+        def runs_with(op: int, ids: Any = ids, pairs: Any = pairs) -> set[int]:
+            start, end = np.searchsorted(pairs, (op * len(ids), (op + 1) * len(ids)))
+            return {*ids[pairs[start:end] % len(ids)].tolist()}
+
+        usual = (
+            next((found for op in ops if 2 * len(found := runs_with(op)) >= len(runs)), {*runs})
+            for ops in (entry, entry[::-1])
         )
-        whole.append([run for run in runs if all(run in having[op] for op in ends)])
+        complete = set[int].intersection(*usual)
+        whole.append([run for run in runs if run in complete])
         n_seen = max(n_seen, len(runs))
     counts = Counter(run for runs in whole for run in runs)
     common = [run for run in whole[0] if counts[run] == len(devices)]
     if not common:  # run ids of their own: the last runs are the same, as the first may be missing
         n = min(map(len, whole))
         whole = [runs[len(runs) - n :] for runs in whole]
-    kept: list[DeviceEvents] = []
-    for device, runs in zip(devices, whole, strict=True):
-        numbers = {run: i for i, run in enumerate(common or runs)}
-        run = np.array([numbers.get(run, -1) for run in device.run.tolist()], np.int64)
-        kept.append(replace(device, run=run).kept(run >= 0))
     n_runs = len(common) or min(map(len, whole))
+    kept: list[DeviceEvents] = []
+    for device, runs in zip(devices if n_runs else (), whole if n_runs else (), strict=True):
+        wanted = np.array(common or runs, np.int64)
+        order = np.argsort(wanted)
+        at = np.searchsorted(wanted[order], device.run).clip(max=len(wanted) - 1)
+        run = np.where(wanted[order[at]] == device.run, order[at], -1)
+        kept.append(replace(device, run=run).kept(run >= 0))
     return kept, n_runs, n_seen - n_runs
