@@ -4,17 +4,24 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from refusal import refusal
 from xplane import Plane, module_of, space
 
-from einshard import Chip
+from einshard import Chip, explain, topology
+
+# private: programs and events of devices that are not here
 from einshard._explain.measure import measure
 from einshard._explain.reading import Reading
 from einshard._explain.timeline import estimate, measured_timeline
 from einshard._profile.measured import LATENCY, SYNCHRONOUS, WAITS, find_gaps, measured_sections
 from einshard._profile.program import alike, pack, read_form
 from einshard._program.cost.chips import as_chip
+from einshard._program.hlo.opcodes import FREE
 from einshard._program.hlo.text import Program
 
 GPU_TEXT = """HloModule jit_f, is_scheduled=true, num_partitions=4
@@ -478,3 +485,62 @@ def test_a_chip_without_an_estimate(case):
     measured = case.measured([gpu_plane(n) for n in range(4)], chip=chip)
     assert measured.rows[0].bound > 0
     assert measured_timeline(measured, chip.name, None).estimate is None
+
+
+# --- programs of real compilers ----------------------------------------------------------------
+
+
+def compiled_for(mesh):
+    """A train step for devices that this machine does not have, and its module."""
+
+    def shape(spec, *sizes):
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    def loss(w, x):
+        for layer in w:
+            x = jax.nn.relu(x @ layer) @ layer.T
+        return (x.astype(jnp.float32) ** 2).sum()
+
+    w = [shape(P(None, 'tensor'), 1024, 4096) for _ in range(2)]
+    compiled = jax.jit(jax.grad(loss)).lower(w, shape(P('data'), 2048, 1024)).compile()
+    (module,) = compiled.runtime_executable().hlo_modules()
+    return explain(compiled), module.as_serialized_hlo_module_proto()
+
+
+def entry_events(report, event):
+    """Each instruction of the entry computation takes a microsecond, one after another."""
+    program = report.reading.program
+    ops = [op for op in program.computations[program.entry] if op.opcode not in FREE]
+    return ops, [event(op.name, float(i)) for i, op in enumerate(ops)]
+
+
+def check_joined(report, path, n):
+    measured = report.with_profile(path).profile
+    assert (measured.joined, measured.same_kernels, len(measured.devices)) == (1, True, n)
+    assert [row.name for row in measured.rows] == [row.name for row in report.collectives]
+    assert all(row.time.mean > 0 for row in measured.rows)
+    assert all(row.wait.mean == pytest.approx(0, abs=1e-12) for row in measured.rows)
+    t = measured.totals
+    assert t.compute + t.wait + t.collective + t.other + t.idle == pytest.approx(t.step.mean)
+    assert {line.source for line in measured.lines if line.flops} == {
+        row.source for row in report.products
+    }
+
+
+def test_a_program_of_the_compiler_for_tpus(tmp_path):
+    pytest.importorskip('libtpu', reason='libtpu compiles for TPU, and is not installed')
+    report, module = compiled_for(topology('v5e:2x4', data=4, tensor=2))
+    ops, events = entry_events(report, lambda name, at: (f'%{name} = x', at, 1.0, {}))
+    modules = [('jit_loss(5)', 0.0, float(len(ops)), {'run_id': 1})]
+    planes = [
+        Plane(f'/device:TPU:{n}', {'XLA Modules': modules, 'XLA Ops': events}) for n in range(8)
+    ]
+    check_joined(report, write(tmp_path, planes, {'jit_loss(5)': module}), 8)
+
+
+@pytest.mark.gpu
+def test_a_program_of_the_compiler_for_gpus(tmp_path):
+    report, module = compiled_for(topology('h100:1x8', data=4, tensor=2))
+    _, events = entry_events(report, lambda name, at: ('k', at, 1.0, stats(name)))
+    planes = [Plane(f'/device:GPU:{n}', {'Stream #13': events}) for n in range(8)]
+    check_joined(report, write(tmp_path, planes, {'jit_loss(5)': module}), 8)
