@@ -7,6 +7,7 @@ import functools
 import pickle
 import sys
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +85,20 @@ def consumed(x):
     return x.sum(0) + 1, x * 2 @ x.T  # x itself is not returned
 
 
+def product(x):  # not jitted
+    return x @ x.T
+
+
+SEEN = []
+
+
+@jax.jit
+def counted(state, x):
+    """Returns its next state, and shows which one it is given."""
+    jax.debug.callback(lambda first: SEEN.append(float(first)), state['w'][0])
+    return {'w': state['w'] + 1.0}, (x * state['w']).sum()
+
+
 def traced(folder, *calls):
     for function, arguments in calls:
         jax.block_until_ready(function(*arguments))
@@ -94,6 +109,8 @@ def traced(folder, *calls):
 
 
 def main(folder):
+    from counting import counting
+
     from einshard import EinshardError, profile
 
     for step in STEPS:
@@ -109,6 +126,16 @@ def main(folder):
         'slow': profile(slow_line, *ARGUMENTS[:2], runs=2, tries=0),
         'one': profile(lambda x: x @ x, jnp.ones((64, 64)), tries=0),
     }
+    profile(counted, {'w': jnp.zeros(8)}, jnp.ones(8), runs=3, tries=0)
+    jax.effects_barrier()
+    reports['seen'] = SEEN
+    with counting() as counts:
+        profile(product, ARGUMENTS[0], runs=2, tries=0)
+    reports['compiled'] = counts.compiled.count('jit(product)')
+    with mock.patch.object(jax, 'default_backend', return_value='gpu'):
+        reports['as on GPUs'] = profile(train, params, ARGUMENTS[0], tries=0)
+        static = jax.jit(lambda x, n: x * n, static_argnums=1)
+        reports['static'] = profile(static, ARGUMENTS[0], 3, tries=0)
     deleted = [leaf.is_deleted() for leaf in jax.tree.leaves((params, ARGUMENTS))]
     with jax.profiler.trace(folder / 'outer'):
         try:

@@ -260,6 +260,26 @@ def test_profile_runs_and_joins(profiles):
     assert not any(deleted)
 
 
+def test_results_are_the_next_arguments(profiles):
+    # two calls to warm up, and three runs, on one device
+    assert profiles[0]['seen'] == [0, 1, 2, 3, 4]
+
+
+def test_it_compiles_once(profiles):
+    assert profiles[0]['compiled'] == 1
+
+
+def test_without_command_buffers(profiles):
+    """The path for GPUs: the program is compiled with an option, and what was compiled runs."""
+    report = profiles[0]['as on GPUs']
+    assert report.profile.joined == 1
+    assert report.profile.runs >= 4
+    assert report.profile.notes[0].startswith('compiled without command buffers')
+    # a function with static arguments runs as it is
+    note = profiles[0]['static'].profile.notes[0]
+    assert note.startswith('command buffers hide the instructions of kernels in them')
+
+
 def test_one_device(profiles):
     report = profiles[0]['one']
     assert (report.profile.rows, report.profile.devices) == ((), (0,))

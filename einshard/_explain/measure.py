@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._errors import EinshardError
+from .._errors import EinshardError, plural
 from .._profile.events import UNKNOWN, Events, read_events
 from .._profile.join import CONTAINER, Subject, find_kinds, find_parts, find_sends
 from .._profile.match import Match, find_programs, only_one
@@ -112,6 +112,11 @@ def _measured(
     of_slowest = parts.sum(2)[slowest]
     run = int(np.abs(of_slowest - np.median(of_slowest)).argmin())
     joined = _joined_share(events)
+    measured = find_rows(subject, sends, events.n_runs, places)
+    if n_idle := len(subject.rows) - len(measured):
+        notes.append(
+            f'{plural(n_idle, "collective")} did not run, as in a branch that is not taken'
+        )
     if joined < 0.9 and events.platform == 'gpu':
         notes.append(
             'command buffers hide the instructions of kernels: compile with the option '
@@ -127,7 +132,7 @@ def _measured(
         joined=joined,
         same_kernels=match.renamed is None,
         totals=find_totals(parts, sends),
-        rows=tuple(find_rows(subject, sends, events.n_runs, places)),
+        rows=tuple(measured),
         lines=tuple(find_lines(subject, events, kinds, lines)),
         notes=tuple(notes),
         slowest=places[slowest],

@@ -20,6 +20,7 @@ from .._progress import progress
 from .._text import array_text, first_line, name_of
 from .explain import explain_stages
 from .findings.facts import Facts
+from .findings.next_call import next_arguments
 from .frameworks import is_jitted, jax_stage
 from .lowered import Stages, suggest_partial, trace_to_compile
 from .report import Report
@@ -190,13 +191,11 @@ class Calls:
         facts = self.facts
         if len(results) != len(facts.results) or not self.places:
             return found
-        for number, parameters in facts.replaced.items():
-            new = results[number]
-            for parameter in parameters[:1]:  # one array cannot be donated twice
-                i = self.places[facts.used_arguments[parameter]]
-                old = leaves[i]
-                if isinstance(old, jax.Array) and _is_alike(old, new):
-                    found[i] = new
+        for result, argument in next_arguments(facts).items():
+            i = self.places[argument]
+            old, new = leaves[i], results[result]
+            if isinstance(old, jax.Array) and _is_alike(old, new):
+                found[i] = new
         return found
 
     def trace(self, runs: int, folder: str) -> None:
@@ -222,4 +221,4 @@ class Calls:
 
 def _is_alike(old: jax.Array, new: jax.Array) -> bool:
     same = (old.shape, old.dtype, old.weak_type) == (new.shape, new.dtype, new.weak_type)
-    return same and old.committed and new.sharding == old.sharding
+    return same and old.committed == new.committed and new.sharding == old.sharding
