@@ -41,7 +41,7 @@ def profile(
 
         >>> import jax.numpy as jnp
         >>> from einshard import profile, sharded
-        >>> @sharded('x* y', out='x y')
+        >>> @sharded('x* y', out='* x y')
         ... def gathered(x):
         ...     return x * 2
         >>> report = profile(gathered, jnp.ones((1024, 8)), runs=2, tries=0)
