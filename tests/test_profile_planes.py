@@ -18,6 +18,7 @@ from einshard import Chip, explain, topology
 from einshard._explain.measure import measure
 from einshard._explain.reading import Reading
 from einshard._explain.timeline import estimate, measured_timeline
+from einshard._page import Page, page_text
 from einshard._profile.measured import LATENCY, SYNCHRONOUS, WAITS, find_gaps, measured_sections
 from einshard._profile.program import alike, pack, read_form
 from einshard._program.cost.chips import as_chip
@@ -137,6 +138,8 @@ def test_streams_of_gpus(case):
         (35 * US, 15 * US, 35 * US)
     )
     assert (reduce.slowest, reduce.events) == (1, 8)
+    text = page_text(Page('', tuple(measured_sections(measured))), 100)
+    assert 'over runs 35 us to 35 us; comes last: device 1; cause: synchronous' in text
     assert (t.collectives, t.hidden) == pytest.approx((85 * US, 50 * US))
     even, odd = 100 + 50 + 50 + 50, 130 + 50 + 50 + 20
     assert measured.joined == pytest.approx((even + odd) / (even + odd + 20))

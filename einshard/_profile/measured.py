@@ -164,6 +164,7 @@ _ROW_COLUMNS = (
     Column('line'),
     Column('of', below=True),
     Column('over runs', below=True),
+    Column('comes last:', below=True),
     Column('cause:', below=True),
 )
 _LINE_COLUMNS = (
@@ -261,7 +262,6 @@ def _summary(measured: Measured) -> list[str]:
 
 
 def _row_cells(row: MeasuredRow) -> tuple[str, ...]:
-    last = '' if row.slowest is None else f': device {row.slowest} comes last'
     return (
         str(row.time),
         '?' if row.wait is None else str(row.wait),
@@ -273,7 +273,8 @@ def _row_cells(row: MeasuredRow) -> tuple[str, ...]:
         short_source(row.source),
         row.of,
         f'{format_seconds(row.time.least)} to {format_seconds(row.time.most)}',
-        f'{row.cause}{last if row.cause == WAITS else ""}',
+        '' if row.slowest is None else f'device {row.slowest}',
+        row.cause,
     )
 
 
