@@ -2,6 +2,7 @@
 
 import copy
 import json
+import lzma
 import os
 import pickle
 import shutil
@@ -25,6 +26,9 @@ from einshard import explain, profile, topology
 
 # private: the command without a process, and the second route
 from einshard._cli.main import main
+from einshard._profile.events import read_events
+from einshard._profile.match import find_programs
+from einshard._profile.program import difference
 from einshard._profile.trace import read_trace
 from einshard._profile.wire import fields, messages, text
 
@@ -179,6 +183,26 @@ def test_topology_of_other_devices_is_refused(folder):
     report = explain(older, *structs)
     error = refusal(report.with_profile, folder / 'older')
     assert error.sentence == 'the trace does not have the program of the report'
+
+
+@pytest.mark.parametrize('file', sorted((HERE / 'traces').glob('*.xz')), ids=lambda f: f.name)
+def test_traces_of_each_version(file, tmp_path):
+    """Stored ones, of STEPS on eight devices; their programs differ only in a constant."""
+    path = tmp_path / 'it.xplane.pb'
+    path.write_bytes(lzma.decompress(file.read_bytes()))
+    trace = read_trace(path)
+    assert len(trace.forms) == len(STEPS)
+    for name, form in trace.forms.items():
+        (match,) = find_programs(form, trace, None, kernels_may_differ=False)
+        assert match.name == name
+        others = [difference(form, other) for n, other in trace.forms.items() if n != name]
+        assert all('other value in it' in text for text in others)
+        events = read_events(trace.data, match, [*form])
+        assert (events.platform, events.n_runs, len(events.devices)) == ('cpu', RUNS, 8)
+        sent = [i for i, op in enumerate(events.names) if form[op].is_collective]
+        assert sent
+        for device in events.devices:
+            assert [(device.op == i).sum() for i in sent] == [RUNS] * len(sent)
 
 
 # --- what is measured --------------------------------------------------------------------------

@@ -106,3 +106,47 @@ def space(*planes, warnings=()):
     return b''.join(field(1, plane.data) for plane in planes) + b''.join(
         field(3, text) for text in warnings
     )
+
+
+def cut(data):
+    """A trace of CPUs with only its programs, without source files, and their events.
+
+    tests/traces has those of `profiled.STEPS`, each called three times.
+    """
+    from jax.profiler import ProfileData
+
+    from einshard._profile.trace import read_planes
+    from einshard._profile.wire import fields, messages, text
+
+    def without(message, numbers, inside=None):
+        kept = b''
+        for number, value in fields(message):
+            if number not in numbers:
+                inner = (inside or {}).get(number)
+                value = value if isinstance(value, int) else bytes(value)
+                kept += field(number, inner(memoryview(value)) if inner else value)
+        return kept
+
+    def module(proto):
+        # stack frames are 17, computations 3, their instructions 2, and metadata of these 7
+        return without(proto, {17}, {3: lambda c: without(c, (), {2: lambda i: without(i, {7})})})
+
+    programs = {}
+    for name, plane in read_planes(memoryview(data)):
+        for entry in messages(plane, 4) if name == '/host:metadata' else ():
+            for metadata in messages(entry, 2):
+                (title,) = map(text, messages(metadata, 2))
+                for stat in messages(metadata, 5):
+                    for proto in messages(stat, 6):
+                        (programs[title],) = map(module, messages(proto, 1))
+    lines = {}
+    keys = 'hlo_op', 'hlo_module', 'program_id', 'run_id', 'device_ordinal'
+    for plane in ProfileData.from_serialized_xspace(data).planes:
+        for line in plane.lines if plane.name == '/host:CPU' else ():
+            for event in line.events:
+                stats = dict(event.stats)
+                if 'hlo_op' in stats:
+                    row = event.name, event.start_ns / 1e3, event.duration_ns / 1e3
+                    values = {key: stats[key] for key in keys}
+                    lines.setdefault('threads', []).append((*row, values))
+    return space(Plane('/host:metadata', programs=programs), Plane('/host:CPU', lines))
