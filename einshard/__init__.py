@@ -9,8 +9,8 @@ Functions: `sharded`, `Sharded`, `per_device`, `einsum`.
 Models: `Rules`, `shard_largest`, `for_optimizer`, `axis_rules`, `TRAINING_AXES`, `DECODING_AXES`.
 Meshes: `device_mesh`, `topology`.
 Inspect placements: `describe`, `show`.
-Inspect programs: `explain`, `profile`, `compare`, `assert_collectives`, `expect_collectives`, `Chip`,
-`Efficiency`.
+Inspect programs: `explain`, `profile`, `compare`, `assert_collectives`, `expect_collectives`,
+`Chip`, `Efficiency`.
 Check results and placements: `check_same`, `expect_placements`.
 Predict collectives without compiling: `parallelism`.
 Find shardings: `plan`. Write shardings as plain JAX: `to_jax`.
