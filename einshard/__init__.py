@@ -9,8 +9,8 @@ Functions: `sharded`, `Sharded`, `per_device`, `einsum`.
 Models: `Rules`, `shard_largest`, `for_optimizer`, `axis_rules`, `TRAINING_AXES`, `DECODING_AXES`.
 Meshes: `device_mesh`, `topology`.
 Inspect placements: `describe`, `show`.
-Inspect programs: `explain`, `compare`, `assert_collectives`, `expect_collectives`, `Chip`,
-`Efficiency`.
+Inspect programs: `explain`, `profile`, `compare`, `assert_collectives`, `expect_collectives`,
+`Chip`, `Efficiency`.
 Check results and placements: `check_same`, `expect_placements`.
 Predict collectives without compiling: `parallelism`.
 Find shardings: `plan`. Write shardings as plain JAX: `to_jax`.
@@ -72,6 +72,7 @@ __all__ = [
     'parallelism',
     'per_device',
     'plan',
+    'profile',
     'shard_largest',
     'sharded',
     'show',
@@ -87,6 +88,7 @@ if typing.TYPE_CHECKING:
     from ._explain.assert_collectives import assert_collectives
     from ._explain.compare import compare
     from ._explain.explain import explain
+    from ._explain.profile import profile
     from ._plan.plan import plan
     from ._predict.einsum import einsum
     from ._predict.parallelism import parallelism
@@ -105,6 +107,7 @@ else:
         'explain': '._explain.explain',
         'parallelism': '._predict.parallelism',
         'plan': '._plan.plan',
+        'profile': '._explain.profile',
         'show': '._draw.show',
         'to_jax': '._eject.to_jax',
     }

@@ -13,7 +13,7 @@ class Span(NamedTuple):
     """What runs in one lane of a timeline for some time.
 
     Attributes:
-        lane: 'compute', 'network' or 'copy'.
+        lane: 'compute', 'network' or 'copy'; in a measured run, the name of a stream.
         start, seconds: when it starts, from the start of the run or of the iteration, and how long
             it takes.
         kind: a kind of collective, or 'product', 'other' computing, 'wait' for a collective, 'copy'
@@ -67,7 +67,13 @@ _MIN_LANE = 0.01  # of the panel: a lane with less is left out
 _MIN_LOOP = 0.1  # of the step: shorter loops get no panel
 
 
-def spans_svg(title: str, spans: Sequence[Span], seconds: float, has_times: bool = True) -> str:
+def spans_svg(
+    title: str,
+    spans: Sequence[Span],
+    seconds: float,
+    has_times: bool = True,
+    estimate: tuple[Sequence[Span], float] | None = None,
+) -> str:
     """Draws a step, and one iteration of each of its long loops.
 
     The drawing is as wide as the page; only the places and widths of boxes change with it, not the
@@ -76,28 +82,34 @@ def spans_svg(title: str, spans: Sequence[Span], seconds: float, has_times: bool
     Args:
         seconds: the time of the step.
         has_times: whether to write times, or only shares.
+        estimate: spans and seconds of an estimate, which is drawn below, on the same scale.
     """
-    panels: list[tuple[str, float, Sequence[Span]]] = [('the step', seconds, spans)]
-    runs = [1]  # how often each panel runs in the step
-    for n, (_, _, inside) in zip(runs, panels, strict=True):  # which grow
+    # each with the seconds of its width
+    panels: list[tuple[str, float, Sequence[Span], float]] = [('the step', seconds, spans, seconds)]
+    if estimate is not None:
+        estimated, length = estimate
+        width = max(seconds, length)
+        panels = [('measured', seconds, spans, width), ('estimated', length, estimated, width)]
+    runs = [1] * len(panels)  # how often each panel runs in the step
+    for n, (_, _, inside, _) in zip(runs, panels, strict=True):  # which grow
         long = [s for s in inside if s.inner and n * s.seconds >= _MIN_LOOP * seconds]
         for loop in long[: _MAX_PANELS - len(panels)]:
-            name = f'one of {loop.trips} iterations'
-            panels.append((name, loop.seconds / loop.trips, loop.inner))
+            name, once = f'one of {loop.trips} iterations', loop.seconds / loop.trips
+            panels.append((name, once, loop.inner, once))
             runs.append(n * loop.trips)
     y, parts = _FONT + 4.0, list[str]()
     parts.append(_text(0, y, title, 'font-weight="bold"'))
-    for name, total, inside in panels:
+    for name, total, inside, width in panels:
         y += 26
         time = f': {format_seconds(total)}' if has_times else ''
         parts.append(_text(0, y, f'{name}{time}', 'font-weight="bold"'))
-        for lane in _LANES:
-            boxes = _joined([span for span in inside if span.lane == lane], total or 1)
+        for lane in dict.fromkeys((*_LANES, *(span.lane for span in inside))):
+            boxes = _joined([span for span in inside if span.lane == lane], width or 1)
             if sum(box.seconds for box in boxes) > _MIN_LANE * total:
                 parts.append(_text(0, y + 14, lane, 'opacity="0.7"'))
-                parts += _bar(boxes, total or 1, y + 18, has_times)
+                parts += _bar(boxes, width or 1, y + 18, has_times)
                 y += _LANE
-    kinds = dict.fromkeys(span.kind for _, _, inside in panels for span in inside)
+    kinds = dict.fromkeys(span.kind for _, _, inside, _ in panels for span in inside)
     parts += _legend([k for k in dict.fromkeys((*_COLORS, *kinds)) if k in kinds], y + 14)
     height = int(y + 40 + 16 * -(-len(kinds) // 2))
     return (

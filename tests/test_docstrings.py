@@ -4,6 +4,8 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +44,12 @@ EXAMPLES = examples()
 def test_example(name):
     if name.startswith('einshard._sharding.topology.'):
         pytest.importorskip('libtpu')
+    if name == 'einshard._explain.profile.profile':
+        # in a process with libtpu, as this one, the profiler of JAX 0.10 crashes
+        code = 'import doctest, einshard._explain.profile as m; print(doctest.testmod(m))'
+        done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+        assert done.stdout.startswith('TestResults(failed=0, attempted=5'), done
+        return
     said = []
     runner = doctest.DocTestRunner(optionflags=FLAGS)
     result = runner.run(EXAMPLES[name], out=said.append, clear_globs=False)

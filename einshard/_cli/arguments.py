@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._errors import EinshardError, plural, quoted
 from .._explain.lowered import check_arguments
@@ -34,7 +34,7 @@ _ARRAY = re.compile(r'(\w+)\[([\d,\s]*)\]')
 _KEYWORD = re.compile(r'([^\W\d]\w*)=(.*)', re.DOTALL)
 _SHORT_DTYPE = re.compile(r'^(bf|f|i|u|c)(?=\d+$)|^pred$')
 # parameters of functions that are options of the command with the same name
-_OPTIONS = 'chip|compilations|devices|memory|mesh|objective|pin|seconds|shape|tries'
+_OPTIONS = 'chip|compilations|devices|memory|mesh|objective|pin|program|runs|seconds|shape|tries'
 _DTYPES = {'bf': 'bfloat', 'f': 'float', 'i': 'int', 'u': 'uint', 'c': 'complex', 'pred': 'bool'}
 
 
@@ -157,6 +157,34 @@ def _needs_mesh(function: Any) -> bool:
     except (TypeError, ValueError):  # some callables of C have no signature
         return False
     return parameter is not None and parameter.default is parameter.empty
+
+
+def replicated(tree: Any, mesh: AnyMesh) -> Any:
+    """Gives each shape without a sharding that of an array that is replicated over the mesh."""
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def placed(leaf: Any) -> Any:
+        is_struct = isinstance(leaf, jax.ShapeDtypeStruct)
+        return leaf.update(sharding=sharding) if is_struct and leaf.sharding is None else leaf
+
+    return jtu.tree_map(placed, tree)
+
+
+def zeros(tree: Any) -> Any:
+    """Returns arrays of zeros in place of shapes, with their shardings."""
+
+    def made(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise EinshardError(
+                'profile makes arrays of zeros, but an argument is a PRNG key',
+                code='command',
+                facts={'instead': 'make the key in the function, from a number'},
+            )
+        return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+
+    return jtu.tree_map(made, tree)
 
 
 def is_plain_function(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The command `einshard`: show, explain, why, plan, table, eject, doctor and skill."""
+"""The command `einshard`: show, explain, profile, why, plan, table, eject, doctor and skill."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ from .arguments import (
     load,
     mesh_of,
     read_arguments,
+    replicated,
     result_shapes,
     with_options,
+    zeros,
 )
 
 _SHOW_EXAMPLES = """\
@@ -44,6 +46,7 @@ examples:
   {prog} explain model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
 other commands ('show' may be omitted):
   {prog} explain --help     compile a function and list its collectives
+  {prog} profile --help     run a function, and report on it with measured times
   {prog} why --help         say why a function has its collectives
   {prog} plan --help        find the sharding of a function
   {prog} table --help       show how rules shard the arrays of a model
@@ -58,6 +61,7 @@ examples:
   {prog} explain model:step --args model:init_state lr=0.1 --mesh data=4 tp=2 --json
   {prog} explain model:step --args model:init_state --topology h100:4x8 --fail-on findings
   {prog} explain model:step --args model:init_state --topology h100:4x8 --timeline --save step.svg
+  {prog} explain model:step --args model:init_state --mesh data=4 tp=2 --profile trace_folder
 a step that is already jitted needs arguments with shardings:
   {prog} explain model:jitted_step --args model:shapes --topology v5e:4x4 --mesh data=4 tp=4
   where model.py has:
@@ -65,6 +69,13 @@ a step that is already jitted needs arguments with shardings:
         sharding = NamedSharding(mesh, P('data', 'tp'))
         return {'w': jax.ShapeDtypeStruct((1024, 4096), 'float32', sharding=sharding)}
 exit status: 0, 2 for an error, 3 if --fail-on finds something
+"""
+_PROFILE_EXAMPLES = """\
+examples:
+  {prog} profile model:step --args model:init_state 'i32[16,64]'
+  {prog} profile model:step --args model:init_state --runs 10 --save step.html
+  {prog} profile model:step --args model:init_state --mesh data=4 tp=2
+The last one simulates 8 devices on one CPU: its times show what is joined, not what it costs.
 """
 _WHY_EXAMPLES = """\
 examples:
@@ -142,6 +153,7 @@ def _run(arguments: Sequence[str]) -> tuple[str, int]:
     commands = {
         'show': _show,
         'explain': _explain,
+        'profile': _profile,
         'why': _why,
         'plan': _plan,
         'table': _table,
@@ -235,12 +247,7 @@ def _explain(arguments: Sequence[str]) -> tuple[str, int]:
         'Compiles a function and lists its placements, collectives and memory.',
         _EXPLAIN_EXAMPLES,
     )
-    parser.add_argument(
-        '--save',
-        type=_output_file,
-        metavar='FILE',
-        help="also write the report to a file: '.html' for a web page, '.svg' for the timeline",
-    )
+    _add_save_option(parser)
     parser.add_argument(
         '--timeline',
         action='store_true',
@@ -252,6 +259,17 @@ def _explain(arguments: Sequence[str]) -> tuple[str, int]:
         default=[],
         metavar='NAME=FLOPS,BYTES',
         help='what one call of a kernel costs a device, by named scope or custom call',
+    )
+    parser.add_argument(
+        '--profile',
+        metavar='PATH',
+        help='also read the times of a run: a folder of jax.profiler.trace, or an .xplane.pb file',
+    )
+    parser.add_argument(
+        '--program',
+        type=int,
+        metavar='N',
+        help="the number of the program in the profile, 2 for 'jit_step(2)', if several are equal",
     )
     parser.add_argument(
         '--fail-on',
@@ -273,11 +291,11 @@ def _explain(arguments: Sequence[str]) -> tuple[str, int]:
     options = parser.parse_args(arguments)
     tries = {} if options.tries is None else {'tries': options.tries}
     report = explain_call(options, costs=dict(map(_kernel_cost, options.cost)), **tries)
+    if options.profile is not None:
+        report = report.with_profile(options.profile, options.program)
     if options.timeline:
         _ = report.timeline  # from now on, the report has it
-    if options.save is not None:
-        with _writing(options.save):
-            report.save(options.save)
+    _save(report, options)
     if options.patch is not None:
         patch = report.patch()
         with _writing(options.patch):
@@ -296,6 +314,60 @@ def _kernel_cost(text: str) -> tuple[str, tuple[float, float]]:
             f"--cost must be like 'flash=4e9,2e7', not {text!r}", code='command'
         ) from None
     return name, (flops, n_bytes)
+
+
+def _add_save_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        '--save',
+        type=_output_file,
+        metavar='FILE',
+        help="also write the report to a file: '.html' for a web page, '.svg' for the timeline",
+    )
+
+
+def _save(report: Report, options: argparse.Namespace) -> None:
+    if options.save is not None:
+        with _writing(options.save):
+            report.save(options.save)
+
+
+def _profile(arguments: Sequence[str]) -> str:
+    parser = _function_parser(
+        'profile',
+        'Runs a function on the devices of this machine, and reports on it with measured times.\n'
+        'Arrays of --args are zeros.',
+        _PROFILE_EXAMPLES,
+        has_topology=False,
+    )
+    _add_save_option(parser)
+    parser.add_argument(
+        '--runs', type=_positive_int, default=5, metavar='N', help='trace N calls (default: 5)'
+    )
+    parser.add_argument(
+        '--tries',
+        type=int,
+        default=0,
+        metavar='N',
+        help='compile up to N changes in search of suggestions (default: 0)',
+    )
+    options = parser.parse_args(arguments)
+    from .._explain.profile import profile  # only this command needs it
+
+    mesh = mesh_of(options.devices, options.mesh, None)
+    function, args, kwargs = _read_call(profile, load(options.function), mesh, options)
+    with _mesh_for(function, mesh, options) as mesh_option:
+        if mesh_option is not None:  # a plain function: as `explain` with mesh=, replicated
+            args, kwargs = replicated((args, kwargs), mesh_option)
+        args, kwargs = zeros((args, kwargs))
+        report = profile(
+            *(function, *args),
+            runs=options.runs,
+            chip=options.chip,
+            tries=options.tries,
+            **kwargs,
+        )
+    _save(report, options)
+    return json.dumps(report.to_dict(), indent=2) if options.json else str(report)
 
 
 def explain_call(options: argparse.Namespace, **explain_options: Any) -> Report:
@@ -650,16 +722,21 @@ def _pin(text: str) -> tuple[str, str]:
     return name, placement
 
 
-def _function_parser(command: str, description: str, examples: str) -> argparse.ArgumentParser:
+def _function_parser(
+    command: str, description: str, examples: str, has_topology: bool = True
+) -> argparse.ArgumentParser:
     parser = _parser(command, description, examples, 'simulated CPU devices')
     parser.add_argument('function', metavar='module:function')
     parser.add_argument('--args', nargs='*', default=[], metavar='ARG', help=_ARGUMENT_HELP)
     parser.add_argument('--json', action='store_true', help='print the result as JSON')
-    parser.add_argument(
-        '--topology',
-        metavar='NAME',
-        help='compile for devices such as v5e:4x4 or h100:4x8; --mesh then names their axes',
-    )
+    if has_topology:
+        parser.add_argument(
+            '--topology',
+            metavar='NAME',
+            help='compile for devices such as v5e:4x4 or h100:4x8; --mesh then names their axes',
+        )
+    else:
+        parser.set_defaults(topology=None)
     parser.add_argument(
         '--chip', metavar='NAME', help='the chip that lower bounds on time are for, such as H100'
     )

@@ -47,6 +47,8 @@ class Reading:
         is_simulated: whether it is compiled for CPUs that simulate the devices, in the process of a
             `Worker`.
         kernels: those whose costs the user declares, by name; see `explain`.
+        form: its canonical form, compressed, with which a profile is compared. None if the compiler
+            gives none, as for a program that does not fit.
     """
 
     program: Program
@@ -60,6 +62,7 @@ class Reading:
     sharded_by: ShardedBy = field(default_factory=dict)
     is_simulated: bool = False
     kernels: Mapping[str, Kernel] = field(default_factory=dict[str, Kernel])
+    form: bytes | None = None
 
     @property
     def n_devices(self) -> int:

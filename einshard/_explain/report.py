@@ -14,20 +14,21 @@ from typing import Any
 from .._display import Display, as_json
 from .._errors import EinshardError, plural
 from .._page import Column, Page, Section
+from .._profile.measured import Measured, measured_sections
 from .._program.cost.bounds import NO_BOUNDS, Bounds, bounds_section
 from .._program.hlo.collective import Collective
 from .._program.hlo.flops import ProductRow
 from .._program.hlo.memory import Memory
 from .._program.hlo.temporaries import Temporary
-from .._text import format_bytes, short_source
+from .._text import format_bytes, format_seconds, short_source
 from .._trees.paths import common_suffix_length
 from .answer import Why, answer
 from .collectives import Collectives, collective_section
 from .diff import Diff, DiffInput, make_diff
 from .fold_layers import fold
-from .report_rows import ArrayRow, Finding
+from .report_rows import URGENT, ArrayRow, Finding
 from .temporaries import temporaries_section
-from .timeline import Timeline, timeline_sections
+from .timeline import Timeline, measured_timeline, refusal, timeline_sections
 from .totals import compute_line, network_lines
 
 _MAX_ROWS = 40  # in a printed table
@@ -69,6 +70,8 @@ class Report(Display):
         meshes: (axis, size) pairs of the user's meshes. Omits the mesh of expressions with counts.
         total: what the suggestions of all findings together do, and with a chip, which lower bounds
             they leave, in words.
+        profile: what a run has measured, with a row for each collective and for each source line
+            that computes. None unless `with_profile` or `einshard.profile` made the report.
         fixes: what `fixed_function`, `patch` and `try_more` need; not data, so that copies and
             pickles of a report do not have it.
         reading: what `why` needs; not data, either.
@@ -93,6 +96,7 @@ class Report(Display):
     notes: tuple[Finding, ...] = ()
     meshes: tuple[tuple[tuple[str, int], ...], ...] = ()
     total: tuple[str, ...] = ()
+    profile: Measured | None = None
     fixes: Any = field(default=None, repr=False, compare=False)
     reading: Any = field(default=None, repr=False, compare=False)
 
@@ -110,11 +114,54 @@ class Report(Display):
         draws it. It is computed when it is first asked for, in tenths of a second. From then on,
         the report's page and `to_dict` have it, too.
 
+        With a profile, it is not estimated, but measured, and `timeline.estimate` is the estimate,
+        or None where there is none.
+
         Raises:
             EinshardError: the program is compiled for CPUs; the chip is unknown; or the report was
                 loaded or copied before its timeline was asked for.
         """
-        return self._program().timeline
+        if self.profile is None:
+            return self._program().timeline
+        reading = self.reading
+        estimate = None
+        if reading is not None and refusal(reading) is None:
+            estimate = reading.timeline
+        on = 'simulated CPUs' if self.profile.platform == 'cpu' else self.chip or self.device_kind
+        return measured_timeline(self.profile, on, estimate)
+
+    def with_profile(self, path: str | os.PathLike[str], program: int | None = None) -> Report:
+        """Returns the report with the times of a run, from a trace of `jax.profiler.trace`.
+
+        The trace holds the programs that ran. The one that is equal to that of the report, apart
+        from metadata, is joined; its name proves nothing. If none is equal, but one has the same
+        collectives, so that only its kernels differ, rows are joined by order within kind, shape
+        and groups, and the report says so. `einshard.profile` traces and joins in one call.
+
+        The report then has `profile`, prints it, and orders findings by the exposed time of the
+        collectives that they explain, `Finding.seconds`; `timeline` is the measured one.
+
+        Args:
+            path: the folder of the trace, of which the newest run is read, or an `.xplane.pb` file.
+            program: the number of a program of the trace, 2 for 'jit_step(2)', if several are
+                equal.
+
+        Raises:
+            EinshardError: there is no trace; it is not complete, or has no programs; none of them
+                is that of the report, or several are; it did not run in the trace; or the report
+                was loaded or copied without its program.
+        """
+        if self.reading is None:
+            raise EinshardError(
+                'this report no longer has its program, with which those of a trace are compared',
+                code='profile',
+                facts={'instead': 'call explain on the function'},
+            )
+        from .measure import measure  # also reads the events, which few reports need
+
+        measured = measure(self.reading, path, program)
+        findings, notes = (timed_findings(measured, rows) for rows in (self.findings, self.notes))
+        return replace(self, profile=measured, findings=findings, notes=notes)
 
     def _program(self) -> Any:
         if self.reading is None:
@@ -213,6 +260,8 @@ class Report(Display):
         """Converts the report to dictionaries, lists, strings and numbers, for JSON."""
         names = [each.name for each in dataclasses.fields(self) if each.name not in _LIVE]
         fields = {name: getattr(self, name) for name in names}
+        if self.profile is None:
+            del fields['profile']
         return {
             'schema': 1,
             **{name: as_json(value) for name, value in fields.items()},
@@ -240,6 +289,7 @@ class Report(Display):
             _intermediate_section(self.intermediates or ()),
             collective_section(self.collectives),
             Section('on each device', lines=tuple(_resources(self)), comes_first=True),
+            *(() if self.profile is None else measured_sections(self.profile)),
             temporaries_section(self.temporaries, self.memory),
             bounds_section(self.chip or '', self.bounds, unknown_loops),
             *(timeline_sections(timeline) if timeline else ()),
@@ -279,6 +329,19 @@ def meshes_text(report: Report) -> str:
     return '; '.join(', '.join(f'{name}={n}' for name, n in mesh) for mesh in report.meshes)
 
 
+def timed_findings(measured: Measured, findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Gives findings the exposed time of the collectives that they explain, most first.
+
+    Those that keep a program from running stay first.
+    """
+    exposed = {row.name: row.exposed.mean for row in measured.rows}
+    timed = [
+        replace(finding, seconds=sum(exposed.get(name, 0.0) for name in {*finding.explains}))
+        for finding in findings
+    ]
+    return tuple(sorted(timed, key=lambda f: (f.kind not in URGENT, -(f.seconds or 0.0))))
+
+
 def _finding_texts(findings: Sequence[Finding]) -> tuple[str, ...]:
     counts = Counter(map(_finding_text, findings))
     return tuple(f'{text} ({n} times)' if n > 1 else text for text, n in counts.items())
@@ -286,6 +349,8 @@ def _finding_texts(findings: Sequence[Finding]) -> tuple[str, ...]:
 
 def _finding_text(finding: Finding) -> str:
     line = f'{short_source(finding.source)}: ' if finding.source else ''
+    if finding.seconds:
+        line += f'{format_seconds(finding.seconds)} exposed: '
     suggestion = ''
     if text := finding.suggestion:
         suggestion = f'. {text[0].upper()}{text[1:]}.'

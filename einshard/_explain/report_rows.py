@@ -139,6 +139,8 @@ class Finding:
             source lines of matmuls, and paths of arrays. Later findings and notes leave these out.
         reason: half a sentence on why the compiler sends what the finding is about: the arrays
             that disagree about a mesh axis, and where it comes from. Empty if unknown.
+        seconds: the exposed time of the collectives that it explains, in one measured run. None
+            without a profile.
     """
 
     kind: str
@@ -149,3 +151,13 @@ class Finding:
     explains: tuple[str, ...] = ()
     tried: Tried | None = None
     reason: str = ''
+    seconds: float | None = None
+
+    @property
+    def json_fields(self) -> tuple[str, ...]:
+        return tuple(
+            name for name in self.__slots__ if name != 'seconds' or self.seconds is not None
+        )
+
+
+URGENT = ('does not fit', 'promise broken')  # findings about programs that do not run

@@ -7,11 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from .._display import Display
 from .._errors import EinshardError
 from .._page import Column, Page, Section
+from .._profile.measured import Measured
 from .._program.cost.chips import Efficiency
 from .._program.cost.timeline import Run, Simulation
 from .._program.hlo.collective import Collective
@@ -100,11 +101,14 @@ class Timeline(Display):
         source: 'estimated', or 'measured'.
         chip: the name of the chip.
         rows: the collectives, most exposed first.
-        totals: the seconds of the step and of its parts.
+        totals: the seconds of the step and of its parts. If measured, `copies` has other operations
+            that do not compute, too.
         lines: the source lines, those that take longest first.
-        assumed: what the estimate assumes of the chip.
+        assumed: what the estimate assumes of the chip. None if measured.
         unknown: why the time of the step is unknown. Empty if it is known.
-        spans: what runs when. Of a loop, one iteration.
+        spans: what runs when. Of a loop, one iteration, if estimated. If measured, on the slowest
+            device, with one lane for each of its streams.
+        estimate: what was estimated, if this was measured and there is an estimate.
     """
 
     source: str
@@ -112,12 +116,15 @@ class Timeline(Display):
     rows: tuple[TimelineRow, ...]
     totals: TimelineTotals
     lines: tuple[TimelineLine, ...]
-    assumed: Efficiency
+    assumed: Efficiency | None
     unknown: tuple[str, ...]
     spans: tuple[Span, ...]
-    json_fields: ClassVar[tuple[str, ...]] = (
-        *('source', 'chip', 'totals', 'rows', 'lines', 'assumed', 'unknown'),
-    )
+    estimate: Timeline | None = None
+
+    @property
+    def json_fields(self) -> tuple[str, ...]:
+        names = 'source', 'chip', 'totals', 'rows', 'lines', 'assumed', 'unknown'
+        return names if self.source == 'estimated' else (*names, 'estimate')
 
     @property
     def svg(self) -> str:
@@ -125,6 +132,11 @@ class Timeline(Display):
         end = max((span.start + span.seconds for span in self.spans), default=0.0)
         step = self.totals.step
         title = f'{_SOURCE[self.source]} on {self.chip}'
+        below = None
+        if self.estimate is not None and self.estimate.totals.step is not None:
+            below = self.estimate.spans, self.estimate.totals.step
+        if self.source == 'measured':  # spans show one run, and totals the mean
+            return spans_svg(title, self.spans, end, estimate=below)
         return spans_svg(title, self.spans, step or end, has_times=step is not None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -149,6 +161,42 @@ _SOURCE = {
     'estimated': 'estimate, not measured: the compiled schedule',
     'measured': 'measured',
 }
+
+
+def measured_timeline(measured: Measured, chip: str, estimate: Timeline | None) -> Timeline:
+    """Returns what was measured, in the form of an estimate."""
+    t = measured.totals
+    exposed = sum(row.exposed.mean for row in measured.rows) or 1.0
+    rows = [
+        TimelineRow(
+            *(row.name, row.kind, row.arrays, row.along, row.source, row.of),
+            *(row.time.mean, row.exposed.mean, row.exposed.mean / exposed),
+            max(0.0, 1 - row.exposed.mean / row.time.mean) if row.time.mean else 0.0,
+        )
+        for row in measured.rows
+    ]
+    step = t.step.mean or 1.0
+    compute = {line.source: line.time / step for line in measured.lines}
+    waiting: defaultdict[str | None, float] = defaultdict(float)
+    for row in measured.rows:
+        waiting[row.source] += row.exposed.mean / step
+    lines = [
+        TimelineLine(source, compute.get(source, 0.0), waiting[source], 0.0)
+        for source in {**compute, **waiting}
+    ]
+    hidden = t.hidden / t.collectives if t.collectives else None
+    totals = TimelineTotals(t.step.mean, t.compute, t.wait + t.collective, t.other, t.idle, hidden)
+    return Timeline(
+        source='measured',
+        chip=chip,
+        rows=tuple(sorted(rows, key=lambda row: -(row.exposed or 0.0))),
+        totals=totals,
+        lines=tuple(sorted(lines, key=lambda line: -line.share)),
+        assumed=None,
+        unknown=(),
+        spans=measured.spans,
+        estimate=estimate,
+    )
 
 
 def refusal(reading: Reading) -> EinshardError | None:
@@ -306,10 +354,15 @@ def _summary(timeline: Timeline) -> tuple[str, ...]:
     if totals.step is not None:
         first = f'a step takes about {text(totals.step)}: computing {text(totals.compute)}, waiting'
         first += f' for collectives {text(totals.exposed)}, for copies {text(totals.copies)}'
+        if e is None:
+            estimate = timeline.estimate and timeline.estimate.totals.step
+            other = f'; the estimate is {text(estimate)}' if estimate else ''
+            return (f'{first.replace("about ", "")}, idle {text(totals.idle)}{other}',)
     elif timeline.unknown:
         first = f'the time of a step is unknown: {"; ".join(timeline.unknown)}'
     else:
         first = f'shares, not times: what programs reach on {timeline.chip} has not been measured'
+    assert e is not None
     constant = '' if e.collective is None else f', {text(e.collective)} for each collective'
     source = f' ({e.source})' if e.source else ' (those of a similar chip)'
     return (

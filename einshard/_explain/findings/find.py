@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..costs import cost_notes
-from ..report_rows import Finding
+from ..report_rows import URGENT, Finding
 from .arguments import replicated_results, unsharded_new_states, unsharded_states
 from .constraints import names_without_rule, repeated_constraints, unused_constraints
 from .exposed import exposed_communication
@@ -30,7 +30,6 @@ from .recomputation import recomputed_products
 from .reductions import recomputed_collectives, sliced_sums, summed_in_loop
 from .slow_network import slow_network
 
-_URGENT = ('does not fit', 'promise broken')  # findings about programs that do not run
 # In this order: each sees what earlier ones have not explained. Those that find the cause of
 # several collectives come first, then those that describe single ones.
 _DIAGNOSES = (
@@ -83,6 +82,6 @@ def find_findings(facts: Facts) -> tuple[tuple[Finding, ...], tuple[Finding, ...
 
     def order(found: Finding) -> tuple[bool, float, int]:
         exposed = sum(facts.exposed.get(name, 0.0) for name in found.explains)
-        return found.kind not in _URGENT, -exposed, -found.bytes
+        return found.kind not in URGENT, -exposed, -found.bytes
 
     return tuple(sorted(facts.found, key=order)), tuple(sorted(notes, key=order))

@@ -28,7 +28,7 @@ from ..hlo.graph import Graph, Node
 from ..hlo.integers import count_trips
 from ..hlo.op_bytes import op_bytes
 from ..hlo.opcodes import COLLECTIVES, FREE
-from ..hlo.text import Instruction, LineErrors
+from ..hlo.text import Instruction, LineErrors, Program
 from .chips import Chip
 from .kernels import Kernel, scope_of, target_of
 from .network import Network
@@ -87,6 +87,45 @@ _KERNEL = 'KERNEL_STRATEGY_TRITON'
 _PHASE = re.compile('"AsyncCollective(Start|Done)"')
 
 
+def rows_by_op(rows: Sequence[Collective]) -> dict[str, int]:
+    """Returns the index of the row of each instruction that is a collective, or calls one."""
+    row_of: dict[str, int] = {}
+    for i, row in enumerate(rows):
+        for op in (op for node in row.nodes for op in (node.op, *node.scope.calls)):
+            if op.opcode not in _CONTROL:
+                row_of.setdefault(op.name, i)
+    return row_of
+
+
+def flops_by_op(graph: Graph) -> dict[str, dict[str, tuple[float, str]]]:
+    """Returns the (flops, dtype) of the products in each instruction, by name of the product."""
+    found: dict[str, dict[str, tuple[float, str]]] = {}
+    for node in graph.nodes:  # what is called twice has two nodes of one name
+        if flops := flops_of(node):
+            dtype = node.inputs[0].array.dtype if node.inputs else ''
+            found.setdefault(_unit(node).name, {})[node.name] = flops, dtype
+    return found
+
+
+def async_phases(program: Program) -> dict[str, str]:
+    """Returns 'Start' or 'Done' of the computations of fusions on TPU that are one."""
+    return {
+        name: match[1]
+        for name, ops in (
+            program.computations.items() if '"AsyncCollective' in program.text else ()
+        )
+        for op in ops
+        if op.opcode == 'custom-call' and (match := _PHASE.search(op.attributes))
+    }
+
+
+def line_of(program: Program, op: Instruction) -> str:
+    """The source line of an operation, or of the last in a fusion that has one."""
+    callee = next(iter(op.callees.get('calls', ())), '')
+    inside = reversed(program.computations.get(callee, ()))
+    return next((line for o in (op, *inside) if (line := program.source(o))), '')
+
+
 class Simulation:
     """One run of a program.
 
@@ -114,32 +153,20 @@ class Simulation:
         self.network = Network(devices, chip)
         self.slices: list[int] = self.network.slices.tolist()
         self.uses_host = _HOST_MEMORY in self.program.text
-        self.row_of: dict[str, int] = {}  # by name of the instruction, and of what calls it
+        self.row_of = rows_by_op(rows)
         self.seconds: dict[int, float] = {}  # of one execution of each row
         self.pieces: list[int] = []  # the permutes that make up one collective matmul
-        for i, row in enumerate(rows):
+        for row in rows:
             runs = sum(count_executions(node)[0] for node in row.nodes)
             is_matmul = row.kind != row.nodes[0].opcode.removesuffix('-start') and row.sent
             self.pieces.append(max(1, runs // (row.executions or 1)) if is_matmul else 1)
-            for op in (op for node in row.nodes for op in (node.op, *node.scope.calls)):
-                if op.opcode not in _CONTROL:
-                    self.row_of.setdefault(op.name, i)
-        self.trips: dict[str, int | None] = {}
-        # of each instruction, those of the products in it; what is called twice has two nodes
-        self.flops: dict[str, dict[str, tuple[float, str]]] = {}
-        for node in graph.nodes:
-            if node.opcode == 'phi' and node.loop is not None:
-                self.trips[node.loop.op.name] = count_trips(node.loop)
-            elif flops := flops_of(node):
-                dtype = node.inputs[0].array.dtype if node.inputs else ''
-                self.flops.setdefault(_unit(node).name, {})[node.name] = flops, dtype
-        is_async = '"AsyncCollective' in self.program.text
-        self.phases = {  # of computations of fusions on TPU
-            name: match[1]
-            for name, ops in (self.program.computations if is_async else {}).items()
-            for op in ops
-            if op.opcode == 'custom-call' and (match := _PHASE.search(op.attributes))
+        self.trips = {
+            node.loop.op.name: count_trips(node.loop)
+            for node in graph.nodes
+            if node.opcode == 'phi' and node.loop is not None
         }
+        self.flops = flops_by_op(graph)
+        self.phases = async_phases(self.program)
         self.runs: dict[str, Run] = {}  # by computation
         self.kernels = kernels
         self.scales = self._scales() if kernels else {}
@@ -200,10 +227,7 @@ class Simulation:
         return max(compute, op_bytes(self.program, op, types) / bandwidth) + e.launch
 
     def line(self, op: Instruction) -> str:
-        """The source line of an operation, or of the last in a fusion that has one."""
-        callee = next(iter(op.callees.get('calls', ())), '')
-        inside = reversed(self.program.computations.get(callee, ()))
-        return next((line for o in (op, *inside) if (line := self.program.source(o))), '')
+        return line_of(self.program, op)
 
     def unknown(self, op: Instruction, types: Mapping[str, str]) -> str:
         """Says why the time of an operation is unknown; '' if it is not."""

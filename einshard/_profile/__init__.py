@@ -1,0 +1,1 @@
+"""Profiles: the time that each row of a report takes."""
