@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-
 # a placement of a move: the sizes of the mesh axes, and which of them shard each array axis
 Stage = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
 
@@ -150,7 +149,7 @@ def move_program(
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     def sharding(stage: Stage) -> NamedSharding:
-        sizes, entries = stage
+        sizes, entries = stage[0] or (1,), stage[1]  # () for one device
         names = [f'd{i}' for i in range(len(sizes))]
         mesh = Mesh(np.array(devices).reshape(sizes), names)
         spec = (tuple(names[axis] for axis in axes) or None for axes in entries)

@@ -67,8 +67,8 @@ def bound(before: Boxes, after: Boxes) -> int:
     """Returns the bound by pieces: the most elements that any device must receive.
 
     >>> from einshard._move.placed import Placed, bound, boxes
-    >>> rows, columns = (boxes(Placed((4,), entries), (8, 8)) for entries in [((0,), ()), ((), (0,))])
-    >>> bound(rows, columns)
+    >>> rows, columns = Placed((4,), ((0,), ())), Placed((4,), ((), (0,)))
+    >>> bound(boxes(rows, (8, 8)), boxes(columns, (8, 8)))
     12
     """
     return int(missing(before, after).max(initial=0))
@@ -96,7 +96,10 @@ def refined(*several: Placed) -> list[Placed]:
     return [
         Placed(
             tuple(reversed(sizes)),
-            tuple(tuple(part for axis in axes for part in parts(placed, axis)) for axes in placed.entries),
+            tuple(
+                tuple(part for axis in axes for part in parts(placed, axis))
+                for axes in placed.entries
+            ),
         )
         for placed in several
     ]

@@ -98,6 +98,9 @@ def remember_route(move: Move, found: Found) -> None:
 
 
 def _search(move: Move) -> Found:
+    if move.before == move.after and not move.targets:
+        stays = Route((), 0, 0)
+        return Found(stays, stays, 0)
     # 1. the direct move
     least = move.bound()
     direct = best = compile_route(move, ())
@@ -119,8 +122,7 @@ def _search(move: Move) -> Found:
             is_allowed = route is not None and (
                 direct is None
                 or (
-                    route.sent <= direct.sent
-                    and route.temporaries <= direct.temporaries + _SCALARS
+                    route.sent <= direct.sent and route.temporaries <= direct.temporaries + _SCALARS
                 )
             )
             if route is not None and is_allowed and (best is None or route.cost < best.cost):

@@ -27,7 +27,6 @@ from .._explain.partition import (
 )
 from .._explain.reading import read_simulated
 from .._explain.report import Report
-
 from .._functions.bound_method import BoundMethod
 from .._functions.sharded_function import ShardedFunction
 from .._program.cost.chips import Chip
