@@ -264,7 +264,7 @@ def _program_key(job: Job, kept: set[int]) -> Any:
     move = job.transfer.move
     if not job.transfer.is_same or move is None:
         return id(job)
-    return job.transfer.devices, bool(move.targets), id(job.array) in kept
+    return job.transfer.devices, id(job.array) in kept
 
 
 # --- moving --------------------------------------------------------------------------------------

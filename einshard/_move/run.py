@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from .._arrays.device_put import put_array, reduced_sharding, without_partial_axes
 from .._cache import cached
 from .._explain.partition_worker import move_program
-from .._sharding.mesh import Device, is_partial, partition_spec, spec_axes
+from .._sharding.mesh import Device, device_mesh, is_partial, partition_spec, spec_axes
 from .route import Found, Route
 from .transfer import Piece, Transfer, is_plain
 from .tree import Leaf, without_keys
@@ -88,44 +88,51 @@ def run_program(jobs: Sequence[Job], donate: bool) -> list[Any]:
         is_same_order = job.transfer.is_same and job.transfer.devices == job.transfer.target_devices
         end = job.target if is_same_order and is_plain(job.target) else None
         steps.append((job.transfer.devices, stages, move.targets, end))
-    program, firsts, mesh = _program(tuple(steps), donate)
+    # JAX warns about donated arrays that have the size of no result
+    sizes = ((job.transfer.old_bytes, job.transfer.new_bytes) for job in jobs)
+    donated = (i for i, (old, new) in enumerate(sizes) if donate and old == new)
+    program, firsts, mesh = _program(tuple(steps), tuple(donated))
     for job, first in zip(jobs, firsts, strict=True):
-        x = _prepared(job, donate)
+        x, _ = _prepared(job, donate)
         arrays.append(x if is_plain(x.sharding) else relabelled(x, job.shape, first))
     with jax.set_mesh(mesh):  # on the mesh of the context, Explicit axes may be refused
-        return program(arrays)
+        return program(*arrays)
 
 
 @cached
-def _program(steps: tuple[Any, ...], donate: bool) -> tuple[Callable[..., Any], list[Any], Any]:
+def _program(
+    steps: tuple[Any, ...], donated: tuple[int, ...]
+) -> tuple[Callable[..., Any], list[Any], Any]:
     """Returns a program that moves arrays, the shardings of its arguments, and its mesh."""
     moves = [move_program(devices, stages, targets) for devices, stages, targets, _ in steps]
 
-    def move_group(arrays: list[Any]) -> list[Any]:
+    def move_group(*arrays: Any) -> list[Any]:
         return [move(x) for (move, _, _), x in zip(moves, arrays, strict=True)]
 
-    # JAX warns that it cannot use a donated array for a result of another shape
-    donate = donate and not any(targets for _, _, targets, _ in steps)
     ends = [end or last for (_, _, last), (*_, end) in zip(moves, steps, strict=True)]
-    donated = (0,) if donate else ()
+    # JAX warns if the result has another shape, as that of shards that are sent elsewhere
+    kept = [i for i, (_, _, targets, _) in enumerate(steps) if targets]
+    donated = tuple(i for i in donated if i not in kept)
     jitted = jax.jit(move_group, out_shardings=ends, donate_argnums=donated)
     firsts = [first for _, first, _ in moves]
     return jitted, firsts, firsts[0].mesh
 
 
-def _prepared(job: Job, donate: bool) -> Any:
-    """Returns the array of a job in device memory, without partial sums, and keys as numbers."""
+def _prepared(job: Job, donate: bool) -> tuple[Any, bool]:
+    """Returns the array in device memory, without partial sums, and keys as numbers.
+
+    Also returns whether it is a copy: then, the array of the user is deleted already if `donate`.
+    """
     x = job.array
     if x.sharding.memory_kind not in (None, 'device'):
         x = jax.device_put(x, in_device_memory(x.sharding))
     if is_partial(x.sharding):
         x = without_partial_axes(x, job.target)
-    x = without_keys(x)
-    if not donate or x is job.array:
-        return x
-    jax.block_until_ready(x)
-    job.array.delete()
-    return x
+    is_copy = x is not job.array
+    if is_copy and donate:
+        jax.block_until_ready(x)
+        job.array.delete()
+    return without_keys(x), is_copy
 
 
 def relabelled(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> Any:
@@ -140,7 +147,8 @@ def finished(job: Job, x: Any) -> Any:
     if x.sharding != job.target:
         x = relabelled(x, job.shape, job.target)
     if x.dtype != leaf.array.dtype:
-        x = jax.random.wrap_key_data(x, impl=jax.random.key_impl(leaf.array))
+        with jax.set_mesh(job.target.mesh):
+            x = jax.random.wrap_key_data(x, impl=jax.random.key_impl(leaf.array))
     if is_partial(leaf.sharding):
         x = put_array(x, leaf.sharding)
     if x.sharding != leaf.sharding and leaf.sharding.memory_kind != x.sharding.memory_kind:
@@ -153,19 +161,18 @@ def finished(job: Job, x: Any) -> Any:
 
 def send_pieces(job: Job, donate: bool) -> Any:
     """Moves one array to other devices: each piece by itself, and none through the host."""
-    x = job.array
     if job.route is not None and job.route is not _stays(job):
-        [x] = run_program([job], donate)
+        [x], is_own = run_program([job], donate), True
     else:
-        x = _prepared(job, donate)
-    is_own = x is not job.array
+        x, is_own = _prepared(job, donate)
     shards = {shard.device: shard.data for shard in x.addressable_shards}
     sources = [shards[device] for device in job.transfer.devices]
     placed: list[Any] = []
     pairs = zip(job.transfer.target_devices, job.transfer.pieces, strict=True)
     for device, (pieces, counts) in pairs:
         parts = [_piece(sources[piece.source], piece, device, is_own) for piece in pieces]
-        placed.append(_joined(parts, counts))
+        with _on(device):
+            placed.append(_joined(parts, counts))
     jax.block_until_ready(placed)
     return jax.make_array_from_single_device_arrays(job.shape, job.target, placed)
 
@@ -179,10 +186,17 @@ def _stays(job: Job) -> Route | None:
 def _piece(shard: Any, piece: Piece, device: Device, is_own: bool) -> Any:
     starts, stops = ([getattr(s, end) for s in piece.inside] for end in ('start', 'stop'))
     if tuple(stops) != shard.shape or any(starts):
-        shard = jax.lax.slice(shard, starts, stops)
+        with _on(*shard.devices()):
+            shard = jax.lax.slice(shard, starts, stops)
     elif {device} == shard.devices() and not is_own:
-        return jax.numpy.copy(shard)  # `device_put` would share it with the source
+        with _on(device):
+            return jax.numpy.copy(shard)  # `device_put` would share it with the source
     return jax.device_put(shard, device)
+
+
+def _on(device: Device) -> Any:
+    """Enters a mesh of one device: JAX refuses its arrays if the mesh in context has others."""
+    return jax.set_mesh(device_mesh([device]))
 
 
 def _joined(parts: Sequence[Any], counts: Sequence[int]) -> Any:
