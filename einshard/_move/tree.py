@@ -11,11 +11,11 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from .._arrays.device_put import check_devices, device_put, is_placed
+from .._arrays.device_put import TopologyError, check_devices, device_put, is_placed
 from .._arrays.place import check_ref, kind_of, placement_of_leaf
 from .._errors import EinshardError, combine_errors
 from .._sharding.context import current_context, is_tracing
-from .._sharding.mesh import MeshLike, process_count
+from .._sharding.mesh import MeshLike, mesh_fact, partition_text, process_count
 from .._sharding.resolve import resolve
 from .._text import array_text
 from .._trees.paths import leaf_paths, leaf_text
@@ -125,8 +125,14 @@ def _check_source(leaf: Any, kind: str, only_shapes: bool) -> None:
         raise EinshardError(
             f'{array_text(leaf)} has uneven shards, which JAX has only inside of a program',
             code='not-divisible',
-            facts={'sharding': str(leaf.sharding)},
+            facts=_sharding_facts(leaf.sharding),
         ) from None
+
+
+def _sharding_facts(sharding: Any) -> dict[str, str]:
+    if not isinstance(sharding, NamedSharding):
+        return {'sharding': type(sharding).__name__}
+    return {'sharding': partition_text(sharding.spec), 'mesh': mesh_fact(sharding.mesh)}
 
 
 def _traced_error(leaf: Any) -> EinshardError:
@@ -140,7 +146,12 @@ def _traced_error(leaf: Any) -> EinshardError:
 def _check_here(mesh: Any) -> None:
     """Raises if the devices of a mesh cannot hold arrays, like those of a `topology`."""
     if process_count() < 2 and isinstance(mesh, Mesh):
-        device_put(np.zeros((), np.bool_), mesh.devices.flat[0])
+        try:
+            device_put(np.zeros((), np.bool_), mesh.devices.flat[0])
+        except TopologyError as error:
+            raise TopologyError(
+                error.sentence, facts={'instead': 'explain_move(...), which moves nothing'}
+            ) from None
 
 
 def without_keys(x: Any) -> Any:
