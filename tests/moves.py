@@ -1,4 +1,7 @@
-"""Twenty moves between placements, and their routes: python tests/moves.py [NUMBER ...]
+"""Twenty moves between placements, and their routes: python tests/moves.py [all] [NUMBER ...]
+
+With 'all', compares each route with the best of all placements on the way, if there are at most 120,
+which takes up to two minutes for each move.
 
 A row of `MOVES` has a name, the shape and dtype, and the mesh and spec before and after. Meshes are
 {axis: size} over the first devices in order.
@@ -11,7 +14,8 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from einshard._move.placed import Placed, refined
-from einshard._move.route import Move, find_route
+from einshard._move.candidates import list_candidates
+from einshard._move.route import Move, compile_route, find_route
 
 MOVES = [
     (
@@ -187,7 +191,17 @@ def placed(mesh, spec):
     return Placed(tuple(mesh.values()), tuple(tuple(map(names.index, axes)) for axes in entries))
 
 
-def main(numbers):
+def compare_with_all(move):
+    """Says how the route compares with the best of all that have one placement on the way."""
+    listed = list_candidates(move.before, move.after, move.shape)
+    if len(listed) > 120:
+        return f'{len(listed)} placements'
+    routes = [compile_route(move, (candidate.placed,)) for candidate in listed]
+    best = min((route.sent for route in routes if route is not None), default=0)
+    return f'{find_route(move).best.sent / best if best else 1:.2f} of the best of {len(listed)}'
+
+
+def main(numbers, with_all=False):
     mib = 2**20
     print(
         '  move                                      bound   direct   route  by bound  temporaries'
@@ -203,11 +217,14 @@ def main(numbers):
             f'{number:2} {row[0]:38} {bound / mib:6.1f}'
             f'{f"{direct.sent / mib:9.1f}" if direct else "  aborts"}{best.sent / mib:8.1f}'
             f'{best.sent / bound if bound else 0:7.2f}'
-            f'{f"{direct.temporaries / mib:9.1f}" if direct else ""} to {best.temporaries / mib:.1f}'
-            f' MiB, {found.compilations} compilations, {seconds:.1f} s, {best.through}',
+            f'{direct.temporaries / mib if direct else 0:9.1f} to {best.temporaries / mib:.1f} MiB,'
+            f' {found.compilations} compilations, {seconds:.1f} s, {best.through}',
             flush=True,
         )
+        if with_all:
+            print('  ', compare_with_all(move), flush=True)
 
 
 if __name__ == '__main__':
-    main([*map(int, sys.argv[1:])])
+    words = sys.argv[1:]
+    main([int(word) for word in words if word != 'all'], 'all' in words)

@@ -245,14 +245,15 @@ def make_groups(
     total = sum(job.growth for job in jobs)
     limit_of_group = min(limit, max(_SMALL, total // _PARTS))
     group: list[Job] = []
+    key: Any = None  # of the group
     grown = used = 0  # by results so far, and by this group
     for job in sorted(jobs, key=lambda job: job.transfer.new_bytes - job.transfer.old_bytes):
-        is_like = bool(group) and _program_key(job, kept) == _program_key(group[0], kept)
-        room = min(limit_of_group, limit - grown)
-        if group and not (is_like and used + job.growth <= room):
+        own = _program_key(job, kept)
+        if group and (own != key or used + job.growth > min(limit_of_group, limit - grown)):
             yield group
             grown += sum(j.transfer.new_bytes - j.transfer.old_bytes * donate for j in group)
             group, used = [], 0
+        key = own
         group.append(job)
         used += job.growth
     if group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,7 @@ class Job:
     def array(self) -> Any:
         return self.leaves[0].array
 
-    @property
+    @functools.cached_property
     def growth(self) -> int:
         """Bytes on a device while it moves, beyond the source."""
         is_copied = self.array.sharding != self.source  # from host memory, or a sum
