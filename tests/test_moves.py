@@ -68,7 +68,11 @@ def llama(mesh, spec_of):
     d, ff, vocabulary = 4096, 11008, 32000
     layer = {
         **dict.fromkeys('qkvo', (d, d)),
-        'gate': (d, ff), 'up': (d, ff), 'down': (ff, d), 'norm': (d,), 'norm2': (d,),
+        'gate': (d, ff),
+        'up': (d, ff),
+        'down': (ff, d),
+        'norm': (d,),
+        'norm2': (d,),
     }
     model = {'embed': (vocabulary, d), 'head': (d, vocabulary), 'norm': (d,)}
     model['layers'] = [layer] * 32
