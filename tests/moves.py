@@ -1,7 +1,7 @@
 """Twenty moves between placements, and their routes: python tests/moves.py [all] [NUMBER ...]
 
-With 'all', compares each route with the best of all placements on the way, if there are at most 120,
-which takes up to two minutes for each move.
+With 'all', compares each route with the best of all placements on the way, if there are at most
+120. That takes up to two minutes for each move.
 
 A row of `MOVES` has a name, the shape and dtype, and the mesh and spec before and after. Meshes are
 {axis: size} over the first devices in order.
@@ -13,8 +13,8 @@ import time
 import numpy as np
 from ml_dtypes import bfloat16
 
-from einshard._move.placed import Placed, refined
 from einshard._move.candidates import list_candidates
+from einshard._move.placed import Placed, refined
 from einshard._move.route import Move, compile_route, find_route
 
 MOVES = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from .._cache import cached
 from .._display import Display, as_json
 from .._errors import plural, public
 from .._notation.expression import axis_letters
@@ -214,33 +217,42 @@ class _Cost:
     """What one array sends and receives.
 
     Attributes:
-        collectives: those on the source devices, and the pieces that change device as permutes.
-            Devices are numbered as in `Transfer.all_devices`.
+        sent, received: the most bytes of any device.
+        pieces: (source, target): bytes of the pieces that change device, which are numbered as in
+            `Transfer.all_devices`.
     """
 
     def __init__(self, job: Job):
         transfer, route = job.transfer, job.route
         self.job = job
-        self.collectives: list[Collective] = []
-        sent, received = (np.zeros(len(transfer.all_devices), np.int64) for _ in range(2))
-        if route is not None and route.sent:
-            assert transfer.move is not None
-            known = route if route.collectives else compile_route(transfer.move, route.through)
-            self.collectives += known.collectives if known is not None else ()
+        self.pieces = Counter[tuple[int, int]]()
+        n = len(transfer.all_devices)
+        sent, received = np.zeros(n, np.int64), np.zeros(n, np.int64)
+        if route is not None:
             sent[: len(transfer.devices)] += route.sent
             received[: len(transfer.devices)] += route.sent
         number = {device: i for i, device in enumerate(transfer.all_devices)}
-        targets = zip(transfer.target_devices, transfer.pieces, strict=False)
-        for device, (pieces, _) in targets:
+        for device, (pieces, _) in zip(transfer.target_devices, transfer.pieces, strict=False):
             for piece in pieces:
                 pair = number[transfer.devices[piece.source]], number[device]
-                sizes = (cut.stop - cut.start for cut in piece.inside)
-                n_bytes = int(np.prod([*sizes], dtype=np.int64)) * transfer.itemsize
-                if pair[0] != pair[1] and n_bytes:
-                    sent[pair[0]] += n_bytes
-                    received[pair[1]] += n_bytes
-                    self.collectives.append(_permute(pair, n_bytes, len(number)))
-        self.sent, self.received = int(sent.max()), int(received.max())
+                sizes = [cut.stop - cut.start for cut in piece.inside]
+                if pair[0] != pair[1]:
+                    self.pieces[pair] += math.prod(sizes) * transfer.itemsize
+        for (source, target), n_bytes in self.pieces.items():
+            sent[source] += n_bytes
+            received[target] += n_bytes
+        self.sent, self.received = int(sent.max(initial=0)), int(received.max(initial=0))
+
+    def collectives(self) -> list[Collective]:
+        """Returns those on the source devices, and the pieces that change device as permutes."""
+        transfer, route = self.job.transfer, self.job.route
+        found: list[Collective] = []
+        if route is not None and route.sent and transfer.move is not None:
+            # a route that another process has found comes without them
+            known = route if route.collectives else compile_route(transfer.move, route.through)
+            found += known.collectives if known is not None else ()
+        n = len(transfer.all_devices)
+        return found + [_permute(pair, size, n) for pair, size in self.pieces.items()]
 
 
 def _permute(pair: tuple[int, int], n_bytes: int, n_devices: int) -> Collective:
@@ -273,12 +285,14 @@ def _row(cost: _Cost, group: Sequence[Job], path: str) -> MoveRow:
     )
 
 
+@cached
 def _text(sharding: Any, ndim: int) -> str:
     if isinstance(sharding, SingleDeviceSharding):
         return 'one device'
     return describe(jax.ShapeDtypeStruct((0,) * ndim, 'bool', sharding=sharding))
 
 
+@cached
 def _expression(placed: Placed) -> str:
     """Writes a placement as an expression with counts, or as mesh axes if that cannot be."""
     names = [name for name, _ in zip(axis_letters(), placed.entries, strict=False)]
@@ -320,7 +334,7 @@ def _links(costs: Sequence[tuple[_Cost, int]]) -> tuple[str | None, tuple[LinkRo
         name = chip.name
         if devices not in networks:
             networks[devices] = Network(devices, chip)
-        for link, (n_bytes, seconds) in networks[devices].by_link(*cost.collectives).items():
+        for link, (n_bytes, seconds) in networks[devices].by_link(*cost.collectives()).items():
             before = totals[link]
             totals[link] = before[0] + n * n_bytes, before[1] + n * seconds
     return name, tuple(LinkRow(link, *total) for link, total in totals.items() if total[0])

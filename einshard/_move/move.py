@@ -21,8 +21,8 @@ from .._text import array_text, first_line, first_of, format_bytes
 from .._trees.specs import Spec
 from .agreement import agree_on_routes, check_same_moves, least_of_all
 from .route import find_route
-from .run import Job, finished, normal_shardings, run_program, send_pieces
-from .transfer import by_pieces, plan_transfer
+from .run import Job, finished, normal_move, run_program, send_pieces
+from .transfer import by_pieces
 from .tree import Leaf, Tree, read_tree
 
 T = TypeVar('T')
@@ -94,10 +94,14 @@ def move(
     if shared is not None:
         limit = least_of_all(limit, shared)
     _check_memory(found, jobs, limit)
-    moved = dict[int, Any]()
+    moved, kept = dict[int, Any](), _used_again(found, jobs)
+    spanning = [job for job in jobs if not job.array.is_fully_addressable]
+    local = [job for job in jobs if job.array.is_fully_addressable]
     try:
-        for group in make_groups(jobs, limit, donate, _used_again(found, jobs)):
-            _run(group, moved, donate, _used_again(found, jobs))
+        # arrays of several processes first: all of them must form the same groups
+        for part in (spanning, local):
+            for group in make_groups(part, limit, donate, kept):
+                _run(group, moved, donate, kept)
         if host:
             placed = einshard([leaf.array for leaf in host], [leaf.sharding for leaf in host])
             moved.update(zip((leaf.number for leaf in host), placed, strict=True))
@@ -144,9 +148,8 @@ def plan_jobs(moving: Sequence[Leaf]) -> list[Job]:
         if key in jobs:
             jobs[key].leaves.append(leaf)
             continue
-        shape, dtype, source, target = normal_shardings(leaf)
-        transfer = plan_transfer(shape, dtype, source, target)
-        jobs[key] = Job([leaf], shape, dtype, source, target, transfer)
+        x = leaf.array
+        jobs[key] = Job([leaf], *normal_move(x.shape, x.dtype, x.sharding, leaf.sharding))
     return [*jobs.values()]
 
 
@@ -299,9 +302,8 @@ def _stopped(found: Tree, jobs: Sequence[Job], moved: dict[int, Any], error: Exc
         f'the move stopped after {len(moved)} of {sum(len(job.leaves) for job in jobs)} arrays',
         facts={
             'JAX says': first_line(error),
-            'moved': first_of([*map(repr, paths)], 8) or 'none',
+            'error.moved has': first_of([*map(repr, paths)], 8) or 'none',
             **({'lost': first_of([*map(repr, lost)], 8)} if lost else {}),
-            'they are': 'in error.moved, by path',
         },
     )
     stopped.moved = paths

@@ -15,8 +15,8 @@ from .._cache import cached
 from .._explain.partition_worker import move_program
 from .._sharding.mesh import Device, device_mesh, is_partial, partition_spec, spec_axes
 from .route import Found, Route
-from .transfer import Piece, Transfer, is_plain
-from .tree import Leaf, without_keys
+from .transfer import Piece, Transfer, is_plain, plan_transfer
+from .tree import Leaf
 
 
 @dataclass(eq=False)
@@ -54,18 +54,20 @@ class Job:
         return new + temporaries + old * is_copied
 
 
-def normal_shardings(leaf: Leaf) -> tuple[tuple[int, ...], Any, Any, NamedSharding]:
-    """Returns the shape, dtype and shardings of what moves: numbers, in device memory."""
-    numbers = leaf.array
-    if jax.numpy.issubdtype(numbers.dtype, jax.dtypes.prng_key):
-        struct = jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=numbers.sharding)
-        numbers = without_keys(struct)
-    source, target = leaf.array.sharding, leaf.sharding
+@cached
+def normal_move(
+    shape: tuple[int, ...], dtype: Any, source: Any, target: NamedSharding
+) -> tuple[tuple[int, ...], Any, Any, NamedSharding, Transfer]:
+    """Returns what moves, which is numbers in device memory: shape, dtype, shardings, and how."""
+    if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
+        numbers = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+        shape, dtype = numbers.shape, numbers.dtype
     if is_partial(target):
         target = NamedSharding(target.mesh, partition_spec(spec_axes(target.spec)))
     if isinstance(source, NamedSharding) and is_partial(source):
         source = reduced_sharding(source, target)
-    return numbers.shape, numbers.dtype, in_device_memory(source), in_device_memory(target)
+    source, target = in_device_memory(source), in_device_memory(target)
+    return shape, dtype, source, target, plan_transfer(shape, dtype, source, target)
 
 
 def in_device_memory(sharding: Any) -> Any:
@@ -133,7 +135,9 @@ def _prepared(job: Job, donate: bool) -> tuple[Any, bool]:
     if is_copy and donate:
         jax.block_until_ready(x)
         job.array.delete()
-    return without_keys(x), is_copy
+    if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return x, is_copy
 
 
 def relabelled(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> Any:
@@ -148,7 +152,8 @@ def finished(job: Job, x: Any) -> Any:
     if x.sharding != job.target:
         x = relabelled(x, job.shape, job.target)
     if x.dtype != leaf.array.dtype:
-        with jax.set_mesh(job.target.mesh):
+        mesh: Any = job.target.mesh
+        with jax.set_mesh(mesh):
             x = jax.random.wrap_key_data(x, impl=jax.random.key_impl(leaf.array))
     if is_partial(leaf.sharding):
         x = put_array(x, leaf.sharding)

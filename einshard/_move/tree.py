@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
@@ -154,19 +152,3 @@ def _check_here(mesh: Any) -> None:
             raise TopologyError(
                 error.sentence, facts={'instead': 'explain_move(...), which moves nothing'}
             ) from None
-
-
-def without_keys(x: Any) -> Any:
-    """Returns the numbers of PRNG keys. Their shards have one more axis. Returns other arrays."""
-    if not jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return x
-    if isinstance(x, jax.Array):
-        return jax.random.key_data(x)
-    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.shape, x.dtype))
-    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding)
-
-
-def device_sets(leaves: Sequence[Leaf]) -> list[frozenset[Any]]:
-    """Returns the distinct sets of devices that arrays leave or reach, in the order of leaves."""
-    sets = (s for leaf in leaves for s in (leaf.array.sharding, leaf.sharding))
-    return list(dict.fromkeys(frozenset(sharding.device_set) for sharding in sets))
