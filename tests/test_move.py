@@ -214,6 +214,16 @@ def test_dtypes(dtype):
     check(move(x, NamedSharding(GRID, P(None, 'b'))), NamedSharding(GRID, P(None, 'b')), full)
 
 
+@pytest.mark.parametrize('shape', [(), (0,), (0, 48), (1, 8)])
+def test_scalars_and_empty_arrays(shape):
+    full = np.full(shape, 3, np.float32)
+    x = placed(NamedSharding(ROWS, P()), full)
+    split = P(None, 'b') if len(shape) == 2 else P()
+    for mesh, spec in [(REVERSED, split), (OTHERS, P()), (THREE, P()), (GRID, split)]:
+        x = move(x, NamedSharding(mesh, spec))
+        check(x, NamedSharding(mesh, spec), full)
+
+
 def test_keys():
     with reading():
         keys = jax.random.split(jax.random.key(0), 8)
@@ -248,6 +258,15 @@ def test_other_leaves():
     # another leaf still needs the array
     assert y['kept'] is x
     check(x, NamedSharding(ROWS, P('x')))
+
+
+def test_from_one_device_to_another():
+    x = placed(SingleDeviceSharding(D[2]))
+    y = move(x, 'a b', mesh=[D[5]])
+    assert y.sharding.device_set == {D[5]}
+    assert x.is_deleted()
+    with reading():
+        np.testing.assert_array_equal(np.asarray(y), FULL)
 
 
 def test_placed_already():

@@ -162,7 +162,6 @@ def move_program(
         end = NamedSharding(last.mesh, PartitionSpec(last.mesh.axis_names))
 
     def send(shard: Any) -> Any:
-        shard = shard.reshape(shard.shape or (1,))
         return jax.lax.ppermute(shard, last.mesh.axis_names, [*enumerate(targets)])
 
     def move(x: Any) -> Any:

@@ -16,7 +16,7 @@ from .._arrays.process_agreement import process_text
 from .._errors import EinshardError, public
 from .._program.hlo.memory import parse_bytes
 from .._sharding.axis_rules import check_flag
-from .._sharding.mesh import Device, MeshLike, device_mesh, process_count
+from .._sharding.mesh import Device, MeshLike, device_mesh, partition_text, process_count
 from .._text import array_text, first_line, first_of, format_bytes
 from .._trees.specs import Spec
 from .agreement import agree_on_routes, check_same_moves, least_of_all
@@ -134,6 +134,15 @@ def _read(tree: Any, spec: Spec, mesh: MeshLike | None) -> tuple[list[Job], list
         routes = dict(zip(moves, agree_on_routes([*moves], shared), strict=True))
         for job in spanning:
             job.found = job.transfer.move and routes[job.transfer.move]
+            if job.route is None:  # pieces cannot be sent to devices of other processes
+                raise EinshardError(
+                    f'XLA compiles no route by which {array_text(job.array)} can move',
+                    code='does-not-compile',
+                    facts={
+                        'from': partition_text(job.source.spec),
+                        'to': partition_text(job.target.spec),
+                    },
+                )
     for job in jobs:
         if job.found is None:
             add_route(job)
@@ -163,8 +172,8 @@ def add_route(job: Job) -> None:
 
 
 def _text_of(job: Job) -> tuple[str, str]:
-    text = f'{array_text(job.array)}, leaf {job.leaves[0].number}, from {job.source.spec}'
-    return text, f'{job.leaves[0].sharding.spec}'
+    source, target = (partition_text(s.spec) for s in (job.source, job.leaves[0].sharding))
+    return f'{array_text(job.array)}, leaf {job.leaves[0].number}, from {source}', target
 
 
 def _shared_mesh(leaves: Sequence[Any]) -> Mesh | None:
