@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import moves
@@ -17,7 +18,13 @@ from spawn import python_path
 
 import einshard
 from einshard import explain_move, topology
+from einshard._explain.partition_worker import move_program
 from einshard._move.route import find_route
+from einshard._program.cost.chips import as_chip
+from einshard._program.cost.network import Network
+from einshard._program.hlo.collective import Collective
+from einshard._program.hlo.find_collectives import read_collectives
+from einshard._program.hlo.text import ArrayType
 
 ROOT = Path(einshard.__file__).parents[1]
 ABOVE = {'three axes': 1.43, 'layers to stages': 1.60, 'cache from batch to heads': 1.38}
@@ -115,9 +122,6 @@ def test_compiled_for_tpus():
 
 def check_on_target(number, name):
     """The program that `move` runs sends, on the target, what the report says."""
-    from einshard._explain.partition_worker import move_program
-    from einshard._program.hlo.find_collectives import read_collectives
-
     move = moves.move_of(moves.MOVES[number - 1])
     best = find_route(move).best
     devices = [*topology(name).devices.flat]
@@ -152,3 +156,26 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)['network_bytes'] == 6144
     assert main([*words, '--save', 'move.html']) == 0
     assert '<table' in (tmp_path / 'move.html').read_text()
+
+
+def test_bytes_and_time_by_kind_of_link():
+    """All-gathers within NVLink domains of 8 GPUs, and between two domains."""
+    chip = as_chip('H100')
+    network = Network([SimpleNamespace(id=i) for i in range(16)], chip)
+    n_bytes = 2**20
+
+    def gather(groups):
+        array = (ArrayType('s8', (n_bytes,)),)
+        return Collective('all-gather', 'gather', array, array, groups, (), 16)
+
+    domains = gather((tuple(range(8)), tuple(range(8, 16))))
+    pairs = gather(tuple((i, i + 8) for i in range(8)))
+    found = network.by_link(domains)
+    assert found['between'] == (0, 0.0)
+    assert found['within'] == (n_bytes * 7 // 8, pytest.approx(n_bytes * 7 / 8 / chip.link))
+    found = network.by_link(pairs)
+    assert found['within'] == (0, 0.0)
+    # each domain gets half of eight arrays, over eight network cards
+    assert found['between'] == (n_bytes // 2, pytest.approx(n_bytes / 2 / chip.network))
+    both = network.by_link(domains, pairs)
+    assert [size for size, _ in both.values()] == [n_bytes * 7 // 8, n_bytes // 2]
