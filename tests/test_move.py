@@ -207,11 +207,23 @@ def test_piece_by_piece_where_nothing_compiles(monkeypatch):
         assert x.is_deleted()
 
 
-@pytest.mark.parametrize('dtype', ['bfloat16', 'int8', 'bool', 'complex64', 'float16', 'uint32'])
+@pytest.mark.parametrize('dtype', ['int8', 'bool', 'complex64'])
 def test_dtypes(dtype):
     full = (np.arange(64).reshape(8, 8) % 2).astype(jnp.dtype(dtype))
     x = placed(NamedSharding(ROWS, P('x')), full)
     check(move(x, NamedSharding(GRID, P(None, 'b'))), NamedSharding(GRID, P(None, 'b')), full)
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float8_e5m2'])
+def test_every_bit_stays(dtype):
+    """CPUs send bf16 as f32, which makes signaling NaNs quiet."""
+    n = jnp.dtype(dtype).itemsize
+    bits = np.arange(2 ** (8 * n), dtype=f'uint{8 * n}').reshape(16, -1)
+    for target in (NamedSharding(GRID, P(None, 'a')), NamedSharding(REVERSED, P('b', 'a'))):
+        x = placed(NamedSharding(ROWS, P('x')), bits.view(jnp.dtype(dtype)))
+        y = move(x, target)
+        with reading():
+            np.testing.assert_array_equal(np.asarray(y).view(bits.dtype), bits)
 
 
 @pytest.mark.parametrize('shape', [(), (0,), (0, 48), (1, 8)])

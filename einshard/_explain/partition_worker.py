@@ -131,15 +131,16 @@ def _lower_move(
 
 
 def move_program(
-    devices: Sequence[Any], stages: Sequence[Stage], targets: Sequence[int] = ()
+    devices: Sequence[Any], stages: Sequence[Stage], targets: Sequence[int] = (), as_bits: str = ''
 ) -> tuple[Any, Any, Any]:
     """Returns a function that moves an array from the first placement to the others, in turn.
 
-    `einshard.move` runs the same program that it has compiled here.
+    `einshard.move` runs what it has compiled here.
 
     Args:
         targets: to which device each device sends its shard at the end. Then the result has the
             shards one after another along the first axis. Empty: they stay where they are.
+        as_bits: the dtype in which the array moves, with the same bits, such as 'uint16'.
 
     Returns:
         The function, and the shardings of its argument and its result.
@@ -165,13 +166,17 @@ def move_program(
         return jax.lax.ppermute(shard, last.mesh.axis_names, [*enumerate(targets)])
 
     def move(x: Any) -> Any:
-        for sharding in through if targets else through[:-1]:
+        dtype = x.dtype
+        if as_bits:
+            x = jax.lax.bitcast_convert_type(x, as_bits)
+            x = jax.lax.with_sharding_constraint(x, first)
+        for sharding in through if targets or as_bits else through[:-1]:
             x = jax.lax.with_sharding_constraint(x, sharding)
         if targets:
             x = jax.shard_map(
                 send, mesh=last.mesh, in_specs=last.spec, out_specs=end.spec, check_vma=False
             )(x)
-        return x
+        return jax.lax.bitcast_convert_type(x, dtype) if as_bits else x
 
     return move, first, end
 

@@ -90,7 +90,7 @@ def run_program(jobs: Sequence[Job], donate: bool) -> list[Any]:
         stages = (move.before, *route.through, move.after)
         is_same_order = job.transfer.is_same and job.transfer.devices == job.transfer.target_devices
         end = job.target if is_same_order and is_plain(job.target) else None
-        steps.append((job.transfer.devices, stages, move.targets, end))
+        steps.append((job.transfer.devices, stages, move.targets, end, _as_bits(job)))
     # JAX warns about donated arrays that have the size of no result
     sizes = ((job.transfer.old_bytes, job.transfer.new_bytes) for job in jobs)
     donated = (i for i, (old, new) in enumerate(sizes) if donate and old == new)
@@ -102,19 +102,31 @@ def run_program(jobs: Sequence[Job], donate: bool) -> list[Any]:
         return program(*arrays)
 
 
+def _as_bits(job: Job) -> str:
+    """Returns the dtype in which CPUs move a narrow float: as bf16 is sent as f32, NaNs change."""
+    is_float = jax.numpy.issubdtype(job.dtype, jax.numpy.floating)
+    if not is_float or job.transfer.devices[0].platform != 'cpu':
+        return ''
+    bits = jax.numpy.finfo(job.dtype).bits
+    return f'uint{bits}' if bits in (8, 16) else ''
+
+
 @cached
 def _program(
     steps: tuple[Any, ...], donated: tuple[int, ...]
 ) -> tuple[Callable[..., Any], list[Any], Any]:
     """Returns a program that moves arrays, the shardings of its arguments, and its mesh."""
-    moves = [move_program(devices, stages, targets) for devices, stages, targets, _ in steps]
+    moves = [
+        move_program(devices, stages, targets, as_bits)
+        for devices, stages, targets, _, as_bits in steps
+    ]
 
     def move_group(*arrays: Any) -> list[Any]:
         return [move(x) for (move, _, _), x in zip(moves, arrays, strict=True)]
 
-    ends = [end or last for (_, _, last), (*_, end) in zip(moves, steps, strict=True)]
+    ends = [end or last for (_, _, last), (*_, end, _) in zip(moves, steps, strict=True)]
     # JAX warns if the result has another shape, as that of shards that are sent elsewhere
-    kept = [i for i, (_, _, targets, _) in enumerate(steps) if targets]
+    kept = [i for i, step in enumerate(steps) if step[2]]
     donated = tuple(i for i in donated if i not in kept)
     jitted = jax.jit(move_group, out_shardings=ends, donate_argnums=donated)
     firsts = [first for _, first, _ in moves]
