@@ -191,6 +191,7 @@ def test_values_and_donation(source, target):
             check(x, SOURCES[source])
 
 
+@pytest.mark.slow
 def test_the_move_that_aborts_xla_arrives():
     """XLA of JAX 0.12 aborts the process that compiles this move directly."""
     x = placed(NamedSharding(TWELVE, P(('p', 'q'))))
