@@ -4,7 +4,7 @@
     >>> from einshard import einshard
     >>> w = einshard(jnp.ones((64, 128)), 'x y -> x y*')  # y is sharded over all devices
 
-Arrays and pytrees: `einshard`, `make_sharding`, `gather`, `from_local`.
+Arrays and pytrees: `einshard`, `make_sharding`, `gather`, `from_local`, `move`, `explain_move`.
 Functions: `sharded`, `Sharded`, `per_device`, `einsum`.
 Models: `Rules`, `shard_largest`, `for_optimizer`, `axis_rules`, `TRAINING_AXES`, `DECODING_AXES`.
 Meshes: `device_mesh`, `topology`.
@@ -65,10 +65,12 @@ __all__ = [
     'expect_collectives',
     'expect_placements',
     'explain',
+    'explain_move',
     'for_optimizer',
     'from_local',
     'gather',
     'make_sharding',
+    'move',
     'parallelism',
     'per_device',
     'plan',
@@ -89,6 +91,8 @@ if typing.TYPE_CHECKING:
     from ._explain.compare import compare
     from ._explain.explain import explain
     from ._explain.profile import profile
+    from ._move.explain_move import explain_move
+    from ._move.move import move
     from ._plan.plan import plan
     from ._predict.einsum import einsum
     from ._predict.parallelism import parallelism
@@ -105,6 +109,8 @@ else:
         'einsum': '._predict.einsum',
         'expect_placements': '._check.expect_placements',
         'explain': '._explain.explain',
+        'explain_move': '._move.explain_move',
+        'move': '._move.move',
         'parallelism': '._predict.parallelism',
         'plan': '._plan.plan',
         'profile': '._explain.profile',

@@ -32,6 +32,7 @@ from einshard import (
     from_local,
     gather,
     make_sharding,
+    move,
     shard_largest,
     sharded,
 )
@@ -93,6 +94,44 @@ def arrays():
     np.testing.assert_array_equal(local, FULL)
     assert local.sharding.device_set == set(jax.local_devices())
     assert 'not divisible by 8' in refused(einshard, np.ones(6), 'a -> a*')
+
+
+@check_in_four_too
+def moves():
+    x = einshard({'w': FULL, 'b': FULL[0], 'n': 3}, {'w': 'a b -> a8 b', 'b': 'a -> a8', 'n': None})
+    y = move(x, {'w': 'a b -> b8 a', 'b': '... -> * ...', 'n': None})
+    check_shards(y['w'], FULL, [(1, 8)])
+    check_shards(y['b'], FULL[0], [(None, 8)])
+    assert x['w'].is_deleted()
+    # through a placement on the way, which the first process chooses
+    x = einshard(FULL, 'a b -> a4 b2')
+    check_shards(move(x, 'a b -> 2 b4 a'), FULL, [(None, 2), (1, 4)])
+    # the same devices in another order
+    reverse = Mesh(np.array(device_mesh().devices.flat)[::-1], ('x',))
+    y = move(einshard(FULL, 'a b -> a8 b'), 'a b -> a b@x', mesh=reverse)
+    for shard in y.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), FULL[shard.index])
+    # arrays of one process
+    local = einshard(FULL, 'a b -> a* b', mesh=jax.local_devices())
+    np.testing.assert_array_equal(move(local, 'a b -> a b*', mesh=jax.local_devices()), FULL)
+    # each process has a copy of what is on its devices
+    local = einshard(FULL, 'a b -> a* b', mesh=jax.local_devices())
+    check_shards(move(local, 'a b -> a8 b', donate=False), FULL, [(0, 8)])
+
+
+@check
+def moves_that_are_refused():
+    x = einshard(FULL, 'a b -> a8 b')
+    first = jax.process_index() == 0
+    said = refused(move, x, 'a b -> a b8' if first else 'a b -> a4 b2')
+    assert 'different arrays' in said
+    assert 'process 1' in said
+    said = refused(move, x, 'a b -> a b8' if first else 'a b -> a3 b')
+    assert ('different arrays' if first else 'divisible') in said or 'different' in said
+    said = refused(move, x, 'a b -> a* b', mesh=jax.local_devices())
+    assert 'jax_cross_host_transfer_socket_address' in said
+    assert 'cross-host transfers' in said
+    assert not x.is_deleted()
 
 
 @check

@@ -16,7 +16,7 @@ import sys
 
 import jax
 import einshard
-TOOLS = '_check', '_cli', '_draw', '_eject', '_explain', '_page', '_plan', '_predict'
+TOOLS = '_check', '_cli', '_draw', '_eject', '_explain', '_move', '_page', '_plan', '_predict'
 TOOLS += ('_program',)
 assert not {f'einshard.{name}' for name in TOOLS} & {*sys.modules}
 # private: the notation works without JAX

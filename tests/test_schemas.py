@@ -10,7 +10,16 @@ import pytest
 from planned import mlp_step
 
 import einshard
-from einshard import check_same, device_mesh, explain, parallelism, plan, sharded, topology
+from einshard import (
+    check_same,
+    device_mesh,
+    explain,
+    explain_move,
+    parallelism,
+    plan,
+    sharded,
+    topology,
+)
 
 jsonschema = pytest.importorskip('jsonschema')
 SCHEMAS = Path(einshard.__file__).parent / 'schemas'
@@ -96,6 +105,16 @@ def test_parallelism():
 def test_comparison():
     function = sharded('b x -> b* x', out='x -> * x')(lambda x: jnp.sin(x).sum(0))
     check('comparison', check_same(function, np.ones((64, 4), np.float32)).to_dict())
+
+
+def test_move():
+    w = einshard.einshard(jax.ShapeDtypeStruct((64, 64), np.float32), 'a b -> a* b')
+    check('move', explain_move(w, 'a b -> a b*').to_dict())
+    pytest.importorskip('libtpu', reason='libtpu describes TPUs, and is not installed')
+    w = einshard.einshard(w, 'a b -> a* b', mesh=topology('v5e:2x4'))
+    data = explain_move(w, 'a b -> a b*', mesh=topology('v5e:2x4')).to_dict()
+    check('move', data)
+    assert data['links'][0]['link'] == 'within'
 
 
 def test_a_field_without_a_description_is_noticed():

@@ -50,10 +50,14 @@ def make_movable(x: Any, sharding: NamedSharding) -> Any:
 
 def without_partial_axes(x: Any, sharding: NamedSharding) -> Any:
     """Reshards an array so that it has no unreduced or reduced axes, which `device_put` rejects."""
-    mesh, entries = x.sharding.mesh, spec_axes(x.sharding.spec)
-    if mesh == sharding.mesh:  # allows a reduce-scatter instead of an all-reduce
-        entries = spec_axes(sharding.spec)
-    return _reshard(x, NamedSharding(mesh, partition_spec(entries)))
+    return _reshard(x, reduced_sharding(x.sharding, sharding))
+
+
+def reduced_sharding(sharding: NamedSharding, target: NamedSharding) -> NamedSharding:
+    """Returns a sharding without unreduced or reduced axes, on the way to `target`."""
+    # that of the target allows a reduce-scatter instead of an all-reduce
+    on_way = target if sharding.mesh == target.mesh else sharding
+    return NamedSharding(sharding.mesh, partition_spec(spec_axes(on_way.spec)))
 
 
 def _reshard(x: Any, sharding: NamedSharding) -> Any:
@@ -73,7 +77,7 @@ def put(leaves: list[Any], shardings: list[NamedSharding], donate: bool = False)
     if process_count() > 1 or any(map(is_partial, shardings)):
         return [put_array(x, s, donate) for x, s in zip(leaves, shardings, strict=True)]
     for sharding in shardings:
-        _check_devices(sharding)
+        check_devices(sharding)
     leaves = [make_movable(x, sharding) for x, sharding in zip(leaves, shardings, strict=True)]
     # with a list of shardings, device_put takes 0.7 us longer per leaf
     first = shardings[0]
@@ -82,7 +86,7 @@ def put(leaves: list[Any], shardings: list[NamedSharding], donate: bool = False)
 
 
 def put_array(x: Any, sharding: NamedSharding, donate: bool = False) -> Any:
-    _check_devices(sharding)
+    check_devices(sharding)
     if is_partial(sharding):  # which `device_put` rejects
         mesh, kind = sharding.mesh, sharding.memory_kind
         is_on_mesh = isinstance(x, jax.Array) and getattr(x.sharding, 'mesh', None) == mesh
@@ -134,7 +138,7 @@ def topology_error(error: Exception) -> TopologyError | None:
     )
 
 
-def _check_devices(sharding: NamedSharding) -> None:
+def check_devices(sharding: NamedSharding) -> None:
     if isinstance(sharding.mesh, AbstractMesh):
         raise EinshardError(
             'an abstract mesh has no devices to put an array on',

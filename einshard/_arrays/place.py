@@ -44,7 +44,7 @@ from .device_put import is_placed, put, put_array
 from .process_agreement import PlannedArray, check_same_contents, mesh_to_compare_on
 
 T = TypeVar('T')
-_LeafKind: TypeAlias = Literal['array', 'tracer', 'numpy', 'number', 'struct', 'ref', 'other']
+LeafKind: TypeAlias = Literal['array', 'tracer', 'numpy', 'number', 'struct', 'ref', 'other']
 
 
 # NumPy arrays inside a pytree keep their type for a type checker: Python cannot say "this pytree,
@@ -185,7 +185,7 @@ def _place_array(
 
     Takes 1.0 us for an array that already has the sharding of `spec`; `device_put` takes 16 us.
     """
-    kind = _kind(type(x))
+    kind = kind_of(type(x))
     if kind != 'array' and kind != 'numpy':
         return None
     try:
@@ -229,8 +229,8 @@ def _place_leaves(
     paths = cache(lambda: leaf_paths(tree))
     for i, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
         try:
-            kind = _kind(type(leaf))
-            placement = _placement_of_leaf(leaf, kind, spec, find)
+            kind = kind_of(type(leaf))
+            placement = placement_of_leaf(leaf, kind, spec, find)
             if placement is None:
                 if spec is not None:
                     others.add(i)
@@ -264,8 +264,8 @@ def _place_leaves(
     return leaves
 
 
-def _placement_of_leaf(
-    leaf: Any, kind: _LeafKind, spec: AnySpec | None, find: partial[Placement]
+def placement_of_leaf(
+    leaf: Any, kind: LeafKind, spec: AnySpec | None, find: partial[Placement]
 ) -> Placement | None:
     if spec is None:
         return None
@@ -288,7 +288,7 @@ def _suggest_numpy(
     error: EinshardError, x: Any, leaves: list[Any], spec: Spec, context: Context
 ) -> EinshardError:
     """If `x` is a list of numbers, suggests `np.array(x)`."""
-    kinds = {_kind(type(leaf)) for leaf in leaves}
+    kinds = {kind_of(type(leaf)) for leaf in leaves}
     if kinds != {'number'} or not isinstance(x, list | tuple) or not isinstance(spec, str):
         return error
     facts = {**error.facts, 'note': 'a list is a pytree, and each number in it is a leaf'}
@@ -302,7 +302,7 @@ def _suggest_numpy(
     return error.with_fix(f'einshard(np.array(x), {spec!r})')
 
 
-def _apply(placement: Placement, leaf: Any, kind: _LeafKind) -> Any:
+def _apply(placement: Placement, leaf: Any, kind: LeafKind) -> Any:
     """Applies a placement to a ShapeDtypeStruct or Ref, or to any array in a traced function."""
     if kind == 'struct':
         return leaf.update(sharding=placement.sharding)
@@ -337,7 +337,7 @@ _CONCRETE = frozenset({'array', 'numpy', 'number'})
 
 
 @cached
-def _kind(leaf_type: type) -> _LeafKind:
+def kind_of(leaf_type: type) -> LeafKind:
     if issubclass(leaf_type, Tracer):
         return 'tracer'
     if issubclass(leaf_type, jax.Array):

@@ -45,14 +45,14 @@ def check_same_plan(
 
     def differ(n: int) -> bool:
         digest = hashlib.blake2b('\n'.join(records[:n]).encode(), digest_size=16)
-        return len(set(_all_gather_bytes(digest.digest(), mesh).values())) > 1
+        return len(set(all_gather_bytes(digest.digest(), mesh).values())) > 1
 
     if not differ(MAX_COMPARED):
         return
     # all processes see the same digests, so their binary searches take the same steps
     first = bisect.bisect_left(range(MAX_COMPARED), True, key=differ) - 1
     text = records[first] if first < len(records) else 'no more arrays'
-    shown = _all_gather_bytes(text.encode()[:MAX_SHOWN_BYTES].ljust(MAX_SHOWN_BYTES, b'\0'), mesh)
+    shown = all_gather_bytes(text.encode()[:MAX_SHOWN_BYTES].ljust(MAX_SHOWN_BYTES, b'\0'), mesh)
     texts = {p: row.rstrip(b'\0').decode(errors='ignore') for p, row in shown.items()}
     if first < len(of_mesh):
         raise EinshardError(
@@ -93,7 +93,7 @@ def mesh_to_compare_on(x: Any, mesh: AnyMesh) -> Mesh | None:
     return None if isinstance(x, jax.Array) and not x.is_fully_addressable else mesh
 
 
-def _all_gather_bytes(data: bytes, mesh: Mesh) -> dict[int, bytes]:
+def all_gather_bytes(data: bytes, mesh: Mesh) -> dict[int, bytes]:
     """Returns {process: data}. All processes must pass data of the same length."""
     row_mesh = _mesh_of_rows(mesh)
     row = np.frombuffer(data, np.uint8)[None]

@@ -202,7 +202,7 @@ def _explain(
         }
         with progress(f'{step.name} on {target}{" at the merge base" * (base is not None)}'):
             done = subprocess.run(
-                [sys.executable, '-m', 'einshard._changes.worker'],
+                [sys.executable, '-m', 'einshard._cli.check_step'],
                 input=json.dumps(request),
                 cwd=folder,
                 capture_output=True,

@@ -75,8 +75,11 @@ def _read_argument(text: str, mesh: AnyMesh | None, enter: bool) -> Any:
             facts={'arrays': "'f32[8,128]'", 'values': '0.1, True, module:name'},
         )
     value = load(text)
-    if not is_plain_function(value):
-        return value
+    return call_with_mesh(value, text, mesh, enter) if is_plain_function(value) else value
+
+
+def call_with_mesh(value: Any, text: str, mesh: AnyMesh | None, enter: bool = False) -> Any:
+    """Calls a function that the user names `text`, with the mesh if it has a parameter for it."""
     kwargs: dict[str, Any] = {}
     if _needs_mesh(value):
         if mesh is None:
@@ -185,6 +188,15 @@ def zeros(tree: Any) -> Any:
         return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
 
     return jtu.tree_map(made, tree)
+
+
+def is_spec_function(value: Any) -> bool:
+    """Whether a function takes (path, leaf), as Rules do."""
+    try:
+        inspect.signature(value).bind('path', None)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def is_plain_function(value: Any) -> bool:

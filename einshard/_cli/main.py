@@ -1,4 +1,4 @@
-"""The command `einshard`: show, explain, profile, why, plan, table, eject, doctor and skill."""
+"""The command `einshard`: show, explain, profile, why, plan, compare, check, move, and others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from .._sharding.mesh import AnyMesh, device_mesh
 from .._trees.rules import Rules
 from .arguments import (
     abstract_mesh,
+    call_with_mesh,
     is_plain_function,
+    is_spec_function,
     load,
     mesh_of,
     read_arguments,
@@ -49,6 +51,7 @@ other commands ('show' may be omitted):
   {prog} profile --help     run a function, and report on it with measured times
   {prog} why --help         say why a function has its collectives
   {prog} plan --help        find the sharding of a function
+  {prog} move --help        show what it costs to move arrays to other placements
   {prog} table --help       show how rules shard the arrays of a model
   {prog} eject --help       write a sharding as plain JAX
   {prog} doctor --help      say what is installed, and what that allows
@@ -87,6 +90,18 @@ examples:
   {prog} plan model:step --args model:init_state 'i32[16,64]' --topology v5e:4x4
   {prog} plan model:step --args model:init_state 'i32[16,64]' --devices 8 --chip H100
   {prog} plan model:step --args model:init_state --topology v5e:4x4 --pin embed=@x layers=
+"""
+_MOVE_EXAMPLES = """\
+examples:
+  {prog} move model:trained model:serving --devices 8
+  {prog} move model:trained model:serving --topology h100:2x8 --mesh fsdp=8 tp=2
+  where model.py has:
+    def trained(mesh):  # a parameter of this name is given the mesh
+        sharding = NamedSharding(mesh, P('fsdp', 'tp'))
+        return {'w': jax.ShapeDtypeStruct((4096, 14336), 'bfloat16', sharding=sharding)}
+
+    def serving(mesh):
+        return NamedSharding(mesh, P(None, 'tp'))
 """
 _TABLE_EXAMPLES = """\
 examples:
@@ -156,6 +171,7 @@ def _run(arguments: Sequence[str]) -> tuple[str, int]:
         'profile': _profile,
         'why': _why,
         'plan': _plan,
+        'move': _move,
         'table': _table,
         'eject': _eject,
         'compare': _compare,
@@ -459,6 +475,47 @@ def _plan(arguments: Sequence[str]) -> str:
         **kwargs,
     )
     return json.dumps(found.to_dict(), indent=2) if options.json else str(found)
+
+
+def _move(arguments: Sequence[str]) -> str:
+    parser = _parser(
+        'move',
+        'Shows what it costs to move arrays to other placements, and by which route.',
+        _MOVE_EXAMPLES,
+        'simulated CPU devices',
+    )
+    parser.add_argument(
+        'tree',
+        metavar='module:tree',
+        help='a pytree of arrays or shapes with shardings, or a function that returns one',
+    )
+    parser.add_argument(
+        'spec',
+        metavar='module:shardings',
+        help='where they go: an expression, rules, shardings, or a function that returns them',
+    )
+    parser.add_argument('--topology', metavar='NAME', help='devices such as v5e:4x4 or h100:4x8')
+    parser.add_argument('--json', action='store_true', help='print the result as JSON')
+    parser.add_argument(
+        '--save', type=_output_file, metavar='FILE', help="write a page if the name ends in '.html'"
+    )
+    options = parser.parse_args(arguments)
+    from .._move.explain_move import explain_move  # only this command needs it
+
+    mesh = mesh_of(options.devices, options.mesh, options.topology)
+    [tree], _ = read_arguments([options.tree], mesh)
+    spec = load(options.spec) if _is_name(options.spec) else options.spec
+    if is_plain_function(spec) and not is_spec_function(spec):
+        spec = call_with_mesh(spec, options.spec, mesh)
+    report = explain_move(tree, spec, mesh)
+    if options.save is not None:
+        with _writing(options.save):
+            report.save(options.save)
+    return json.dumps(report.to_dict(), indent=2) if options.json else str(report)
+
+
+def _is_name(text: str) -> bool:
+    return ':' in text and '->' not in text
 
 
 def _table(arguments: Sequence[str]) -> str:

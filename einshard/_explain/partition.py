@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,6 +107,24 @@ class Worker:
         self._requests, self._responses = self._process.stdin, self._process.stdout
         # also called when the interpreter exits
         self._stop = weakref.finalize(self, _end_process, self._process, folder)
+
+
+_lock = threading.Lock()
+_workers: dict[int, Worker] = {}
+
+
+def compile_in_worker(n_devices: int, request: dict[str, Any]) -> Compiled:
+    """Compiles for simulated devices, in a process of its own.
+
+    Raises an EinshardError if the process ends, and a ValueError if the compiler raises.
+    """
+    with _lock:
+        worker = _workers.setdefault(n_devices, Worker(n_devices))
+        worker.submit(request)
+        compiled = worker.result()
+    if isinstance(compiled, str):
+        raise ValueError(compiled)
+    return compiled
 
 
 ENDED = 'the process that compiles for'  # how sentences of `_ended_error` begin

@@ -8,6 +8,7 @@ response to standard output: the result of `_compile`, or the error as text.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import queue
@@ -16,8 +17,12 @@ import signal
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
+
+# a placement of a move: the sizes of the mesh axes, and which of them shard each array axis
+Stage = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
 
 
 def main() -> None:
@@ -113,32 +118,67 @@ def _lower(
 def _lower_move(
     shape: tuple[int, ...],
     dtype: str,
-    axes: tuple[tuple[str, int], ...],
-    placements: tuple[tuple[tuple[str, ...], ...], ...],
+    stages: tuple[Stage, ...],
+    targets: tuple[int, ...] = (),
 ) -> Any:
-    """Lowers the move of an array from the first placement to the others, one after the other.
-
-    A placement has the mesh axes of each array axis.
-    """
     import jax
     import jax.numpy as jnp
-    import numpy as np
 
-    sizes = [size for _, size in axes]
-    devices = np.array(jax.devices()[: np.prod(sizes, dtype=int)]).reshape(sizes)
-    mesh = jax.sharding.Mesh(devices, [name for name, _ in axes])
-    first, *through, last = [
-        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*(e or None for e in entries)))
-        for entries in placements
-    ]
-
-    def move(x: Any) -> Any:
-        for sharding in through:
-            x = jax.lax.with_sharding_constraint(x, sharding)
-        return x
-
+    n_devices = math.prod(stages[0][0])
+    move, first, last = move_program(jax.devices()[:n_devices], stages, targets)
     jitted = jax.jit(move, in_shardings=first, out_shardings=last)
     return jitted.lower(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
+
+
+def move_program(
+    devices: Sequence[Any], stages: Sequence[Stage], targets: Sequence[int] = (), as_bits: str = ''
+) -> tuple[Any, Any, Any]:
+    """Returns a function that moves an array from the first placement to the others, in turn.
+
+    `einshard.move` runs what it has compiled here.
+
+    Args:
+        targets: to which device each device sends its shard at the end. Then the result has the
+            shards one after another along the first axis. Empty: they stay where they are.
+        as_bits: the dtype in which the array moves, with the same bits, such as 'uint16'.
+
+    Returns:
+        The function, and the shardings of its argument and its result.
+    """
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    def sharding(stage: Stage) -> NamedSharding:
+        sizes, entries = stage[0] or (1,), stage[1]  # () for one device
+        names = [f'd{i}' for i in range(len(sizes))]
+        mesh = Mesh(np.array(devices).reshape(sizes), names)
+        spec = (tuple(names[axis] for axis in axes) or None for axes in entries)
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    first, *through = map(sharding, stages)
+    last = through[-1]
+    end = last
+    if targets:
+        end = NamedSharding(last.mesh, PartitionSpec(last.mesh.axis_names))
+
+    def send(shard: Any) -> Any:
+        return jax.lax.ppermute(shard, last.mesh.axis_names, [*enumerate(targets)])
+
+    def move(x: Any) -> Any:
+        dtype = x.dtype
+        if as_bits:
+            x = jax.lax.bitcast_convert_type(x, as_bits)
+            x = jax.lax.with_sharding_constraint(x, first)
+        for sharding in through if targets or as_bits else through[:-1]:
+            x = jax.lax.with_sharding_constraint(x, sharding)
+        if targets:
+            x = jax.shard_map(
+                send, mesh=last.mesh, in_specs=last.spec, out_specs=end.spec, check_vma=False
+            )(x)
+        return jax.lax.bitcast_convert_type(x, dtype) if as_bits else x
+
+    return move, first, end
 
 
 def _compile(lowered: Any) -> dict[str, str]:

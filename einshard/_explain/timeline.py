@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from .._display import Display
 from .._errors import EinshardError
 from .._page import Column, Page, Section
 from .._profile.measured import Measured
-from .._program.cost.chips import Efficiency
+from .._program.cost.chips import Chip, Efficiency
+from .._program.cost.kernels import Kernel
 from .._program.cost.timeline import Run, Simulation
 from .._program.hlo.collective import Collective
+from .._program.hlo.graph import Graph
+from .._program.hlo.text import Program
 from .._spans import Span, spans_svg
 from .._text import format_seconds, short_arrays, short_source
 from .collectives import payload_text
-
-if TYPE_CHECKING:
-    from .reading import Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,26 @@ def measured_timeline(measured: Measured, chip: str, estimate: Timeline | None) 
     )
 
 
-def refusal(reading: Reading) -> EinshardError | None:
+class Scheduled(Protocol):
+    """What a timeline needs of a `Reading`."""
+
+    @property
+    def program(self) -> Program: ...
+    @property
+    def graph(self) -> Graph: ...
+    @property
+    def collectives(self) -> Sequence[Collective]: ...
+    @property
+    def devices(self) -> Sequence[Any]: ...
+    @property
+    def chip(self) -> Chip | None: ...
+    @property
+    def kernels(self) -> Mapping[str, Kernel]: ...
+    @property
+    def is_simulated(self) -> bool: ...
+
+
+def refusal(reading: Scheduled) -> EinshardError | None:
     """Returns the error that says why a program has no timeline, or None if it has one."""
     chip, device = reading.chip, reading.devices[0]
     platform = 'cpu' if reading.is_simulated else device.platform
@@ -229,7 +248,7 @@ def refusal(reading: Reading) -> EinshardError | None:
     return None
 
 
-def estimate(reading: Reading) -> Timeline:
+def estimate(reading: Scheduled) -> Timeline:
     """Estimates the timeline of a program.
 
     Raises:

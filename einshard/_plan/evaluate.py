@@ -18,10 +18,15 @@ from .._errors import EinshardError
 from .._explain.collectives import Collectives
 from .._explain.explain import explain_stages
 from .._explain.lowered import Stages, trace_call
-from .._explain.partition import Compiled, Worker, check_flatbuffers, export
+from .._explain.partition import (
+    Compiled,
+    Worker,
+    check_flatbuffers,
+    compile_in_worker,
+    export,
+)
 from .._explain.reading import read_simulated
 from .._explain.report import Report
-from .._explain.search.trials import compile_in_worker
 from .._functions.bound_method import BoundMethod
 from .._functions.sharded_function import ShardedFunction
 from .._program.cost.chips import Chip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from ..._sharding.context import mesh_scope
 from ..costs import Cost, find_costs
 from ..findings.facts import Facts
 from ..findings.next_call import next_arguments
-from ..partition import Compiled, Worker, export
+from ..partition import compile_in_worker, export
 from ..patch.check import NotTraced
 from ..patch.code import Rewriter
 from ..patch.write import Change, Missing
@@ -40,8 +39,6 @@ OPTIONS = {
     'xla_llvm_disable_expensive_passes': True,
 }
 NOT_WRITTEN = 'its code cannot be changed'
-_lock = threading.Lock()
-_workers: dict[int, Worker] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,20 +218,6 @@ class Trials:
             'traced': program,
             'kernels': facts.kernels,
         }
-
-
-def compile_in_worker(n_devices: int, request: dict[str, Any]) -> Compiled:
-    """Compiles for simulated devices, in a process of its own.
-
-    Raises an EinshardError if the process ends, and a ValueError if the compiler raises.
-    """
-    with _lock:
-        worker = _workers.setdefault(n_devices, Worker(n_devices))
-        worker.submit(request)
-        compiled = worker.result()
-    if isinstance(compiled, str):
-        raise ValueError(compiled)
-    return compiled
 
 
 def as_tried(before: Figures, after: Figures, is_simulated: bool = False) -> Tried:

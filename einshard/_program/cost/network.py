@@ -106,6 +106,23 @@ class Network:
             busy += np.maximum(received, sent)  # a chip receives and sends at the same time
         return max(float(busy.max()), self.seconds(*collectives))
 
+    def by_link(self, *collectives: Collective) -> dict[str, tuple[int, float]]:
+        """Returns what collectives send within slices or domains, and between them.
+
+        {'within': (bytes, seconds), 'between': ...}: the most bytes that enter or leave a chip, and
+        the minimum time if the collectives run one after another.
+        """
+        n_slices, n_chips = 2 * self.n_slices, 2 * self.n_chips
+        start = n_slices + n_chips  # the first entry of bytes within a slice
+        n_bytes, seconds = np.zeros(start + n_chips), np.zeros(start + n_chips)
+        for pattern, each in self._bytes_per_run(collectives):
+            n_bytes += each[: len(n_bytes)]
+            seconds += _seconds(each, self.bandwidths((pattern,)))[: len(n_bytes)]
+        return {
+            'within': (round(n_bytes[start:].max()), float(seconds[start:].max())),
+            'between': (round(n_bytes[n_slices:start].max()), float(seconds[:start].max())),
+        }
+
     def latency(self, collective: Collective) -> float:
         """Returns the time of one execution that sends next to nothing; 0 if it is unknown.
 

@@ -1,4 +1,4 @@
-"""Explains one step for one target: `python -m einshard._changes.worker`."""
+"""Explains one step for one target: `python -m einshard._cli.check_step`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from .._cli.main import explain_call
 from .._errors import EinshardError
 from .._explain.findings.facts import Facts
 from .._explain.timeline import refusal
+from .main import explain_call
 
 _PLUGINS = 'libtpu', 'jax-cuda13-plugin', 'jax-cuda12-plugin'
 

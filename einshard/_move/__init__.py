@@ -1,0 +1,1 @@
+"""Moves arrays between placements, through the intermediate placement that costs least."""
