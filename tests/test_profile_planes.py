@@ -13,11 +13,12 @@ from refusal import refusal
 from xplane import Plane, module_of, space
 
 from einshard import Chip, explain, topology
+from einshard._explain.estimate import estimate
 
 # private: programs and events of devices that are not here
 from einshard._explain.measure import measure
 from einshard._explain.reading import Reading
-from einshard._explain.timeline import estimate, measured_timeline
+from einshard._explain.timeline import measured_timeline
 from einshard._page import Page, page_text
 from einshard._profile.measured import LATENCY, SYNCHRONOUS, WAITS, find_gaps, measured_sections
 from einshard._profile.program import alike, pack, read_form

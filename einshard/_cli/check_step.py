@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from .._errors import EinshardError
+from .._explain.estimate import refusal
 from .._explain.findings.facts import Facts
-from .._explain.timeline import refusal
 from .main import explain_call
 
 _PLUGINS = 'libtpu', 'jax-cuda13-plugin', 'jax-cuda12-plugin'

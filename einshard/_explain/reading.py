@@ -26,7 +26,6 @@ from .._sharding.mesh import AnyMesh, Device
 from .partition import WORKER_FILE, Compiled
 from .payloads import Payloads, find_named_lines
 from .report_rows import Figures
-from .timeline import Timeline, estimate, refusal
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -137,15 +136,6 @@ class Reading:
         rows = self.graph, self.products, self.collectives
         return find_bounds(chip, list(self.devices), *rows, is_cpu=self.is_simulated)
 
-    @functools.cached_property
-    def timeline(self) -> Timeline:
-        return estimate(self)
-
-    @functools.cached_property
-    def step(self) -> float | None:
-        """The estimated seconds of one run. None if there is no timeline, or if it is unknown."""
-        return self.timeline.totals.step if refusal(self) is None else None
-
     def figures(self, bounds: Bounds) -> Figures:
         return Figures(
             sum(c.total_bytes for c in self.collectives),
@@ -153,7 +143,6 @@ class Reading:
             sum(row.flops for row in self.products),
             sum(bound.seconds for bound in bounds),
             next((bound.seconds for bound in bounds if bound.resource == 'HBM'), 0.0),
-            self.step,
         )
 
 

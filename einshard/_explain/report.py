@@ -25,10 +25,11 @@ from .._trees.paths import common_suffix_length
 from .answer import Why, answer
 from .collectives import Collectives, collective_section
 from .diff import Diff, DiffInput, make_diff
+from .estimate import refusal
 from .fold_layers import fold
 from .report_rows import URGENT, ArrayRow, Finding
 from .temporaries import temporaries_section
-from .timeline import Timeline, measured_timeline, refusal, timeline_sections
+from .timeline import Timeline, measured_timeline, timeline_sections
 from .totals import compute_line, network_lines
 
 _MAX_ROWS = 40  # in a printed table

@@ -9,8 +9,9 @@ from ..._program.hlo.collective import Collective
 from ..._program.hlo.opcodes import FREE
 from ..._program.hlo.text import Instruction
 from ..._text import format_seconds
+from ..estimate import refusal
 from ..report_rows import Finding
-from ..timeline import TimelineRow, refusal
+from ..timeline import TimelineRow
 from .facts import Facts
 
 _MIN_SHARE = 0.05  # of the step

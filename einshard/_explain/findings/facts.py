@@ -18,11 +18,12 @@ from ..._program.traced.program import Value
 from ..._sharding.collective_axes import axes_text
 from ..._sharding.mesh import is_canonical_mesh
 from ..arrays import ProgramArray
+from ..estimate import estimate, refusal
 from ..lowered import Stages
 from ..propagation import Propagation, propagate
 from ..reading import Reading
 from ..report_rows import ArrayRow, Finding
-from ..timeline import refusal
+from ..timeline import Timeline
 from ..why import Reason, find_reasons
 from .values import PRODUCTS, Axes, Axis, argument_of, axes_of_values, mesh_entries, name_values
 
@@ -102,6 +103,15 @@ class Facts(Reading):
         """The indices of the arguments that are weights or optimizer state. Empty in inference."""
         numbers = enumerate(self.used_arguments)
         return [i for n, i in numbers if self.is_training and self.roles.get(n) == 'weights']
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        return estimate(self)
+
+    @property
+    def step(self) -> float | None:
+        """The estimated seconds of one run. None if there is no timeline, or if it is unknown."""
+        return self.timeline.totals.step if refusal(self) is None else None
 
     @functools.cached_property
     def exposed(self) -> Mapping[str, float]:

@@ -22,6 +22,7 @@ from ..._program.jaxpr.graph import flatten
 from ..._program.traced.program import Program
 from ..._sharding.context import mesh_scope
 from ..costs import Cost, find_costs
+from ..estimate import step_of
 from ..findings.facts import Facts
 from ..findings.next_call import next_arguments
 from ..partition import compile_in_worker, export
@@ -92,7 +93,8 @@ class Trials:
         """Returns the program that the report is about."""
         bounds = self.facts.bounds_on(self.chip)
         facts = self.facts
-        return Trial(facts, bounds, facts.figures(bounds), lambda: facts.propagation.program)
+        figures = replace(facts.figures(bounds), step=facts.step)
+        return Trial(facts, bounds, figures, lambda: facts.propagation.program)
 
     def run(self, edits: Sequence[Edit]) -> Trial | None:
         """Compiles the program with changes. Returns None if it does not compile."""
@@ -133,7 +135,7 @@ class Trials:
                 bounds = reading.bounds_on(self.chip)
             except Exception:
                 return None
-        return reading.figures(bounds), bounds
+        return replace(reading.figures(bounds), step=step_of(reading)), bounds
 
     def _scope(self) -> Any:
         scope = self.facts.stages.scope
