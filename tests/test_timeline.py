@@ -24,6 +24,7 @@ from einshard._explain.estimate import estimate
 
 # private: HLO that no compiler here writes
 from einshard._explain.reading import Reading
+from einshard._explain.report_rows import Figures, Tried
 from einshard._program.cost.chips import as_chip
 from einshard._program.cost.kernels import Kernel, count_calls
 from einshard._program.cost.network import Network
@@ -903,3 +904,21 @@ def test_a_saved_picture_follows_the_viewer(report, tmp_path):
     assert 'estimate, not measured' in text
     assert 'one of 8 iterations' in text
     assert np.isclose(max(x + width for x, width, _, _ in boxes(text)), 100, atol=0.5)
+
+
+# --- estimates of suggestions ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('before', 'after', 'says'),
+    [
+        (2e-3, 1e-3, 'the estimated step 50% shorter'),
+        (2e-3, 3e-3, 'the estimated step 50% longer'),
+        (2e-3, 1.9e-3, None),
+        (None, 1e-3, None),
+        (2e-3, None, None),
+    ],
+)
+def test_estimates_of_suggestions(before, after, says):
+    tried = Tried(5, None, 0, 1.0, Figures(10, None, 0, 1.0, step=before), step=after)
+    assert str(tried) == '; '.join(filter(None, ['sends 5 B instead of 10 B', says]))

@@ -76,9 +76,11 @@ def changes(before: Figures | Tried, after: Figures | Tried) -> list[str]:
         memory, found = found, []
         compare('sum of the lower bounds {}', before.bound, after.bound, format_seconds)
         found += memory
-    if compare_steps(before.step, after.step):
-        steps = f'{format_seconds(after.step or 0)} instead of {format_seconds(before.step or 0)}'
-        found.append(f'a step of about {steps} (estimate)')
+    if order := compare_steps(after.step, before.step):
+        part = (after.step or 0.0) / (before.step or 1.0)
+        found.append(
+            f'the estimated step {abs(1 - part):.0%} {"shorter" if order < 0 else "longer"}'
+        )
     return found
 
 
