@@ -260,6 +260,21 @@ def test_lines_that_move_are_no_change():
     assert rows(change) == [('model.py:3', 1000, 0), ('model.py:12', 0, 1000)]
 
 
+def test_collectives_that_the_compiler_combines_otherwise():
+    before = report(
+        collective(of=('a', 'b', 'c'), line=3), collective(of=('d',), line=3, n_bytes=500)
+    )
+    after = report(collective(of=('a', 'b'), line=15, n_bytes=700))
+    change = compared(before, after)
+    assert {*rows(change)} == {('model.py:15', 1000, 700), ('model.py:3', 500, 0)}
+
+
+def test_many_paths_are_folded():
+    paths = [f'layers/{i}/{name}' for i in range(20) for name in ('up', 'down')]
+    change = compared(report(), report(collective(of=paths)))
+    assert change.rows[0].of == 'layers/0-19/{up,down}'
+
+
 def test_collectives_of_one_line_are_paired_first():
     before = report(collective(line=3), collective(line=4, n_bytes=2000))
     after = report(collective(line=5, n_bytes=2000), collective(line=4))

@@ -86,7 +86,7 @@ PACKAGES = {
 # tests/test_processes.py runs the first, which starts processes, and test_real_code.py the second;
 # in a process with libtpu, JAX 0.10 crashes when a profile starts
 ELSEWHERE = {'many_hosts', 'real_code', 'profiling'}
-WITHOUT_CODE = {'api', 'notebooks', 'performance', 'playground', 'recipes/index'}
+WITHOUT_CODE = {'api', 'pull_requests', 'notebooks', 'performance', 'playground', 'recipes/index'}
 
 
 def marked(page):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from .._explain.fold_layers import fold_paths
 from .._program.hlo.memory import Memory
 from .config import KINDS, Step
 
@@ -235,6 +236,19 @@ def _function(report: ReportDict, source: str | None) -> str:
 
 # --- collectives ----------------------------------------------------------------------------------
 
+_MAX_PATHS = 100  # characters
+
+
+def _payload(row: Collective) -> str:
+    """Formats what a collective sends, as tables of reports do."""
+    folded = ', '.join(fold_paths(path for path in row['of'] if path != 'result'))
+    if len(folded) > _MAX_PATHS:
+        folded = f'{folded[:_MAX_PATHS]}..'
+    if folded:
+        return f'{folded} (gradients)' if row['role'] == 'gradients' else folded
+    return f'{row["role"]} {row["axes"]}'.strip() or row['arrays']
+
+
 _Pair: TypeAlias = tuple[Collective | None, Collective | None]
 
 
@@ -249,19 +263,18 @@ def _changed_rows(
         if abs(b - a) > least:
             shown = other or one
             assert shown is not None
-            role = f'{shown["role"]} {shown["axes"]}'.strip()
-            of = ', '.join(shown['of']) or role or shown['arrays']
             name = other['name'] if other else ''
             place = shown['along'], shown['source'] or ''
-            rows.append(Row(shown['kind'], of, *place, a, b, name))
+            rows.append(Row(shown['kind'], _payload(shown), *place, a, b, name))
     return tuple(sorted(rows, key=lambda row: -abs(row.after - row.before)))
 
 
 def _pairs(before: ReportDict, after: ReportDict, new_line: Callable[[str], str]) -> list[_Pair]:
     """Pairs the collectives of both programs.
 
-    By kind, arrays, mesh axes and function, those of one line first, and then in order; what is
-    left, by what it sends, as other shardings change the shapes of arrays.
+    By kind, arrays, mesh axes and function, those of one line first, and then in order. What is
+    left, by what it sends, as other shardings change the shapes of arrays, and then combined
+    collectives by role, as the compiler may combine others.
     """
 
     def strict(report: ReportDict, row: Collective) -> object:
@@ -281,7 +294,10 @@ def _pairs(before: ReportDict, after: ReportDict, new_line: Callable[[str], str]
                 new.remove(other)
                 pairs.append((row, other))
 
-    for key in (strict, loose):
+    def combined(report: ReportDict, row: Collective) -> object:
+        return (row['kind'], row['role'], row['along']) if len(row['of']) > 1 else id(row)
+
+    for key in (strict, loose, combined):
         keys = {id(row): key(before, row) for row in old}
         keys |= {id(row): key(after, row) for row in new}
         pair_by(
