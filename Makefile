@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test gpu-test bench bench-page lint types docs test-site serve-docs links clean
+.PHONY: demo test slow-test gpu-test bench bench-page lint types docs test-site serve-docs links clean
 
 # an environment of its own: the tests' libtpu would look for a TPU and say so in the demo
 demo: $(VENV)-demo/demo.installed
@@ -11,7 +11,11 @@ demo: $(VENV)-demo/demo.installed
 
 # a file to a process, so that its tests share what they have set up
 test: $(VENV)/test.installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile --no-loadscope-reorder
+
+# the tests that take long: figures of the compiler
+slow-test: $(VENV)/test.installed
+	$(BIN)/python -m pytest -m 'slow and not gpu' -n 2
 
 # under five minutes; without an accelerator, on eight simulated devices
 bench: $(VENV)-bench/rich.installed $(VENV)-bench/examples.installed

@@ -271,6 +271,7 @@ def test_names_of_flax_shard_arguments_without_a_spec():
 # --- jax.set_mesh, and many names -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('type_', list(jax.sharding.AxisType)[:2])
 @pytest.mark.parametrize('of', ['simulated', 'v5e:2x4'])
 def test_under_set_mesh(of, type_):
@@ -301,7 +302,7 @@ def test_bare_partition_specs_under_set_mesh():
     assert '@data' in found.rules['batch']
 
 
-@pytest.mark.parametrize('n', [33, 70])
+@pytest.mark.parametrize('n', [33, pytest.param(70, marks=pytest.mark.slow)])
 def test_many_names(n):
     """An array of devices, and so a Mesh, has at most 32 or 64 axes."""
     letters = 'abcdefghijklmnopqrstuvwxyz'

@@ -24,8 +24,6 @@ from spawn import free_port, python_path
 
 import einshard
 
-pytestmark = pytest.mark.slow
-
 ROOT = pathlib.Path(einshard.__file__).parents[1]
 PATIENCE = 60  # seconds in which no process finishes a check
 
