@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).parents[1] / 'tests'))
 
 import jax
 from hlo import llama
+from jax.ad_checkpoint import checkpoint_name
 
 from einshard import topology
 from einshard._program.cost.chips import find_chip
@@ -91,7 +92,25 @@ RUNS = {
     ),
 }
 _KERNEL = 'attention_kernel'
-llama.attention = jax.named_scope(_KERNEL)(llama.attention)
+_KEEPS = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names('attention'),
+)
+_attention = jax.named_scope(_KERNEL)(llama.attention)
+
+
+class Keeping(llama.Config):
+    """Keeps products with weights, and attention, for the backward pass."""
+
+    policy = staticmethod(_KEEPS)
+
+
+def named_attention(q, k, v, c):
+    heads = _attention(q, k, v, c)
+    return checkpoint_name(heads, 'attention') if isinstance(c, Keeping) else heads
+
+
+llama.attention = named_attention
 
 
 class WithKernel(Simulation):
@@ -120,7 +139,9 @@ def estimate(name, sizes):
     mesh = topology(name)
     mesh = topology(name, data=mesh.size, tensor=1)
     devices = list(mesh.devices.flat)
-    text = llama.text_of(mesh, llama.Config(**sizes))
+    keeps = sizes.get('keeps', False)
+    config = {name: size for name, size in sizes.items() if name != 'keeps'}
+    text = llama.text_of(mesh, (Keeping if keeps else llama.Config)(**config))
     return WithKernel(Graph(Program(text)), devices, find_chip(devices[0].device_kind)).run()
 
 

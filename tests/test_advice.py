@@ -59,7 +59,13 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize('name', WRONG)
+def first_and_slow(names):
+    """The names, of which all but the last are of tests that run once, with the newest JAX."""
+    *slow, last = names
+    return [*(pytest.param(name, marks=pytest.mark.slow) for name in slow), last]
+
+
+@pytest.mark.parametrize('name', first_and_slow(WRONG))
 def test_a_mistake_in_a_train_step_is_recovered(name):
     wrong, right = WRONG[name]
     mesh, values = mesh_for(right), arguments(wrong.layers)
@@ -100,7 +106,7 @@ CORRECT = {
 }
 
 
-@pytest.mark.parametrize('name', CORRECT)
+@pytest.mark.parametrize('name', first_and_slow(CORRECT))
 def test_what_is_advised_on_correct_steps_is_cheaper(name):
     """These steps are small, so that other placements may be better: then that must be true."""
     c, values = CORRECT[name], arguments(2)

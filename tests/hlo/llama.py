@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -30,7 +29,6 @@ class Config:
     batch: int = 64
     accumulated: int = 2  # microbatches
     chunk: int = 512  # of queries
-    keeps: bool = False  # products with weights, and attention, for the backward pass
 
 
 # of the same proportions, for simulated devices
@@ -62,10 +60,6 @@ SHAPES = {  # and axes of the mesh
     'norm': (('d',), P()),
     'unembed': (('d', 'vocab'), P('data', 'tensor')),
 }
-KEEP = jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names('attention'),
-)
 IN_LAYERS = tuple(name for name, (axes, _) in SHAPES.items() if axes[0] == 'layers')
 
 
@@ -104,8 +98,6 @@ def layer(x, w, c: Config):
     k = constrain(jnp.einsum('bsd,dhe->bshe', h, w['wk']), 'data', None, 'tensor', None)
     v = constrain(jnp.einsum('bsd,dhe->bshe', h, w['wv']), 'data', None, 'tensor', None)
     heads = attention(q, k, v, c)
-    if c.keeps:
-        heads = checkpoint_name(heads, 'attention')
     x = x + constrain(jnp.einsum('bshe,hed->bsd', heads, w['wo']), 'data', 'tensor', None)
     h = constrain(rms_norm(x, w['norm_2']), 'data', None, None)
     hidden = jax.nn.silu(h @ w['gate']) * (h @ w['up'])
@@ -116,7 +108,7 @@ def layer(x, w, c: Config):
 def mean_loss(params, tokens, c: Config):
     w = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
     x = constrain(w['embed'][tokens], 'data', 'tensor', None)
-    step = jax.checkpoint(functools.partial(layer, c=c), policy=KEEP if c.keeps else None)
+    step = jax.checkpoint(functools.partial(layer, c=c), policy=getattr(c, 'policy', None))
     x, _ = jax.lax.scan(step, x, {name: w[name] for name in IN_LAYERS})
     x = constrain(rms_norm(x, w['norm']), 'data', None, None)
     logits = constrain(x @ w['unembed'], 'data', None, 'tensor').astype(jnp.float32)
