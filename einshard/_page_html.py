@@ -61,6 +61,12 @@ def page_html(page: Page, *, scroll: bool = True) -> str:
     return f'<div class="einshard-page" style="{_FRAME}">{_NARROW}{"".join(parts)}</div>'
 
 
+def section_html(section: Section) -> str:
+    """Renders one section, for a document with a style of its own."""
+    (made,) = Page('', (section,)).printable().sections
+    return f'<div class="einshard-page">{_NARROW}{_section(made, "overflow: auto")}</div>'
+
+
 def _texts(title: str, texts: Sequence[str], style: str) -> list[str]:
     return [_div(title, _SECTION), *(_div(text, style) for text in texts)] if texts else []
 

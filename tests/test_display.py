@@ -36,7 +36,7 @@ LONG = 'parameters/a_layer_with_a_very_long_name/and_a_matrix_with_a_long_name'
 class Elements(html.parser.HTMLParser):
     """The rows of tables, as lists of cells; asserts that elements nest."""
 
-    VOID = ('meta', 'wbr')
+    VOID = ('meta', 'wbr', 'br')
 
     def __init__(self, text):
         super().__init__()

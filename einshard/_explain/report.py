@@ -27,6 +27,7 @@ from .collectives import Collectives, collective_section
 from .diff import Diff, DiffInput, make_diff
 from .estimate import refusal
 from .fold_layers import fold
+from .report_html import report_document
 from .report_rows import URGENT, ArrayRow, Finding
 from .temporaries import temporaries_section
 from .timeline import Timeline, measured_timeline, timeline_sections
@@ -275,9 +276,24 @@ class Report(Display):
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a file: '.html' for a web page, '.svg' for a picture of the timeline, or text."""
-        is_picture = Path(path).suffix.lower() == '.svg'
-        self.timeline.save(path) if is_picture else super().save(path)
+        """Writes a file: '.html' for a web page, '.svg' for a picture of the timeline, or text.
+
+        The page begins with what a reader decides by. It has the timeline, if there can be one, and
+        the suggestions as a patch.
+        """
+        suffix = Path(path).suffix.lower()
+        if suffix == '.svg':
+            self.timeline.save(path)
+        elif suffix in ('.html', '.htm'):
+            if self.reading is not None and refusal(self.reading) is None:
+                _ = self.timeline  # from now on, the report has it
+            timeline: Timeline | None = self.__dict__.get('timeline')
+            is_live = self.fixes is not None and not isinstance(self.fixes, _NoFunction)
+            patch = self.patch() if is_live and any(f.tried for f in self.findings) else ''
+            text = report_document(self, self._page(), timeline, patch)
+            Path(path).write_text(text, encoding='utf-8')
+        else:
+            super().save(path)
 
     def _page(self) -> Page:
         unknown_loops = any(row.at_least for row in self.products) or any(
