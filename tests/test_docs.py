@@ -141,6 +141,9 @@ def test_readme_runs():
     names, printed = run(ROOT / 'README.md')
     shown = re.search(r'```\n(collectives\n.*?)```', README, re.DOTALL)[1]
     printed = re.sub(r'README\.md:\d+', 'model.py:16', printed)
+    # the compilers of the oldest and the newest JAX have other schedules
+    step = r'the estimated\s+step \d+%'
+    printed = re.sub(step, re.search(step, README)[0], printed)
     for part in shown.split('..\n'):
         assert ' '.join(part.split()) in ' '.join(printed.split())
     shapes = [jax.ShapeDtypeStruct(names[x].shape, np.float32) for x in ('x', 'w_in', 'w_out')]
