@@ -79,8 +79,9 @@ _DOCUMENT = """\
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>{title}</title>
+<style>{style}</style>
 </head>
-<body style="margin: 1em">
+<body>
 {body}
 </body>
 </html>
@@ -88,8 +89,12 @@ _DOCUMENT = """\
 
 
 def page_document(page: Page) -> str:
-    title = html.escape(printable(page.title))
-    return _DOCUMENT.format(title=title, body=page_html(page, scroll=False))
+    return document(page.title, 'body { margin: 1em }', page_html(page, scroll=False))
+
+
+def document(title: str, style: str, body: str) -> str:
+    """Returns an HTML document with a style sheet."""
+    return _DOCUMENT.format(title=html.escape(printable(title)), style=style, body=body)
 
 
 def _div(text: str, style: str) -> str:

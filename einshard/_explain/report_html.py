@@ -14,7 +14,7 @@ from typing import Protocol
 
 from .._errors import printable
 from .._page import Page
-from .._page_html import section_html
+from .._page_html import document, section_html
 from .._program.cost.bounds import Bounds
 from .._program.hlo.collective import Collective
 from .._program.hlo.flops import ProductRow
@@ -64,12 +64,11 @@ def report_document(report: Reported, page: Page, timeline: Timeline | None, pat
         page: the tables and notes of the report.
         patch: the suggestions as a diff; '' if there are none.
     """
-    title = html.escape(printable(page.title))
     first = [each for each in page.sections if each.picture]
     rest = [each for each in page.sections if not each.picture]
     rest.sort(key=lambda each: not each.comes_first)
     body = [
-        f'<h1>{title}</h1>',
+        f'<h1>{_escaped(page.title)}</h1>',
         _figures(report, timeline),
         *_findings(report, patch),
         *(section_html(each) for each in first),
@@ -79,8 +78,9 @@ def report_document(report: Reported, page: Page, timeline: Timeline | None, pat
         *(section_html(each) for each in rest),
         *_texts('notes', page.notes),
         _foot(),
+        f'<script>{_SCRIPT}</script>',
     ]
-    return _DOCUMENT.format(title=title, style=_STYLE, body='\n'.join(filter(None, body)))
+    return document(page.title, _STYLE, '\n'.join(filter(None, body)))
 
 
 # --- what a reader decides by -------------------------------------------------------------------
@@ -346,23 +346,3 @@ for (const head of document.querySelectorAll('.einshard-page tr:first-child th')
   head.onkeydown = (event) => { if (event.key === 'Enter') sort(); };
 }
 """
-_DOCUMENT = (
-    """\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-{body}
-<script>"""
-    + _SCRIPT.replace('{', '{{').replace('}', '}}')
-    + """</script>
-</body>
-</html>
-"""
-)
