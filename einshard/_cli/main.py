@@ -581,11 +581,10 @@ def _eject(arguments: Sequence[str]) -> str:
 def _compare(arguments: Sequence[str]) -> tuple[str, int]:
     from .compare_targets import compare_targets  # only this command needs it
 
-    parser = argparse.ArgumentParser(
-        prog=f'{_program()} compare',
-        description='Compiles a function for several targets and sizes, and prints one table.',
-        epilog=_COMPARE_EXAMPLES.replace('{prog}', _program()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = _plain_parser(
+        'compare',
+        'Compiles a function for several targets and sizes, and prints one table.',
+        _COMPARE_EXAMPLES,
     )
     parser.add_argument('function', metavar='module:function')
     parser.add_argument(
@@ -610,12 +609,11 @@ def _check(arguments: Sequence[str]) -> tuple[str, int]:
     from .._changes.command import Options, check  # only this command needs it
     from .._changes.config import KINDS, check_kinds
 
-    parser = argparse.ArgumentParser(
-        prog=f'{_program()} check',
-        description='Says what a change of the code does to the programs of [tool.einshard] in '
+    parser = _plain_parser(
+        'check',
+        'Says what a change of the code does to the programs of [tool.einshard] in '
         'pyproject.toml.\nCompares them with stored reports, or with those of the merge base.',
-        epilog=_CHECK_EXAMPLES.replace('{prog}', _program()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _CHECK_EXAMPLES,
     )
     parser.add_argument(
         'names', nargs='*', metavar='name', help='the steps to check (default: all)'
@@ -660,11 +658,10 @@ def _check(arguments: Sequence[str]) -> tuple[str, int]:
 def _doctor(arguments: Sequence[str]) -> tuple[str, int]:
     from .doctor import FEATURES, as_text, check  # only this command needs it
 
-    parser = argparse.ArgumentParser(
-        prog=f'{_program()} doctor',
-        description='Says what is installed, and what that allows. Starts no backend.',
-        epilog=_DOCTOR_EXAMPLES.replace('{prog}', _program()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = _plain_parser(
+        'doctor',
+        'Says what is installed, and what that allows. Starts no backend.',
+        _DOCTOR_EXAMPLES,
     )
     parser.add_argument(
         'features', nargs='*', metavar='feature', help=f'one of {", ".join(FEATURES)}'
@@ -800,6 +797,15 @@ def _function_parser(
     return parser
 
 
+def _plain_parser(command: str, description: str, examples: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f'{_program()} {command}'.rstrip(),
+        description=description,
+        epilog=examples.replace('{prog}', _program()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def _parser(
     command: str,
     description: str,
@@ -807,12 +813,7 @@ def _parser(
     noun: str = 'devices, which do not have to exist',
 ) -> argparse.ArgumentParser:
     """Makes a parser with the options --devices and --mesh."""
-    parser = argparse.ArgumentParser(
-        prog=f'{_program()} {command}'.rstrip(),
-        description=description,
-        epilog=examples.replace('{prog}', _program()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _plain_parser(command, description, examples)
     group = parser.add_mutually_exclusive_group()
     group.add_argument('--devices', type=_positive_int, metavar='N', help=f'number of {noun}')
     group.add_argument(
