@@ -18,10 +18,10 @@ from .._arrays.gather import gather
 from .._errors import EinshardError
 from .._explain.frameworks import JITTED, is_jitted, positional_parameters, unbound
 from .._functions.bound_method import BoundMethod, sharded_call
+from .._functions.module_updates import module_leaves
 from .._functions.place_arguments import place_arguments
 from .._functions.program import Program
 from .._functions.sharded_function import ShardedFunction
-from .._functions.traced_function import module_leaves
 from .._program.cost.chips import find_chip
 from .._program.hlo.memory import read_memory
 from .._progress import progress
@@ -110,8 +110,10 @@ def make_call(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     if isinstance(fn, ShardedFunction):
 
         def placer(program: Program) -> Callable[..., Any]:
-            traced = program.traced
-            return lambda *values: traced.call.split(place_arguments(traced, values, running=False))
+            context = program.setup.context()
+            return lambda *values: program.call.split(
+                place_arguments(program, values, context, running=False)
+            )
 
         args, kwargs = join(fn._call(args, kwargs, placer))  # type: ignore[reportPrivateUsage]
     names = dict(enumerate(positional_parameters(fn)))

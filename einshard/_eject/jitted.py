@@ -16,7 +16,7 @@ from .._errors import EinshardError
 from .._explain.findings.lines import line_of
 from .._explain.lowered import Stages
 from .._functions.parameters import CallSignature
-from .._functions.traced_function import TracedFunction
+from .._functions.program import Program
 from .._functions.value_spec import ValueSpec
 from .._per_device.per_device import per_device
 from .._program.jaxpr.graph import Op, flatten
@@ -89,7 +89,7 @@ def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
     return ['\n'.join([*lines(head), *body, *wrapper, *lines(jit, indent=4)])]
 
 
-def _by_position(program: TracedFunction) -> list[str]:
+def _by_position(program: Program) -> list[str]:
     """Writes a function that takes all arguments of a call by position.
 
     `jax.jit` with in_shardings takes no keyword arguments, but `sharded` passes some by keyword:

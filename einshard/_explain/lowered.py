@@ -26,7 +26,6 @@ from .._functions.error_notes import note_error, sharding_facts
 from .._functions.program import Program
 from .._functions.promise import Limits
 from .._functions.sharded_function import ShardedFunction
-from .._functions.traced_function import TracedFunction
 from .._program.edits.call import JittedCall, read_call
 from .._program.edits.fixed_function import FixedFunction
 from .._progress import progress
@@ -92,7 +91,7 @@ class Stages:
     framework: Framework | None = None
     paths: Sequence[str] | None = None
     lowered_jaxpr: Any = None
-    program: TracedFunction | None = None
+    program: Program | None = None
     values: tuple[Any, ...] = ()
     limits: Limits | None = None
     jitted: tuple[Any, Sequence[Any], Mapping[str, Any]] | None = None
@@ -347,7 +346,7 @@ def _trace(
     try:
         if isinstance(fn, ShardedFunction):
             # not fn.trace, which does not return the program and the values of its arguments
-            program, values, jitted, traced = fn._call(args, kwargs, _trace_program)  # type: ignore[reportPrivateUsage]
+            program, values, traced = fn._call(args, kwargs, _trace_program)  # type: ignore[reportPrivateUsage]
             names = [p for i, p in enumerate(program.names) if i not in program.static]
             return Stages(
                 name,
@@ -457,10 +456,7 @@ def _is_hashable(fn: Any) -> bool:
 
 
 def _trace_program(program: Program) -> Callable[..., Any]:
-    return lambda *values: (
-        *(program.traced, values, program.jitted),
-        program.jitted.trace(*values),
-    )
+    return lambda *values: (program, values, program.jitted.trace(*values))
 
 
 def _check_no_refs(

@@ -21,18 +21,20 @@ from .._arrays.device_put import TopologyError, device_put, make_movable, put
 from .._arrays.place import check_ref
 from .._arrays.process_agreement import PlannedArray, check_same_contents, mesh_to_compare_on
 from .._errors import EinshardError
-from .._sharding.context import is_tracing
+from .._sharding.context import Context, is_tracing
 from .._sharding.describe import describe, describe_in
 from .._sharding.leaf_spec import REPLICATED, with_memory_kind
 from .._sharding.mesh import is_partial, memory_kind_of, partial_axes, process_count
 from .._sharding.resolve import Placement
 from .._text import first_of
 from .._trees.paths import leaves_with_paths
-from .traced_function import TracedFunction
+from .program import Program
 from .value_spec import ValueSpec, as_struct
 
 
-def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool) -> Sequence[Any]:
+def place_arguments(
+    program: Program, values: Sequence[Any], context: Context, running: bool
+) -> Sequence[Any]:
     """Places the arguments that jit would reject or cannot place.
 
     Returns `values` itself if no argument changes.
@@ -42,44 +44,43 @@ def place_arguments(traced: TracedFunction, values: Sequence[Any], running: bool
     `running`, raises if the processes pass different data for an array sharded over several
     processes. If not, returns ShapeDtypeStructs for devices that cannot hold arrays.
     """
-    context = traced.setup.context()
-    pairs = [*zip(traced.arguments, values, strict=True)]
+    pairs = [*zip(program.arguments, values, strict=True)]
     # check all before resharding any
     placements = [argument.find_placements(value, context) for argument, value in pairs]
     # without shardings, jit runs on the devices of its arguments
-    jit_has_shardings = bool(jtu.tree_leaves((traced.in_shardings, traced.out_shardings)))
+    jit_has_shardings = bool(jtu.tree_leaves((program.in_shardings, program.out_shardings)))
     placed: dict[int, Any] = {}
     to_compare: list[tuple[PlannedArray, Any]] = []
     for i, (argument, value) in enumerate(pairs):
-        if i in traced.static:
+        if i in program.static:
             continue
         if argument.spec is None:
             if jit_has_shardings:
                 for path, leaf in leaves_with_paths(value):
-                    _check_devices(traced, argument, path, leaf)
+                    _check_devices(program, argument, path, leaf)
             continue
         leaves: list[Any] = []
         for path, leaf, placement in placements[i]:
             new = leaf
             if placement is not None:
-                new = _place(traced, argument, path, leaf, placement, running)
+                new = _place(program, argument, path, leaf, placement, running)
             elif jit_has_shardings:
-                _check_devices(traced, argument, path, leaf)
+                _check_devices(program, argument, path, leaf)
             leaves.append(new)
-            if placement is None or not traced.setup.options.check_processes:
+            if placement is None or not program.setup.options.check_processes:
                 continue
             if mesh_to_compare_on(leaf, placement.sharding.mesh) is not None:
                 planned = argument.leaf_text(path, leaf), placement.expression.text
                 to_compare.append((planned, leaf))
         if any(new is not old for new, (_, old, _) in zip(leaves, placements[i], strict=True)):
             placed[i] = jtu.tree_unflatten(jtu.tree_structure(value), leaves)
-    if to_compare and running and isinstance(traced.mesh, Mesh) and not is_tracing():
-        check_same_contents(to_compare, traced.mesh)
+    if to_compare and running and isinstance(program.mesh, Mesh) and not is_tracing():
+        check_same_contents(to_compare, program.mesh)
     return [placed.get(i, value) for i, value in enumerate(values)] if placed else values
 
 
 def _place(
-    traced: TracedFunction,
+    program: Program,
     argument: ValueSpec,
     path: Sequence[Any],
     leaf: Any,
@@ -93,14 +94,14 @@ def _place(
             raise error.about(array=argument.leaf_text(path, leaf)) from None
         return leaf
     sharding = placement.sharding
-    if not (traced.mesh_is_ambient or isinstance(traced.mesh, Mesh) or is_tracing()):
+    if not (program.mesh_is_ambient or isinstance(program.mesh, Mesh) or is_tracing()):
         return leaf  # an abstract mesh: the function is only traced, which needs only shapes
-    current = _rejected_sharding(traced, leaf, sharding)
-    if current is not None and not (_is_unsharded(current) or traced.setup.options.reshard):
-        raise _placed_differently(traced, current, placement, leaf, argument, path) from None
+    current = _rejected_sharding(program, leaf, sharding)
+    if current is not None and not (_is_unsharded(current) or program.setup.options.reshard):
+        raise _placed_differently(program, current, placement, leaf, argument, path) from None
     if current is not None or _must_put(leaf, sharding):
         try:
-            return _reshard(traced, leaf, sharding)
+            return _reshard(program, leaf, sharding)
         except TopologyError:
             if running or is_tracing():
                 raise
@@ -108,13 +109,11 @@ def _place(
     return leaf
 
 
-def _rejected_sharding(
-    traced: TracedFunction, leaf: Any, sharding: NamedSharding
-) -> Sharding | None:
+def _rejected_sharding(program: Program, leaf: Any, sharding: NamedSharding) -> Sharding | None:
     """Returns the sharding of `leaf`, or None if jit accepts `leaf` where it expects `sharding`."""
-    if isinstance(leaf, Tracer) or _is_on_abstract_mesh(traced, sharding):
-        rejected = sharding_rejected_by_jit(leaf, traced.for_jit(sharding))
-        if rejected is not None and traced.setup.options.keeps_mapped_axes:
+    if isinstance(leaf, Tracer) or _is_on_abstract_mesh(program, sharding):
+        rejected = sharding_rejected_by_jit(leaf, program.for_jit(sharding))
+        if rejected is not None and program.setup.options.keeps_mapped_axes:
             return None if elements_match(leaf, sharding) else rejected
         return rejected
     if not _is_committed(leaf):
@@ -122,22 +121,22 @@ def _rejected_sharding(
     return None if leaf.sharding.is_equivalent_to(sharding, leaf.ndim) else leaf.sharding
 
 
-def _reshard(traced: TracedFunction, leaf: Any, sharding: NamedSharding) -> Any:
-    if isinstance(leaf, Tracer) or _is_on_abstract_mesh(traced, sharding):
-        return reshard_traced(leaf, sharding, traced.for_jit(NamedSharding(sharding.mesh, P())))
+def _reshard(program: Program, leaf: Any, sharding: NamedSharding) -> Any:
+    if isinstance(leaf, Tracer) or _is_on_abstract_mesh(program, sharding):
+        return reshard_traced(leaf, sharding, program.for_jit(NamedSharding(sharding.mesh, P())))
     if process_count() > 1 or is_partial(sharding):
         return put([leaf], [sharding])[0]
     leaf = make_movable(leaf, sharding)
     return device_put(leaf, sharding)  # unlike put, accepts an abstract mesh
 
 
-def _is_on_abstract_mesh(traced: TracedFunction, sharding: NamedSharding) -> bool:
+def _is_on_abstract_mesh(program: Program, sharding: NamedSharding) -> bool:
     """Whether `sharding` is on the abstract mesh that `jax.set_mesh` sets in a trace."""
-    return traced.mesh_is_ambient and isinstance(sharding.mesh, AbstractMesh)
+    return program.mesh_is_ambient and isinstance(sharding.mesh, AbstractMesh)
 
 
 def _placed_differently(
-    traced: TracedFunction,
+    program: Program,
     current: Sharding,
     placement: Placement,
     leaf: Any,
@@ -172,7 +171,7 @@ def _placed_differently(
             sentence = 'the argument is sharded as its spec says, but in a different device order'
     spec = with_memory_kind(str(placement.expression), placement.sharding.memory_kind)
     value = f'{argument.name}{jtu.keystr(tuple(path))}'
-    fix = f'reshard=True in the decorator, or {_einshard_call(traced, value, spec)}'
+    fix = f'reshard=True in the decorator, or {_einshard_call(program, value, spec)}'
     if n_batch_axes:
         # `einshard` would only be a constraint, and keep the batch axes as they are
         fix = 'reshard=True in the decorator'
@@ -188,15 +187,13 @@ def _placed_differently(
     )
 
 
-def _check_devices(
-    traced: TracedFunction, argument: ValueSpec, path: Sequence[Any], leaf: Any
-) -> None:
+def _check_devices(program: Program, argument: ValueSpec, path: Sequence[Any], leaf: Any) -> None:
     """Raises if a committed array is not on exactly the devices of the mesh, in mesh order."""
-    if isinstance(traced.mesh, AbstractMesh) or not _is_committed(leaf):
+    if isinstance(program.mesh, AbstractMesh) or not _is_committed(leaf):
         return
-    devices = tuple(traced.mesh.devices.flat)
+    devices = tuple(program.mesh.devices.flat)
     leaf_devices = leaf.sharding.device_set
-    outside = _outside(leaf.sharding, traced.mesh)
+    outside = _outside(leaf.sharding, program.mesh)
     if outside:
         where = 'devices outside the mesh'
     elif len(leaf_devices) < len(devices):
@@ -215,7 +212,7 @@ def _check_devices(
             'array': argument.leaf_text(path, leaf),
             'placement': describe(leaf) if others else f'on {device}',
             **({'outside the mesh': _devices_text(outside)} if outside else {}),
-            'try': _replication_fix(traced, argument, path, leaf),
+            'try': _replication_fix(program, argument, path, leaf),
         },
     ) from None
 
@@ -231,21 +228,21 @@ def _devices_text(devices: Collection[Any]) -> str:
 
 
 def _replication_fix(
-    traced: TracedFunction, argument: ValueSpec, path: Sequence[Any], leaf: jax.Array
+    program: Program, argument: ValueSpec, path: Sequence[Any], leaf: jax.Array
 ) -> str:
-    declaration, label = traced.setup.declaration, str(argument.name)
+    declaration, label = program.setup.declaration, str(argument.name)
     parameters = declaration.parameters
     is_self = label in parameters.names[: parameters.n_self]  # which cannot have a spec
     if is_self or declaration.is_annotated or not declaration.specs:
         value = label if argument.spec is None else f'{label}{jtu.keystr(tuple(path))}'
-        return _einshard_call(traced, value, REPLICATED)
-    must_reshard = not (_is_unsharded(leaf.sharding) or traced.setup.options.reshard)
+        return _einshard_call(program, value, REPLICATED)
+    must_reshard = not (_is_unsharded(leaf.sharding) or program.setup.options.reshard)
     reshard = ', and reshard=True,' if must_reshard else ''
     return f"'{REPLICATED}' instead of None{reshard} in the decorator, to replicate it"
 
 
-def _einshard_call(traced: TracedFunction, name: str, spec: str) -> str:
-    mesh = '' if traced.setup.mesh is None else ', mesh=...'
+def _einshard_call(program: Program, name: str, spec: str) -> str:
+    mesh = '' if program.setup.mesh is None else ', mesh=...'
     return f"einshard({name}, '{spec}'{mesh}) before the call"
 
 

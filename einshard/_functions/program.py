@@ -1,103 +1,210 @@
-"""The jitted programs of a `sharded` function, each for one call signature and mesh."""
+"""Program: a `sharded` function jitted with the shardings of its specs."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from .._sharding.context import AxisRules, Context, is_staging, is_tracing
+from .._errors import EinshardError
+from .._sharding.collective_axes import ShardedBy, find_sharded_by
+from .._sharding.context import (
+    Context,
+    device_mismatch_error,
+    is_staging,
+    is_tracing,
+    mesh_scope,
+    warn_if_legacy_mesh,
+)
 from .._sharding.mesh import AnyMesh, is_partial
+from .._trees.partition import find_modules, join, partition_modules
 from .._trees.specs import is_none
-from .parameters import CallSignature, Declaration
+from .error_notes import ErrorNotes
+from .module_updates import check_updates, module_leaves
+from .parameters import CallSignature, positional_signature
 from .promise import CheckedJit
-from .traced_function import Setup, TracedFunction, has_partial_axes
-from .value_spec import as_struct
+from .setup import Setup
+from .value_spec import ValueSpec
+
+
+class WrongShardings(ValueError):
+    """Stops a trace whose mesh or shardings differ from those given to jit.
+
+    Callers handle it like jit's ValueErrors about shardings: they look up the right program.
+    """
+
+
+class HasModules(Exception):
+    """Stops a trace with modules of Equinox that the caller has not converted to `Partitioned`."""
+
+
+_UNKNOWN: Any = object()  # out_shardings before the shapes of the result are known
 
 
 class Program:
-    """A function jitted with the shardings of its specs.
+    """A function jitted with the shardings of its specs, for one call signature and mesh.
+
+    It is made in two steps, because the second may trace the user's function: threads that need the
+    same program share the first step, so that JAX traces `wrapper` once for all of them.
 
     Attributes:
-        options: options of jit, without shardings.
+        arguments, result: the specs of the arguments and of the result.
+        static: the positions of static arguments.
+        in_shardings: the sharding or pytree of shardings of each argument, or None without a spec.
+        out_shardings: the sharding or pytree of shardings of the result, or None without a spec.
+        wrapper: the function that JAX traces. It checks the specs, enters the mesh, and calls the
+            user's function. Calls without a trace need no check of ranks and sizes, because JAX
+            traces again for new shapes or pytrees.
+        without_spec: the positions of arguments that have leaves without a spec. Empty if there are
+            no limits on collectives or memory.
+        shardings_without_spec: the shardings of those arguments. Other shardings need another
+            program: JAX would recompile this one without a trace, so limits would not be checked.
+
+    The rest is set by `jit`:
         jitted: the jitted function, to run and to lower.
         nested: the version for calls inside a trace.
         constrained: `nested` for arguments that are placed: constraints instead of in_shardings,
             which would reject an argument of jax.vmap whose mapped axis is sharded.
         runnable: the function that a call runs: `jitted`, or `checked.call`.
         checked: checks the limits on collectives and memory. None if there are no limits.
-        without_spec: the positions of arguments that have leaves without a spec. Empty if there are
-            no limits.
-        shardings_without_spec: the shardings of those arguments. Other shardings need another
-            program: JAX would recompile this one without a trace, so limits would not be checked.
         args_checked: whether `place_arguments` has run for a call.
     """
 
-    def __init__(self, traced: TracedFunction, values: Sequence[Any]):
-        """Traces the function if its out_shardings depend on the shapes of the result."""
-        setup = traced.setup
-        traced.out_shardings = traced.result_shardings(values)
-        options: dict[str, Any] = {**setup.jit_options, 'static_argnums': tuple(traced.static)}
-        donated = traced.positions(setup.declaration.donated)
+    jitted: Any = None
+    nested: Any
+    constrained: Any
+    runnable: Any
+    checked: CheckedJit | None
+    args_checked = False
+
+    def __init__(
+        self, setup: Setup, call: CallSignature, values: Sequence[Any], context: Context
+    ) -> None:
+        self.setup = setup
+        self.call = call
+        self.arguments = setup.declaration.arguments(call)
+        self.result = setup.declaration.result
+        self.names = [str(argument.name) for argument in self.arguments]
+        self.static = self.positions(setup.declaration.static)
+        self.mesh = context.lowering_mesh
+        self.mesh_is_ambient = setup.is_ambient(self.mesh)
+        try:
+            self.in_shardings = self.argument_shardings(values, context)
+        except EinshardError:
+            self.check(values, context)  # raises an error that names the leaf
+            raise
+        self.out_shardings: Any = _UNKNOWN
+        self.wrapper = self._with_names(self._make_wrapper())
+        self._eval_shape = jax.jit(self.wrapper, static_argnums=tuple(self.static)).eval_shape
+        self._budget = setup.budget
+        if self.mesh.size == 1 and self._dynamic_in_shardings:
+            # the in_shardings keep the program on this device
+            self._budget = setup.budget and setup.budget.on_one_device()
+        self.without_spec = [
+            i
+            for i, shardings in enumerate(self.in_shardings if self._budget else ())
+            if i not in self.static and None in jtu.tree_leaves(shardings, is_leaf=is_none)
+        ]
+        self.shardings_without_spec = shardings_of(values, self.without_spec)
+        self._lock = threading.Lock()
+
+    def jit(self, values: Sequence[Any], context: Context) -> None:
+        """Jits the function. Traces it if its out_shardings depend on the shapes of the result."""
+        # 1. the options of jit. The keys are left out without a spec, so that JAX decides.
+        self.out_shardings = self.result_shardings(values, context)
+        options: dict[str, Any] = {
+            **self.setup.jit_options,
+            'static_argnums': tuple(self.static),
+        }
+        donated = self.positions(self.setup.declaration.donated)
         if donated:
             options['donate_argnums'] = tuple(donated)
         in_shardings: dict[str, Any] = {}
-        budget = setup.budget
-        dynamic = [s for i, s in enumerate(traced.in_shardings) if i not in traced.static]
-        if jtu.tree_leaves(dynamic):
-            in_shardings['in_shardings'] = tuple(map(traced.for_jit, dynamic))
-            if traced.mesh.size == 1:  # the in_shardings keep the program on this device
-                budget = budget and budget.on_one_device()
+        if dynamic := self._dynamic_in_shardings:
+            in_shardings['in_shardings'] = tuple(map(self.for_jit, dynamic))
         with_shardings = options | in_shardings
-        if traced.out_shardings is not None:
-            with_shardings['out_shardings'] = traced.for_jit(traced.out_shardings)
-        self.traced = traced
-        self.options = options
-        self.jitted: Any = jax.jit(traced.wrapper, **with_shardings)
-        self.constrained = _constrained(traced, options, constrain_arguments=True)
-        self.nested = _make_nested(traced, self.jitted, self.constrained, options, in_shardings)
-        self.runnable, self.checked = self.jitted, None
-        self.without_spec: Sequence[int] = ()
-        if budget is not None:
-            self.checked = CheckedJit(
-                budget,
-                traced.wrapper,
-                traced.sharded_by,
-                lambda: traced.setup.context().lowering_mesh,
-                with_shardings,
-                self.nested,
-            )
-            self.runnable = self.checked.call
-            rows = enumerate(traced.in_shardings)
-            self.without_spec = [
-                i
-                for i, x in rows
-                if i not in traced.static and None in jtu.tree_leaves(x, is_leaf=is_none)
-            ]
-        self.shardings_without_spec = shardings_of(values, self.without_spec)
-        self.args_checked = False
+        if self.out_shardings is not None:
+            with_shardings['out_shardings'] = self.for_jit(self.out_shardings)
+        jitted: Any = jax.jit(self.wrapper, **with_shardings)
+        # 2. the versions for calls inside a trace
+        constrained = self._jit_with_constraints(options, constrain_arguments=True)
+        # constraints would fail on an abstract mesh that is not in context
+        can_constrain = not isinstance(self.mesh, AbstractMesh)
+        keeps_mapped_axes = self.setup.options.keeps_mapped_axes and can_constrain
+        if self.mesh_is_ambient or keeps_mapped_axes:
+            # in_shardings would tie the trace to these devices, but JAX reuses it on other devices;
+            # and they replicate a mapped axis, where constraints leave it as it is
+            nested = constrained
+        else:
+            nested = jitted
+            if self.out_shardings is not None and can_constrain:
+                # In a nested jit, JAX ignores out_shardings on explicit axes. In the backward pass,
+                # it uses them as in_shardings, which reject cotangents with other shardings.
+                nested = self._jit_with_constraints(
+                    {**options, **in_shardings}, constrain_arguments=False
+                )
+            if has_partial_axes(self.in_shardings):
+                without_shardings = self._jit_with_constraints(options, constrain_arguments=False)
+                nested = _choose_by_type(nested, without_shardings)
+        # 3. limits
+        checked = self._budget and CheckedJit(
+            self._budget,
+            self.wrapper,
+            self.sharded_by,
+            lambda: self.setup.context().lowering_mesh,
+            with_shardings,
+            nested,
+        )
+        with self._lock:  # another thread may have made it at the same time
+            if self.jitted is None:
+                self.options, self.nested, self.constrained = options, nested, constrained
+                self.checked, self.runnable = checked, checked.call if checked else jitted
+                self.jitted = jitted
 
     @property
-    def is_abstract(self) -> bool:
-        """Whether the mesh has no devices, so that the program can be traced but not run."""
-        traced = self.traced
-        return isinstance(traced.mesh, AbstractMesh) and not traced.mesh_is_ambient
+    def _dynamic_in_shardings(self) -> list[Any]:
+        """The in_shardings that jit gets, or [] if no argument has a spec."""
+        dynamic = [s for i, s in enumerate(self.in_shardings) if i not in self.static]
+        return dynamic if jtu.tree_leaves(dynamic) else []
 
     def run(self, *values: Any) -> Any:
         if self.checked is None and is_tracing():
             return self.nested(*values)
         return self.runnable(*values)
 
-    def is_for(self, values: Sequence[Any]) -> bool:
-        """Whether the shardings of this program are right for a call with these values."""
-        return (
-            self.traced.matches_arguments(values)
-            and shardings_of(values, self.without_spec) == self.shardings_without_spec
-            and self.traced.matches_result(values)
-        )
+    def clear_cache(self) -> None:
+        for function in (self.jitted, self.nested, self.checked):
+            if function is not None:
+                function.clear_cache()
+
+    # --- which calls it is for -------------------------------------------------------------------
+
+    @property
+    def is_abstract(self) -> bool:
+        """Whether the mesh has no devices, so that the program can be traced but not run."""
+        return isinstance(self.mesh, AbstractMesh) and not self.mesh_is_ambient
+
+    @property
+    def constrains_result(self) -> bool:
+        """Whether a call inside a trace must constrain the result.
+
+        With explicit mesh axes, JAX ignores the out_shardings of a nested jit.
+        """
+        return self.result.spec is not None and AxisType.Explicit in self.mesh.axis_types
+
+    @property
+    def compared(self) -> Sequence[int]:
+        """The positions of arguments whose host data the processes must compare in each call."""
+        checks = self.setup.options.check_processes
+        if not (checks and isinstance(self.mesh, Mesh) and self.mesh.is_multi_process):
+            return ()
+        rows = enumerate(self.arguments)
+        return [i for i, x in rows if i not in self.static and x.spec is not None]
 
     def must_place_arguments(self) -> bool:
         """Whether `place_arguments` must run in each call.
@@ -107,112 +214,178 @@ class Program:
         """
         if is_tracing():
             return self.nested is self.constrained and not is_staging()
-        return has_partial_axes(self.traced.in_shardings)
+        return has_partial_axes(self.in_shardings)
+
+    def is_for(self, values: Sequence[Any], context: Context) -> bool:
+        """Whether the shardings of this program are right for a call with these values."""
+        return (
+            self.matches_arguments(values, context)
+            and shardings_of(values, self.without_spec) == self.shardings_without_spec
+            and self._matches_result(values, context)
+        )
+
+    def matches_arguments(self, values: Sequence[Any], context: Context) -> bool:
+        """Whether the specs give these arguments the shardings in `in_shardings`."""
+        rows = zip(self.arguments, values, self.in_shardings, strict=True)
+        return all(
+            _same_shardings(argument.shardings(value, context), shardings)
+            for argument, value, shardings in rows
+            if argument.needs_leaves(context)
+        )
+
+    def _matches_result(self, values: Sequence[Any], context: Context) -> bool:
+        """Whether the result for these arguments has the shardings in `out_shardings`."""
+        if self.result.needs_leaves(context):
+            try:
+                self._eval_shape(*values)  # the wrapper compares the shardings
+            except WrongShardings:
+                return False
+        return True
+
+    def check_devices(self, values: Sequence[Any]) -> None:
+        """Raises if the function is called in a program that runs on other devices."""
+        error = device_mismatch_error(self.mesh, jtu.tree_leaves(values))
+        if error is not None and self._has_shardings:
+            raise error.about(function=self.setup.name)
+
+    # --- specs -----------------------------------------------------------------------------------
+
+    def positions(self, names: Collection[str]) -> list[int]:
+        return [i for i, name in enumerate(self.names) if name in names]
+
+    def argument_shardings(self, values: Sequence[Any], context: Context) -> list[Any]:
+        """Returns the shardings of each argument on the mesh of `context`."""
+        return self._for_each_argument(ValueSpec.shardings, values, context)
+
+    def result_shardings(self, values: Sequence[Any], context: Context) -> Any:
+        """Returns the shardings of the result on the mesh of `context`."""
+        # this may trace the function for the shapes of its result; jit reuses the trace
+        result = self._eval_shape(*values) if self.result.needs_leaves(context) else None
+        return self.result.shardings(result, context)
+
+    def check(self, values: Sequence[Any], context: Context) -> None:
+        """Raises an error for the first argument whose rank or sizes do not fit its spec."""
+        self._for_each_argument(ValueSpec.find_placements, values, context)
+
+    def _for_each_argument(
+        self,
+        step: Callable[[ValueSpec, Any, Context], Any],
+        values: Sequence[Any],
+        context: Context,
+    ) -> list[Any]:
+        return [step(spec, x, context) for spec, x in zip(self.arguments, values, strict=True)]
+
+    def for_jit(self, shardings: Any) -> Any:
+        """Converts shardings on a mesh from `jax.set_mesh` to PartitionSpecs.
+
+        Jit resolves them on the mesh in context at each call, so one program works on all meshes
+        that differ only in their devices.
+        """
+        if not self.mesh_is_ambient:
+            return shardings
+        mesh = self.mesh.abstract_mesh
+
+        def convert(sharding: Any) -> Any:
+            if sharding is None or sharding.mesh.abstract_mesh != mesh:
+                return sharding
+            return sharding.spec
+
+        return jtu.tree_map(convert, shardings, is_leaf=is_none)
+
+    def sharded_by(self, values: Sequence[Any], result: Any) -> ShardedBy:
+        """Returns, for each axis name in the specs, the mesh axes that shard this axis.
+
+        `result` is a pytree of ShapeDtypeStructs, or None if it is unknown.
+        """
+        pairs = [*zip(self.arguments, values, strict=True)]
+        if result is not None:
+            pairs.append((self.result, result))
+        with mesh_scope(self.mesh):
+            context = self.setup.context()
+            arrays = (x for spec, value in pairs for x in spec.named_shardings(value, context))
+            return find_sharded_by(arrays)
+
+    # --- what JAX traces -------------------------------------------------------------------------
 
     @property
-    def compared(self) -> Sequence[int]:
-        """The positions of arguments whose host data the processes must compare in each call."""
-        setup, mesh = self.traced.setup, self.traced.mesh
-        if not (setup.options.check_processes and isinstance(mesh, Mesh) and mesh.is_multi_process):
-            return ()
-        rows = enumerate(self.traced.arguments)
-        return [i for i, x in rows if i not in self.traced.static and x.spec is not None]
+    def _has_shardings(self) -> bool:
+        """Whether an argument or the result has a spec. If not, jit uses its arguments' devices."""
+        return bool(jtu.tree_leaves((self.in_shardings, self.result.spec)))
 
-    def clear_cache(self) -> None:
-        self.jitted.clear_cache()
-        self.nested.clear_cache()
-        if self.checked is not None:
-            self.checked.clear_cache()
+    def _scope(self, mesh: AnyMesh) -> AbstractContextManager[Any]:
+        """Makes `mesh` the default mesh in a `with` block that traces the function."""
+        return mesh_scope(mesh, self._has_shardings, self.setup.axis_rules)
 
-    def trace_as_called(
-        self, n_args: int, keywords: Collection[str], order: Sequence[str], values: Sequence[Any]
-    ) -> jax.stages.Traced:
-        """Traces a call with keyword arguments.
+    def _make_wrapper(self) -> Callable[..., Any]:
+        def wrapper(*values: Any) -> Any:
+            # 1. stop if the caller must look up another program
+            context = self.setup.context()
+            mesh = context.lowering_mesh
+            same_mesh = mesh.abstract_mesh == self.mesh.abstract_mesh
+            if not (same_mesh and self.matches_arguments(values, context)):
+                raise WrongShardings
+            has_modules = self.setup.has_modules
+            if not has_modules.is_set() and find_modules(values):
+                has_modules.set()
+                raise HasModules
+            # 2. check and constrain the arguments
+            self.check_devices(())  # against `jax.set_mesh` or an enclosing program
+            warn_if_legacy_mesh(self.setup.name, context.mesh)
+            self.check(values, context)
+            is_explicit = AxisType.Explicit in self.mesh.axis_types
+            if is_explicit:
+                # in_shardings place the arguments but do not change their types
+                with self._scope(mesh):
+                    values = tuple(self._for_each_argument(ValueSpec.constrain, values, context))
+            # 3. call the user's function
+            with ErrorNotes(self.setup.name, self.arguments, values, context), self._scope(mesh):
+                args, kwargs = self.call.split(join(values) if has_modules.is_set() else values)
+                before = module_leaves((args, kwargs))
+                result = self.setup.function(*args, **kwargs)
+            # 4. check the result
+            names = dict(enumerate(self.names))
+            check_updates(self.setup.name, names, before, (args, kwargs), result)
+            if find_modules(result):
+                if not has_modules.is_set():
+                    has_modules.set()
+                    raise HasModules
+                result = partition_modules(result, 'result')
+            if not self.result.needs_leaves(context):
+                self.result.find_placements(result, context)
+            elif self.out_shardings is not _UNKNOWN:
+                needed = self.result.shardings(result, context)
+                if not _same_shardings(needed, self.out_shardings):
+                    raise WrongShardings
+            if is_explicit and has_partial_axes(self.result.shardings(result, context)):
+                # without this, JAX gives the result a sharding that has no spec
+                return self.result.constrain(result, context)
+            return result
 
-        `jax.jit` with in_shardings rejects keyword arguments, so ShapeDtypeStructs have the
-        shardings instead. `order` has the names of the last `values`: the keywords, and omitted
-        parameters whose defaults contain arrays. Values between these and the first `n_args` are
-        such defaults of positional-only parameters.
-        """
-        n_positional = len(values) - len(order)
-        traced, names = self.traced, dict(enumerate(order, n_positional))
-        context = traced.setup.context()
-        structs = [
-            value if i in traced.static else argument.map_leaves(as_struct, value, context)
-            for i, (argument, value) in enumerate(zip(traced.arguments, values, strict=True))
-        ]
+        return wrapper
 
-        def as_called(*args: Any, **kwargs: Any) -> Any:
-            def default(i: int) -> Any:
-                return traced.arguments[i].constrain(values[i], context)
+    def _jit_with_constraints(self, options: Mapping[str, Any], constrain_arguments: bool) -> Any:
+        """Jits the function with constraints on the result and, if asked, on the arguments."""
+        # jits the same function as `jitted`, so that JAX reuses its trace
+        inner: dict[str, Any] = {**options, 'in_shardings': None, 'inline': True}
+        inner.pop('compiler_options', None)  # JAX rejects them in a nested jit
+        inlined = jax.jit(self.wrapper, **inner)
 
-            omitted = {name: default(i) for i, name in names.items() if name not in keywords}
-            by_keyword = map({**omitted, **kwargs}.__getitem__, order)
-            return traced.wrapper(*args, *map(default, range(n_args, n_positional)), *by_keyword)
+        def constrained(*values: Any) -> Any:
+            context = self.setup.context()
+            if constrain_arguments:
+                values = tuple(self._for_each_argument(ValueSpec.constrain, values, context))
+            result = inlined(*values)
+            with self._scope(context.lowering_mesh):
+                return self.result.constrain(result, context)
 
-        as_called.__name__ = as_called.__qualname__ = traced.setup.name
-        as_called.__wrapped__ = traced.setup.function  # type: ignore[attr-defined]
-        donated = self.options.get('donate_argnums', ())
-        options: dict[str, Any] = {
-            **self.options,
-            'static_argnums': tuple(i for i in traced.static if i < n_args),
-            'static_argnames': tuple(names[i] for i in traced.static if i in names),
-            'donate_argnums': tuple(i for i in donated if i < n_args),
-            'donate_argnames': tuple(names[i] for i in donated if i in names),
-        }
-        if traced.out_shardings is not None:
-            options['out_shardings'] = traced.for_jit(traced.out_shardings)
-        by_keyword = {name: structs[i] for i, name in names.items() if name in keywords}
-        return jax.jit(as_called, **options).trace(*structs[:n_args], **by_keyword)
+        return jax.jit(self._with_names(constrained), **options)
 
-
-def _make_nested(
-    traced: TracedFunction,
-    jitted: Any,
-    constrained: Any,
-    options: Mapping[str, Any],
-    in_shardings: Mapping[str, Any],
-) -> Any:
-    """Returns `Program.nested`, which if possible has constraints instead of out_shardings.
-
-    In a nested jit, JAX ignores out_shardings on explicit axes. In the backward pass, it uses them
-    as in_shardings, which reject cotangents with other shardings.
-    """
-    if traced.mesh_is_ambient:
-        # in_shardings would tie the trace to these devices, but JAX reuses it on other devices
-        return constrained
-    # constraints would fail on an abstract mesh that is not in context
-    can_constrain = not isinstance(traced.mesh, AbstractMesh)
-    if traced.setup.options.keeps_mapped_axes and can_constrain:
-        # in_shardings replicate a mapped axis; constraints leave it as it is, as shard_map does
-        return constrained
-    nested = jitted
-    if traced.out_shardings is not None and can_constrain:
-        with_shardings = {**options, **in_shardings}
-        nested = _constrained(traced, with_shardings, constrain_arguments=False)
-    if has_partial_axes(traced.in_shardings):
-        without_shardings = _constrained(traced, options, constrain_arguments=False)
-        nested = _choose_by_type(nested, without_shardings)
-    return nested
-
-
-def _constrained(
-    traced: TracedFunction, options: Mapping[str, Any], constrain_arguments: bool
-) -> Any:
-    """Jits the function with constraints on the result and, if asked, on the arguments."""
-    # jits the same function as `Program.jitted`, so that JAX reuses its trace
-    inner: dict[str, Any] = {**options, 'in_shardings': None, 'inline': True}
-    inner.pop('compiler_options', None)  # JAX rejects them in a nested jit
-    inlined = jax.jit(traced.wrapper, **inner)
-
-    def constrained(*values: Any) -> Any:
-        if constrain_arguments:
-            values = tuple(traced.constrain_arguments(values))
-        context, result = traced.setup.context(), inlined(*values)
-        with traced.scope(context.lowering_mesh):
-            return traced.result.constrain(result, context)
-
-    return jax.jit(traced.set_names(constrained), **options)
+    def _with_names(self, wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        """Sets the names that jit shows in programs and errors, and returns the wrapper."""
+        wrapper.__name__ = wrapper.__qualname__ = self.setup.name
+        wrapper.__wrapped__ = self.setup.function  # type: ignore[attr-defined]
+        wrapper.__signature__ = positional_signature(self.names)  # type: ignore[attr-defined]
+        return wrapper
 
 
 def _choose_by_type(nested: Any, without_shardings: Any) -> Callable[..., Any]:
@@ -248,109 +421,19 @@ def shardings_of(values: Sequence[Any], positions: Sequence[int]) -> tuple[Any, 
     return tuple([getattr(leaf, 'sharding', None) for leaf in leaves])
 
 
-# call signature, `Setup.mesh_key`, axis rules, `Context.on_one_device`
-_OuterKey: TypeAlias = tuple[CallSignature, tuple[AnyMesh, bool], AxisRules, bool]
+def has_partial_axes(shardings: Any) -> bool:
+    return any(map(is_partial, jtu.tree_leaves(shardings)))
 
 
-class ProgramCache:
-    """The programs of a `sharded` function.
-
-    The keys contain the call signature, mesh, axis rules, and the shapes on which shardings depend.
-    Under limits on collectives or memory, they also contain the shardings of arguments without
-    specs.
-
-    Attributes:
-        need_full_lookup: whether callers must call `find` for every call, because calls with the
-            same signature may need different programs.
-    """
-
-    def __init__(self, setup: Setup):
-        self._setup = setup
-        self._programs: dict[_OuterKey, dict[Any, Program]] = {}
-        # what is being traced for new programs, by outer and inner key
-        self._in_progress: dict[Any, TracedFunction] = {}
-        self.need_full_lookup = False
-
-    def find(self, call: CallSignature, values: Sequence[Any], rejected: Any = None) -> Program:
-        """Finds or makes the program for a call.
-
-        Until `need_full_lookup` is set, returns any program for the call signature, mesh and axis
-        rules, without comparing `values`. If that program fails, call `find` again with its
-        `runnable` as `rejected`, which sets `need_full_lookup`.
-        """
-        context = self._setup.context()
-        mesh_key = self._setup.mesh_key(context)
-        outer_key = call, mesh_key, context.axis_rules, context.on_one_device
-        programs = self._programs.setdefault(outer_key, {})
-        candidates = list(programs.values())
-        self.need_full_lookup |= rejected is not None
-        if candidates and not self.need_full_lookup:
-            return candidates[0]
-        without_spec = sorted({i for program in candidates for i in program.without_spec})
-        leaves_key = _leaves_key(self._setup.declaration, call, values, context)
-        inner_key = leaves_key, shardings_of(values, without_spec)
-        program = programs.get(inner_key)
-        if program is None or program.runnable is rejected:
-            # No lock, because this runs user code (the function, spec functions), which may wait
-            # for a thread that calls this function. Threads that make the same program share
-            # `traced`, so that JAX traces once.
-            key, traced = (outer_key, inner_key), TracedFunction(self._setup, call, values)
-            traced = self._in_progress.setdefault(key, traced)
-            try:
-                for program in list(programs.values()):
-                    if program.runnable is not rejected and program.is_for(values):
-                        break
-                else:
-                    program = Program(traced, values)
-                    # another thread may have made it at the same time
-                    shardings = program.shardings_without_spec
-                    for other in list(programs.values()):
-                        if other.traced is traced and other.shardings_without_spec == shardings:
-                            program = other
-                programs[inner_key] = program
-            finally:
-                self._in_progress.pop(key, None)
-        # the fast path of ShardedFunction does not compare meshes, axis rules or shardings
-        has_several_contexts = len({key[1:] for key in self._programs}) > 1
-        self.need_full_lookup |= has_several_contexts or bool(program.without_spec)
-        return program
-
-    def clear(self) -> None:
-        """Drops all programs, and what JAX has traced and compiled for them."""
-        old, self._programs = self._programs, {}
-        self.need_full_lookup = False
-        for programs in old.values():
-            for program in programs.values():
-                program.clear_cache()
+def _same_shardings(a: Any, b: Any) -> bool:
+    """Whether pytrees of shardings are equal, ignoring devices and memory kinds."""
+    a_leaves, a_treedef = jtu.tree_flatten(a, is_leaf=is_none)
+    b_leaves, b_treedef = jtu.tree_flatten(b, is_leaf=is_none)
+    return a_treedef == b_treedef and all(
+        x is y is None or (x and y and _without_devices(x) == _without_devices(y))
+        for x, y in zip(a_leaves, b_leaves, strict=True)
+    )
 
 
-def _leaves_key(
-    declaration: Declaration, call: CallSignature, values: Sequence[Any], context: Context
-) -> Any:
-    """Returns the structures, shapes and dtypes of the arguments on which shardings depend.
-
-    If the result's shardings depend on its leaves, includes all arguments, static ones by value.
-    """
-    arguments = declaration.arguments(call)
-    uses_all = declaration.result.needs_leaves(context)
-    key: list[Any] = []
-    for argument, value in zip(arguments, values, strict=True):
-        if uses_all and argument.name in declaration.static:
-            try:
-                hash(value)
-            except TypeError:  # jit raises
-                value = type(value)
-            key.append(value)
-        elif uses_all or argument.needs_leaves(context):
-            leaves, treedef = jtu.tree_flatten(value)
-            key.append((treedef, tuple(map(_shape_and_dtype, leaves))))
-    return tuple(key)
-
-
-def _shape_and_dtype(leaf: Any) -> Any:
-    """Returns a cache key for a leaf, equal for a value and its tracer."""
-    try:
-        aval: Any = jax.typeof(leaf)
-    except (TypeError, ValueError):  # not an array, or a masked array: a later check raises
-        return type(leaf)
-    return aval.shape, aval.dtype
+def _without_devices(sharding: NamedSharding) -> Any:
+    return sharding.mesh.abstract_mesh, sharding.spec

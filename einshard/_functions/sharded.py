@@ -17,8 +17,8 @@ from .._text import deferred_kind, name_of
 from .._trees.specs import Spec, check_spec_functions, is_function, mesh_of
 from .parameters import copied, declare, with_copied_options
 from .promise import Budget, Promise, read_limits
+from .setup import Options, Setup
 from .sharded_function import ShardedFunction
-from .traced_function import Options, Setup
 
 Rules: TypeAlias = rules_block | Mapping[str, AxisPlacement] | Sequence[LogicalRule]
 P = ParamSpec('P')

@@ -13,15 +13,23 @@ from jax.core import Tracer
 
 from .._arrays.device_put import topology_error
 from .._errors import EinshardError, hide_frames, public
-from .._sharding.context import add_to_cache_keys, innermost_scope, is_tracing, matches_cache_keys
+from .._sharding.context import (
+    Context,
+    add_to_cache_keys,
+    innermost_scope,
+    is_tracing,
+    matches_cache_keys,
+)
 from .._sharding.mesh import mesh_fact
 from .._trees.partition import find_modules, join, partition_modules
 from .bound_method import BoundMethod
 from .parameters import CallSignature
 from .place_arguments import place_arguments
-from .program import Program, ProgramCache
+from .program import HasModules, Program, WrongShardings
+from .program_cache import ProgramCache
 from .promise import Limits
-from .traced_function import HasModules, Setup, TracedFunction, WrongShardings
+from .setup import Setup
+from .trace_as_called import trace_as_called
 
 P = ParamSpec('P')
 Q = ParamSpec('Q')
@@ -48,7 +56,7 @@ class ShardedFunction(Generic[P, R]):
         self._programs = ProgramCache(setup)
         # The key is the number of positional arguments or, in a call with keywords, a tuple of that
         # number and the keywords as written. The value is the jitted function, the order in which
-        # it takes the keywords, `TracedFunction.constrains_result`, and `Program.compared`.
+        # it takes the keywords, `Program.constrains_result`, and `Program.compared`.
         # The last item has the labels of the arguments whose modules of Equinox are converted, by
         # position, or is None if the function has no modules.
         self._fast_path: dict[
@@ -144,14 +152,15 @@ class ShardedFunction(Generic[P, R]):
     @public
     def in_shardings(self, /, *args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
         """Returns the sharding or pytree of shardings of each argument, or None without a spec."""
-        traced, values = self._traced_function(args, kwargs)
-        return dict(zip(traced.names, join(traced.argument_shardings(values)), strict=True))
+        program, values, context = self._checked_program(args, kwargs)
+        shardings = join(program.argument_shardings(values, context))
+        return dict(zip(program.names, shardings, strict=True))
 
     @public
     def out_shardings(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Returns the sharding or pytree of shardings of the result, or None without `out=`."""
-        traced, values = self._traced_function(args, kwargs)
-        return join(traced.result_shardings(values))
+        program, values, context = self._checked_program(args, kwargs)
+        return join(program.result_shardings(values, context))
 
     @property
     def has_mesh(self) -> bool:
@@ -173,9 +182,11 @@ class ShardedFunction(Generic[P, R]):
 
         def get_method(program: Program) -> Callable[..., Any]:
             def trace(*values: Any) -> jax.stages.Traced:
+                placed: Sequence[Any] = values
+                context = self._setup.context()
                 if is_tracing():  # otherwise, `_call` has placed them
-                    values = tuple(place_arguments(program.traced, values, running=False))
-                return program.trace_as_called(len(args), kwargs, order, values)
+                    placed = place_arguments(program, values, context, running=False)
+                return trace_as_called(program, len(args), kwargs, order, placed, context)
 
             return trace
 
@@ -210,19 +221,20 @@ class ShardedFunction(Generic[P, R]):
             self._setup.has_modules.set()
             self._fast_path = {}
         values = self._converted(call, values)
-        program = self._find_program(call, values)
+        context = self._setup.context()
+        program = self._find_program(call, values, context)
         if get_method is _run and program.is_abstract and not is_tracing():
             raise EinshardError(
                 f'{self._setup.name} cannot run on an abstract mesh, which has no devices',
                 code='mesh',
                 facts={
-                    'mesh': mesh_fact(program.traced.mesh),
+                    'mesh': mesh_fact(program.mesh),
                     'try': f'{self._setup.name}.eval_shape(...) or {self._setup.name}.trace(...)',
                 },
             )
-        program.traced.check_devices(values)
+        program.check_devices(values)
         if get_method is _run and program.must_place_arguments():
-            values = place_arguments(program.traced, values, not is_tracing())
+            values = place_arguments(program, values, context, not is_tracing())
         elif not is_tracing() and not (
             get_method is _run
             and program.args_checked
@@ -231,7 +243,7 @@ class ShardedFunction(Generic[P, R]):
             # jit accepts an array on the same devices in another order, then fails at the next
             # call; `trace` accepts any array, and the lowering fails
             running = get_method is _run
-            values = place_arguments(program.traced, values, running)
+            values = place_arguments(program, values, context, running)
             program.args_checked |= running
         try:
             result = get_method(program)(*values)
@@ -251,7 +263,7 @@ class ShardedFunction(Generic[P, R]):
         )
         if get_method is _run and not needs_slow_path:
             key = (len(args), *kwargs) if kwargs else len(args)
-            constrains_result = program.traced.constrains_result
+            constrains_result = program.constrains_result
             dynamic = self._dynamic(call) if self._setup.has_modules.is_set() else None
             self._fast_path[key] = (
                 program.runnable,
@@ -275,9 +287,11 @@ class ShardedFunction(Generic[P, R]):
             return values
         return _partition(values, self._dynamic(call))
 
-    def _find_program(self, call: CallSignature, values: Sequence[Any]) -> Program:
+    def _find_program(
+        self, call: CallSignature, values: Sequence[Any], context: Context
+    ) -> Program:
         try:
-            return self._programs.find(call, values)
+            return self._programs.find(call, values, context)
         except EinshardError as error:
             try_fixes = self._setup.options.try_fixes
             tried = try_fixes(error, call, values) if try_fixes else error
@@ -298,13 +312,14 @@ class ShardedFunction(Generic[P, R]):
         """
         if isinstance(error, EinshardError):
             raise error
-        program = self._programs.find(call, values)
+        context = self._setup.context()
+        program = self._programs.find(call, values, context)
         # If the fast path ran the wrong program, the trace raises WrongShardings, or jit raises its
         # own error before the trace.
         is_wrong = isinstance(error, WrongShardings) or program.runnable is not failed
-        if is_wrong or not program.traced.matches_arguments(values):
+        if is_wrong or not program.matches_arguments(values, context):
             self._fast_path = {}
-            program = self._programs.find(call, values, failed)
+            program = self._programs.find(call, values, context, failed)
             try:
                 result = get_method(program)(*values)
                 return join(result) if get_method is _run else result
@@ -312,26 +327,27 @@ class ShardedFunction(Generic[P, R]):
                 raise
             except (ValueError, RuntimeError) as second:
                 error = second
-        placed = place_arguments(program.traced, values, get_method is _run)
+        placed = place_arguments(program, values, context, get_method is _run)
         if placed is values:
             raise error
         if get_method is not _run:
             return get_method(program)(*placed)
         return join((program.constrained if is_tracing() else program.run)(*placed))
 
-    def _traced_function(
+    def _checked_program(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[TracedFunction, Sequence[Any]]:
-        """Checks a call. Returns its TracedFunction and its flattened values."""
+    ) -> tuple[Program, Sequence[Any], Context]:
+        """Checks a call. Returns its program, its flattened values and its context."""
         call, _, values = self._setup.declaration.flatten_call(args, kwargs)
         if find_modules(values):
             self._setup.has_modules.set()
         values = self._converted(call, values)
-        program = self._find_program(call, values)
-        program.traced.check(values)
-        if not program.is_for(values):
-            program = self._programs.find(call, values, program.runnable)
-        return program.traced, values
+        context = self._setup.context()
+        program = self._find_program(call, values, context)
+        program.check(values, context)
+        if not program.is_for(values, context):
+            program = self._programs.find(call, values, context, program.runnable)
+        return program, values, context
 
 
 entered_scope = innermost_scope.get  # saves 0.04 us per call

@@ -29,10 +29,10 @@ from .._functions.parameters import (
     with_copied_options,
 )
 from .._functions.promise import Promise
+from .._functions.setup import Options
 from .._functions.sharded import check_traceable, no_function_error
 from .._functions.sharded import decorate as decorate_sharded
 from .._functions.sharded_function import ShardedFunction
-from .._functions.traced_function import Options
 from .._notation.expression import Expression
 from .._notation.layout import axis_positions, mesh_text
 from .._sharding.axis_rules import check_flag
