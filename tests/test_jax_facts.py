@@ -77,7 +77,7 @@ def test_abstract_mesh_in_context_is_empty_outside():
 
 
 def test_specs_that_mean_the_same_are_not_equal():
-    # _sharding.resolve normalizes them
+    # _sharding.placement normalizes them
     assert P('x') != P('x', None)
     assert NamedSharding(ONE_AXIS, P('x')) != NamedSharding(ONE_AXIS, P('x', None))
     assert NamedSharding(ONE_AXIS, P('x')) == NamedSharding(ONE_AXIS, P('x'))
@@ -174,7 +174,7 @@ def test_sharding_on_the_abstract_mesh_in_context(types):
 
 
 def test_mesh_axis_named_zero_is_ignored():
-    # _sharding.resolve refuses such a mesh
+    # _sharding.placement refuses such a mesh
     mesh = Mesh(np.array(jax.devices()[:8]), (0,))
     assert shard_shapes(jax.device_put(X, NamedSharding(mesh, P(0)))) == {(8, 8)}
 

@@ -40,7 +40,7 @@ from .._sharding.mesh import (
     partition_spec,
     spec_axes,
 )
-from .._sharding.resolve import Placement
+from .._sharding.placement import Placement
 from .._text import first_line
 from .reshard import reshard
 

@@ -15,11 +15,12 @@ from jax.typing import ArrayLike
 
 from .._cache import cached
 from .._errors import EinshardError, public
-from .._notation.layout import Layout, terms_of_axis
+from .._notation.layout import terms_of_axis
 from .._sharding.context import Context, current_context, is_tracing
 from .._sharding.leaf_spec import AnySpec, as_leaf_spec
-from .._sharding.mesh import AnyMesh, MeshLike, is_partial, mesh_fact, process_count
-from .._sharding.resolve import Placement, resolve
+from .._sharding.mesh import AnyMesh, MeshLike, is_partial, mesh_fact, process_count, shards_by_axis
+from .._sharding.placement import Placement
+from .._sharding.resolve import resolve
 from .._trees.paths import leaf_paths, leaf_text
 from .._trees.specs import (
     Spec,
@@ -206,7 +207,8 @@ def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
     if isinstance(array, np.ndarray):
         check_dtype(placement.expression, array.dtype)
     sizes = list(array.shape)
-    shards = _shards_by_process(placement.sharding, placement.layout, array.ndim)
+    counts = shards_by_axis(placement.sharding)
+    shards = _shards_by_process(placement.sharding, array.ndim)
     for axis, by_process in shards.items():
         local_shards, shard_sets = by_process[jax.process_index()], set(by_process.values())
         if len(shard_sets) == 1:
@@ -214,7 +216,7 @@ def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
         # the sets must have the same size and must not overlap
         n_local = len(local_shards)
         is_even = all(len(shard_set) == n_local for shard_set in shard_sets)
-        if not is_even or len(shard_sets) * n_local != placement.layout.n_shards[axis]:
+        if not is_even or len(shard_sets) * n_local != counts[axis]:
             raise _uneven_error(placement, axis, array, by_process)
         if sizes[axis] % n_local:
             raise _indivisible_error(placement, axis, array, n_local, spec, context)
@@ -224,11 +226,9 @@ def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
 
 
 @cached
-def _shards_by_process(
-    sharding: NamedSharding, layout: Layout, ndim: int
-) -> dict[int, dict[int, frozenset[int]]]:
+def _shards_by_process(sharding: NamedSharding, ndim: int) -> dict[int, dict[int, frozenset[int]]]:
     """Returns {sharded axis: {process: indices of the shards in the process}}."""
-    counts = layout.n_shards
+    counts = shards_by_axis(sharding)
     # with one element per shard, the start of a slice is the index of the shard
     indices = sharding.devices_indices_map(tuple(counts.get(axis, 1) for axis in range(ndim)))
     shards: dict[int, dict[int, frozenset[int]]] = {axis: {} for axis in counts}
@@ -243,7 +243,7 @@ def _shards_by_process(
 def _indivisible_error(
     placement: Placement, axis: int, array: Any, n_local: int, spec: AnySpec, context: Context
 ) -> EinshardError:
-    size, n_shards = array.shape[axis], placement.layout.n_shards[axis]
+    size, n_shards = array.shape[axis], shards_by_axis(placement.sharding)[axis]
     name, terms = terms_of_axis(placement.expression, axis, array.ndim)
     leaf_spec = as_leaf_spec(spec)
     rules = context.axis_rules if leaf_spec.expression.short else ()

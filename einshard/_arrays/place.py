@@ -29,7 +29,8 @@ from .._sharding.context import (
 from .._sharding.describe import describe
 from .._sharding.leaf_spec import AnySpec, with_memory_kind
 from .._sharding.mesh import AnyMesh, MeshLike
-from .._sharding.resolve import Placement, check_memory_kind, find_placement, resolve
+from .._sharding.placement import Placement, check_memory_kind
+from .._sharding.resolve import find_placement, resolve
 from .._trees.paths import leaf_paths, leaf_text
 from .._trees.specs import (
     Spec,

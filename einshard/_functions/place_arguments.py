@@ -25,7 +25,7 @@ from .._sharding.context import Context, is_tracing
 from .._sharding.describe import describe, describe_in
 from .._sharding.leaf_spec import REPLICATED, with_memory_kind
 from .._sharding.mesh import is_partial, memory_kind_of, partial_axes, process_count
-from .._sharding.resolve import Placement
+from .._sharding.placement import Placement
 from .._text import first_of
 from .._trees.paths import leaves_with_paths
 from .program import Program

@@ -20,7 +20,8 @@ from .._notation.expression import ELLIPSIS, Expression
 from .._notation.layout import axis_positions
 from .._sharding.context import Context
 from .._sharding.leaf_spec import LeafSpec
-from .._sharding.resolve import Placement, resolve
+from .._sharding.placement import Placement
+from .._sharding.resolve import resolve
 from .._text import array_text
 from .._trees.partition import with_static_nodes
 from .._trees.paths import leaves_with_paths, path_text
@@ -55,7 +56,7 @@ class ValueSpec:
 
         # which rules may shard
         self._has_names_after_ellipsis = any(
-            isinstance(leaf, LeafSpec) and _has_names_after_ellipsis(leaf.expression)
+            isinstance(leaf, LeafSpec) and leaf.written and _has_names_after_ellipsis(leaf.written)
             for leaf in jtu.tree_leaves(spec, is_leaf=is_none)
         )
 

@@ -59,11 +59,14 @@ def axis_positions(
     quote `rank_text`, such as 'ndim=3'. Default: 'the array has 3 dimensions'.
     """
     names = expression.names
-    rank_text = rank_text or f'the array has {plural(ndim or 0, "dimension")}'
+
+    def rank() -> str:
+        return rank_text or f'the array has {plural(ndim or 0, "dimension")}'
+
     if ELLIPSIS not in names:
         if ndim is not None and ndim != len(names):
             raise expression.error(
-                f'the expression names {plural(len(names), "axis")}, but {rank_text}',
+                f'the expression names {plural(len(names), "axis")}, but {rank()}',
                 expression.left if not expression.short else expression.right,
                 code='ndim',
                 fix=repairs(expression, ndim=ndim),
@@ -84,7 +87,7 @@ def axis_positions(
         ndim = len(names) - 1
     if ndim < before + after:
         raise expression.error(
-            f"the expression names {plural(before + after, 'axis')} and '...', but {rank_text}",
+            f"the expression names {plural(before + after, 'axis')} and '...', but {rank()}",
             [t for t in expression.left if t.name != ELLIPSIS],
             code='ndim',
         )

@@ -29,7 +29,7 @@ from .mesh import (
     spec_axes,
     unreduced_kind,
 )
-from .resolve import lower
+from .placement import lower
 
 
 @overload

@@ -32,13 +32,22 @@ REPLICATED = '... -> * ...'
 class LeafSpec:
     """A parsed spec of one leaf. Compared by identity, which makes it a fast cache key."""
 
-    expression: Expression
+    written: Expression | None  # None if the spec was a PartitionSpec or NamedSharding
     memory_kind: str | None = None
     on_missing: Fallback = 'error'  # 'replicate': ignore mesh axes that the mesh lacks
     on_indivisible: Fallback = 'error'  # 'replicate': replicate axes that are not divisible
     rule: str | None = None  # the rule that gave this spec, for errors
     mesh: AnyMesh | None = None  # the mesh of a spec that was a NamedSharding
     partition: PartitionSpec | None = None  # None if the spec was an expression
+    ndim: int | None = None  # the rank of the array, with which a PartitionSpec is written out
+
+    @property
+    def expression(self) -> Expression:
+        """The expression, as written or in letters. Most PartitionSpecs never need theirs."""
+        if self.partition is None:
+            assert self.written is not None
+            return self.written
+        return _in_letters(self.partition, self.ndim)
 
     @property
     def unconstrained(self) -> tuple[int, ...]:
@@ -99,22 +108,25 @@ def _from_partition(spec: PartitionSpec) -> LeafSpec:
             f'partial sums are supported, but not the partial {kind} {partition_text(spec)}',
             code='partial-sum',
         )
-    try:
-        return LeafSpec(_partition_to_expression(spec, None), partition=spec)
-    except EinshardError as error:
-        raise error.about(spec=partition_text(spec)) from None
+    leaf_spec = LeafSpec(None, partition=spec)
+    entries = (entry for entry in spec_axes(spec) if entry != UNCONSTRAINED)
+    axes = [*itertools.chain(*entries, spec.unreduced, spec.reduced)]
+    if len({*axes}) < len(axes):
+        try:
+            check_mesh_axes(leaf_spec.expression)
+        except EinshardError as error:
+            raise error.about(spec=partition_text(spec)) from None
+    return leaf_spec
 
 
 @cached
 def with_ndim(spec: LeafSpec, ndim: int) -> LeafSpec:
-    """Writes out all axes of a spec that was a PartitionSpec. Returns other specs unchanged."""
-    partition = spec.partition
-    if partition is None:
-        return spec
-    return replace(spec, expression=_partition_to_expression(partition, ndim))
+    """Sets the rank of a spec that was a PartitionSpec. Returns other specs unchanged."""
+    return spec if spec.partition is None else replace(spec, ndim=ndim)
 
 
-def _partition_to_expression(spec: PartitionSpec, ndim: int | None) -> Expression:
+@cached
+def _in_letters(spec: PartitionSpec, ndim: int | None) -> Expression:
     """Converts a PartitionSpec to an expression, with '...' if the rank is not known."""
     entries = [() if entry == UNCONSTRAINED else entry for entry in spec_axes(spec)]
     signed = signed_terms(spec, sorted(spec.unreduced | spec.reduced, key=str))
@@ -185,4 +197,4 @@ def with_expression(spec: AnySpec, expression: str) -> AnySpec:
     """Returns the spec with another expression, and the same memory kind and options."""
     if isinstance(spec, str):
         return with_memory_kind(expression, split_memory_kind(spec)[1])
-    return replace(spec, expression=parse(expression), partition=None)
+    return replace(spec, written=parse(expression), partition=None)

@@ -282,6 +282,14 @@ def spec_axes(spec: PartitionSpec) -> list[tuple[Any, ...]]:
     return [entry_axes(entry) for entry in spec.partitions]
 
 
+def shards_by_axis(sharding: NamedSharding) -> dict[int, int]:
+    """Returns the number of shards of each sharded array axis, by the position of the axis."""
+    sizes = sharding.mesh.shape
+    entries = enumerate(spec_axes(sharding.spec))
+    counts = {i: math.prod(sizes[axis] for axis in axes) for i, axes in entries}
+    return {i: n for i, n in counts.items() if n > 1}
+
+
 def partition_spec(
     entries: Iterable[tuple[Any, ...]],
     unreduced: Collection[Any] = (),

@@ -180,7 +180,10 @@ def read_specs(spec: Spec) -> Spec:
 def needs_leaves(spec: Spec) -> bool:
     """Whether the shardings for a spec depend on the ranks, paths or shapes of leaves."""
     return any(
-        needs_rank(leaf.expression) if isinstance(leaf, LeafSpec) else leaf is not None
+        # '...' ends a PartitionSpec in letters
+        leaf.partition is None and needs_rank(leaf.expression)
+        if isinstance(leaf, LeafSpec)
+        else leaf is not None
         for leaf in jtu.tree_leaves(spec, is_leaf=is_none)
     )
 

@@ -16,7 +16,8 @@ from .._page import Column, Page, Section, page_text
 from .._page_html import page_html
 from .._sharding.context import Context
 from .._sharding.leaf_spec import AnySpec, with_memory_kind
-from .._sharding.resolve import Placement, resolve
+from .._sharding.placement import Placement
+from .._sharding.resolve import resolve
 from .._text import first_of, format_bytes, shape_text
 from .paths import leaf_paths, leaf_text
 from .specs import check_registered_pytree
@@ -243,6 +244,6 @@ def _row(path: str, aval: Any, rule: str, placement: Placement | None) -> Row:
         shard_shape=shard_shape,
         bytes=math.prod(shard_shape) * itemsize,
         total_bytes=math.prod(shape) * itemsize,
-        replicated_axes=placement.layout.replicated_axes if placement else (),
+        replicated_axes=placement.replicated_axes if placement else (),
         missing_axes=placement.missing_axes if placement else (),
     )
