@@ -3,6 +3,9 @@
 If one of these tests fails after an upgrade, its comment names the code that relies on it.
 """
 
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +13,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from placed import mesh_of
+
+from einshard._program import private_jax
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -241,40 +246,37 @@ def test_a_user_context_is_in_the_keys_of_jit_and_of_traces_by_equality():
 
 
 def test_lowered_programs_keep_their_devices_and_shardings_in_private():
-    # _explain.oversized and _explain.lowered read them there; if Lowered gets a property for them,
-    # use it instead
+    # if Lowered gets properties for them, use these instead
     rows, columns = NamedSharding(ONE_AXIS, P('x')), NamedSharding(ONE_AXIS, P(None, 'x'))
 
     def f(unused, x):
         return jax.lax.with_sharding_constraint(x + 1, columns) * 2
 
     lowered = jax.jit(f, in_shardings=rows, out_shardings=rows).lower(X, X)
-    options, devices = lowered._lowering.compile_args, lowered._lowering._device_list
-    assert [*devices] == [*ONE_AXIS.devices.flat]
-    assert options['kept_var_idx'] == {1}
+    options = private_jax.compile_options(lowered)
+    assert private_jax.devices_of(lowered) == [*ONE_AXIS.devices.flat]
+    assert private_jax.kept_arguments(lowered) == [1]
     assert options['in_shardings'] == (rows,)
     assert options['out_shardings'] == (rows,)
     assert columns in options['intermediate_shardings']
     with jax.set_mesh(ONE_AXIS):
         in_context = jax.jit(lambda x: x + 1).lower(X)
-    assert in_context._lowering.compile_args['context_mesh'] == ONE_AXIS
+    assert private_jax.compile_options(in_context)['context_mesh'] == ONE_AXIS
 
 
 def test_compiler_options_are_in_private():
-    # _program.edits.call reads them there
     options = {'xla_cpu_enable_fast_math': False}
     jitted = jax.jit(lambda x: x + 1, compiler_options=options)
     with pytest.raises(ValueError, match='`compiler_options` can only be passed to top-level'):
         jax.make_jaxpr(lambda x: jitted(x))(X)
-    params = jitted.trace(X)._params
+    params = private_jax.jit_params(jitted.trace(X))
     assert dict(params['compiler_options_kvs']) == options
     plain = jax.jit(lambda x: x + 1)
     assert {*params} == {*jax.make_jaxpr(lambda x: plain(x))(X).eqns[0].params}
 
 
 def test_programs_with_refs_keep_their_shardings_in_private():
-    # _explain.lowered.compiled_shardings reads them there; if the first two properties work, use
-    # them alone
+    # if the first two properties work, use them alone
     rows, replicated = NamedSharding(ONE_AXIS, P('x')), NamedSharding(ONE_AXIS, P())
     ref = jax.new_ref(jax.device_put(jnp.ones(8), replicated))
 
@@ -288,8 +290,17 @@ def test_programs_with_refs_keep_their_shardings_in_private():
         _ = compiled.out_info
     with pytest.raises(ValueError, match='Too many leaves'):
         _ = compiled.output_shardings
-    program = compiled._executable
-    assert program._kept_var_idx == {1, 2}
-    assert [s.spec for s in program._in_shardings] == [P(), P('x')]
-    assert [s.spec for s in program._out_shardings] == [P('x'), P()]
-    assert [a.shape for a in program.out_avals] == [(8,), (8,)]
+    arguments, outputs = private_jax.shardings_of_compiled(compiled)
+    assert {i: s.spec for i, s in arguments.items()} == {1: P(), 2: P('x')}
+    assert [s.spec for _, s in outputs] == [P('x'), P()]
+    assert [a.shape for a, _ in outputs] == [(8,), (8,)]
+
+
+def test_one_module_reads_private_fields_of_jax():
+    reader = Path(private_jax.__file__)
+    fields = {*re.findall(r'\._[a-z]\w*', reader.read_text())}
+    assert '._lowering' in fields
+    others = [path for path in reader.parents[1].rglob('*.py') if path != reader]
+    for path in others:
+        # attributes of our own objects, of the same names, are not followed by more
+        assert not [f for f in fields if re.search(rf'(?<!self)\{f}\b', path.read_text())], path

@@ -28,6 +28,7 @@ from .._functions.promise import Limits
 from .._functions.sharded_function import ShardedFunction
 from .._program.edits.call import JittedCall, read_call
 from .._program.edits.fixed_function import FixedFunction
+from .._program.private_jax import devices_of, shardings_of_compiled
 from .._progress import progress
 from .._sharding.context import LIBRARY_FOLDERS, current_context, mesh_scope
 from .._sharding.cuda_plugin import start_backend
@@ -190,17 +191,14 @@ def compiled_shardings(compiled: Compiled) -> tuple[list[Sharding | None], Any]:
     """Returns the sharding of each argument leaf, and `out_info`. Unused leaves have None.
 
     JAX adds the final value of a `jax.Ref` to the outputs, but not to `out_tree`. In such programs,
-    `out_info` raises, and `input_shardings` may raise or be wrong. This function then reads private
-    fields of JAX, which tests/test_jax_facts.py checks.
+    `out_info` raises, and `input_shardings` may raise or be wrong.
     """
     leaves, treedef = jtu.tree_flatten(compiled.args_info)
     try:
         return treedef.flatten_up_to(compiled.input_shardings), compiled.out_info
     except ValueError:
-        program: Any = compiled._executable  # type: ignore[reportPrivateUsage]
-        kept = dict(zip(sorted(program._kept_var_idx), program._in_shardings, strict=False))
-        n_results = compiled.out_tree.num_leaves
-        results = zip(program.out_avals[:n_results], program._out_shardings, strict=False)
+        kept, results = shardings_of_compiled(compiled)
+        results = results[: compiled.out_tree.num_leaves]
         structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in results]
         shardings = [kept.get(i) for i in range(len(leaves))]
         return shardings, jtu.tree_unflatten(compiled.out_tree, structs)
@@ -308,8 +306,7 @@ def _devices_of(stages: Stages) -> set[Any] | None:
         lowered = stages.lower()
     except (RuntimeError, TypeError, ValueError):
         return None
-    # Lowered has no public property for them; tests/test_jax_facts.py checks the private one
-    return {*lowered._lowering._device_list}  # type: ignore[reportPrivateUsage]
+    return {*devices_of(lowered)}
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from jax.stages import Compiled, Lowered
 from .._errors import EinshardError
 from .._program.hlo.groups import read_groups
 from .._program.hlo.text import Instruction, Program
+from .._program.private_jax import compile_options, devices_of, kept_arguments
 from .._progress import progress
 from .._sharding.collective_axes import sharding_of_blocks
 from .._sharding.mesh import AnyMesh, device_mesh
@@ -123,11 +124,9 @@ def _read_oversized(lowered: Lowered, available: int) -> Oversized | None:
 def _arguments_and_meshes(lowered: Lowered) -> tuple[Sequence[int], Sequence[Mesh]]:
     """Returns the indices of the argument leaves that JAX keeps, and meshes of all its devices.
 
-    The devices may be known only from `in_shardings=` or from constraints, and `Lowered` has no
-    public property for them. So this reads private fields, which tests/test_jax_facts.py checks.
+    The devices may be known only from `in_shardings=` or from constraints.
     """
-    lowering: Any = lowered._lowering  # type: ignore[reportPrivateUsage]
-    options, devices = lowering.compile_args, [*lowering._device_list]
+    options, devices = compile_options(lowered), devices_of(lowered)
     shardings = (
         *options['in_shardings'],
         *options['out_shardings'],
@@ -138,14 +137,6 @@ def _arguments_and_meshes(lowered: Lowered) -> tuple[Sequence[int], Sequence[Mes
     # the partitioner numbers the devices in this order
     found = [m for m in meshes if isinstance(m, Mesh) and [*m.devices.flat] == devices]
     return kept_arguments(lowered), list(dict.fromkeys(found))
-
-
-def kept_arguments(lowered: Lowered) -> list[int]:
-    """Returns the indices of the argument leaves that JAX keeps, for which there is no public way.
-
-    tests/test_jax_facts.py checks the private one.
-    """
-    return sorted(lowered._lowering.compile_args['kept_var_idx'])  # type: ignore[reportPrivateUsage]
 
 
 def read_sizes(buffers: str) -> Any:

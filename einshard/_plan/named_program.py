@@ -16,11 +16,11 @@ from .._errors import EinshardError
 from .._explain.arrays import find_names
 from .._explain.local_devices import asked_texts
 from .._explain.lowered import Stages
-from .._explain.oversized import kept_arguments
 from .._program.cost.chips import Chip, default_chip
 from .._program.cost.score import Score
 from .._program.edits.keys import Key
 from .._program.jaxpr.names import names_in as names_in_scope
+from .._program.private_jax import kept_arguments
 from .._program.traced.axis_classes import AxisClasses, Dim
 from .._program.traced.outline import PRODUCTS, Place
 from .._program.traced.program import Axes

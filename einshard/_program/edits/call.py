@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.extend import core as jex
 
+from ..private_jax import jit_params
 from .jaxprs import is_jaxpr, opened
 
 
@@ -95,7 +96,8 @@ def read_call(
             if result_tree is None or 'compiler_options' not in str(error):
                 raise
             _, args, kwargs = args_tree.unflatten(leaves)
-            eqn: Any = SimpleNamespace(params=jitted.trace(*args, **kwargs)._params)  # type: ignore[reportFunctionMemberAccess]
+            traced = jitted.trace(*args, **kwargs)  # type: ignore[reportFunctionMemberAccess]
+            eqn: Any = SimpleNamespace(params=jit_params(traced))
             operands = [*dynamic]
             shapes = [aval.shape for aval in eqn.params['jaxpr'].in_avals]
             if shapes != [jnp.shape(leaves[i]) for i in dynamic]:
