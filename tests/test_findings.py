@@ -30,8 +30,8 @@ from einshard import (
     sharded,
     topology,
 )
-from einshard._explain.lowered import Stages
 from einshard._explain.oversized import Oversized
+from einshard._explain.stages import Stages
 from einshard._text import format_bytes
 
 ALONG_S = 'b s d -> b@data s@tensor d'

@@ -30,9 +30,9 @@ from einshard import (
     topology,
 )
 from einshard._cli.main import main
-from einshard._explain.lowered import Stages
 from einshard._explain.report_rows import Figures, Finding, Tried
 from einshard._explain.search import trials
+from einshard._explain.stages import Stages
 
 
 def mesh_of(**axes):

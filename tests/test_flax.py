@@ -32,7 +32,7 @@ from einshard import (
     sharded,
     to_jax,
 )
-from einshard._explain.lowered import Stages
+from einshard._explain.stages import Stages
 
 X = np.float32(np.random.default_rng(0).normal(size=(16, 8)))
 CLOSE = {'rtol': 1e-4, 'atol': 1e-5}

@@ -13,7 +13,7 @@ from placed import struct
 
 from einshard import EinshardError, device_mesh, einshard, explain, plan, topology
 from einshard._explain.explain import read_facts
-from einshard._explain.lowered import trace_call
+from einshard._explain.trace_call import trace_call
 from einshard._plan.step import Step
 
 EIGHT = device_mesh(jax.devices()[:8])

@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from .._arrays.device_put import put_array
 from .._arrays.gather import gather
 from .._errors import EinshardError, plural, public
+from .._explain.call_checks import check_arguments
 from .._explain.frameworks import positional_parameters, restored_if_failed
-from .._explain.lowered import check_arguments
 from .._functions.error_notes import is_sharding_type_error
 from .._sharding.context import is_tracing
 from .._sharding.mesh import partition_spec, spec_axes

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._errors import EinshardError, plural, quoted
-from .._explain.lowered import check_arguments
+from .._explain.call_checks import check_arguments
 from .._notation.counts import prime_factors
 from .._sharding.mesh import AnyMesh, device_mesh
 from .._sharding.topology import topology

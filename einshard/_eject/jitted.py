@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from .._errors import EinshardError
 from .._explain.findings.lines import line_of
-from .._explain.lowered import Stages
+from .._explain.stages import Stages
 from .._functions.parameters import CallSignature
 from .._functions.program import Program
 from .._functions.value_spec import ValueSpec

@@ -13,7 +13,8 @@ from jax.stages import Compiled, Lowered, Traced
 from .._arrays.place import einshard
 from .._draw.show import checked_shape
 from .._errors import EinshardError, plural, printable, public
-from .._explain.lowered import Stages, trace_call
+from .._explain.stages import Stages
+from .._explain.trace_call import trace_call
 from .._notation.layout import needs_rank
 from .._plan.result import Plan
 from .._sharding.context import Context, current_context, mesh_scope

@@ -24,9 +24,9 @@ from .._sharding.leaf_spec import AnySpec, as_leaf_spec, with_memory_kind
 from .._sharding.mesh import AnyMesh
 from .._trees.paths import argument_path, result_path
 from .frameworks import equinox_path, framework_result_path, program_leaves
-from .lowered import Stages
 from .oversized import Oversized
 from .report_rows import ArrayRow
+from .stages import Stages
 
 _NOT_USED = Description('not used')
 

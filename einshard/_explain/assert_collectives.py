@@ -8,7 +8,7 @@ from typing import Any
 from .._errors import public
 from .._functions.promise import Promise, check_promise, read_promise
 from .._sharding.mesh import MeshLike
-from .lowered import trace_to_compile
+from .trace_call import trace_to_compile
 
 
 @public

@@ -28,6 +28,7 @@ from .arrays import (
     results_in_place,
     with_memory,
 )
+from .call_checks import suggest_partial
 from .collectives import Collectives
 from .findings.causes import with_causes
 from .findings.facts import Facts
@@ -35,11 +36,12 @@ from .findings.find import find_findings
 from .frameworks import MARKER
 from .intermediates import find_intermediates
 from .kernel_costs import read_kernel_costs
-from .lowered import Stages, compiled_shardings, suggest_partial, trace_to_compile
 from .oversized import Oversized, compile_stages
 from .partition import Compiled as Simulated
 from .report import Report
 from .search.advice import with_advice
+from .stages import Stages, compiled_shardings
+from .trace_call import trace_to_compile
 
 
 @public

@@ -29,7 +29,7 @@ from .._program.private_jax import compile_options, devices_of, kept_arguments
 from .._progress import progress
 from .._sharding.collective_axes import sharding_of_blocks
 from .._sharding.mesh import AnyMesh, device_mesh
-from .lowered import Stages
+from .stages import Stages
 
 _AVAILABLE = re.compile(r'exceeds available HBM \((\d+(?:\.\d+)?)([KMGT]?)\)')
 _UNITS = {'': 0, 'K': 1, 'M': 2, 'G': 3, 'T': 4}

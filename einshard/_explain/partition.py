@@ -25,8 +25,8 @@ from jax.sharding import AxisType
 
 from .._errors import EinshardError
 from .._program.hlo.memory import Memory, read_memory
-from .lowered import Stages
 from .oversized import read_sizes
+from .stages import Stages
 
 WORKER_FILE = str(Path(__file__).with_name('partition_worker.py'))
 _PREFIX = 'jit(call)/call_exported/'  # in op names, added by jax.export

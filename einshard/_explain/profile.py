@@ -18,12 +18,14 @@ from .._functions.sharded_function import ShardedFunction
 from .._program.cost.chips import Chip, as_chip
 from .._progress import progress
 from .._text import array_text, first_line, name_of
+from .call_checks import suggest_partial
 from .explain import explain_stages
 from .findings.facts import Facts
 from .findings.next_call import next_arguments
 from .frameworks import is_jitted, jax_stage
-from .lowered import Stages, suggest_partial, trace_to_compile
 from .report import Report
+from .stages import Stages
+from .trace_call import trace_to_compile
 
 NO_GRAPHS: dict[str, str | bool] = {'xla_gpu_enable_command_buffer': ''}
 

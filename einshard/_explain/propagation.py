@@ -14,7 +14,7 @@ from .._program.traced.program import Program
 from .._program.traced.read import read_program
 from .._program.traced.shardy import NotPropagated, is_gspmd
 from .._sharding.context import mesh_scope
-from .lowered import Stages
+from .stages import Stages
 
 _GSPMD = (
     'the program is partitioned by GSPMD; reasons are those of Shardy, and XLA may decide '

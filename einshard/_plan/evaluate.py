@@ -17,7 +17,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .._errors import EinshardError
 from .._explain.collectives import Collectives
 from .._explain.explain import explain_stages
-from .._explain.lowered import Stages, trace_call
 from .._explain.partition import (
     Compiled,
     Worker,
@@ -27,6 +26,8 @@ from .._explain.partition import (
 )
 from .._explain.reading import read_simulated
 from .._explain.report import Report
+from .._explain.stages import Stages
+from .._explain.trace_call import trace_call
 from .._functions.bound_method import BoundMethod
 from .._functions.sharded_function import ShardedFunction
 from .._program.cost.chips import Chip

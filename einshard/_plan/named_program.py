@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from .._errors import EinshardError
 from .._explain.arrays import find_names
 from .._explain.local_devices import asked_texts
-from .._explain.lowered import Stages
+from .._explain.stages import Stages
 from .._program.cost.chips import Chip, default_chip
 from .._program.cost.score import Score
 from .._program.edits.keys import Key

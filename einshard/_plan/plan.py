@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, get_args
 from jax.sharding import Mesh
 
 from .._errors import EinshardError, public
-from .._explain.lowered import concrete
+from .._explain.call_checks import concrete
 from .._functions.bound_method import unwrap_partial
 from .._program.cost.chips import Chip, as_chip, find_chip
 from .._program.hlo.memory import parse_bytes

@@ -13,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 from .._display import Display
 from .._errors import EinshardError, plural, quoted
 from .._explain.diff import Diff
-from .._explain.lowered import Stages
 from .._explain.report import Report
 from .._explain.search.with_edits import fixed_function
+from .._explain.stages import Stages
 from .._page import Column, Page, Section
 from .._text import format_bytes, format_seconds
 from .candidate import Candidate, Evaluation, Objective

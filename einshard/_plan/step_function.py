@@ -19,12 +19,13 @@ from .._explain.explain import read_facts
 from .._explain.findings.expressions import expression_of
 from .._explain.findings.facts import Facts
 from .._explain.findings.values import mesh_entries
-from .._explain.lowered import Stages, trace_call
 from .._explain.partition import compile_in_worker, export
 from .._explain.search.advice import make_trials
 from .._explain.search.trials import Trials
 from .._explain.search.with_edits import patch_for_mesh
 from .._explain.search.words import Words
+from .._explain.stages import Stages
+from .._explain.trace_call import trace_call
 from .._program.cost.chips import Chip
 from .._program.edits.edit import Edit, PlaceArguments, placements
 from .._program.jaxpr.graph import inner_jaxprs

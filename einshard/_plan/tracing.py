@@ -17,7 +17,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from .._arrays.constrain import constraints_of_trace
-from .._explain.lowered import Stages, trace_call
+from .._explain.stages import Stages
+from .._explain.trace_call import trace_call
 from .._notation.expression import ELLIPSIS, Expression, Term
 from .._sharding.axis_rules import axis_rules
 from .._sharding.context import only_mesh_scope

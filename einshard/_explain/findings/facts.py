@@ -19,10 +19,10 @@ from ..._sharding.collective_axes import axes_text
 from ..._sharding.mesh import is_canonical_mesh
 from ..arrays import ProgramArray
 from ..estimate import estimate, refusal
-from ..lowered import Stages
 from ..propagation import Propagation, propagate
 from ..reading import Reading
 from ..report_rows import ArrayRow, Finding
+from ..stages import Stages
 from ..timeline import Timeline
 from ..why import Reason, find_reasons
 from .values import PRODUCTS, Axes, Axis, argument_of, axes_of_values, mesh_entries, name_values

@@ -38,10 +38,10 @@ from ..findings.next_call import (
     results_to_pin,
     weights_of_gradients,
 )
-from ..lowered import Stages
 from ..partition import ENDED
 from ..report import Report
 from ..report_rows import Figures, Finding, Tried, changes
+from ..stages import Stages
 from .per_device import try_per_device
 from .proposals import MIN_GAIN, Proposals
 from .search import MIN_SECONDS, Accepted, Search

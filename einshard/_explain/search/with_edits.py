@@ -14,10 +14,10 @@ from ..._program.edits.fixed_function import FixedFunction
 from ..._sharding.context import mesh_scope
 from ..._text import first_line
 from ..findings.facts import Facts
-from ..lowered import trace_call
 from ..patch.arguments import in_jit
 from ..patch.patch import make_patch
 from ..patch.write import Change
+from ..trace_call import trace_call
 from .trials import Trials
 from .words import Words
 
