@@ -85,7 +85,7 @@ class Splicer:
             found = self._edit(closed, Site(), (), frozenset())
         return found
 
-    def _at(self, frames: Sequence[Span]) -> int:
+    def at(self, frames: Sequence[Span]) -> int:
         """Returns where in the frames the path begins, or -1."""
         first, n = self.path[0], len(self.path)
         for i, span in enumerate(frames):
@@ -100,7 +100,7 @@ class Splicer:
         forward = [
             n
             for n, at in enumerate(sites)
-            if self._at(at.frames) >= 0 > self._at(site.frames)
+            if self.at(at.frames) >= 0 > self.at(site.frames)
             and at.is_transposed == is_transposed
             and any(not _is_dropped(v) for v in jaxpr.eqns[n].outvars)
         ]
@@ -131,16 +131,16 @@ class Splicer:
             found = max(used) if used else max(returned)[1:] if returned else (forward[-1], 0)
             found = found[0], -found[1]
             eqn, frames = jaxpr.eqns[found[0]], sites[found[0]].frames
-            path = frames[: self._at(frames)]
+            path = frames[: self.at(frames)]
             kinds = {
                 jaxpr.eqns[n].primitive.name
                 for n in forward
-                if sites[n].frames[: self._at(sites[n].frames)] == path
+                if sites[n].frames[: self.at(sites[n].frames)] == path
             }
             producers = {v: n for n, each in enumerate(jaxpr.eqns) for v in each.outvars}
             shape = tuple(eqn.outvars[found[1]].aval.shape)
             operands = [
-                inner[: len(self.path) + max(self._at(inner), 0)]
+                inner[: len(self.path) + max(self.at(inner), 0)]
                 for v in eqn.invars
                 if not isinstance(v, jex.Literal) and v in producers and v.aval.shape == shape
                 for inner in [sites[producers[v]].frames]
@@ -180,146 +180,23 @@ class Splicer:
             cotangent_inputs: whether each input is a cotangent; False for missing ones.
             manual: the manual mesh axes of the `shard_map` around it.
         """
-        jaxpr, signature, sharding = opened(closed), self.signature, self.sharding
-        assert signature is not None
-        inputs = zip(jaxpr.invars, cotangent_inputs, strict=False)
-        cotangents = {v for v, is_cotangent in inputs if is_cotangent}
-        constants = {*jaxpr.constvars}
-        producer_paths: dict[Any, tuple[Span, ...] | None] = {}
-        eqns: list[Any] = []
-        new: dict[Any, Any] = {}  # constrained values, by what they replace
-        unconstrained: dict[Any, Any] = {}  # the reverse
-        constrained_cotangents: dict[Any, Any] = {}
-        changes: list[Any] = []
-
-        def constrain(v: Any, eqn: Any, n_mapped: int) -> Any:
-            assert self.sharding is not None
-            changes.append((len(eqns), v, self.sharding, manual, n_mapped))
-            shape = tuple(v.aval.shape)
-            is_open = self.tag is not None
-            constraint = _constraint(shape, v.aval.dtype, self.sharding, manual, n_mapped, is_open)
-            fresh, source = constraint.outvars[0], eqn.source_info
-            if self.tag is not None:
-                source = source.replace(name_stack=source.name_stack.extend(self.tag(n_mapped)))
-            eqns.append(constraint.replace(invars=[v], outvars=[fresh], source_info=source))
-            return fresh
-
-        def count(values: int, cotangents: int) -> None:
-            before = self.applied
-            self.applied = before[0] + values, before[1] + cotangents
-
+        jaxpr = opened(closed)
+        body = _Body(self, jaxpr, site, cotangent_inputs, manual)
         for eqn in jaxpr.eqns:
-            at = site.at(eqn, self.frames.of(eqn))
-            frames = at.frames
-            begin = self._at(frames)
-            is_inside = begin >= 0 > self._at(site.frames)
-            path = frames[:begin] if is_inside else None
-            is_there = is_inside and path == signature.path
-            invars = [v if isinstance(v, jex.Literal) else new.get(v, v) for v in eqn.invars]
-            # what the derivative of the expression keeps is computed from its unconstrained value
-            if is_there and eqn.primitive.name != signature.primitive:
-                invars = [unconstrained.get(v, v) if is_var(v) else v for v in invars]
-            # 1. the cotangent enters the equations that are the transposes of the expression
-            passes_on = signature.primitive in _PASS_COTANGENTS_ON
-            if passes_on:
-                is_transpose = any(frames[: len(each)] == each for each in signature.operands)
-            else:
-                is_transpose = is_inside if signature.is_custom else is_there
-            if at.is_transposed and is_transpose and not signature.is_transposed:
-                entering = [
-                    n
-                    for n, v in enumerate(eqn.invars)
-                    if is_var(v)
-                    and v in cotangents
-                    and _has_shape(v, signature.shape)
-                    and (
-                        passes_on
-                        or (signature.is_only_kind and not signature.is_custom)
-                        or (
-                            producer_paths.get(v) is None
-                            if signature.is_custom
-                            else producer_paths.get(v) != signature.path
-                        )
-                    )
-                ]
-                if signature.primitive == CONSTRAINT:
-                    entering = []
-                for n in entering[:1]:
-                    old, v = eqn.invars[n], invars[n]
-                    if old not in constrained_cotangents:
-                        constrained_cotangents[old] = constrain(v, eqn, at.n_mapped)
-                        count(0, 1)
-                        if passes_on:
-                            new[old] = constrained_cotangents[old]
-                    invars = [constrained_cotangents[old] if w is v else w for w in invars]
-            params = eqn.params
-            if not is_inside:
-                flags = [is_var(v) and v in cotangents for v in eqn.invars]
-                params = self._edit_inner(eqn, at, flags, manual)
-                if params is not eqn.params:
-                    changes.append((len(eqns), *map(id, inner_jaxprs(params.values()))))
-            eqn_new = eqn.replace(invars=invars, params=params)
-            is_constraint = is_there and eqn.primitive.name == CONSTRAINT == signature.primitive
-            if is_constraint and self.which == 'operand':
-                if not at.is_transposed:
-                    invars = [constrain(invars[0], eqn, at.n_mapped)]
-                    count(1, 0)
-                eqn_new = eqn.replace(invars=invars)
-            elif is_constraint and self.sharding is None:
-                new[eqn.outvars[0]] = invars[0]
-                count(not at.is_transposed, at.is_transposed)
-                changes.append((len(eqns), 'removed'))
-                eqn_new = None
-            elif is_constraint:
-                old = eqn.outvars[0]
-                assert sharding is not None
-                shape = tuple(old.aval.shape)
-                eqn_new = _constraint(shape, old.aval.dtype, sharding, manual, at.n_mapped).replace(
-                    invars=invars, outvars=eqn.outvars, source_info=eqn.source_info
-                )
-                count(not at.is_transposed, at.is_transposed)
-                changes.append((len(eqns), sharding, manual, at.n_mapped))
-            if eqn_new is not None:
-                eqns.append(eqn_new)
-            if is_constraint and self.which == 'operand' and at.is_transposed:
-                (old,) = eqn.outvars
-                new[old] = constrain(old, eqn, at.n_mapped)
-                count(0, 1)
-            # the cotangent of the loss is a constant
-            is_constant = all(not is_var(v) or v in constants for v in eqn.invars)
-            if any(is_var(v) and v in cotangents for v in eqn.invars) or (
-                is_constant and at.is_transposed
-            ):
-                cotangents.update(eqn.outvars)
-            elif is_constant:
-                constants.update(eqn.outvars)
-            for v in eqn.outvars:
-                producer_paths[v] = path
-            # 2. the value
-            if (
-                is_there
-                and at.is_transposed == signature.is_transposed
-                and eqn.primitive.name == signature.primitive != CONSTRAINT
-                and signature.output < len(eqn.outvars)
-                and _has_shape(eqn.outvars[signature.output], signature.shape)
-            ):
-                v = eqn.outvars[signature.output]
-                if not _is_dropped(v):
-                    new[v] = constrain(v, eqn, at.n_mapped)
-                    unconstrained[new[v]] = v
-                    count(1, 0)
-        outvars = [new.get(v, v) if is_var(v) else v for v in jaxpr.outvars]
+            body.edit(eqn)
         # the same object where nothing has changed, or the same has: XLA shares a function that is
         # called twice
-        if not changes:
+        if not body.changes:
             return closed
-        key = id(closed), tuple(changes)
+        key = id(closed), tuple(body.changes)
         if key not in self.shared:
-            self.shared[key] = (
-                closed,
-                closed_like(closed, jaxpr.replace(eqns=eqns, outvars=outvars)),
-            )
+            outvars = [body.new.get(v, v) if is_var(v) else v for v in jaxpr.outvars]
+            changed = jaxpr.replace(eqns=body.eqns, outvars=outvars)
+            self.shared[key] = closed, closed_like(closed, changed)
         return self.shared[key][1]
+
+    def count(self, values: int, cotangents: int) -> None:
+        self.applied = self.applied[0] + values, self.applied[1] + cotangents
 
     def _is_all_manual(self, eqn: Any) -> bool:
         """Whether each device runs the body of a `shard_map` on its own."""
@@ -328,7 +205,7 @@ class Splicer:
         mesh = eqn.params['mesh'] if self.sharding is None else self.sharding.mesh
         return _manual_axes(eqn) >= {*map(str, mesh.axis_names)}
 
-    def _edit_inner(
+    def edit_inner(
         self, eqn: Any, site: Site, cotangents: Sequence[bool], manual: frozenset[str]
     ) -> dict[str, Any]:
         inside = site.inside(eqn)
@@ -342,6 +219,172 @@ class Splicer:
             return self._edit(jaxpr, inside, flags, manual)
 
         return map_jaxprs(eqn, edited)
+
+
+class _Place(NamedTuple):
+    """Where an equation is: its frames, and whether they begin inside the expression."""
+
+    at: Site
+    path: tuple[Span, ...] | None  # the frames inside the expression; None outside of it
+    is_there: bool  # whether they are those of the signature
+
+
+class _Body:
+    """The changed equations of one jaxpr, added one by one.
+
+    Attributes:
+        eqns: the equations so far.
+        new: constrained values, by what they replace.
+        changes: what was changed; equal changes of a jaxpr are made once.
+    """
+
+    def __init__(
+        self,
+        splicer: Splicer,
+        jaxpr: Any,
+        site: Site,
+        cotangent_inputs: Sequence[bool],
+        manual: frozenset[str],
+    ):
+        assert splicer.signature is not None
+        self.splicer, self.signature, self.sharding = splicer, splicer.signature, splicer.sharding
+        self.site, self.manual = site, manual
+        self.eqns: list[Any] = []
+        self.new: dict[Any, Any] = {}
+        self.changes: list[Any] = []
+        self._before: dict[Any, Any] = {}  # what a constrained value replaces
+        inputs = zip(jaxpr.invars, cotangent_inputs, strict=False)
+        self._cotangents = {v for v, is_cotangent in inputs if is_cotangent}
+        self._constrained_cotangents: dict[Any, Any] = {}
+        self._constants = {*jaxpr.constvars}
+        self._producer_paths: dict[Any, tuple[Span, ...] | None] = {}
+
+    def edit(self, eqn: Any) -> None:
+        """Adds an equation, with changed constraints of its operands and results."""
+        place = self._place(eqn)
+        invars = self._constrain_cotangent(eqn, place, self._operands(eqn, place))
+        is_constraint = place.is_there and eqn.primitive.name == CONSTRAINT
+        if is_constraint and self.signature.primitive == CONSTRAINT:
+            self._edit_constraint(eqn, place.at, invars)
+        else:
+            params = eqn.params
+            if place.path is None:
+                is_cotangent = [self._is_cotangent(v) for v in eqn.invars]
+                params = self.splicer.edit_inner(eqn, place.at, is_cotangent, self.manual)
+                if params is not eqn.params:
+                    inner = map(id, inner_jaxprs(params.values()))
+                    self.changes.append((len(self.eqns), *inner))
+            self.eqns.append(eqn.replace(invars=invars, params=params))
+        self._follow(eqn, place)
+        self._constrain_value(eqn, place)
+
+    def _place(self, eqn: Any) -> _Place:
+        at = self.site.at(eqn, self.splicer.frames.of(eqn))
+        begin = self.splicer.at(at.frames)
+        path = at.frames[:begin] if begin >= 0 > self.splicer.at(self.site.frames) else None
+        return _Place(at, path, path == self.signature.path)
+
+    def _is_cotangent(self, v: Any) -> bool:
+        return is_var(v) and v in self._cotangents
+
+    def _operands(self, eqn: Any, place: _Place) -> list[Any]:
+        invars = [v if isinstance(v, jex.Literal) else self.new.get(v, v) for v in eqn.invars]
+        # what the derivative of the expression keeps is computed from its unconstrained value
+        if place.is_there and eqn.primitive.name != self.signature.primitive:
+            invars = [self._before.get(v, v) if is_var(v) else v for v in invars]
+        return invars
+
+    def _constrain_cotangent(self, eqn: Any, place: _Place, invars: list[Any]) -> list[Any]:
+        """Constrains the cotangent that enters the transposes of the expression."""
+        signature, at = self.signature, place.at
+        passes_on = signature.primitive in _PASS_COTANGENTS_ON
+        if passes_on:
+            is_transpose = any(at.frames[: len(each)] == each for each in signature.operands)
+        else:
+            is_transpose = place.path is not None if signature.is_custom else place.is_there
+        if signature.primitive == CONSTRAINT or not is_transpose:
+            return invars
+        if not at.is_transposed or signature.is_transposed:
+            return invars
+
+        def enters(v: Any) -> bool:
+            if not self._is_cotangent(v) or not _has_shape(v, signature.shape):
+                return False
+            if passes_on or (signature.is_only_kind and not signature.is_custom):
+                return True
+            path = self._producer_paths.get(v)
+            return path is None if signature.is_custom else path != signature.path
+
+        entering = next((n for n, v in enumerate(eqn.invars) if enters(v)), None)
+        if entering is None:
+            return invars
+        old, v = eqn.invars[entering], invars[entering]
+        if old not in self._constrained_cotangents:
+            self._constrained_cotangents[old] = self._constrain(v, eqn, at.n_mapped)
+            self.splicer.count(0, 1)
+            if passes_on:
+                self.new[old] = self._constrained_cotangents[old]
+        return [self._constrained_cotangents[old] if w is v else w for w in invars]
+
+    def _edit_constraint(self, eqn: Any, at: Site, invars: list[Any]) -> None:
+        """Replaces or removes a constraint, or constrains its operand."""
+        (old,), n = eqn.outvars, at.n_mapped
+        if self.splicer.which == 'operand':
+            if not at.is_transposed:
+                invars = [self._constrain(invars[0], eqn, n)]
+            self.eqns.append(eqn.replace(invars=invars))
+            if at.is_transposed:
+                self.new[old] = self._constrain(old, eqn, n)
+        elif self.sharding is None:
+            self.new[old] = invars[0]
+            self.changes.append((len(self.eqns), 'removed'))
+        else:
+            shape = tuple(old.aval.shape)
+            made = _constraint(shape, old.aval.dtype, self.sharding, self.manual, n)
+            self.changes.append((len(self.eqns), self.sharding, self.manual, n))
+            self.eqns.append(
+                made.replace(invars=invars, outvars=eqn.outvars, source_info=eqn.source_info)
+            )
+        self.splicer.count(not at.is_transposed, at.is_transposed)
+
+    def _follow(self, eqn: Any, place: _Place) -> None:
+        """Follows cotangents and constants: the cotangent of the loss is a constant."""
+        is_constant = all(not is_var(v) or v in self._constants for v in eqn.invars)
+        is_from_loss = is_constant and place.at.is_transposed
+        if is_from_loss or any(map(self._is_cotangent, eqn.invars)):
+            self._cotangents.update(eqn.outvars)
+        elif is_constant:
+            self._constants.update(eqn.outvars)
+        for v in eqn.outvars:
+            self._producer_paths[v] = place.path
+
+    def _constrain_value(self, eqn: Any, place: _Place) -> None:
+        signature = self.signature
+        is_value = (
+            place.is_there
+            and place.at.is_transposed == signature.is_transposed
+            and eqn.primitive.name == signature.primitive != CONSTRAINT
+            and signature.output < len(eqn.outvars)
+        )
+        v = eqn.outvars[signature.output] if is_value else None
+        if v is not None and _has_shape(v, signature.shape) and not _is_dropped(v):
+            self.new[v] = self._constrain(v, eqn, place.at.n_mapped)
+            self._before[self.new[v]] = v
+            self.splicer.count(1, 0)
+
+    def _constrain(self, v: Any, eqn: Any, n_mapped: int) -> Any:
+        """Adds a constraint of a value of an equation, and returns the constrained value."""
+        assert self.sharding is not None
+        tag, shape = self.splicer.tag, tuple(v.aval.shape)
+        self.changes.append((len(self.eqns), v, self.sharding, self.manual, n_mapped))
+        constraint = _constraint(
+            shape, v.aval.dtype, self.sharding, self.manual, n_mapped, is_open=tag is not None
+        )
+        fresh, source = constraint.outvars[0], eqn.source_info
+        if tag is not None:
+            source = source.replace(name_stack=source.name_stack.extend(tag(n_mapped)))
+        self.eqns.append(constraint.replace(invars=[v], outvars=[fresh], source_info=source))
+        return fresh
 
 
 def _manual_axes(eqn: Any) -> frozenset[str]:
