@@ -520,7 +520,7 @@ def test_rules_are_left_where_an_interrupt_stops_their_block(event, nested, clea
             nonlocal steps
             frame.f_trace_opcodes = event == 'opcode'
             if kind == event and re.search(
-                r'context\.py$|_src.config\.py$', frame.f_code.co_filename
+                r'(context|scopes)\.py$|_src.config\.py$', frame.f_code.co_filename
             ):
                 steps += 1
                 if steps == n:

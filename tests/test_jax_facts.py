@@ -35,7 +35,7 @@ def mesh_is_hidden():
 
 @pytest.mark.parametrize('mesh', [None, AUTO, EXPLICIT])
 def test_get_mesh_refuses_inside_every_transformation(mesh):
-    # _sharding.context.is_tracing
+    # _sharding.tracing.is_tracing
     seen = []
 
     def fresh():  # JAX remembers what it traced, by function
@@ -70,7 +70,7 @@ def test_get_mesh_refuses_inside_every_transformation(mesh):
 
 
 def test_abstract_mesh_in_context_is_empty_outside():
-    # _sharding.context.ambient_mesh
+    # _sharding.scopes.ambient_mesh
     assert jax.sharding.get_abstract_mesh().empty
     with jax.set_mesh(ONE_AXIS):
         assert jax.sharding.get_abstract_mesh() == ONE_AXIS.abstract_mesh
@@ -215,7 +215,7 @@ def test_none_is_an_empty_tree_and_a_leaf_of_a_prefix():
 
 
 def test_a_user_context_is_in_the_keys_of_jit_and_of_traces_by_equality():
-    # _sharding.context puts the mesh and the axis rules there
+    # _sharding.scopes puts the mesh and the axis rules there
     context = jax.make_user_context(default_value=None)
     seen = []
 

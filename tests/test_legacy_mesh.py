@@ -26,7 +26,7 @@ def legacy_mesh():
 
 
 def test_jax_raises_runtime_error_for_a_constraint_without_a_mesh():
-    # einshard/_sharding/context.py relies on it
+    # einshard/_sharding/program_mesh.py relies on it
     def constrain(x):
         return jax.lax.with_sharding_constraint(x, jax.P())
 

@@ -23,12 +23,7 @@ from jax.sharding import (
 from .._errors import EinshardError, Suggestion, quoted
 from .._notation.expression import ELLIPSIS, Expression, axis_letters
 from .._notation.layout import axis_positions
-from .._sharding.context import (
-    USE_MESH_IN_CONTEXT,
-    device_mismatch_error,
-    is_staging,
-    user_stacklevel,
-)
+from .._sharding.context import USE_MESH_IN_CONTEXT
 from .._sharding.describe import find_expression
 from .._sharding.mesh import (
     AnyMesh,
@@ -41,6 +36,8 @@ from .._sharding.mesh import (
     spec_axes,
 )
 from .._sharding.placement import Placement
+from .._sharding.program_mesh import device_mismatch_error
+from .._sharding.tracing import is_staging, user_stacklevel
 from .._text import first_line
 from .reshard import reshard
 

@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
 from .._errors import EinshardError
-from .._sharding.context import is_tracing
 from .._sharding.mesh import (
     are_equivalent,
     is_partial,
@@ -19,6 +18,7 @@ from .._sharding.mesh import (
     process_count,
     spec_axes,
 )
+from .._sharding.tracing import is_tracing
 from .._trees.specs import reject_masked_array
 from .reshard import reshard
 

@@ -16,11 +16,13 @@ from jax.typing import ArrayLike
 from .._cache import cached
 from .._errors import EinshardError, public
 from .._notation.layout import terms_of_axis
-from .._sharding.context import Context, current_context, is_tracing
+from .._sharding.context import Context
 from .._sharding.leaf_spec import AnySpec, as_leaf_spec
 from .._sharding.mesh import AnyMesh, MeshLike, is_partial, mesh_fact, process_count, shards_by_axis
 from .._sharding.placement import Placement
 from .._sharding.resolve import resolve
+from .._sharding.scopes import current_context
+from .._sharding.tracing import is_tracing
 from .._trees.paths import leaf_paths, leaf_text
 from .._trees.specs import (
     Spec,

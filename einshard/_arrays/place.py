@@ -17,20 +17,14 @@ from .._cache import cached
 from .._errors import EinshardError, combine_errors, hide_frames
 from .._notation.expression import Expression
 from .._sharding.axis_rules import check_flag, check_option
-from .._sharding.context import (
-    Context,
-    Fallback,
-    Indivisible,
-    changed,
-    current_context,
-    in_memory,
-    is_tracing,
-)
+from .._sharding.context import Context, Fallback, Indivisible, changed, in_memory
 from .._sharding.describe import describe
 from .._sharding.leaf_spec import AnySpec, with_memory_kind
 from .._sharding.mesh import AnyMesh, MeshLike
 from .._sharding.placement import Placement, check_memory_kind
 from .._sharding.resolve import find_placement, resolve
+from .._sharding.scopes import current_context
+from .._sharding.tracing import is_tracing
 from .._trees.paths import leaf_paths, leaf_text
 from .._trees.specs import (
     Spec,

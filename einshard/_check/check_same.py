@@ -17,8 +17,8 @@ from .._errors import EinshardError, plural, public
 from .._explain.call_checks import check_arguments
 from .._explain.frameworks import positional_parameters, restored_if_failed
 from .._functions.error_notes import is_sharding_type_error
-from .._sharding.context import is_tracing
 from .._sharding.mesh import partition_spec, spec_axes
+from .._sharding.tracing import is_tracing
 from .._text import array_text, first_line, name_of
 from .._trees.paths import (
     argument_path,

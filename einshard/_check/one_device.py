@@ -25,8 +25,8 @@ from .._functions.sharded_function import ShardedFunction
 from .._program.cost.chips import find_chip
 from .._program.hlo.memory import read_memory
 from .._progress import progress
-from .._sharding.context import ambient_mesh, one_device_scope
 from .._sharding.mesh import Device, device_mesh, is_partial, partition_spec, shrink_mesh, spec_axes
+from .._sharding.scopes import ambient_mesh, one_device_scope
 from .._text import first_line, format_bytes
 from .._trees.partition import join
 from .._trees.paths import argument_path, leaves_with_paths

@@ -16,11 +16,11 @@ from .._errors import EinshardError, plural, printable, public
 from .._explain.report import Report
 from .._explain.report_rows import ArrayRow
 from .._notation.expression import Expression, axis_letters, parse
-from .._sharding.context import ambient_mesh, current_context
 from .._sharding.describe import Description, describe, describe_named, sharding_of, signs_of
 from .._sharding.leaf_spec import split_memory_kind
 from .._sharding.mesh import MeshLike, is_canonical_mesh, spec_axes
 from .._sharding.resolve import resolve
+from .._sharding.scopes import ambient_mesh, current_context
 from .._text import array_text
 from .._trees.paths import leaves_with_paths, path_text
 from .blocks import Blocks

@@ -21,8 +21,8 @@ from .._functions.value_spec import ValueSpec
 from .._per_device.per_device import per_device
 from .._program.jaxpr.graph import Op, flatten
 from .._program.jaxpr.names import dims_of_vmap
-from .._sharding.context import mesh_scope
 from .._sharding.mesh import AnyMesh, partial_axes, partition_spec, spec_axes, unreduced_kind
+from .._sharding.scopes import mesh_scope
 from .._text import array_text, short_source
 from .._trees.rules import Rules
 from .._trees.specs import is_none

@@ -17,7 +17,7 @@ from .._explain.stages import Stages
 from .._explain.trace_call import trace_call
 from .._notation.layout import needs_rank
 from .._plan.result import Plan
-from .._sharding.context import Context, current_context, mesh_scope
+from .._sharding.context import Context
 from .._sharding.leaf_spec import (
     LEAF_SPECS,
     REPLICATED,
@@ -27,6 +27,7 @@ from .._sharding.leaf_spec import (
 )
 from .._sharding.mesh import AnyMesh, MeshLike
 from .._sharding.resolve import resolve
+from .._sharding.scopes import current_context, mesh_scope
 from .._text import name_of
 from .._trees.rules import Rules
 from .._trees.shard_largest import shard_largest

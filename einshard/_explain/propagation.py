@@ -13,7 +13,7 @@ from jax.stages import Lowered
 from .._program.traced.program import Program
 from .._program.traced.read import read_program
 from .._program.traced.shardy import NotPropagated, is_gspmd
-from .._sharding.context import mesh_scope
+from .._sharding.scopes import mesh_scope
 from .stages import Stages
 
 _GSPMD = (

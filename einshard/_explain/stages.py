@@ -22,9 +22,9 @@ from .._program.edits.call import JittedCall, read_call
 from .._program.edits.fixed_function import FixedFunction
 from .._program.private_jax import shardings_of_compiled
 from .._progress import progress
-from .._sharding.context import mesh_scope
 from .._sharding.leaf_spec import AnySpec
 from .._sharding.mesh import AnyMesh
+from .._sharding.scopes import mesh_scope
 from .._text import first_line
 from .._trees.partition import with_static_nodes
 from .._trees.specs import leaf_specs

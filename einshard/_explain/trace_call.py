@@ -24,9 +24,10 @@ from .._functions.program import Program
 from .._functions.sharded_function import ShardedFunction
 from .._program.edits.fixed_function import FixedFunction
 from .._program.private_jax import devices_of
-from .._sharding.context import LIBRARY_FOLDERS, current_context, mesh_scope
 from .._sharding.cuda_plugin import start_backend
 from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact
+from .._sharding.scopes import current_context, mesh_scope
+from .._sharding.tracing import LIBRARY_FOLDERS
 from .._text import first_line, name_of
 from .call_checks import (
     check_arguments,

@@ -20,10 +20,11 @@ from jax.sharding import AxisType
 from .._arrays.constrain import type_matches
 from .._errors import EinshardError, plural
 from .._notation.expression import ELLIPSIS, Expression, parse
-from .._sharding.context import AxisRule, current_context
+from .._sharding.context import AxisRule
 from .._sharding.describe import describe_in
 from .._sharding.mesh import are_equivalent
 from .._sharding.resolve import resolve
+from .._sharding.scopes import current_context
 from .._text import array_text, name_of
 from .._trees.paths import leaves_with_paths, path_text
 from .._trees.specs import Spec, check_specs

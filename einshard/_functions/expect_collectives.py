@@ -11,7 +11,7 @@ import jax
 
 from .._errors import EinshardError, public
 from .._sharding.axis_rules import check_option
-from .._sharding.context import is_tracing, user_stacklevel
+from .._sharding.tracing import is_tracing, user_stacklevel
 from .compile_events import is_listening, program_text, unwatch, watch
 from .promise import Promise, allowed_text, find_unexpected, read_promise
 

@@ -21,11 +21,12 @@ from .._arrays.device_put import TopologyError, device_put, make_movable, put
 from .._arrays.place import check_ref
 from .._arrays.process_agreement import PlannedArray, check_same_contents, mesh_to_compare_on
 from .._errors import EinshardError
-from .._sharding.context import Context, is_tracing
+from .._sharding.context import Context
 from .._sharding.describe import describe, describe_in
 from .._sharding.leaf_spec import REPLICATED, with_memory_kind
 from .._sharding.mesh import is_partial, memory_kind_of, partial_axes, process_count
 from .._sharding.placement import Placement
+from .._sharding.tracing import is_tracing
 from .._text import first_of
 from .._trees.paths import leaves_with_paths
 from .program import Program

@@ -13,15 +13,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from .._errors import EinshardError
 from .._sharding.collective_axes import ShardedBy, find_sharded_by
-from .._sharding.context import (
-    Context,
-    device_mismatch_error,
-    is_staging,
-    is_tracing,
-    mesh_scope,
-    warn_if_legacy_mesh,
-)
+from .._sharding.context import Context
 from .._sharding.mesh import AnyMesh, is_partial
+from .._sharding.program_mesh import device_mismatch_error, warn_if_legacy_mesh
+from .._sharding.scopes import mesh_scope
+from .._sharding.tracing import is_staging, is_tracing
 from .._trees.partition import find_modules, join, partition_modules
 from .._trees.specs import is_none
 from .error_notes import ErrorNotes

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._errors import EinshardError, plural
 from .._sharding.collective_axes import ShardedBy, along_text
-from .._sharding.context import is_staging, is_tracing, user_stacklevel
+from .._sharding.tracing import is_staging, is_tracing, user_stacklevel
 from .._text import format_bytes, short_arrays, short_source
 from .compile_events import listen, sees_compilations, this_thread
 from .compile_events import program_text as loaded_text

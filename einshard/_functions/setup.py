@@ -10,17 +10,10 @@ from typing import Any, NamedTuple, TypeAlias
 from jax.sharding import AbstractMesh
 
 from .._errors import EinshardError
-from .._sharding.context import (
-    AxisRule,
-    Context,
-    Fallback,
-    changed,
-    current_context,
-    is_mesh_in_context,
-    is_tracing,
-    with_rules,
-)
+from .._sharding.context import AxisRule, Context, Fallback, changed, with_rules
 from .._sharding.mesh import AnyMesh, MeshLike
+from .._sharding.scopes import current_context, is_mesh_in_context
+from .._sharding.tracing import is_tracing
 from .parameters import CallSignature, Declaration
 from .promise import Budget, Promise
 

@@ -13,14 +13,10 @@ from jax.core import Tracer
 
 from .._arrays.device_put import topology_error
 from .._errors import EinshardError, hide_frames, public
-from .._sharding.context import (
-    Context,
-    add_to_cache_keys,
-    innermost_scope,
-    is_tracing,
-    matches_cache_keys,
-)
+from .._sharding.context import Context
 from .._sharding.mesh import mesh_fact
+from .._sharding.scopes import add_to_cache_keys, innermost_scope, matches_cache_keys
+from .._sharding.tracing import is_tracing
 from .._trees.partition import find_modules, join, partition_modules
 from .bound_method import BoundMethod
 from .parameters import CallSignature

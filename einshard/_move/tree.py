@@ -12,9 +12,10 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from .._arrays.device_put import TopologyError, check_devices, device_put, is_placed
 from .._arrays.place import check_ref, kind_of, placement_of_leaf
 from .._errors import EinshardError, combine_errors
-from .._sharding.context import current_context, is_tracing
 from .._sharding.mesh import MeshLike, mesh_fact, partition_text, process_count
 from .._sharding.resolve import resolve
+from .._sharding.scopes import current_context
+from .._sharding.tracing import is_tracing
 from .._text import array_text
 from .._trees.paths import leaf_paths, leaf_text
 from .._trees.specs import Spec, context_of, leaf_specs, leaves_with_own_spec, not_an_array

@@ -36,14 +36,11 @@ from .._functions.sharded_function import ShardedFunction
 from .._notation.expression import Expression
 from .._notation.layout import axis_positions, mesh_text
 from .._sharding.axis_rules import check_flag
-from .._sharding.context import (
-    USE_MESH_IN_CONTEXT,
-    context_on,
-    current_context,
-    with_legacy_mesh_note,
-)
+from .._sharding.context import USE_MESH_IN_CONTEXT, context_on
 from .._sharding.leaf_spec import LeafSpec, as_leaf_spec, unconstrained_error
 from .._sharding.mesh import AnyMesh, MeshLike, has_equal_axes, mesh_fact, sizes_of, spec_axes
+from .._sharding.program_mesh import with_legacy_mesh_note
+from .._sharding.scopes import current_context
 from .._text import array_text, first_line, name_of
 from .._trees.partition import join, partition_modules, with_static_nodes
 from .._trees.paths import leaf_text, leaves_with_paths, path_text

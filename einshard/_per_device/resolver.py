@@ -15,7 +15,7 @@ from .._errors import EinshardError, quoted
 from .._notation.expression import Expression, Term, write_short
 from .._notation.layout import axis_positions, check_divisible, lay_out, needs_rank
 from .._sharding.apply_axis_rules import apply_axis_rules
-from .._sharding.context import AxisRules, current_context
+from .._sharding.context import AxisRules
 from .._sharding.leaf_spec import LeafSpec
 from .._sharding.mesh import (
     AnyMesh,
@@ -26,6 +26,7 @@ from .._sharding.mesh import (
     spec_axes,
 )
 from .._sharding.resolve import resolve
+from .._sharding.scopes import current_context
 from .._suggestions import keep_working_suggestions
 from .joint_mesh import JointMesh, joint_mesh
 from .spec_axes import SpecAxes

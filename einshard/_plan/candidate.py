@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from .._notation.expression import Term
 from .._program.cost.bounds import NO_BOUNDS, Bounds
 from .._sharding.axis_rules import axis_rules
-from .._sharding.context import only_mesh_scope
 from .._sharding.mesh import device_mesh, named_mesh
+from .._sharding.scopes import only_mesh_scope
 from .._text import format_bytes
 
 

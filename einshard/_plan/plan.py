@@ -17,8 +17,8 @@ from .._program.cost.chips import Chip, as_chip, find_chip
 from .._program.hlo.memory import parse_bytes
 from .._progress import progress
 from .._sharding.axis_rules import AxisPlacement, check_option
-from .._sharding.context import current_context, mesh_scope
 from .._sharding.mesh import MeshLike, is_canonical_mesh, mesh_fact
+from .._sharding.scopes import current_context, mesh_scope
 from .._text import name_of
 from .candidate import Candidate, Objective
 from .evaluate import Function, Partitioner, as_sharded, copy_sharded, has_rules

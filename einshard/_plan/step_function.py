@@ -30,9 +30,9 @@ from .._program.cost.chips import Chip
 from .._program.edits.edit import Edit, PlaceArguments, placements
 from .._program.jaxpr.graph import inner_jaxprs
 from .._program.traced.shardy import NotPropagated
-from .._sharding.context import only_mesh_scope
 from .._sharding.leaf_spec import REPLICATED
 from .._sharding.mesh import device_mesh, is_canonical_mesh
+from .._sharding.scopes import only_mesh_scope
 from .._text import first_line
 from .._trees.axis_names import MetadataNames, fitting_names
 from .candidate import Candidate

@@ -21,8 +21,8 @@ from .._explain.stages import Stages
 from .._explain.trace_call import trace_call
 from .._notation.expression import ELLIPSIS, Expression, Term
 from .._sharding.axis_rules import axis_rules
-from .._sharding.context import only_mesh_scope
 from .._sharding.leaf_spec import as_leaf_spec
+from .._sharding.scopes import only_mesh_scope
 from .._trees.axis_names import MetadataNames, fitting_names
 
 _trace_numbers = itertools.count()

@@ -21,10 +21,11 @@ from .._notation.expression import ELLIPSIS, Expression, Term
 from .._notation.layout import axis_positions
 from .._program.jaxpr.names import einsum_scope
 from .._sharding.axis_rules import axis_rules
-from .._sharding.context import current_context, is_tracing
 from .._sharding.mesh import MeshLike, device_mesh, partition_spec, sizes_of, spec_axes
 from .._sharding.placement import Placement, may_use_rules
 from .._sharding.resolve import resolve
+from .._sharding.scopes import current_context
+from .._sharding.tracing import is_tracing
 from .._suggestions import keep_working_suggestions, works
 from .contraction import (
     Contraction,

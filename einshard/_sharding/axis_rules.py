@@ -16,15 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._errors import EinshardError, public
 from .._notation.expression import ELLIPSIS, Term, parse
 from .._text import deferred_kind
-from .context import (
-    AxisRule,
-    Fallback,
-    enter_rules,
-    leave_rules,
-    leave_rules_since,
-    n_open_scopes,
-)
+from .context import AxisRule, Fallback
 from .mesh import UNCONSTRAINED, AnyMesh, partition_text, spec_axes
+from .scopes import enter_rules, leave_rules, leave_rules_since, n_open_scopes
 
 P = ParamSpec('P')
 R = TypeVar('R')

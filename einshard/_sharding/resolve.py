@@ -12,13 +12,7 @@ from .._errors import EinshardError, Suggestion, public
 from .._notation.hints import mesh_axes_hint, spacing_hint
 from .._suggestions import keep_working_suggestions, with_working_fix, works
 from .apply_axis_rules import fix_in_axis_rules
-from .context import (
-    Context,
-    changed,
-    current_context,
-    user_stacklevel,
-    with_legacy_mesh_note,
-)
+from .context import Context, changed
 from .leaf_spec import (
     AnySpec,
     LeafSpec,
@@ -42,6 +36,9 @@ from .placement import (
     may_use_rules,
     with_unconstrained,
 )
+from .program_mesh import with_legacy_mesh_note
+from .scopes import current_context
+from .tracing import user_stacklevel
 
 
 @dataclass(frozen=True, slots=True)

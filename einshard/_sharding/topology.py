@@ -11,12 +11,12 @@ from jax.sharding import AxisType, Mesh
 from .._cache import cached
 from .._errors import EinshardError, public
 from .._text import first_line
-from .context import user_stacklevel
 from .cuda_plugin import describe_gpus
 from .gpu_names import gpu_forms, is_gpu_name, read_gpu_name
 from .libtpu import describe_slice, has_libtpu
 from .mesh import device_mesh, named_mesh, types_text
 from .tpu_names import check_size, known_names, not_offered, topology_name
+from .tracing import user_stacklevel
 
 
 @public

@@ -13,9 +13,10 @@ import numpy as np
 
 from .._cache import remember
 from .._errors import EinshardError, plural, public
-from .._sharding.context import Context, current_context, mesh_scope
+from .._sharding.context import Context
 from .._sharding.leaf_spec import REPLICATED, AnySpec
 from .._sharding.mesh import MeshLike
+from .._sharding.scopes import current_context, mesh_scope
 from .._text import array_text, first_of
 from .free_axes import ZERO, AxisMap, MeshAxes, Shape, check_mesh_axes, read_mesh_axes, state_specs
 from .paths import leaf_paths, leaf_text, path_and_array

@@ -15,7 +15,7 @@ from .._cache import cached, remember
 from .._errors import EinshardError, combine_errors, plural, public, quoted
 from .._notation.layout import axis_positions
 from .._sharding.axis_rules import check_flag, check_option
-from .._sharding.context import Fallback, current_context, mesh_scope
+from .._sharding.context import Fallback
 from .._sharding.leaf_spec import (
     LEAF_SPECS,
     REPLICATED,
@@ -26,6 +26,7 @@ from .._sharding.leaf_spec import (
     with_ndim,
 )
 from .._sharding.mesh import MeshLike
+from .._sharding.scopes import current_context, mesh_scope
 from .._text import first_of
 from .axis_names import rules_from_names
 from .paths import leaf_paths, leaf_text, path_and_array

@@ -10,9 +10,9 @@ from typing import Any, overload
 import jax.tree_util as jtu
 
 from .._errors import EinshardError, combine_errors, public
-from .._sharding.context import current_context
 from .._sharding.leaf_spec import REPLICATED, AnySpec, LeafSpec
 from .._sharding.mesh import AnyMesh
+from .._sharding.scopes import current_context
 from .free_axes import LARGEST, MeshAxes, check_mesh_axes, read_mesh_axes, state_specs
 from .paths import leaf_text
 from .rules import read_min_size

@@ -17,9 +17,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._errors import EinshardError, quoted
 from .._notation.layout import needs_rank
-from .._sharding.context import Context, context_on, mesh_scope
+from .._sharding.context import Context, context_on
 from .._sharding.leaf_spec import LEAF_SPECS, AnySpec, LeafSpec, as_leaf_spec, convert_jax_spec
 from .._sharding.mesh import AnyMesh, mesh_fact
+from .._sharding.scopes import mesh_scope
 from .._text import array_text, name_of
 from .partition import is_module
 from .paths import leaf_paths, leaf_text, path_text

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..._sharding.context import fresh_traces
+from ..._sharding.scopes import fresh_traces
 from .files import Piece, Source
 
 _Key = tuple[str, int, tuple[int, int]]

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from ..._program.hlo.sources import is_user_file
 from ..._program.jaxpr.spans import Span
-from ..._sharding.context import current_context, fresh_traces
+from ..._sharding.scopes import current_context, fresh_traces
 from .files import read_source
 from .scope import Scope, visible
 

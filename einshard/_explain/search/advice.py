@@ -25,7 +25,7 @@ from ..._program.edits.edit import (
 )
 from ..._program.hlo.memory import read_memory
 from ..._program.traced.shardy import NotPropagated
-from ..._sharding.context import mesh_scope
+from ..._sharding.scopes import mesh_scope
 from ..._text import first_of, format_bytes, format_seconds
 from ..costs import COST, REMATERIALIZED
 from ..findings.arguments import parameters_of_new_states, states_of_parameters

@@ -20,7 +20,7 @@ from ..._program.edits.edit import Edit, indices
 from ..._program.jaxpr.graph import Program as TracedProgram
 from ..._program.jaxpr.graph import flatten
 from ..._program.traced.program import Program
-from ..._sharding.context import mesh_scope
+from ..._sharding.scopes import mesh_scope
 from ..costs import Cost, find_costs
 from ..estimate import step_of
 from ..findings.facts import Facts

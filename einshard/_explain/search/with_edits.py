@@ -11,7 +11,7 @@ from ..._program.edits.apply import Edited
 from ..._program.edits.call import JittedCall
 from ..._program.edits.edit import Edit, indices
 from ..._program.edits.fixed_function import FixedFunction
-from ..._sharding.context import mesh_scope
+from ..._sharding.scopes import mesh_scope
 from ..._text import first_line
 from ..findings.facts import Facts
 from ..patch.arguments import in_jit
