@@ -27,7 +27,7 @@ from .._program.private_jax import devices_of
 from .._sharding.context import LIBRARY_FOLDERS, current_context, mesh_scope
 from .._sharding.cuda_plugin import start_backend
 from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact
-from .._text import first_line, name_of
+from .._text import first_line, name_of, short_source
 from .call_checks import (
     check_arguments,
     check_devices,
@@ -273,7 +273,8 @@ def _trace(
         lines = [x for x in entries if not x.filename.startswith(LIBRARY_FOLDERS)]
         lines = [x for x in lines if 'site-packages' not in x.filename] or lines
         if lines and 'instead' not in facts:
-            facts['line'] = f'{lines[-1].filename}:{lines[-1].lineno}: {lines[-1].line}'
+            source = short_source(f'{lines[-1].filename}:{lines[-1].lineno}')
+            facts['line'] = f'{source}: {lines[-1].line}'
         facts |= sharding_facts(error)
         raise EinshardError(
             f'tracing {name} with these arguments failed', code='tracing', facts=facts
