@@ -195,5 +195,6 @@ def _alphanumeric(name: str) -> str:
     return re.sub('[^A-Za-z0-9]', '', name)
 
 
-def program_text(program: Any) -> str:
+def loaded_text(program: Any) -> str:
+    """Returns the HLO of a loaded program, which has no `as_text`."""
     return '\n'.join(module.to_string() for module in program.hlo_modules())

@@ -21,8 +21,7 @@ from .._errors import EinshardError, plural
 from .._sharding.collective_axes import ShardedBy, along_text
 from .._sharding.context import is_staging, is_tracing, user_stacklevel
 from .._text import format_bytes, short_arrays, short_source
-from .compile_events import listen, sees_compilations, this_thread
-from .compile_events import program_text as loaded_text
+from .compile_events import listen, loaded_text, sees_compilations, this_thread
 
 if TYPE_CHECKING:
     from .._program.hlo.collective import Collective
@@ -245,7 +244,7 @@ class Budget:
         """Returns None if there is no memory limit: one device has no collectives."""
         return None if self.limits.memory is None else self
 
-    def check(self, compiled: Any, sharded_by: Callable[[Any], ShardedBy]) -> None:
+    def check(self, compiled: Any, sharded_by: Callable[[Any], ShardedBy] | None) -> None:
         limits = self.limits
         if limits.collectives is not None:
             check_promise(self.name, compiled, limits.collectives, sharded_by)
@@ -253,16 +252,11 @@ class Budget:
             check_memory(self.name, compiled, limits.memory)
 
     def allows(self, compiled: Any) -> bool:
-        from .._program.hlo.find_collectives import read_collectives
-        from .._program.hlo.memory import read_memory
-
-        limits = self.limits
-        if limits.collectives is not None:
-            found = read_collectives(program_text(self.name, compiled))
-            if exceeding(limits.collectives, found):
-                return False
-        memory = None if limits.memory is None else read_memory(compiled)
-        return limits.memory is None or (memory is not None and memory.total <= limits.memory)
+        try:
+            self.check(compiled, None)
+        except EinshardError:
+            return False
+        return True
 
     def warn_unchecked(self) -> None:
         """Warns once that no limits are checked under a transformation outside `jax.jit`.
