@@ -93,12 +93,15 @@ class _SpecByType:
         self.has_text = False  # which cannot be evaluated yet
 
     def __call__(self, path: str, leaf: Any) -> Spec:
-        return self._spec_at(path.split('/') if path else (), leaf)
+        return self._spec_at(path.split('/') if path else (), leaf, {})
 
     def for_tree(self, tree: Any) -> list[Spec]:
         # key paths instead of text, because dict keys may contain '/'
-        leaves = leaves_with_paths(tree)
-        return [self._spec_at([path_text([key]) for key in path], leaf) for path, leaf in leaves]
+        known: dict[Any, tuple[_Annotation, list[_Type]]] = {}  # reading a type takes 1 ms
+        return [
+            self._spec_at([path_text([key]) for key in path], leaf, known)
+            for path, leaf in leaves_with_paths(tree)
+        ]
 
     def simplified(self) -> Spec:
         """Returns a spec, or a tuple of specs, with which `out_shardings` need no trace, or `self`.
@@ -116,15 +119,23 @@ class _SpecByType:
         )
         return self if any(isinstance(x, _SpecByType) for x in specs) else specs
 
-    def _spec_at(self, keys: Iterable[str], leaf: Any) -> Spec:
-        members = self.members(self.annotation)
+    def _spec_at(
+        self, keys: Iterable[str], leaf: Any, known: dict[Any, tuple[_Annotation, list[_Type]]]
+    ) -> Spec:
+        def read(annotation: _Annotation) -> list[_Type]:
+            key = id(annotation.hint), id(annotation.owner)  # types may be unhashable
+            if key not in known:  # with the annotation, so that its id stays valid
+                known[key] = annotation, self.members(annotation)
+            return known[key][1]
+
+        members = read(self.annotation)
         for key in keys:
             outer, members = members, list[_Type]()
             for member in outer:
                 if member.spec or isinstance(member.hint, EinshardError):
                     members.append(member)
                 elif element := member.elements.get(key, member.elements.get(None)):
-                    members += self.members(element)
+                    members += read(element)
             if not members:
                 self._check_is_field(outer, key)
         for member in members:
