@@ -131,7 +131,13 @@ def _on_event(event: str, duration_secs: float, **fields: Any) -> None:
     call = this_thread.calls[-1] if this_thread.calls else None
     if not _n_watchers and call is None:
         return
-    loaded = dict(_loaded_programs())
+    # imported here to keep `import einshard` fast
+    from jax.extend.backend import backends
+
+    loaded: dict[str, Sequence[Any]] = {}  # by platform, the newest program first
+    # with JAX_PLATFORMS=cuda and no GPU, an assertion in JAX fails
+    with suppress(AssertionError):
+        loaded = {name: backend.live_executables() for name, backend in backends().items()}
     newest = {platform: programs[0] for platform, programs in loaded.items() if programs}
     with _lock:
         compilation = _compilations.pop(threading.get_ident(), None)
@@ -157,17 +163,6 @@ def _on_event(event: str, duration_secs: float, **fields: Any) -> None:
         call.on_compiled(name, found if compilation else ())
     if this_thread.watchers:
         this_thread.watchers[-1](name, found)
-
-
-def _loaded_programs() -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yields each platform, and its loaded programs, newest first."""
-    # imported here to keep `import einshard` fast
-    from jax.extend.backend import backends
-
-    # with JAX_PLATFORMS=cuda and no GPU, an assertion in JAX fails
-    with suppress(AssertionError):
-        for platform, backend in backends().items():
-            yield platform, backend.live_executables()
 
 
 def _compiled_since(

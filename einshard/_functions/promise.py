@@ -143,11 +143,16 @@ def _unexpected(
     name: str, allowed: Allowed, with_axes: Sequence[tuple[Collective, str]]
 ) -> UnexpectedCollectives:
     """Returns the error that lists collectives and the axes that they run along."""
-    counts = counts_text([collective for collective, _ in with_axes])
-    return UnexpectedCollectives(
-        f'{name} has unexpected collectives: {counts}',
-        facts={'allowed': allowed_text(allowed), **_collective_facts(with_axes)},
-    )
+    facts = {'allowed': allowed_text(allowed)}
+    counts = Counter((x.kind, _collective_text(x, axes)) for x, axes in with_axes)
+    n_distinct = Counter(kind for kind, _ in counts)
+    number: Counter[str] = Counter()
+    for (kind, text), n in counts.items():
+        number[kind] += 1
+        label = kind if n_distinct[kind] == 1 else f'{kind} {number[kind]}'
+        facts[label] = text if n == 1 else f'{n} times: {text}'
+    found = counts_text([collective for collective, _ in with_axes])
+    return UnexpectedCollectives(f'{name} has unexpected collectives: {found}', facts=facts)
 
 
 def check_memory(name: str, compiled: Any, limit: int) -> None:
@@ -207,18 +212,6 @@ def allowed_text(allowed: Allowed) -> str:
         if limit
     ]
     return ', '.join(texts) or 'no collectives'
-
-
-def _collective_facts(with_axes: Sequence[tuple[Collective, str]]) -> dict[str, str]:
-    counts = Counter((x.kind, _collective_text(x, axes)) for x, axes in with_axes)
-    n_distinct = Counter(kind for kind, _ in counts)
-    number: Counter[str] = Counter()
-    facts: dict[str, str] = {}
-    for (kind, text), n in counts.items():
-        number[kind] += 1
-        label = kind if n_distinct[kind] == 1 else f'{kind} {number[kind]}'
-        facts[label] = text if n == 1 else f'{n} times: {text}'
-    return facts
 
 
 def _collective_text(collective: Collective, axes: str) -> str:
@@ -352,7 +345,7 @@ class CheckedJit:
         except BaseException:
             self._reset()
             raise
-        jitted.is_checked()
+        jitted.mark_checked()
 
     def _check_stopped(self, jitted: _Jitted, values: Sequence[Any], program: Any) -> Any:
         """Checks the program of a call that `on_compiled` has stopped, and runs it if allowed.
@@ -405,14 +398,14 @@ class _Jitted:
 
         self.function: Any = jax.jit(record_trace, **options)
 
-    def is_checked(self) -> None:
+    def mark_checked(self) -> None:
         self.unchecked_threads.discard(threading.get_ident())
         self.first_is_checked = True
 
     def on_compiled(self, name: str, programs: Sequence[Any]) -> None:
         if name != self.function.__name__:  # a transfer of an argument
             return
-        self.is_checked()
+        self.mark_checked()
         rejected = [x for x in programs if not self._budget.allows(_Loaded(x))]
         if rejected or not programs:
             raise _Stopped(rejected[0] if len(programs) == 1 else None)
