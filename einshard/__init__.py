@@ -26,10 +26,10 @@ from ._arrays.gather import gather
 from ._arrays.place import einshard
 from ._cache import clear_caches
 from ._errors import EinshardError
-from ._functions.annotations import Sharded
 from ._functions.expect_collectives import expect_collectives
 from ._functions.promise import MemoryExceeded, UnexpectedCollectives
 from ._functions.sharded import sharded
+from ._functions.sharded_type import Sharded
 from ._per_device.per_device import per_device
 from ._sharding.axis_presets import DECODING_AXES, TRAINING_AXES
 from ._sharding.axis_rules import axis_rules

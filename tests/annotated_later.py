@@ -73,7 +73,7 @@ class Config:
 
 @sharded(static_argnames=('config', 'folder'))
 def with_config(
-    x: Rows, y: 'the second term', config: Config, other: Config, folder: Path, foreign: Foreign
+    x: 'Rows', y: 'the second term', config: Config, other: Config, folder: Path, foreign: Foreign
 ) -> 'the sum':
     return x + y
 

@@ -84,8 +84,14 @@ class BoxOfW(Box[W]):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
-class BoxOfLists(Box[list[T]], typing.Generic[T]):
-    v: T | None = None
+class SubclassOfBoxOfW(BoxOfW):
+    v: Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class BoxOfArrays(Box[Array], typing.Generic[T]):
+    v: V | None = None
 
 
 class Pair(NamedTuple, typing.Generic[T]):
@@ -97,15 +103,22 @@ class Entry(TypedDict, typing.Generic[T]):
     w: T
 
 
-class Several(NamedTuple, typing.Generic[T, *Ts]):
-    all: tuple[*Ts]
-    last: T
+class Several(NamedTuple, typing.Generic[*Ts]):
+    all: tuple[*Ts, W]
 
 
 # like optax.OptState: the name in it is defined only in another module
 Foreign = typing.Iterable['Elsewhere'] | None
 IsW = NewType('IsW', W)
 BoundW = TypeVar('BoundW', bound=W)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class BoxOfBound(typing.Generic[BoundW]):
+    w: BoundW
+
+
 LAYER = Layer(X, X[0])
 OF_LAYER = [('w', COLUMNS), ('b', ENTRIES)]
 HINTS = [
@@ -138,20 +151,21 @@ HINTS = [
     (tuple[BoundW, Array], (X, X), {'0': ROWS}),
     (list[NewType('IsLayer', Layer)], [LAYER], {f'0/{n}': s for n, s in OF_LAYER}),
     (TypeVar('Free'), X, {}),
+    ('the input', X, {}),
     # names of other modules
     (Foreign, [X], {}),
     (tuple[W, Foreign], (X, [X]), {'0': ROWS}),
     (tuple['Layer', Foreign], (LAYER, X), {f'0/{n}': s for n, s in OF_LAYER}),
     # generic types
-    (Box[W], Box(X), {'w': ROWS}),
-    (Box[Box[W]], Box(Box(X)), {'w/w': ROWS}),
     (Box[Array], Box(X), {}),
     (Box, Box(X), {}),
-    (BoxOfW, BoxOfW(X), {'w': ROWS}),
-    (BoxOfLists[W], BoxOfLists([X], X), {'w/0': ROWS, 'v': ROWS}),
-    (Pair[W], Pair(X, {'p': X}), {'first': ROWS, 'second/p': ROWS}),
-    (Pair[Layer], Pair(LAYER, {}), {f'first/{n}': s for n, s in OF_LAYER}),
-    (Several[V, Array, W], Several((X, X), X), {'all/1': ROWS, 'last': COLUMNS}),
+    (BoxOfArrays[Array], BoxOfArrays(X, X), {'v': COLUMNS}),
+    (BoxOfBound, BoxOfBound(X), {'w': ROWS}),
+    # the type of the leaves of a pytree, and types without leaves
+    (PyTree[W] | None, {'p': X, 'q': [X]}, {'p': ROWS, 'q/0': ROWS}),
+    (PyTree[W], X, {'': ROWS}),
+    (typing.Literal['W'], 1.0, {}),
+    (typing.Callable[[W], V] | None, None, {}),
     # keys with a slash
     *[
         (dict[str, tuple[W, V]], {key: (X, X)}, {f'{key}/0': ROWS, f'{key}/1': COLUMNS})
@@ -203,7 +217,8 @@ def test_equinox_modules():
     def g(holder: Holder[W]):
         return 0
 
-    assert on_eight(g).in_shardings(Holder(X))['holder'].held == ROWS
+    with pytest.raises(EinshardError, match=r'specs in .*Holder\[.*\] are not read'):
+        on_eight(g)
     found = on_eight(f).in_shardings([Linear(X, X[0]), Linear(X, None)])
     assert by_path(found['layers']) == {'0/w': COLUMNS, '0/b': ENTRIES, '1/w': COLUMNS}
     result = Linear(X, X[0])(X)
@@ -350,7 +365,7 @@ jax.tree_util.register_pytree_with_keys_class(OtherKeys)
 @pytest.mark.parametrize(
     ('hint', 'value', 'message'),
     [
-        (WithoutKeys, WithoutKeys(X), 'WithoutKeys .* without key paths'),
+        (WithoutKeys, WithoutKeys(X), "WithoutKeys has specs, but the key '0'"),
         (list[WithoutKeys | None], [WithoutKeys(X)], 'register_dataclass'),
         (OtherKeys, OtherKeys(X), "the key 'weight' of its pytree is not a field"),
     ],
@@ -381,28 +396,40 @@ def of_list(x: 'list[Batch | None]') -> int:
 
 
 @pytest.mark.parametrize(
-    ('hint', 'kind'),
+    ('hint', 'unread'),
     [
-        (Batch, 'TypedDict Batch'),
-        (dict[str, list[Batch] | None], 'TypedDict Batch'),
-        (Entry[W], 'TypedDict Entry'),
-        (EntryOfW, 'TypedDict EntryOfW'),
-        (tuple[V, *tuple[Layer, ...]], 'unpacked type'),
-        (tuple[*tuple[Array, ...], W], 'unpacked type'),
-        (of_dict, 'unpacked type'),
-        (of_tuple, 'unpacked type'),
-        (of_list, 'TypedDict Batch'),
+        (Batch, 'Batch'),
+        (dict[str, list[Batch] | None], 'Batch'),
+        (Entry[W], "Entry[Sharded[Array, 'a* b']]"),
+        (EntryOfW, "Entry[Sharded[Array, 'a* b']]"),
+        (tuple[V, *tuple[Layer, ...]], "tuple[Sharded[Array, 'a b*'], *tuple[Layer, ...]]"),
+        (tuple[*tuple[Array, ...], W], "tuple[*tuple[Array, ...], Sharded[Array, 'a* b']]"),
+        (Box[W], "Box[Sharded[Array, 'a* b']]"),
+        (list[Box[Box[W]]], "Box[Sharded[Array, 'a* b']]"),
+        (Pair[Layer] | None, 'Pair[Layer]'),
+        (BoxOfW, 'BoxOfW'),
+        (SubclassOfBoxOfW, 'SubclassOfBoxOfW'),
+        (BoxOfArrays[W], "BoxOfArrays[Sharded[Array, 'a* b']]"),
+        (Several, 'tuple['),
+        (typing.ClassVar[W], "ClassVar[Sharded[Array, 'a* b']]"),
+        (PyTree[Box[W]], "Box[Sharded[Array, 'a* b']]"),
+        (of_dict, 'Batch'),
+        (of_tuple, "*tuple[Sharded[Array, 'a* b'], ...]"),
+        (of_list, 'Batch'),
     ],
 )
-def test_types_in_which_specs_are_not_read(hint, kind):
+def test_types_in_which_specs_are_not_read(hint, unread):
     """They are an error at the decoration, also in a result."""
 
     def f(x):
         return x
 
     f.__annotations__ = {'return': hint}
-    with pytest.raises(EinshardError, match=f'specs in .*{kind}.* are not read'):
+    with pytest.raises(EinshardError) as caught:
         sharded(hint if getattr(hint, '__name__', '').startswith('of_') else f)
+    assert str(caught.value).startswith(f'specs in {unread}')
+    assert 'are not read\n' in str(caught.value)
+    assert {'annotation of', 'annotation', 'instead'} <= caught.value.facts.keys()
 
 
 def test_unions_of_different_specs():
@@ -416,6 +443,9 @@ def test_unions_of_different_specs():
     f.__annotations__ = {'x': W | list[V]}
     with pytest.raises(EinshardError, match='different specs'):
         on_eight(f)([X])
+    f.__annotations__ = {'x': Layer | Tree}
+    assert on_eight(f).in_shardings(LAYER)['x'].w == COLUMNS
+    assert on_eight(f).in_shardings(Tree(X, []))['x'].value == ROWS
     f.__annotations__ = {'x': W | Sharded[Int[Array, 'a b'], 'a* b']}
     assert on_eight(f)(X).sharding == ROWS
 

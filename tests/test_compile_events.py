@@ -25,7 +25,7 @@ def seen():
     calls = []
 
     def watcher(name, programs):
-        calls.append((name, [compile_events.program_text(x) for x in programs]))
+        calls.append((name, [compile_events.loaded_text(x) for x in programs]))
 
     compile_events.watch(watcher)
     yield calls

@@ -849,7 +849,7 @@ def test_arguments_that_do_not_match():
 def test_functions_that_cannot_be_traced():
     text, cause = failing(step, struct(3, 4), struct(3, 5))
     assert text.startswith('tracing step with these arguments failed\n  JAX says:  ')
-    line = Path(__file__).with_name(line_of(step, 'x @ w'))
+    line = line_of(step, 'x @ w')
     assert f'\n  arguments: float32[3,4], float32[3,5]\n  line:      {line}' in text
     assert 'dot_general' in cause
     assert 'truth value' in failing(jax.jit(lambda x: 1 if x else 2), struct(3))[1]

@@ -204,15 +204,6 @@ def test_layers_of_flax_take_out_sharding(make):
     check_equal(sharded_gradients, gradients, rtol=1e-4, atol=1e-6)
 
 
-def test_the_note_for_nnx_without_out_sharding():
-    loss, state = nnx_loss(explicit=False)
-    with jax.set_mesh(MESH), pytest.raises(Exception, match='out_sharding') as caught:
-        sharded(RULES, 'b s -> b@data s')(loss)(state, TOKENS)
-    note = caught.value.__notes__[0]
-    assert 'x = self.embed(tokens, **to_layers)' in note
-    assert "parameter 'state/embed/embedding': axis 'v' is sharded over 'tensor'" in note
-
-
 # per-device functions without specs
 
 

@@ -28,7 +28,7 @@ from .._sharding.cuda_plugin import start_backend
 from .._sharding.mesh import AnyMesh, MeshLike, mesh_fact
 from .._sharding.scopes import current_context, mesh_scope
 from .._sharding.tracing import LIBRARY_FOLDERS
-from .._text import first_line, name_of
+from .._text import first_line, name_of, short_source
 from .call_checks import (
     check_arguments,
     check_devices,
@@ -274,7 +274,8 @@ def _trace(
         lines = [x for x in entries if not x.filename.startswith(LIBRARY_FOLDERS)]
         lines = [x for x in lines if 'site-packages' not in x.filename] or lines
         if lines and 'instead' not in facts:
-            facts['line'] = f'{lines[-1].filename}:{lines[-1].lineno}: {lines[-1].line}'
+            source = short_source(f'{lines[-1].filename}:{lines[-1].lineno}')
+            facts['line'] = f'{source}: {lines[-1].line}'
         facts |= sharding_facts(error)
         raise EinshardError(
             f'tracing {name} with these arguments failed', code='tracing', facts=facts

@@ -131,7 +131,13 @@ def _on_event(event: str, duration_secs: float, **fields: Any) -> None:
     call = this_thread.calls[-1] if this_thread.calls else None
     if not _n_watchers and call is None:
         return
-    loaded = dict(_loaded_programs())
+    # imported here to keep `import einshard` fast
+    from jax.extend.backend import backends
+
+    loaded: dict[str, Sequence[Any]] = {}  # by platform, the newest program first
+    # with JAX_PLATFORMS=cuda and no GPU, an assertion in JAX fails
+    with suppress(AssertionError):
+        loaded = {name: backend.live_executables() for name, backend in backends().items()}
     newest = {platform: programs[0] for platform, programs in loaded.items() if programs}
     with _lock:
         compilation = _compilations.pop(threading.get_ident(), None)
@@ -159,17 +165,6 @@ def _on_event(event: str, duration_secs: float, **fields: Any) -> None:
         this_thread.watchers[-1](name, found)
 
 
-def _loaded_programs() -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yields each platform, and its loaded programs, newest first."""
-    # imported here to keep `import einshard` fast
-    from jax.extend.backend import backends
-
-    # with JAX_PLATFORMS=cuda and no GPU, an assertion in JAX fails
-    with suppress(AssertionError):
-        for platform, backend in backends().items():
-            yield platform, backend.live_executables()
-
-
 def _compiled_since(
     programs: Sequence[Any], name: str, platform: str, compilation: _Compilation | None
 ) -> Iterator[Any]:
@@ -195,5 +190,6 @@ def _alphanumeric(name: str) -> str:
     return re.sub('[^A-Za-z0-9]', '', name)
 
 
-def program_text(program: Any) -> str:
+def loaded_text(program: Any) -> str:
+    """Returns the HLO of a loaded program, which has no `as_text`."""
     return '\n'.join(module.to_string() for module in program.hlo_modules())

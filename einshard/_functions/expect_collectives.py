@@ -12,7 +12,7 @@ import jax
 from .._errors import EinshardError, public
 from .._sharding.axis_rules import check_option
 from .._sharding.tracing import is_tracing, user_stacklevel
-from .compile_events import is_listening, program_text, unwatch, watch
+from .compile_events import is_listening, loaded_text, unwatch, watch
 from .promise import Promise, allowed_text, find_unexpected, read_promise
 
 # The limits of the current block. They are in JAX's cache keys, so that a block does not reuse
@@ -123,7 +123,7 @@ class expect_collectives:
                 'of this process'
             )
         for program in programs:
-            error = find_unexpected(name, program_text(program), self._allowed)
+            error = find_unexpected(name, loaded_text(program), self._allowed)
             if error is not None and not self._warns:
                 raise error
             if error is not None:

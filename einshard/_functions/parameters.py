@@ -270,7 +270,15 @@ class Declaration:
             )
         self.specs = {name: self._read(name, spec) for name, spec in specs.items()}
         self.result = ValueSpec(parameters.function, None, self._read('out=', out))
-        self._defaults = self._array_defaults()
+        # `flatten_call` passes these defaults as arguments, so that they are sharded
+        self._defaults = {
+            name: parameter.default
+            for name, parameter in parameters.signature.parameters.items()
+            if self.specs.get(name) is not None
+            and any(
+                isinstance(x, jax.Array | np.ndarray) for x in jtu.tree_leaves(parameter.default)
+            )
+        }
         self._arguments: dict[CallSignature, tuple[ValueSpec, ...]] = {}
 
     def flatten_call(
@@ -279,7 +287,8 @@ class Declaration:
         """Returns the signature of a call, its keywords, and its values.
 
         The values are `args`, and then the value of each keyword. They include omitted parameters
-        that have `_array_defaults`: positional-only ones after `args`, others by keyword.
+        that have a spec and a default with arrays: positional-only ones after `args`, others by
+        keyword.
         """
         if self._defaults:
             names, positional_only = self.parameters.names, self.parameters.positional_only
@@ -337,20 +346,6 @@ class Declaration:
         return jtu.tree_map(
             lambda x: jax.device_put(x, may_alias=False) if isinstance(x, jax.Array) else x, default
         )
-
-    def _array_defaults(self) -> dict[str, Any]:
-        """Returns {parameter: default} for parameters that have a spec and a default with arrays.
-
-        `flatten_call` passes these defaults as arguments, so that they are sharded.
-        """
-        return {
-            name: parameter.default
-            for name, parameter in self.parameters.signature.parameters.items()
-            if self.specs.get(name) is not None
-            and any(
-                isinstance(x, jax.Array | np.ndarray) for x in jtu.tree_leaves(parameter.default)
-            )
-        }
 
 
 _MISSING: Any = object()

@@ -88,52 +88,53 @@ def _place(
     placement: Placement,
     running: bool,
 ) -> Any:
+    sharding, options = placement.sharding, program.setup.options
+    # 1. A mutable array stays where it is. On an abstract mesh, the function is only traced, which
+    #    needs only shapes.
     if isinstance(leaf, jax.Ref) and not isinstance(leaf, Tracer):
         try:
             check_ref(leaf, placement)
         except EinshardError as error:
             raise error.about(array=argument.leaf_text(path, leaf)) from None
         return leaf
-    sharding = placement.sharding
     if not (program.mesh_is_ambient or isinstance(program.mesh, Mesh) or is_tracing()):
-        return leaf  # an abstract mesh: the function is only traced, which needs only shapes
-    current = _rejected_sharding(program, leaf, sharding)
-    if current is not None and not (_is_unsharded(current) or program.setup.options.reshard):
+        return leaf
+
+    # 2. Find the sharding of an array that jit rejects: a traced one, also on the abstract mesh
+    #    that `jax.set_mesh` sets in a trace, or one that is committed to other devices.
+    is_ambient = program.mesh_is_ambient and isinstance(sharding.mesh, AbstractMesh)
+    is_traced = isinstance(leaf, Tracer) or is_ambient
+    current: Sharding | None = None
+    if is_traced:
+        current = sharding_rejected_by_jit(leaf, program.for_jit(sharding))
+        if current is not None and options.keeps_mapped_axes and elements_match(leaf, sharding):
+            current = None
+    elif _is_committed(leaf) and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        current = leaf.sharding
+    if current is not None and not (_is_unsharded(current) or options.reshard):
         raise _placed_differently(program, current, placement, leaf, argument, path) from None
-    if current is not None or _must_put(leaf, sharding):
-        try:
-            return _reshard(program, leaf, sharding)
-        except TopologyError:
-            if running or is_tracing():
-                raise
-            return as_struct(leaf, placement)
-    return leaf
 
+    # 3. Leave host data and uncommitted arrays to jit where it can place them. It cannot place a
+    #    partial sum. In a program with several processes, it does not shard host data, and does not
+    #    check that uncommitted arrays are equal in all processes.
+    needs_put = is_partial(sharding) or process_count() > 1
+    is_fixed = isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref | Tracer) or _is_committed(leaf)
+    if current is None and (is_fixed or not needs_put):
+        return leaf
 
-def _rejected_sharding(program: Program, leaf: Any, sharding: NamedSharding) -> Sharding | None:
-    """Returns the sharding of `leaf`, or None if jit accepts `leaf` where it expects `sharding`."""
-    if isinstance(leaf, Tracer) or _is_on_abstract_mesh(program, sharding):
-        rejected = sharding_rejected_by_jit(leaf, program.for_jit(sharding))
-        if rejected is not None and program.setup.options.keeps_mapped_axes:
-            return None if elements_match(leaf, sharding) else rejected
-        return rejected
-    if not _is_committed(leaf):
-        return None
-    return None if leaf.sharding.is_equivalent_to(sharding, leaf.ndim) else leaf.sharding
-
-
-def _reshard(program: Program, leaf: Any, sharding: NamedSharding) -> Any:
-    if isinstance(leaf, Tracer) or _is_on_abstract_mesh(program, sharding):
-        return reshard_traced(leaf, sharding, program.for_jit(NamedSharding(sharding.mesh, P())))
-    if process_count() > 1 or is_partial(sharding):
-        return put([leaf], [sharding])[0]
-    leaf = make_movable(leaf, sharding)
-    return device_put(leaf, sharding)  # unlike put, accepts an abstract mesh
-
-
-def _is_on_abstract_mesh(program: Program, sharding: NamedSharding) -> bool:
-    """Whether `sharding` is on the abstract mesh that `jax.set_mesh` sets in a trace."""
-    return program.mesh_is_ambient and isinstance(sharding.mesh, AbstractMesh)
+    # 4. Reshard or place the rest.
+    try:
+        if is_traced:
+            replicated = program.for_jit(NamedSharding(sharding.mesh, P()))
+            return reshard_traced(leaf, sharding, replicated)
+        if needs_put:
+            return put([leaf], [sharding])[0]
+        # unlike put, accepts an abstract mesh
+        return device_put(make_movable(leaf, sharding), sharding)
+    except TopologyError:
+        if running or is_tracing():
+            raise
+        return as_struct(leaf, placement)
 
 
 def _placed_differently(
@@ -255,17 +256,6 @@ def _device_order(sharding: Sharding) -> tuple[Any, ...] | None:
 
 def _is_committed(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed
-
-
-def _must_put(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether to place host data or an uncommitted array, instead of leaving that to jit.
-
-    Jit cannot place a partial sum. In a program with several processes, it does not shard host
-    data, and does not check that uncommitted arrays are equal in all processes.
-    """
-    if isinstance(leaf, jax.ShapeDtypeStruct | jax.Ref | Tracer) or _is_committed(leaf):
-        return False
-    return is_partial(sharding) or process_count() > 1
 
 
 def _is_unsharded(sharding: Sharding) -> bool:

@@ -21,8 +21,7 @@ from .._errors import EinshardError, plural
 from .._sharding.collective_axes import ShardedBy, along_text
 from .._sharding.tracing import is_staging, is_tracing, user_stacklevel
 from .._text import format_bytes, short_arrays, short_source
-from .compile_events import listen, sees_compilations, this_thread
-from .compile_events import program_text as loaded_text
+from .compile_events import listen, loaded_text, sees_compilations, this_thread
 
 if TYPE_CHECKING:
     from .._program.hlo.collective import Collective
@@ -144,11 +143,16 @@ def _unexpected(
     name: str, allowed: Allowed, with_axes: Sequence[tuple[Collective, str]]
 ) -> UnexpectedCollectives:
     """Returns the error that lists collectives and the axes that they run along."""
-    counts = counts_text([collective for collective, _ in with_axes])
-    return UnexpectedCollectives(
-        f'{name} has unexpected collectives: {counts}',
-        facts={'allowed': allowed_text(allowed), **_collective_facts(with_axes)},
-    )
+    facts = {'allowed': allowed_text(allowed)}
+    counts = Counter((x.kind, _collective_text(x, axes)) for x, axes in with_axes)
+    n_distinct = Counter(kind for kind, _ in counts)
+    number: Counter[str] = Counter()
+    for (kind, text), n in counts.items():
+        number[kind] += 1
+        label = kind if n_distinct[kind] == 1 else f'{kind} {number[kind]}'
+        facts[label] = text if n == 1 else f'{n} times: {text}'
+    found = counts_text([collective for collective, _ in with_axes])
+    return UnexpectedCollectives(f'{name} has unexpected collectives: {found}', facts=facts)
 
 
 def check_memory(name: str, compiled: Any, limit: int) -> None:
@@ -210,18 +214,6 @@ def allowed_text(allowed: Allowed) -> str:
     return ', '.join(texts) or 'no collectives'
 
 
-def _collective_facts(with_axes: Sequence[tuple[Collective, str]]) -> dict[str, str]:
-    counts = Counter((x.kind, _collective_text(x, axes)) for x, axes in with_axes)
-    n_distinct = Counter(kind for kind, _ in counts)
-    number: Counter[str] = Counter()
-    facts: dict[str, str] = {}
-    for (kind, text), n in counts.items():
-        number[kind] += 1
-        label = kind if n_distinct[kind] == 1 else f'{kind} {number[kind]}'
-        facts[label] = text if n == 1 else f'{n} times: {text}'
-    return facts
-
-
 def _collective_text(collective: Collective, axes: str) -> str:
     array = f'{short_arrays(collective.arrays)} ({format_bytes(collective.bytes)})'
     groups = f'{collective.groups} groups of ' if collective.groups > 1 else ''
@@ -245,7 +237,7 @@ class Budget:
         """Returns None if there is no memory limit: one device has no collectives."""
         return None if self.limits.memory is None else self
 
-    def check(self, compiled: Any, sharded_by: Callable[[Any], ShardedBy]) -> None:
+    def check(self, compiled: Any, sharded_by: Callable[[Any], ShardedBy] | None) -> None:
         limits = self.limits
         if limits.collectives is not None:
             check_promise(self.name, compiled, limits.collectives, sharded_by)
@@ -253,16 +245,11 @@ class Budget:
             check_memory(self.name, compiled, limits.memory)
 
     def allows(self, compiled: Any) -> bool:
-        from .._program.hlo.find_collectives import read_collectives
-        from .._program.hlo.memory import read_memory
-
-        limits = self.limits
-        if limits.collectives is not None:
-            found = read_collectives(program_text(self.name, compiled))
-            if exceeding(limits.collectives, found):
-                return False
-        memory = None if limits.memory is None else read_memory(compiled)
-        return limits.memory is None or (memory is not None and memory.total <= limits.memory)
+        try:
+            self.check(compiled, None)
+        except EinshardError:
+            return False
+        return True
 
     def warn_unchecked(self) -> None:
         """Warns once that no limits are checked under a transformation outside `jax.jit`.
@@ -358,7 +345,7 @@ class CheckedJit:
         except BaseException:
             self._reset()
             raise
-        jitted.is_checked()
+        jitted.mark_checked()
 
     def _check_stopped(self, jitted: _Jitted, values: Sequence[Any], program: Any) -> Any:
         """Checks the program of a call that `on_compiled` has stopped, and runs it if allowed.
@@ -411,14 +398,14 @@ class _Jitted:
 
         self.function: Any = jax.jit(record_trace, **options)
 
-    def is_checked(self) -> None:
+    def mark_checked(self) -> None:
         self.unchecked_threads.discard(threading.get_ident())
         self.first_is_checked = True
 
     def on_compiled(self, name: str, programs: Sequence[Any]) -> None:
         if name != self.function.__name__:  # a transfer of an argument
             return
-        self.is_checked()
+        self.mark_checked()
         rejected = [x for x in programs if not self._budget.allows(_Loaded(x))]
         if rejected or not programs:
             raise _Stopped(rejected[0] if len(programs) == 1 else None)

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from .._arrays.constrain import constrain, place_constant
 from .._errors import EinshardError, combine_errors
-from .._notation.expression import ELLIPSIS, Expression
+from .._notation.expression import ELLIPSIS
 from .._notation.layout import axis_positions
 from .._sharding.context import Context
 from .._sharding.leaf_spec import LeafSpec
@@ -56,7 +56,10 @@ class ValueSpec:
 
         # which rules may shard
         self._has_names_after_ellipsis = any(
-            isinstance(leaf, LeafSpec) and leaf.written and _has_names_after_ellipsis(leaf.written)
+            isinstance(leaf, LeafSpec)
+            and leaf.written is not None
+            and leaf.written.short
+            and ELLIPSIS in leaf.written.names[:-1]
             for leaf in jtu.tree_leaves(spec, is_leaf=is_none)
         )
 
@@ -188,10 +191,6 @@ class ValueSpec:
             hint = 'pass the specs one by one, not as a list: one for each parameter'
             error = EinshardError(**error.parts(facts={**error.facts, 'instead': hint}))
         return error
-
-
-def _has_names_after_ellipsis(expression: Expression) -> bool:
-    return expression.short and ELLIPSIS in expression.names[:-1]
 
 
 def as_struct(leaf: Any, placement: Placement) -> jax.ShapeDtypeStruct:
