@@ -128,61 +128,25 @@ class _Specs:
             for name, term in spec.defines.items():
                 if not term.star:
                     add(name, term.factor, spec)
-        self.check_stars(sources)
         written = {name: count for name, (count, _) in sources.items()}
         for spec in self.specs:
             if spec.lists_replicas and not spec.uses:
                 solved = dict(spec.grid(written, self.n_devices))
                 for name in spec.defines:
                     add(name, solved.get(name, 1), spec)
-        self.check_stars(sources)
         counts = {name: count for name, (count, _) in sources.items()}
         counts |= self.solve_stars(counts)
         return {name: counts[name] for spec in self.specs for name in spec.defines}
 
-    def check_stars(self, sources: Mapping[str, tuple[int, SpecAxes]]) -> None:
-        """Raises for a term such as 'b3*' if 3 does not divide the count of b in `sources`.
-
-        `sources` maps an axis name to its count and the first expression with this count.
-        """
-        for spec in self.specs:
-            for name, term in spec.defines.items():
-                count, source = sources.get(name, (term.factor, spec))
-                if term.star and count % term.factor:
-                    raise spec.expression.error(
-                        f"'{term}' needs a multiple of {term.factor} shards, "
-                        f"but '{name}' has {count} in another expression",
-                        [term],
-                        code='device-count',
-                        **_expression_facts([spec, source]),
-                    )
-
     def solve_stars(self, counts: Mapping[str, int]) -> dict[str, int]:
         """Returns the sizes of starred axes not in `counts`. They share the remaining devices."""
-        starred: dict[str, SpecAxes] = {}
-        for spec in self.specs:
-            for name, term in spec.defines.items():
-                if name in counts:
-                    continue
-                first = starred.setdefault(name, spec)
-                if first.defines[name].factor != term.factor:
-                    raise first.expression.error(
-                        f"ambiguous: axis '{name}' is '{first.defines[name]}' in one expression "
-                        f"and '{term}' in another",
-                        [first.defines[name]],
-                        code='axis-names',
-                        **_expression_facts([first, spec]),
-                    )
+        starred = dict.fromkeys(n for spec in self.specs for n in spec.defines if n not in counts)
         if not starred:
             return {}
         if self.n_devices % math.prod(counts.values()):
             raise self.counts_do_not_fit(counts)
-        factors = {name: spec.defines[name].factor for name, spec in starred.items()}
         terms = [Term(name, count) for name, count in counts.items()]
-        terms += [
-            Term(name, None if factor == 1 else factor, star=True)
-            for name, factor in factors.items()
-        ]
+        terms += [Term(name, star=True) for name in starred]
         try:
             solved = dict(grid_of(write_short(terms), self.n_devices))
         except EinshardError as error:

@@ -101,6 +101,15 @@ class SpecAxes:
                 code='mesh',
                 instead=f"pass a mesh with named axes, and use them: '{name}@(p,q)'",
             )
+        for term in terms:
+            if term.star and term.factor > 1:
+                raise self.error(
+                    f"'{term}' has a count and a star, but axes of per_device have one of them",
+                    [term],
+                    code='mesh',
+                    instead=f"write the count, such as '{term.name}{term.factor}', or "
+                    f"'{term.name}*'",
+                )
         defined = {name for spec in specs for name in spec.defines}
         for axis, term in self.uses.items():
             if axis not in defined:
