@@ -24,9 +24,10 @@ from .._program.traced.attributes import Attributes
 from .._program.traced.outline import Place, main_of
 from .._program.traced.program import Axes
 from .._program.traced.shardy import (
-    QUICK_PASSES,
+    EXPLICIT_PASSES,
+    OUT_SHARDING,
+    REDUCTION_AXES,
     RULE,
-    RULE_PASSES,
     SHARDING,
     NotPropagated,
     run,
@@ -34,13 +35,6 @@ from .._program.traced.shardy import (
 from .._program.traced.variants import Variants
 from .contraction import Contraction
 
-_PASSES = (
-    *QUICK_PASSES,
-    'func.func(sdy-sharding-constraint-to-reshard)',
-    'func.func(sdy-insert-explicit-reshards{enable-full-version=true})',
-    'func.func(sdy-reshard-to-collectives)',
-    *RULE_PASSES,
-)
 _RESULT = 'the result'
 
 
@@ -218,24 +212,24 @@ class Contractor:
             EinshardError: if the propagation does not run.
         """
         try:
-            variants = Variants(self._lower().compiler_ir('stablehlo'))
+            return tuple(dict.fromkeys(self._choices(self.result if is_result_placed else None)))
         except NotPropagated as error:
             sentence = "parallelism needs Shardy, XLA's propagation, which did not run"
             raise self.contraction.error(sentence, because=error) from None
-        placed = self.result if is_result_placed else None
+
+    def _choices(self, placed: Array | None) -> Iterator[Choice]:
+        variants = Variants(self._lower().compiler_ir('stablehlo'))
         ways = [self._ask(variants, self.operands, placed)]
         targets = (operands for operands in self._targets() if operands != ways[0].operands)
         ways += [self._ask(variants, operands, placed) for operands in targets]
-        choices: dict[Choice, None] = {}
         for way in ways:
-            choices[way.choice] = None
+            yield way.choice
             by_name = way.product.by_name
             # a partial sum may also be reduce-scattered along an axis
             for name in by_name if way.partial and placed is None else ():
                 result = way.product.sharded({**by_name, name: (*by_name[name], *way.partial)})
                 if self._divides(result) and self._is_in_order(result.by_name[name]):
-                    choices[self._ask(variants, way.operands, result).choice] = None
-        return tuple(choices)
+                    yield self._ask(variants, way.operands, result).choice
 
     def _divides(self, array: Array) -> bool:
         """Whether the mesh axes of each array axis divide its size, if that is known."""
@@ -306,7 +300,7 @@ class Contractor:
         for position, operand in zip(variants.outline.constraints, operands, strict=True):
             changes[Place('constraint', position)] = operand.axes
         with variants.changed(changes) as (module, _):
-            run(module, _PASSES)
+            run(module, EXPLICIT_PASSES)
             return self._read(module)
 
     def _read(self, module: Any) -> _Way:
@@ -322,7 +316,7 @@ class Contractor:
         *body, end = [view.operation for view in block.operations]
         for op in body:
             given, inputs = op.attributes, [arrays[value] for value in op.operands]
-            if 'out_sharding' not in given:
+            if OUT_SHARDING not in given:
                 for array in inputs:
                     multiplied.get(array.label, {}).update(array.by_name)
                 arrays[op.results[0]] = product = self._computed(op, inputs, read)
@@ -330,7 +324,7 @@ class Contractor:
                     partial = []
                 continue
             (old,), kind = inputs, op.name.removeprefix('sdy.').replace('_', '-')
-            new = replace(old, axes=read.shardings(given['out_sharding'])[0].axes)
+            new = replace(old, axes=read.shardings(given[OUT_SHARDING])[0].axes)
             arrays[op.results[0]] = new
             before, after = (
                 {(name, axis) for name, axes in array.by_name.items() for axis in axes}
@@ -340,7 +334,7 @@ class Contractor:
                 {axis for _, axis in pairs} for pairs in (after - before, before - after)
             )
             if kind == 'all-reduce':
-                axes = re.findall(r'"(\w+)"', str(given['reduction_axes']))
+                axes = re.findall(r'"(\w+)"', str(given[REDUCTION_AXES]))
                 collectives.append(self._communication(kind, axes, new))
                 if old is product:
                     product, partial = new, axes
