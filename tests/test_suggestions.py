@@ -188,33 +188,17 @@ MESHES = [None, {'p': 4, 'q': 2}, {'p': 2, 'q': 2, 'r': 2}, {'p': 2, 'q': 4}]
 
 @given(functions(), st.sampled_from(MESHES), st.sampled_from([24, 12, 6]))
 @examples(120)
-def test_fixes_of_the_mesh_of_per_device(texts, sizes, size):
+def test_per_device_suggests_no_expression_that_may_not_fit_the_others(texts, sizes, size):
     x = np.arange(1.0 * size * size).reshape(size, size)
     mesh = EIGHT if sizes is None else mesh_of(**sizes)
-
-    def call(texts, mesh):
-        return per_device(*texts, out=tuple(texts), mesh=mesh)(identity)(x, x)
-
     try:
-        call(texts, mesh)
+        y = per_device(*texts, out=tuple(texts), mesh=mesh)(identity)(x, x)
+        np.testing.assert_array_equal(y, [x, x])
         return
     except EinshardError as error:
         caught = error
-    changed = [(caught.expression, caught.fix.strip("'"))] if caught.fix else []
-    said = caught.facts.get('a replica says it', '')
-    number = re.search(r"for parameter 'arrays.(\d).'", said)
-    if number:
-        changed += [(texts[int(number[1])], fix) for fix in re.findall("'([^']+->[^']+)'", said)]
-    over = re.match(r"'((\w)@\w)'", caught.facts.get('over the same', ''))
-    if over:
-        texts = [re.sub(rf'{over[2]}[\d*]+', over[1], text) for text in texts]
-        call(texts, mesh)
-    for old, new in changed:
-        i = texts.index(old)
-        call([*texts[:i], new, *texts[i + 1 :]], mesh)
-    for n in suggested_device_counts(caught):
-        if n <= 16 and sizes is None:
-            call(texts, jax.devices()[:n])
+    assert caught.fix is None
+    assert suggested_device_counts(caught) == []
 
 
 # ------------------------------------------------ results that JAX does not know to be replicated
@@ -283,38 +267,17 @@ def test_suggestions_for_results_that_may_vary_work(steps, spec, out, scalar):
     def trace(*args, **options):
         return jax.eval_shape(mapped(*args, **options), x, np.zeros((8, 8)))
 
-    def call(*args, **options):
-        # waits: the suite hung here once, with many unfinished programs on two cores
-        return np.asarray(mapped(*args, **options)(x, np.zeros((8, 8))))
-
     try:
         trace(body)
         return
     except EinshardError as error:
         caught = error
     assert str(caught).startswith('out= declares the result of ')
-    said = ' '.join(caught.facts.values())
-    if 'check_vma=False' in said:
-        assert 'psum' not in said
-        return
-    gather = lax.all_gather
-    if "jax.lax.all_gather(..., to='invarying')" in said:
-        gather = functools.partial(lax.all_gather, to='invarying')
-    found = re.search(r'with jax\.lax\.psum\(result, (.*?)\)', said)
-    if found:
-        several = re.search(r'for each axis \((.*?)\):', said)
-        names = tuple(re.findall("'(.)'", several[1] if several else found[1]))
-        of_each = call(lambda x: body(x)[None, None], 'c d ... -> c@a d@b ...', check_vma=False)
-        trace(functools.partial(body, gather=gather, end=lambda z: lax.psum(z, names)))
-        for name in names:
-            # never sum what is equal on all devices
-            assert not np.array_equal(*np.split(of_each, 2, axis='ab'.index(name)))
-        if 'shard the result over' in said:
-            terms = [
-                a + n if a in names or a + n in out else a for a, n in [('a', '4'), ('b', '2')]
-            ]
-            trace(functools.partial(body, gather=gather), out=f'a b -> {" ".join(terms)}')
-        assert ('shard the result over' in said) == (trace(body, check_vma=False).ndim > 0)
-    else:
-        unchecked = call(body, check_vma=False)
-        np.testing.assert_array_equal(call(functools.partial(body, gather=gather)), unchecked)
+    said = caught.facts['if they differ']
+    names = re.search(r'with jax\.lax\.psum\(result, (.*?)\), or', said)[1]
+    names = tuple(re.findall("'(.)'", names))
+    trace(functools.partial(body, end=lambda z: lax.psum(z, names)))
+    unchecked = trace(body, check_vma=False)
+    if unchecked.ndim:
+        terms = [a + n if a in names or a + n in out else a for a, n in [('a', '4'), ('b', '2')]]
+        trace(body, out=f'a b -> {" ".join(terms)}')

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hlo.programs import partitioner
+from jax.sharding import AxisType
 from placed import mesh_of, struct
 from refusal import refusal
 
 from einshard import einshard, make_sharding, parallelism, sharded
 
-# private: collectives of a reshard from HLO, and their blocks
-from einshard._predict.communication import ShardedArray, Space, resharding
+# private: collectives from HLO
 from einshard._predict.contraction import read_contraction
 from einshard._program.hlo.find_collectives import read_collectives
 
@@ -30,6 +31,8 @@ EINSUMS = [
     'a b -> b a',
     'a b -> a',
 ]
+# an operand is summed before it is multiplied
+SUMMED_FIRST = ['a b, b c -> c', 'a b c, a c d -> b']
 SIZE = 16  # of every axis
 
 
@@ -66,7 +69,7 @@ def collectives(program):
     return read_collectives(program.as_text())
 
 
-@pytest.mark.parametrize('einsum', EINSUMS)
+@pytest.mark.parametrize('einsum', [*EINSUMS, *SUMMED_FIRST])
 def test_the_compiler_does_the_first_choice(einsum, devices8):
     names = read_contraction(einsum).names
     for counts in assignments(names, 8 if len(names) < 4 else 4):
@@ -173,10 +176,13 @@ def test_an_operand_moved_to_match_the_result():
     cheapest = min(theory.choices, key=lambda choice: choice.bytes)
     assert cheapest.bytes == 2048
     assert [(c.kind, c.of) for c in cheapest.collectives] == [('all-to-all', 'operand 0')]
-    assert theory.collectives[0].bytes == 16384
-    # in the order that the result has, so that nothing is permuted afterwards
+    # the first sends least, the others are those of other shardings of the operands
+    assert theory.collectives[0].bytes == 2048
+    assert max(choice.bytes for choice in theory.choices) == 16384
+    # in the order that the result has
     turned = parallelism('b x@(p,q), * x y -> b@(q,p) y', p=2, q=4)
-    assert ['all-to-all'] in [[c.kind for c in choice.collectives] for choice in turned.choices]
+    assert turned.result == 'b y -> b@(q,p) y'
+    assert [c.kind for c in turned.collectives] == ['collective-permute', 'all-to-all']
 
 
 def test_choices_that_the_sizes_do_not_divide_are_left_out():
@@ -228,16 +234,25 @@ RESULTS = [
     ('b x8, x8 y -> 8 b y', 'b y -> 8 b y', ['all-reduce']),
     ('b x8, x8 y -> b8 y', 'b y -> b8 y', ['reduce-scatter']),
     ('b8 x, 8 x y -> 8 b y', 'b y -> 8 b y', ['all-gather']),
-    ('b8 x, 8 x y -> b y8', 'b y -> b y8', ['all-to-all']),
+    ('b8 x, 8 x y -> b y8', 'b y -> b y8', ['all-gather']),
     ('8 b x, 8 x y -> b y8', 'b y -> b y8', []),
-    ('b2 x4, 2 x4 y -> b y2 4', 'b y -> b y2 4', ['all-reduce', 'all-to-all']),
+    ('b x8, 8 x y -> b8 y', 'b y -> b8 y', ['all-to-all']),
+    ('b2 x4, 2 x4 y -> b y2 4', 'b y -> b y2 4', ['all-gather', 'all-reduce']),
 ]
 
 
 @pytest.mark.parametrize(('einsum', 'result', 'kinds'), RESULTS)
-def test_a_result_as_the_einsum_places_it(einsum, result, kinds):
-    choice, *_ = parallelism(einsum).choices
-    assert (choice.result, [c.kind for c in choice.collectives]) == (result, kinds)
+def test_a_result_as_the_einsum_places_it(einsum, result, kinds, devices8):
+    theory = parallelism(einsum, sizes=dict.fromkeys('bxy', SIZE))
+    assert (theory.result, [c.kind for c in theory.collectives]) == (result, kinds)
+    assert [c.kind for c in parallelism(einsum).collectives] == kinds
+    operands, out = einsum.split(' -> ')
+    program = compiled('b x, x y -> b y', operands.split(', '), devices8, out=out)
+    found = total(collectives(program))
+    if 'reduce-scatter' in kinds:  # the CPU has none
+        assert {kind for kind, _ in found} == {'all-reduce'}
+    else:
+        assert found == total(theory.collectives)
 
 
 def test_groups_of_collectives():
@@ -343,36 +358,6 @@ b x, x y -> b y   on 4 devices
     assert end == '1 collective in all'
 
 
-A, B, AB, BA = {'a': ('d0',)}, {'b': ('d0',)}, {'a': ('d0', 'd1')}, {'a': ('d1', 'd0')}
-
-
-@pytest.mark.parametrize(
-    ('old', 'new', 'expected'),
-    [
-        (A, A, []),
-        ({}, A, []),
-        (A, AB, []),
-        (A, {}, [('all-gather', ('d0',), 'a b')]),
-        (AB, A, [('all-gather', ('d1',), 'a/2 b')]),
-        (A, B, [('all-to-all', ('d0',), 'a/2 b')]),
-        (AB, BA, [('collective-permute', ('d0', 'd1'), 'a/8 b')]),
-        # an array is sharded further before it moves
-        (A, {'b': ('d1',)}, [('all-gather', ('d0',), 'a b/4')]),
-        (A, {'b': ('d0', 'd1')}, [('all-to-all', ('d0',), 'a/2 b/4')]),
-        ({'a': ('d1',)}, AB, [('collective-permute', ('d1', 'd0'), 'a/8 b')]),
-    ],
-)
-def test_resharding(old, new, expected):
-    space = Space(('a', 'b'), {'d0': 2, 'd1': 4})
-
-    def sharded(over):
-        holders = {axis: name for name, axes in over.items() for axis in axes}
-        return ShardedArray('', space.names, holders, space)
-
-    found = resharding(sharded(old), sharded(new))
-    assert [(c.kind, c.over, c.block) for c in found] == expected
-
-
 @pytest.mark.parametrize(
     ('before', 'after', 'n_bytes'),
     [
@@ -390,6 +375,55 @@ def test_the_compiler_also_slices_before_it_communicates(before, after, n_bytes)
     # the order of the parts of b may also need a permute
     without_permutes = [c for c in found if c.kind != 'collective-permute']
     assert total(without_permutes) == total(theory.collectives)
+
+
+@pytest.mark.parametrize('types', [AxisType.Auto, AxisType.Explicit])
+def test_the_mesh_in_context_has_no_part(types):
+    expected = str(parallelism(LAYER, b=2, x=4))
+    seen = []
+
+    @jax.jit
+    def f(x):
+        seen.append(str(parallelism(LAYER, b=2, x=4)))
+        return x
+
+    with jax.set_mesh(mesh_of(types=types, m0=4, b=2)):
+        seen.append(str(parallelism(LAYER, b=2, x=4)))
+        f(np.ones(8))
+    assert seen == [expected] * 2
+
+
+def test_without_shardy():
+    with partitioner('gspmd'):
+        error = refusal(parallelism, LAYER, b=2)
+    assert error.sentence == "parallelism needs Shardy, XLA's propagation, which did not run"
+    assert 'lowered for GSPMD' in str(error.facts['because'])
+
+
+@pytest.mark.parametrize(
+    ('before', 'after', 'kinds', 'block'),
+    [
+        ('a@d0 b', 'a@d0 b', [], None),
+        ('* a b', 'a@d0 b', [], None),
+        ('a@d0 b', 'a@(d0,d1) b', [], None),
+        ('a@(d0,d1) b', 'a@d0 b', ['all-gather'], 'a/2 b'),
+        ('a@d0 b', 'a b@d0', ['all-to-all'], 'a/2 b'),
+        ('a@(d0,d1) b', 'a@(d1,d0) b', ['collective-permute'], 'a/8 b'),
+        # an array is sharded further before it moves
+        ('a@d0 b', 'a b@(d0,d1)', ['all-to-all'], 'a/8 b'),
+        ('a@d1 b', 'a@(d0,d1) b', ['collective-permute'], 'a/8 b'),
+    ],
+)
+def test_resharding(before, after, kinds, block):
+    named = {axis: n for axis, n in (('d0', 2), ('d1', 4)) if axis in before + after}
+    theory = parallelism(f'{before} -> {after}', devices=8, sizes={'a': 16, 'b': 16}, **named)
+    assert [c.kind for c in theory.collectives] == kinds
+    assert [c.block for c in theory.collectives][:1] == [block][: len(kinds)]
+    reshard = sharded(before, out=after, mesh=mesh_of(d0=2, d1=4))(lambda x: x + 1)
+    found = {c.kind for c in collectives(reshard.lower(struct(16, 16)).compile())}
+    # the order of the parts of b may also need a permute
+    assert found - {'collective-permute'} == {*kinds} - {'collective-permute'}
+    assert found >= {*kinds}
 
 
 @pytest.mark.parametrize(

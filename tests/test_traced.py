@@ -144,12 +144,17 @@ def test_passes_options_and_attributes_have_their_names():
     )
     module = lowered.compiler_ir('stablehlo')
     with module.context:
-        for each in shardy.PASSES:  # an unknown pass or option raises
+        # an unknown pass or option raises
+        for each in (*shardy.PASSES, *shardy.EXPLICIT_PASSES):
             passmanager.PassManager.parse(f'builtin.module({each})')
     with shardy.propagated(module) as copy:
         text = str(copy)
     for name in (shardy.SHARDING, shardy.RULE, shardy.ORIGINS, shardy.ORIGIN_NAME, shardy.EDGES):
         assert name in text
+    with shardy.imported(module, (*shardy.IMPORT_PASSES, *shardy.EXPLICIT_PASSES)) as copy:
+        given = [op.attributes for op in shardy.all_ops(copy.operation)]
+        for name in (shardy.OUT_SHARDING, shardy.REDUCTION_AXES):
+            assert any(name in attributes for attributes in given)
 
 
 def test_missing_passes_are_said(monkeypatch):

@@ -5,15 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .._cache import cached
 from .._errors import EinshardError, quoted
-from .._notation.expression import Expression, Term, parse, write, write_short
-from .._notation.layout import Layout, Split, check_divisible, fit, lay_out, mesh_text
-from .._notation.repairs import repairs
-from .._suggestions import keep_working_suggestions, works
-from .spec_axes import MeshAxis, SpecAxes, grid_of, leading_replicas
+from .._notation.expression import Expression, Term, write, write_short
+from .._notation.layout import mesh_text
+from .spec_axes import MeshAxis, SpecAxes, grid_of, leading_replicas, without_suggestions
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +32,6 @@ class JointMesh:
     @property
     def named_sizes(self) -> dict[str, int]:
         return {name: count for name, count in self.axes if name is not None}
-
-    def fits(self, axis_sizes: Sequence[int]) -> bool:
-        """Whether the size of each axis is a product of consecutive sizes in `axis_sizes`."""
-        grid = Layout(tuple(Split(count, i) for i, (_, count) in enumerate(self.axes)))
-        return fit(grid, {str(i): size for i, size in enumerate(axis_sizes)}) is not None
 
     def complete(self, expression: Expression) -> Expression:
         """Extends an expression to all devices: 'x2 y' becomes 'x y -> 4 x2 y' on 8 devices."""
@@ -81,23 +74,17 @@ def joint_mesh(
     so '4 x*' gives x 2 shards on 8 devices. Starred axes of the other expressions share the
     remaining devices.
 
-    `axis_sizes` are the axis sizes of the user's mesh, if any. Fixes in errors work on this mesh.
+    `axis_sizes` are the axis sizes of the user's mesh, if any, for errors.
     """
-    all_specs = _Specs(specs, n_devices, axis_sizes)
-    try:
-        return all_specs.mesh()
-    except EinshardError as error:
-        text = str(error.expression)
-        raise keep_working_suggestions(
-            error,
-            lambda fix: all_specs.try_fix(text, fix),
-            None if axis_sizes else lambda n: replace(all_specs, n_devices=n).try_shapes(),
-        ) from None
+    return _Specs(specs, n_devices, axis_sizes).mesh()
 
 
 @dataclass(frozen=True, slots=True)
 class _Specs:
-    """The expressions of a function, and the number of devices of their mesh."""
+    """The expressions of a function, and the number of devices of their mesh.
+
+    Its errors suggest no expressions: one that fits the devices may not fit the other expressions.
+    """
 
     specs: tuple[SpecAxes, ...]
     n_devices: int
@@ -113,38 +100,13 @@ class _Specs:
         if n_replicas > 1 and not any(spec.lists_replicas for spec in self.specs):
             raise self.unused_devices(counts)
         orders = list(itertools.islice(_orders(self.specs, counts, self.n_devices), 2))
-        if not orders:
-            raise self.no_order(counts)
-        if len(orders) > 1:
-            raise self.several_orders(orders, counts)
+        if len(orders) != 1:
+            raise self.no_order(counts, orders)
         (order,) = orders
         for spec in self.specs:
             spec.check_order([name for name, _ in order])
         size_one_axes = [(name, count) for name, count in counts.items() if count == 1]
         return JointMesh((*order, *size_one_axes) or ((None, 1),))
-
-    def try_fix(self, text: str, fix: str) -> None:
-        """Raises if no mesh fits when `fix` replaces the expression `text`."""
-        i = [spec.expression.text for spec in self.specs].index(text)
-        changed = replace(self.specs[i], expression=parse(fix))
-        specs = (*self.specs[:i], changed, *self.specs[i + 1 :])
-        mesh = replace(self, specs=specs).try_shapes()
-        if self.axis_sizes and not mesh.fits(self.axis_sizes):
-            fixed = changed.expression
-            raise fixed.error(
-                'the counts do not fit the mesh',
-                code='device-count',
-                fix=repairs(fixed, self.n_devices),
-            )
-
-    def try_shapes(self) -> JointMesh:
-        """Returns the mesh. Raises if the arrays of the call do not fit the expressions on it."""
-        mesh = self.mesh()
-        for spec in self.specs:
-            for shape in spec.shapes:
-                layout = lay_out(mesh.complete(spec.expression), len(shape), self.n_devices)
-                check_divisible(spec.expression, layout, shape, self.n_devices)
-        return mesh
 
     def counts(self) -> dict[str, int]:
         """Returns the sizes of all mesh axes, keyed by name, in order of appearance."""
@@ -166,89 +128,38 @@ class _Specs:
             for name, term in spec.defines.items():
                 if not term.star:
                     add(name, term.factor, spec)
-        self.check_stars(sources)
         written = {name: count for name, (count, _) in sources.items()}
         for spec in self.specs:
             if spec.lists_replicas and not spec.uses:
                 solved = dict(spec.grid(written, self.n_devices))
                 for name in spec.defines:
                     add(name, solved.get(name, 1), spec)
-        self.check_stars(sources)
         counts = {name: count for name, (count, _) in sources.items()}
         counts |= self.solve_stars(counts)
         return {name: counts[name] for spec in self.specs for name in spec.defines}
 
-    def check_stars(self, sources: Mapping[str, tuple[int, SpecAxes]]) -> None:
-        """Raises for a term such as 'b3*' if 3 does not divide the count of b in `sources`.
-
-        `sources` maps an axis name to its count and the first expression with this count.
-        """
-        for spec in self.specs:
-            for name, term in spec.defines.items():
-                count, source = sources.get(name, (term.factor, spec))
-                if term.star and count % term.factor:
-                    raise spec.expression.error(
-                        f"'{term}' needs a multiple of {term.factor} shards, "
-                        f"but '{name}' has {count} in another expression",
-                        [term],
-                        code='device-count',
-                        **_expression_facts([spec, source]),
-                    )
-
     def solve_stars(self, counts: Mapping[str, int]) -> dict[str, int]:
         """Returns the sizes of starred axes not in `counts`. They share the remaining devices."""
-        starred: dict[str, SpecAxes] = {}
-        for spec in self.specs:
-            for name, term in spec.defines.items():
-                if name in counts:
-                    continue
-                first = starred.setdefault(name, spec)
-                if first.defines[name].factor != term.factor:
-                    raise first.expression.error(
-                        f"ambiguous: axis '{name}' is '{first.defines[name]}' in one expression "
-                        f"and '{term}' in another",
-                        [first.defines[name]],
-                        code='axis-names',
-                        **_expression_facts([first, spec]),
-                    )
+        starred = dict.fromkeys(n for spec in self.specs for n in spec.defines if n not in counts)
         if not starred:
             return {}
         if self.n_devices % math.prod(counts.values()):
             raise self.counts_do_not_fit(counts)
-        factors = {name: spec.defines[name].factor for name, spec in starred.items()}
         terms = [Term(name, count) for name, count in counts.items()]
-        terms += [
-            Term(name, None if factor == 1 else factor, star=True)
-            for name, factor in factors.items()
-        ]
+        terms += [Term(name, star=True) for name in starred]
         try:
             solved = dict(grid_of(write_short(terms), self.n_devices))
         except EinshardError as error:
+            error = without_suggestions(error)
             facts = {**_expression_facts(self.specs), **error.facts}
-            raise EinshardError(
-                error.sentence,
-                code=error.code,
-                expression=error.expression,
-                spans=error.spans,
-                facts=facts,
-            ) from None
+            raise EinshardError(**error.parts(facts=facts)) from None
         return {name: solved.get(name, 1) for name in starred}
 
     def counts_do_not_fit(self, counts: Mapping[str, int]) -> EinshardError:
         sharded = [(name, count) for name, count in counts.items() if count > 1]
         product, n_devices = math.prod(counts.values()), self.n_devices
         factors = ' x '.join(str(count) for _, count in sharded)
-        facts = {**_expression_facts(self.specs), 'devices': str(n_devices)}
-        if len(sharded) > 1 and self.axis_sizes is None:
-            (first, _), (second, _) = sharded[:2]
-            shared: list[SpecAxes] = []  # with `second@first` in place of the count of `second`
-            for spec in self.specs:
-                term, other = spec.defines.get(second), Term(second, mesh_axes=(first,))
-                right = tuple(other if t is term else t for t in spec.expression.right)
-                shared.append(replace(spec, expression=replace(spec.expression, right=right)))
-            if works(replace(self, specs=tuple(shared)).try_shapes):
-                fact = f"'{second}@{first}', which shards {second} over the devices of {first}"
-                facts['to share devices'] = fact
+        facts = {**_expression_facts(self.specs), 'devices': n_devices}
         terms = quoted(f'{name}{count}' for name, count in sharded)
         factors = factors if len(sharded) == 1 else f'{factors} = {product}'
         if product > n_devices:
@@ -283,47 +194,24 @@ class _Specs:
             **_expression_facts(self.specs),
             **({'mesh': ' x '.join(map(str, self.axis_sizes))} if self.axis_sizes else {}),
             devices=n_devices,
-            fix=repairs(expression, n_devices),
         )
 
-    def several_orders(
-        self, orders: Sequence[tuple[MeshAxis, ...]], counts: Mapping[str, int]
+    def no_order(
+        self, counts: Mapping[str, int], orders: Sequence[tuple[MeshAxis, ...]]
     ) -> EinshardError:
-        differing = next(pair for pair in zip(*orders, strict=False) if pair[0] != pair[1])
-        option, alternative = (f"'{name or ''}{count}'" for name, count in differing)
-        facts = {**_expression_facts(self.specs), 'devices': str(self.n_devices)}
-        # `complete` writes counts, which would turn 'y@x' into a new mesh axis y
-        by_count = [spec for spec in self.specs if not spec.uses]
-        if by_count:
-            longest = max(by_count, key=lambda spec: len(spec.defines))
-            fixes = self.fixes_for_order(longest, orders, counts)
-            if fixes:
-                facts['try'] = f'{" or ".join(fixes)}, for {longest.owner}'
-        return EinshardError(
-            f'ambiguous device order: {option} could come before {alternative} or after it',
-            code='axis-names',
-            facts=facts,
-        )
-
-    def fixes_for_order(
-        self,
-        spec: SpecAxes,
-        orders: Sequence[tuple[MeshAxis, ...]],
-        counts: Mapping[str, int],
-    ) -> list[str]:
-        """Returns quoted replacements for `spec`. Each works with exactly one of `orders`."""
-        fixes: list[str] = []
-        for mesh in map(JointMesh, orders):
-            fix = mesh.complete(spec.expression)
-            changed = [replace(s, expression=fix) if s is spec else s for s in self.specs]
-            is_unique = list(_orders(changed, counts, self.n_devices)) == [mesh.axes]
-            is_on_mesh = self.axis_sizes is None or mesh.fits(self.axis_sizes)
-            trial = replace(self, specs=tuple(changed))
-            if is_unique and is_on_mesh and works(trial.try_shapes):
-                fixes.append(f"'{fix.text}'")
-        return fixes
-
-    def no_order(self, counts: Mapping[str, int]) -> EinshardError:
+        if orders:
+            differing = next(pair for pair in zip(*orders, strict=False) if pair[0] != pair[1])
+            one, other = (f"'{name or ''}{count}'" for name, count in differing)
+            return EinshardError(
+                f'ambiguous device order: {one} could come before {other} or after it',
+                code='axis-names',
+                facts={
+                    **_expression_facts(self.specs),
+                    'devices': self.n_devices,
+                    'instead': 'give the order in one expression, with numbers for replicas: '
+                    "'b4 2 x' has its replicas after b",
+                },
+            )
         conflicting: Sequence[SpecAxes] = self.specs
         for pair in itertools.combinations(self.specs, 2):
             names = {name for spec in pair for name in (*spec.defines, *spec.uses)}

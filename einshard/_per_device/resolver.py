@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from .._cache import cached
 from .._errors import EinshardError, quoted
 from .._notation.expression import Expression, Term, write_short
-from .._notation.layout import axis_positions, check_divisible, lay_out, needs_rank
+from .._notation.layout import axis_positions, check_divisible, lay_out, mesh_text, needs_rank
 from .._sharding.apply_axis_rules import apply_axis_rules
 from .._sharding.context import AxisRules
 from .._sharding.leaf_spec import LeafSpec
@@ -27,17 +27,13 @@ from .._sharding.mesh import (
 )
 from .._sharding.resolve import resolve
 from .._sharding.scopes import current_context
-from .._suggestions import keep_working_suggestions
 from .joint_mesh import JointMesh, joint_mesh
 from .spec_axes import SpecAxes
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: a fast cache key
 class Resolver:
-    """Resolves the expressions of a per-device function on its mesh.
-
-    If the argument `manual` of a method is empty, all mesh axes are manual.
-    """
+    """Resolves the expressions of a per-device function on its mesh."""
 
     mesh: AnyMesh  # for `jax.shard_map`
     uses_array_names: bool  # whether `mesh` is made from `joint`, with axes named after array axes
@@ -45,6 +41,7 @@ class Resolver:
     n_devices: int
     rules: AxisRules
     on_one_device: bool  # whether to read every count and star as 1, for `check_same`
+    manual: frozenset[str]  # mesh axes
 
     @property
     def axes(self) -> dict[str, int]:
@@ -77,18 +74,16 @@ class Resolver:
     def needs_rank(self, spec: LeafSpec) -> bool:
         return needs_rank(self._on_mesh_axes(spec).expression)
 
-    def partition_spec(
-        self, leaf_spec: LeafSpec, ndim: int | None, manual: frozenset[str]
-    ) -> PartitionSpec:
+    def partition_spec(self, leaf_spec: LeafSpec, ndim: int | None) -> PartitionSpec:
         context = current_context(self.mesh)
         spec = resolve(self._on_mesh_axes(leaf_spec), ndim, context).sharding.spec
         position = self._position_of_size_one_axes(leaf_spec, ndim)
-        if not manual and position is None:
+        if position is None and self.manual.issuperset(sizes_of(self.mesh)):
             return spec
-        entries = [tuple(a for a in e if not manual or a in manual) for e in map(entry_axes, spec)]
+        entries = self._manual(map(entry_axes, spec))
         if position is not None:
             entries += [()] * (position + 1 - len(entries))
-            entries[position] += self._unnamed_size_one_axes(entries, manual)
+            entries[position] += self._unnamed_size_one_axes(entries)
         return PartitionSpec(*entries)
 
     def _position_of_size_one_axes(self, spec: LeafSpec, ndim: int | None) -> int | None:
@@ -105,22 +100,22 @@ class Resolver:
         terms = [term for term in expression.right if term.star or term.count is not None]
         return axis_positions(expression, ndim).get(terms[-1].name or '') if terms else None
 
-    def _unnamed_size_one_axes(
-        self, entries: Sequence[tuple[Any, ...]], manual: frozenset[str]
-    ) -> tuple[str, ...]:
+    def _manual(self, entries: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        return [tuple(axis for axis in axes if axis in self.manual) for axes in entries]
+
+    def _unnamed_size_one_axes(self, entries: Sequence[tuple[Any, ...]]) -> tuple[str, ...]:
         named = {axis for entry in entries for axis in entry}
-        return tuple(axis for axis in self.size_one_axes(manual) if axis not in named)
+        return tuple(axis for axis in self.size_one_axes if axis not in named)
 
-    def all_explicit(self, manual: frozenset[str]) -> bool:
-        """Whether all manual mesh axes are explicit."""
+    @property
+    def is_explicit(self) -> bool:
+        """Whether all manual mesh axes are Explicit."""
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-        manual_types = {axis_type for name, axis_type in types if not manual or name in manual}
-        return manual_types == {AxisType.Explicit}
+        return {kind for name, kind in types if name in self.manual} == {AxisType.Explicit}
 
-    def spec_of_type(self, leaf: Any, manual: frozenset[str]) -> PartitionSpec:
+    def spec_of_type(self, leaf: Any) -> PartitionSpec:
         spec = jax.typeof(leaf).sharding.spec
-        entries = [tuple(a for a in axes if not manual or a in manual) for axes in spec_axes(spec)]
-        return partition_spec(entries, spec.unreduced, spec.reduced)
+        return partition_spec(self._manual(spec_axes(spec)), spec.unreduced, spec.reduced)
 
     def shard_shape(self, shape: Sequence[int], spec: PartitionSpec) -> list[int]:
         # `NamedSharding.shard_shape` fails on a mesh with manual axes, as in nested shard_maps
@@ -130,16 +125,16 @@ class Resolver:
         counts = [math.prod(sizes[axis] for axis in entry) for entry in entries]
         return [size // count for size, count in zip(shape, counts, strict=True)]
 
-    def size_one_axes(self, manual: frozenset[str]) -> tuple[str, ...]:
-        sizes = sizes_of(self.mesh)
-        return tuple(a for a in sizes if sizes[a] == 1 and (not manual or a in manual))
+    @property
+    def size_one_axes(self) -> tuple[str, ...]:
+        return tuple(a for a, n in sizes_of(self.mesh).items() if n == 1 and a in self.manual)
 
-    def result_spec(self, leaf_spec: LeafSpec, ndim: int, manual: frozenset[str]) -> PartitionSpec:
+    def result_spec(self, leaf_spec: LeafSpec, ndim: int) -> PartitionSpec:
         """Returns the spec of a result, or of a scalar result as an array of shape (1,)."""
         # JAX counts a value as varying along a mesh axis of size 1, so the spec must name that axis
-        spec = self.partition_spec(leaf_spec, ndim, manual)
+        spec = self.partition_spec(leaf_spec, ndim)
         first, *others = [*map(entry_axes, spec)] or [()]
-        unnamed = self._unnamed_size_one_axes((first, *others), manual)
+        unnamed = self._unnamed_size_one_axes((first, *others))
         return partition_spec([(*first, *unnamed), *others]) if unnamed else spec
 
     def mesh_axes_of(self, axis: str) -> str:
@@ -169,10 +164,13 @@ def make_resolver(
     is_in_context: bool,
     rules: AxisRules,
     on_one_device: bool,
+    axis_names: frozenset[str],
 ) -> Resolver:
-    """Builds the mesh of a per-device function, from the expressions of its arguments and result.
+    """Finds the mesh of a per-device function, from the expressions of its arguments and result.
 
-    `mesh` is the user's mesh or, without one, the canonical mesh of all devices.
+    Args:
+        mesh: the user's mesh or, without one, the canonical mesh of all devices.
+        axis_names: the mesh axes that are manual; empty for all.
     """
     sizes = sizes_of(mesh)
     n_devices = math.prod(sizes.values())
@@ -187,41 +185,33 @@ def make_resolver(
         replace(s, expression=_apply_rules(s.expression, rules, named_sizes, on_one_device))
         for s in specs
     )
-    if not uses_array_names:
-        without_mesh_axes = tuple(spec for spec in specs if not spec.uses)
-        has_counts = any(spec.defines or spec.lists_replicas for spec in without_mesh_axes)
-        uses_mesh_axes = len(without_mesh_axes) < len(specs)
-        if not has_counts and (uses_mesh_axes or not is_canonical_mesh(mesh)):
-            joint = JointMesh(((None, n_devices),))  # the expressions without mesh axes replicate
-        else:  # raises if there are several devices and no counts
-            joint = _joint_mesh_on(without_mesh_axes, specs, sizes)
-        return Resolver(mesh, False, joint, n_devices, rules, on_one_device)
-    # without any expression, the error about None as a spec is that of the argument
-    joint = joint_mesh(specs, n_devices) if specs else JointMesh(((None, n_devices),))
-    names, shape = tuple(joint.mesh_shape), tuple(joint.mesh_shape.values())
-    types = (AxisType.Auto,) * len(names)
-    if isinstance(mesh, AbstractMesh):
-        resolver_mesh: AnyMesh = AbstractMesh(shape, names, axis_types=types)
+    replicated = JointMesh(((None, n_devices),))
+    if uses_array_names:
+        # without any expression, the error about None as a spec is that of the argument
+        joint = joint_mesh(specs, n_devices) if specs else replicated
+        names, shape = tuple(joint.mesh_shape), tuple(joint.mesh_shape.values())
+        types = (AxisType.Auto,) * len(names)
+        if isinstance(mesh, AbstractMesh):
+            mesh = AbstractMesh(shape, names, axis_types=types)
+        else:
+            mesh = Mesh(mesh.devices.reshape(shape), names, axis_types=types)
     else:
-        resolver_mesh = Mesh(mesh.devices.reshape(shape), names, axis_types=types)
-    return Resolver(resolver_mesh, True, joint, n_devices, rules, on_one_device)
-
-
-def _joint_mesh_on(
-    without_mesh_axes: tuple[SpecAxes, ...], specs: Sequence[SpecAxes], sizes: Mapping[str, int]
-) -> JointMesh:
-    n_devices = math.prod(sizes.values())
-
-    def check_others(_: str) -> None:
-        # no fix works if an expression with mesh axes is invalid
-        for spec in specs:
-            if spec.uses:
-                lay_out(spec.expression, len(spec.expression.names), n_devices, sizes)
-
-    try:
-        return joint_mesh(without_mesh_axes, n_devices, tuple(sizes.values()))
-    except EinshardError as error:
-        raise keep_working_suggestions(error, check_others) from None
+        by_count = tuple(spec for spec in specs if not spec.uses)
+        has_counts = any(spec.defines or spec.lists_replicas for spec in by_count)
+        uses_mesh_axes = len(by_count) < len(specs)
+        if not has_counts and (uses_mesh_axes or not is_canonical_mesh(mesh)):
+            joint = replicated  # the expressions without mesh axes replicate
+        else:  # raises if there are several devices and no counts
+            joint = joint_mesh(by_count, n_devices, tuple(sizes.values()))
+    manual = axis_names or frozenset(sizes_of(mesh))
+    resolver = Resolver(mesh, uses_array_names, joint, n_devices, rules, on_one_device, manual)
+    for axis in sorted(axis_names - {*resolver.axes}):
+        raise EinshardError(
+            f"axis_names= includes '{axis}', but the mesh has no such axis",
+            code='mesh',
+            facts={'mesh': mesh_text(resolver.axes)},
+        )
+    return resolver
 
 
 def _apply_rules(

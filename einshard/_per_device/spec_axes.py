@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .._errors import EinshardError, quoted
+from .._errors import DeviceCounts, EinshardError, quoted
 from .._notation.expression import ELLIPSIS, Expression, Term
 from .._notation.layout import axis_positions, lay_out
 from .._notation.words import signs_text
@@ -22,13 +22,10 @@ class SpecAxes:
 
     Attributes:
         owner: whose spec the expression is: "parameter 'x'" or 'the result'.
-        shapes: the shapes of the arrays of a call that have this expression. Errors try their fixes
-            on them. Empty until a call has failed.
     """
 
     owner: str
     expression: Expression
-    shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def defines(self) -> dict[str, Term]:
@@ -61,8 +58,7 @@ class SpecAxes:
         try:
             return grid_of(expression, n_devices, counts if self.uses else None)
         except EinshardError as error:
-            # drops the fix, because it was not tried with the other expressions
-            raise error.about(spec_of=self.owner).with_fix(None) from None
+            raise without_suggestions(error).about(spec_of=self.owner) from None
 
     def take(self, axis: MeshAxis, grid: tuple[MeshAxis, ...]) -> tuple[MeshAxis, ...] | None:
         """Returns the rest of a device grid after `axis`, or None if `axis` cannot come next.
@@ -105,6 +101,15 @@ class SpecAxes:
                 code='mesh',
                 instead=f"pass a mesh with named axes, and use them: '{name}@(p,q)'",
             )
+        for term in terms:
+            if term.star and term.factor > 1:
+                raise self.error(
+                    f"'{term}' has a count and a star, but axes of per_device have one of them",
+                    [term],
+                    code='mesh',
+                    instead=f"write the count, such as '{term.name}{term.factor}', or "
+                    f"'{term.name}*'",
+                )
         defined = {name for spec in specs for name in spec.defines}
         for axis, term in self.uses.items():
             if axis not in defined:
@@ -144,6 +149,12 @@ class SpecAxes:
 
     def error(self, sentence: str, terms: Sequence[Term], code: str, **facts: str) -> EinshardError:
         return self.expression.error(sentence, terms, code=code, spec_of=self.owner, **facts)
+
+
+def without_suggestions(error: EinshardError) -> EinshardError:
+    """Drops what fits one expression, which may not fit the others."""
+    facts = {label: x for label, x in error.facts.items() if not isinstance(x, DeviceCounts)}
+    return EinshardError(**error.parts(facts=facts, fix=None))
 
 
 def leading_replicas(grid: Sequence[MeshAxis]) -> int:

@@ -1,4 +1,4 @@
-"""parallelism: predicts the collectives of a sharded einsum. Does not import JAX.
+"""parallelism: predicts the collectives of a sharded einsum.
 
 An axis of the result is *free*: devices with different shards of it compute different parts of the
 result. A contracted axis is *reduced*: devices with different shards of it compute partial sums.
@@ -22,8 +22,7 @@ from .._notation.expression import ELLIPSIS
 from .._notation.words import signs_text
 from .._page import Column, Page, Section
 from .._suggestions import keep_working_suggestions
-from .choices import Choice, choices_for, find_conflicts, find_targets
-from .communication import Communication, ShardedArray, Space
+from .choices import Choice, Communication, Contractor
 from .contraction import Contraction, from_numpy_subscripts, is_placed, read_contraction
 from .mesh_axes import array_axes_of, mesh_and_operands
 
@@ -205,9 +204,10 @@ def parallelism(
     sharding them leaves partial sums, to be all-reduced or reduce-scattered. If the blocks of the
     operands do not match, an operand must be resharded first.
 
-    If the blocks match and the result has no placement, XLA compiles the first choice. Otherwise it
-    may compile another one; `explain` shows which. The rules are from
-    https://jax-ml.github.io/scaling-book/sharding.
+    The first choice is that of Shardy, XLA's propagation, which runs on the lowered einsum: a call
+    takes 30 ms or more, and needs no devices. If the blocks match and the result has no placement,
+    XLA compiles this one. Otherwise it may compile another one; `explain` shows which. For the
+    rules, see https://jax-ml.github.io/scaling-book/sharding.
 
     Args:
         einsum: an einsum of one or two operands, as for `einsum`, or a list of einsums. Operands
@@ -226,7 +226,8 @@ def parallelism(
         notebooks, and have `to_dict()` and `save('page.html')`.
 
     Raises:
-        EinshardError: the einsum is invalid, or counts or sizes do not fit it.
+        EinshardError: the einsum is invalid, or counts or sizes do not fit it; or
+            `jax_use_shardy_partitioner` is off.
     """
     devices, sizes, item_bytes = _read_options(devices, sizes, item_bytes)
     if isinstance(einsum, list | tuple):
@@ -236,8 +237,9 @@ def parallelism(
         counts = _read_counts(steps, counts)
         return Chain(_analyze(step, devices, sizes, item_bytes, counts) for step in steps)
 
-    def try_fix(fix: str) -> Parallelism:
-        return parallelism(fix, devices=devices, sizes=sizes, item_bytes=item_bytes, **counts)
+    def try_fix(fix: str) -> None:
+        fixed = read_contraction(fix)
+        _place(fixed, devices, sizes, item_bytes, _read_counts([fixed], counts))
 
     contraction = _read(einsum, try_fix)
     counts = _read_counts([contraction], counts)
@@ -254,56 +256,52 @@ def _read(einsum: str, try_fix: Callable[[str], object]) -> Contraction:
 
 def _analyze(contraction: Contraction, n_devices: int | None, *options: Any) -> Parallelism:
     try:
-        return _analyze_once(contraction, n_devices, *options)
+        contractor = _place(contraction, n_devices, *options)
     except EinshardError as error:
         raise keep_working_suggestions(
             error,
-            lambda fix: _analyze_once(read_contraction(fix), n_devices, *options),
-            lambda n: _analyze_once(contraction, n, *options),
+            lambda fix: _place(read_contraction(fix), n_devices, *options),
+            lambda n: _place(contraction, n, *options),
         ) from None
+    conflicts = tuple(_find_conflicts(contractor))
+    operands = contractor.operands
+    sharded = {name for array in operands for name, axes in array.by_name.items() if axes}
+    return Parallelism(
+        contraction.plain(),
+        _kind(sharded, contraction, bool(conflicts)),
+        contractor.user_mesh,
+        contraction.result.names,
+        contraction.contracted,
+        tuple(map(contractor.placement, operands)),
+        conflicts,
+        contractor.choices(is_placed(contraction.result)),
+    )
 
 
-def _analyze_once(
+def _place(
     contraction: Contraction,
     n_devices: int | None,
     sizes: Mapping[str, int] | None,
     item_bytes: int,
     counts: Mapping[str, int],
-) -> Parallelism:
+) -> Contractor:
+    """Finds the mesh, and how it shards the arrays. Raises if they do not fit."""
     _check_supported(contraction)
     mesh_shape, placed = mesh_and_operands(contraction, n_devices, counts)
-    expressions = {f'operand {i}': operand for i, operand in enumerate(placed)}
-    expressions['the result'] = contraction.result
-    array_axes = {
-        label: array_axes_of(expression, mesh_shape) for label, expression in expressions.items()
-    }
     missing = [name for name in contraction.names if sizes is not None and name not in sizes]
     if missing:
         raise contraction.error(f'sizes= has no size for {quoted(missing)}')
-    space = Space(contraction.names, mesh_shape, sizes, item_bytes)
-    *operands, result = [
-        ShardedArray(label, expression.names, array_axes[label], space)
-        for label, expression in expressions.items()
-    ]
-    for array in (*operands, result):
-        _check_divisible(contraction, array)
-    conflicts = tuple(find_conflicts(operands))
-    choices = tuple(
-        choice
-        for target in find_targets(operands, result)
-        for choice in choices_for(operands, target, result, is_placed(contraction.result))
-    )
-    sharded = {name for array in operands for name in array.names if array.mesh_axes(name)}
-    return Parallelism(
-        contraction.plain(),
-        _kind(sharded, contraction, bool(conflicts)),
-        mesh_shape,
-        contraction.result.names,
-        contraction.contracted,
-        tuple(array.expression() for array in operands),
-        conflicts,
-        choices,
-    )
+    array_axes = [array_axes_of(array, mesh_shape) for array in (*placed, contraction.result)]
+    contractor = Contractor(contraction, mesh_shape, array_axes, sizes, item_bytes)
+    for array in (*contractor.operands, contractor.result):
+        for name, axes in array.by_name.items():
+            n = contractor.n_shards(axes)
+            if sizes is not None and sizes[name] % n:
+                raise contraction.error(
+                    f"axis '{name}' (size {sizes[name]}) of {array.label} is not divisible by {n}",
+                    code='not-divisible',
+                )
+    return contractor
 
 
 def _kind(sharded: set[str], contraction: Contraction, has_conflicts: bool) -> Kind:
@@ -381,12 +379,29 @@ def _is_int(value: Any, minimum: int = 1) -> bool:
     return is_int and int(value) >= minimum
 
 
-def _check_divisible(contraction: Contraction, array: ShardedArray) -> None:
-    sizes = array.space.sizes
-    for name in dict.fromkeys(array.sharding.values()):
-        if sizes is not None and sizes[name] % array.n_shards(name):
-            raise contraction.error(
-                f"axis '{name}' (size {sizes[name]}) of {array.label} is not divisible by "
-                f'{array.n_shards(name)}',
-                code='not-divisible',
-            )
+def _find_conflicts(contractor: Contractor) -> Iterator[str]:
+    """Yields the reasons why the devices cannot multiply their blocks of the operands."""
+    if len(contractor.operands) < 2:
+        return
+    left, right = contractor.operands
+    same_devices = {
+        (a, b): None
+        for part in contractor.mesh_shape
+        if (a := left.array_axis(part)) and (b := right.array_axis(part)) and a != b
+    }
+    for a, b in same_devices:
+        yield (
+            f"'{a}' of operand 0 and '{b}' of operand 1 are sharded over the same devices, so for "
+            'some blocks of the product no device has both inputs'
+        )
+    for name in left.names:
+        left_parts, right_parts = left.by_name[name], right.by_name.get(name)
+        if right_parts is None or left_parts == right_parts:
+            continue
+        if left_parts and right_parts:
+            yield f"'{name}' is sharded differently in operand 0 and operand 1"
+            continue
+        sharded, unsharded = (0, 1) if left_parts else (1, 0)
+        # the loop above reports mesh axes that shard another axis of the unsharded operand
+        if not any(map(contractor.operands[unsharded].array_axis, left_parts or right_parts)):
+            yield f"'{name}' is sharded in operand {sharded} but not in operand {unsharded}"

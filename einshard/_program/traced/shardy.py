@@ -38,10 +38,19 @@ QUICK_PASSES = (
     'sdy-user-priority-propagate',
 )
 RULE_PASSES = ('func.func(sdy-populate-op-sharding-rules)',)
+# up to a module in which each reshard and each sum is an operation
+EXPLICIT_PASSES = (
+    *QUICK_PASSES,
+    'func.func(sdy-sharding-constraint-to-reshard)',
+    'func.func(sdy-insert-explicit-reshards{enable-full-version=true})',
+    'func.func(sdy-reshard-to-collectives)',
+    *RULE_PASSES,
+)
 # attributes that the passes write
 SHARDING = 'sdy.sharding'  # of the results of an operation, or of an argument or result of `main`
 EDGE_SHARDING = 'sharding'  # of a constraint or a data-flow edge
 IN_SHARDINGS, OUT_SHARDINGS = 'in_shardings', 'out_shardings'  # of a manual computation
+OUT_SHARDING, REDUCTION_AXES = 'out_sharding', 'reduction_axes'  # of a collective
 RULE = 'sdy.sharding_rule'
 ORIGINS = 'sdy.sharding_origins'
 ORIGIN_NAME = 'sdy.sharding_origin_name'

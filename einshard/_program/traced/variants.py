@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from ..edits.keys import Key
@@ -181,6 +182,17 @@ class Variants:
         Raises:
             NotPropagated: if the passes fail.
         """
+        with self.changed(changes) as (copy, removed):
+            run(copy, QUICK_PASSES)
+            return self.outline.shardings(copy, self._attributes, removed)
+
+    @contextmanager
+    def changed(
+        self, changes: Mapping[Place, Axes | None]
+    ) -> Generator[tuple[Op, Collection[int]]]:
+        """Yields a copy of the module with `changes`, before any pass, and the constraints that it
+        lacks. It must be read inside the `with` block, which holds a lock.
+        """
         changes = {s: axes for s, axes in changes.items() if s not in self._folded}
         placed = {s.index for s, axes in changes.items() if s in self.sites and axes is not None}
         removed = {s.index for s, axes in changes.items() if s in self.sites and axes is None}
@@ -196,8 +208,7 @@ class Variants:
                         del op.attributes[key]
                     else:
                         op.attributes[key] = attribute
-            run(copy, QUICK_PASSES)
-            return self.outline.shardings(copy, self._attributes, removed)
+            yield copy, removed
 
     def _without(self, removed: frozenset[int]) -> _Copy:
         """The module without the constraints at these positions.
