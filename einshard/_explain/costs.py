@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from .._chips.table import default_chip
 from .._program.cost.bounds import Bounds
-from .._program.cost.chips import default_chip
 from .._program.hlo.collective import Collective
 from .._program.hlo.hbm_traffic import min_bytes_read, min_hbm_bytes
 from .._program.hlo.slices import Reshard
