@@ -19,6 +19,7 @@ import pytest
 from spawn import python_path
 
 import einshard
+from einshard._explain.kinds import FINDINGS, NOTES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / 'docs'
@@ -191,6 +192,16 @@ def test_readme_names_the_versions_that_the_package_asks_for():
     jax_version = re.search(r'"jax>=([\d.]+)"', wanted)[1]
     assert f'Python {python} or newer' in README
     assert f'JAX {jax_version} or newer' in README
+
+
+def test_the_page_lists_every_kind_of_findings():
+    page = (DOCS / 'explain.md').read_text(encoding='utf-8')
+    for kinds, heading in (
+        (FINDINGS, '| kind | what it reports |'),
+        (NOTES, '| kind | what it says |'),
+    ):
+        table = page.partition(heading)[2].partition('\n\n')[0]
+        assert re.findall(r'^\| ([a-z][\w -]*) \|', table, re.MULTILINE) == [*kinds]
 
 
 def imports(module):
