@@ -4,6 +4,7 @@ import ast
 import contextlib
 import functools
 import graphlib
+import importlib
 import inspect
 import io
 import os
@@ -184,6 +185,15 @@ def test_the_reference_has_every_public_name_once():
     reference = (DOCS / 'api.md').read_text()
     names = re.findall(r'^\.\. auto\w+:: einshard\.(\w+)$', reference, re.MULTILINE)
     assert sorted(names) == sorted(einshard.__all__)
+
+
+def test_the_reference_has_the_objects_that_functions_return():
+    reference = (DOCS / 'api.md').read_text()
+    names = {'Report', 'Finding', 'Tried', 'Collective', 'Memory', 'Bound', 'Plan'}
+    found = re.findall(r'^\.\. autoclass:: (einshard\._[\w.]+)\.(\w+)$', reference, re.MULTILINE)
+    assert names <= {name for _, name in found}
+    for module, name in found:
+        assert getattr(importlib.import_module(module), name).__doc__
 
 
 def test_readme_names_the_versions_that_the_package_asks_for():

@@ -9,6 +9,7 @@ from typing import Any
 
 from .._errors import EinshardError
 from .._explain.explain import explain
+from .._explain.kinds import FINDINGS
 from .._explain.report import Report
 from .arguments import load, mesh_of
 from .options import (
@@ -76,6 +77,14 @@ def run(arguments: Sequence[str]) -> tuple[str, int]:
         help='exit with status 3 if the report has findings',
     )
     parser.add_argument(
+        '--ignore',
+        action='append',
+        default=[],
+        choices=FINDINGS,
+        metavar='KIND',
+        help='a kind of findings for which --fail-on does not fail',
+    )
+    parser.add_argument(
         '--tries',
         type=int,
         metavar='N',
@@ -101,7 +110,8 @@ def run(arguments: Sequence[str]) -> tuple[str, int]:
             # the bytes of files in other encodings are surrogates
             Path(options.patch).write_bytes(patch.encode('utf-8', 'surrogateescape'))
     text = text_of(report, options)
-    return text, 3 if options.fail_on and report.findings else 0
+    counted = [each for each in report.findings if each.kind not in options.ignore]
+    return text, 3 if options.fail_on and counted else 0
 
 
 def _kernel_cost(text: str) -> tuple[str, tuple[float, float]]:
