@@ -23,12 +23,12 @@ import optax
 from jax import ShapeDtypeStruct as Shape
 
 from einshard import Rules, einshard, plan, shard_largest, sharded, topology
+from einshard._chips.table import as_chip
 from einshard._plan.evaluate import Function, Partitioner
 from einshard._plan.named_program import find_named
 from einshard._plan.search import Search
 from einshard._plan.space import Space, read_candidate
 from einshard._plan.starts import Starts
-from einshard._program.cost.chips import as_chip
 
 SEQ, HEAD, BLOCK, DEVICES = 2048, 128, 256, 256
 COMPILATIONS = 12

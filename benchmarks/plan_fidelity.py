@@ -23,12 +23,12 @@ import jax.numpy as jnp
 from scipy.stats import spearmanr
 
 from einshard import Rules, einshard, sharded, topology
+from einshard._chips.table import find_chip
 from einshard._plan.evaluate import Function, Partitioner
 from einshard._plan.named_program import find_named
 from einshard._plan.search import Search
 from einshard._plan.space import Space
 from einshard._plan.starts import Starts
-from einshard._program.cost.chips import find_chip
 
 BATCH, SEQ, ACT, HEADS, HEAD, MLP, EXPERTS = 16, 256, 1024, 16, 64, 4096, 16
 PROGRAMS = 'mlp', 'attention', 'block', 'moe'

@@ -24,7 +24,7 @@ from hlo import llama
 from jax.ad_checkpoint import checkpoint_name
 
 from einshard import topology
-from einshard._program.cost.chips import find_chip
+from einshard._chips.table import find_chip
 from einshard._program.cost.timeline import Simulation
 from einshard._program.hlo.find_collectives import find_collectives
 from einshard._program.hlo.graph import Graph

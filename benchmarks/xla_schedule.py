@@ -34,7 +34,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from einshard import axis_rules, einshard, make_sharding, topology
-from einshard._program.cost.chips import find_chip
+from einshard._chips.table import find_chip
 from einshard._program.cost.timeline import Simulation
 from einshard._program.hlo.find_collectives import count_executions, find_collectives
 from einshard._program.hlo.graph import Graph

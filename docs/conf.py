@@ -1,9 +1,12 @@
 """Sphinx: pages in Markdown whose code is run at every build. `make docs` builds them."""
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
+
+from sphinx import addnodes
 
 import einshard
 
@@ -65,10 +68,27 @@ def plain_defaults(app, what, name, obj, options, signature, returns):
     """Defaults as they are written, where the objects themselves have other names."""
     if signature is None:
         return None
+    if what == 'class' and name.startswith('einshard._'):  # of a result, which users do not make
+        return '', None
     shown = {'_NO_DEFAULT': '...', 'mappingproxy({})': '{}', 'MappingProxyType({})': '{}'}
     for text, written in shown.items():
         signature = signature.replace(text, written)
     return signature, returns
+
+
+def without_private_module(app, domain, objtype, content):
+    """Results are classes of private modules, whose names may change."""
+    for node in [*content.parent.findall(addnodes.desc_addname)]:
+        if node.astext().startswith('einshard._'):
+            node.parent.remove(node)
+
+
+def without_private_names(app, what, name, obj, options, lines):
+    """The types of attributes without private modules, and the kinds of findings as strings."""
+    for i, line in enumerate(lines):
+        if ':type:' in line:
+            line = re.sub(r'[~.\w]*Literal\[.*\]', 'str', line)
+            lines[i] = re.sub(r'\b(einshard|jax)\._[.\w]*\.', '', line)
 
 
 def without_docstring_of_type(app, what, name, obj, options, lines):
@@ -130,5 +150,7 @@ def setup(app):
     app.connect('build-finished', write_llms)
     app.connect('html-page-context', offer_notebook, priority=400)  # before the theme's buttons
     app.connect('autodoc-process-signature', plain_defaults)
+    app.connect('object-description-transform', without_private_module)
     app.connect('autodoc-process-docstring', without_docstring_of_type)
+    app.connect('autodoc-process-docstring', without_private_names, priority=600)  # after napoleon
     return {'parallel_read_safe': True, 'parallel_write_safe': True}

@@ -85,6 +85,7 @@ __all__ = [
 if typing.TYPE_CHECKING:
     from ._check.check_same import DifferentResults, check_same
     from ._check.expect_placements import expect_placements
+    from ._chips.chip import Chip, Efficiency
     from ._draw.show import show
     from ._eject.to_jax import to_jax
     from ._explain.assert_collectives import assert_collectives
@@ -96,13 +97,12 @@ if typing.TYPE_CHECKING:
     from ._plan.plan import plan
     from ._predict.einsum import einsum
     from ._predict.parallelism import parallelism
-    from ._program.cost.chips import Chip, Efficiency
 else:
     # imported on first use, because they load two thirds of the package
     _LAZY = {
-        'Chip': '._program.cost.chips',
+        'Chip': '._chips.chip',
         'DifferentResults': '._check.check_same',
-        'Efficiency': '._program.cost.chips',
+        'Efficiency': '._chips.chip',
         'assert_collectives': '._explain.assert_collectives',
         'check_same': '._check.check_same',
         'compare': '._explain.compare',

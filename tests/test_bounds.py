@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 from placed import mesh_of, struct
 
 from einshard import Chip, EinshardError, explain, sharded
+from einshard._chips.table import GPUS, as_chip, find_chip
 
 # private: bounds of programs and chips that no device here can compile for
 from einshard._program.cost.bounds import Bound, find_bounds
-from einshard._program.cost.chips import as_chip, find_chip
 from einshard._program.cost.network import Network
 from einshard._program.hlo.collective import Collective
 from einshard._program.hlo.find_collectives import find_collectives
@@ -29,7 +29,6 @@ from einshard._program.hlo.hbm_traffic import min_hbm_bytes
 from einshard._program.hlo.sources import operations
 from einshard._program.hlo.temporaries import largest_temporaries
 from einshard._program.hlo.text import ArrayType, Program
-from einshard._sharding.gpu_names import GPUS
 from einshard._text import format_seconds
 
 GB = 10**9
@@ -191,13 +190,11 @@ def test_old_name_of_domain():
 
 
 @pytest.mark.parametrize('name', GPUS)
-def test_gpus_of_topologies_are_chips(name):
-    gpu, chip = GPUS[name], find_chip(GPUS[name].kind)
-    assert chip.domain == gpu.domain
-    assert chip.memory == gpu.memory * 2**20
+def test_rates_of_gpus_agree_with_their_parts(name):
+    gpu, chip = GPUS[name], as_chip(name)
     assert chip.memory_bandwidth == pytest.approx(gpu.bandwidth, rel=0.05)
-    # NVLink 3 and 4 have 25 GB/s per link and direction, NVLink 5 has 50; PCIe 5.0 x16 has 64
-    assert chip.link == (gpu.links * {8: 25e9, 9: 25e9, 10: 50e9, 12: 0}[gpu.capability[0]] or 64e9)
+    both_ways = {8: 600e9, 9: 900e9, 10: 1.8e12, 12: 128e9}  # NVIDIA's figures for NVLink, and PCIe
+    assert chip.link == both_ways[gpu.capability[0]] / 2
 
 
 def test_book_gpu_nodes():

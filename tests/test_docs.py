@@ -4,6 +4,7 @@ import ast
 import contextlib
 import functools
 import graphlib
+import importlib
 import inspect
 import io
 import os
@@ -19,6 +20,7 @@ import pytest
 from spawn import python_path
 
 import einshard
+from einshard._explain.kinds import FINDINGS, NOTES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / 'docs'
@@ -185,12 +187,31 @@ def test_the_reference_has_every_public_name_once():
     assert sorted(names) == sorted(einshard.__all__)
 
 
+def test_the_reference_has_the_objects_that_functions_return():
+    reference = (DOCS / 'api.md').read_text()
+    names = {'Report', 'Finding', 'Tried', 'Collective', 'Memory', 'Bound', 'Plan'}
+    found = re.findall(r'^\.\. autoclass:: (einshard\._[\w.]+)\.(\w+)$', reference, re.MULTILINE)
+    assert names <= {name for _, name in found}
+    for module, name in found:
+        assert getattr(importlib.import_module(module), name).__doc__
+
+
 def test_readme_names_the_versions_that_the_package_asks_for():
     wanted = (ROOT / 'pyproject.toml').read_text()
     python = re.search(r'requires-python = ">=([\d.]+)"', wanted)[1]
     jax_version = re.search(r'"jax>=([\d.]+)"', wanted)[1]
     assert f'Python {python} or newer' in README
     assert f'JAX {jax_version} or newer' in README
+
+
+def test_the_page_lists_every_kind_of_findings():
+    page = (DOCS / 'explain.md').read_text(encoding='utf-8')
+    for kinds, heading in (
+        (FINDINGS, '| kind | what it reports |'),
+        (NOTES, '| kind | what it says |'),
+    ):
+        table = page.partition(heading)[2].partition('\n\n')[0]
+        assert re.findall(r'^\| ([a-z][\w -]*) \|', table, re.MULTILINE) == [*kinds]
 
 
 def imports(module):

@@ -457,7 +457,14 @@ def test_fail_on_findings(capsys, model):
     assert main(command.split()) == 3
     assert '\nfindings\n' in capsys.readouterr().out
     assert main([*command.split(), '--json']) == 3
-    assert json.loads(capsys.readouterr().out)['findings']
+    kinds = {each['kind'] for each in json.loads(capsys.readouterr().out)['findings']}
+    assert kinds
+    ignored = [option for kind in kinds for option in ('--ignore', kind)]
+    assert main([*command.split(), *ignored]) == 0
+    assert main([*command.split(), '--ignore', 'slow network']) == 3
+    with pytest.raises(SystemExit):
+        main([*command.split(), '--ignore', 'slow'])
+    assert "'slow network'" in capsys.readouterr().err
     printed(capsys, f'explain {model}:plain --args f32[8] --mesh a=8 --fail-on findings')
 
 

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +28,11 @@ from einshard import (
     to_jax,
     topology,
 )
+from einshard._chips.table import GPUS, find_chip
 from einshard._explain.golden_files import golden_text
-from einshard._program.cost.chips import find_chip
 from einshard._program.cost.network import Network
 from einshard._sharding import cuda_plugin
-from einshard._sharding.gpu_names import GPUS, is_gpu_name, read_gpu_name
+from einshard._sharding.gpu_names import is_gpu_name, read_gpu_name
 
 # --- names ----------------------------------------------------------------------------------------
 
@@ -104,7 +105,8 @@ def test_invalid_names(name, sentence, fix):
     if 'hosts of' in sentence:
         assert error.facts == {'GPUs in a domain': '1 to 4, or a multiple of 4'}
     else:
-        assert error.facts['GPUs'].split(', ') == [*GPUS]
+        is_known = name.partition(':')[0] in GPUS and 'not a valid' not in sentence
+        assert error.facts.get('GPUs') == (None if is_known else ', '.join(GPUS))
         assert "'h100:4x8'" in error.facts['GPU clusters']
 
 
@@ -139,6 +141,18 @@ def test_invalid_names(name, sentence, fix):
 )
 def test_names_of_machines_and_other_spellings(name, fix):
     assert refusal(topology, name).fix == (fix and f"'{fix}'")
+
+
+def test_the_page_lists_every_gpu():
+    page = Path(__file__).parents[1] / 'docs' / 'gpus.md'
+    if not page.exists():
+        pytest.skip('no checkout')
+    table = page.read_text(encoding='utf-8').partition('| GPU |')[2].partition('\n\n')[0]
+    listed = {}
+    for names, domain, host in re.findall(r'^\| (`.*) \| (.*) \| (.*) \|$', table, re.MULTILINE):
+        most = [int(re.findall(r'\d+', text)[-1]) for text in (domain, host) if 'no' not in text]
+        listed |= dict.fromkeys(re.findall(r'`([^`]+)`', names), (most[0], most[-1]))
+    assert listed == {name: (gpu.domain, gpu.host) for name, gpu in GPUS.items()}
 
 
 def test_amd_gpus():

@@ -13,8 +13,7 @@ import pytest
 from jax import lax
 
 from einshard import Chip, device_mesh, einshard, explain, per_device, sharded
-from einshard._program.cost import chips
-from einshard._program.cost.chips import as_chip
+from einshard._chips.table import GPUS, TPUS, as_chip
 from einshard._program.cost.network import Network
 from einshard._program.hlo.collective import Collective
 from einshard._program.hlo.find_collectives import read_collectives
@@ -74,8 +73,8 @@ def test_latency_without_coordinates():
     devices = [SimpleNamespace(id=i) for i in range(8)]
     assert seconds('TPU v5e', devices, [range(8)]) == 1e-6
     assert seconds('H100', devices, [range(8)]) == 5e-6
-    for _, chip in (*chips._TPUS, *chips._GPUS):
-        assert chip.latency in (1e-6, 5e-6)
+    assert {tpu.chip.latency for tpu in TPUS.values() if tpu.chip} == {1e-6}
+    assert {gpu.chip.latency for gpu in GPUS.values()} == {5e-6}
 
 
 def test_collectives_in_a_call_of_a_condition():

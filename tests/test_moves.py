@@ -18,9 +18,9 @@ from spawn import python_path
 
 import einshard
 from einshard import explain_move, topology
+from einshard._chips.table import as_chip
 from einshard._explain.partition_worker import move_program
 from einshard._move.route import find_route
-from einshard._program.cost.chips import as_chip
 from einshard._program.cost.network import Network
 from einshard._program.hlo.collective import Collective
 from einshard._program.hlo.find_collectives import read_collectives

@@ -12,13 +12,13 @@ from planned import Sizes, experts_step, mlp_step, transformer_step
 from test_bounds import tpus
 
 from einshard import EinshardError, Rules, einshard, sharded
+from einshard._chips.table import as_chip
 
 # private: the candidates that the search leaves out
 from einshard._plan.candidate import Candidate
 from einshard._plan.named_program import find_named
 from einshard._plan.space import AXES, Space, read_pins
 from einshard._plan.starts import Starts
-from einshard._program.cost.chips import as_chip
 from einshard._program.traced.variants import Variants
 
 V5E, V5P = as_chip('TPU v5e'), as_chip('TPU v5p')

@@ -15,12 +15,12 @@ import pytest
 from placed import struct
 
 from einshard import EinshardError, Rules, device_mesh, einshard, sharded
+from einshard._chips.table import as_chip
 
 # private: the text of the programs that the worker compiles
 from einshard._explain.partition import Worker
 from einshard._plan.candidate import Candidate
 from einshard._plan.evaluate import Function, Partitioner
-from einshard._program.cost.chips import as_chip
 from einshard._program.hlo.find_collectives import find_collectives
 from einshard._program.hlo.graph import Graph
 from einshard._program.hlo.target_collectives import target_collectives

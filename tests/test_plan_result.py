@@ -202,7 +202,7 @@ def test_command(capsys, monkeypatch, tmp_path):
         "@sharded('batch embed', 'embed mlp')\ndef up(x, w):\n    return x @ w\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr('einshard._cli.main.mesh_of', lambda *_: EIGHT)
+    monkeypatch.setattr('einshard._cli.plan_command.mesh_of', lambda *_: EIGHT)
     arguments = ['plan', 'planned_model:up', '--args', 'f32[64,64]', 'f32[64,64]', '--devices', '8']
     options = '--objective bytes --pin batch=@x embed= --compilations 1'
     assert main([*arguments, *options.split()]) == 0

@@ -13,6 +13,7 @@ from refusal import refusal
 from xplane import Plane, module_of, space
 
 from einshard import Chip, explain, topology
+from einshard._chips.table import as_chip
 from einshard._explain.estimate import estimate
 
 # private: programs and events of devices that are not here
@@ -22,7 +23,6 @@ from einshard._explain.timeline import measured_timeline
 from einshard._page import Page, page_text
 from einshard._profile.measured import LATENCY, SYNCHRONOUS, WAITS, find_gaps, measured_sections
 from einshard._profile.program import alike, pack, read_form
-from einshard._program.cost.chips import as_chip
 from einshard._program.hlo.opcodes import FREE
 from einshard._program.hlo.text import Program
 

@@ -10,11 +10,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from einshard import explain
+from einshard._chips.table import find_chip
 from einshard._explain.search.edits import edits_of, variants_of
 from einshard._explain.search.groups import Named, find_groups
 from einshard._explain.search.neighbours import Neighbour
 from einshard._explain.search.rank import Ranking
-from einshard._program.cost.chips import find_chip
 from einshard._program.cost.mesh_network import MeshNetwork
 from einshard._program.cost.network import Network
 from einshard._program.cost.score import Costs

@@ -20,12 +20,12 @@ from test_bounds import gpus_of, tpus
 from test_collectives import kept
 
 from einshard import Chip, Efficiency, EinshardError, explain, topology
+from einshard._chips.table import as_chip
 from einshard._explain.estimate import estimate
 
 # private: HLO that no compiler here writes
 from einshard._explain.reading import Reading
 from einshard._explain.report_rows import Figures, Tried
-from einshard._program.cost.chips import as_chip
 from einshard._program.cost.kernels import Kernel, count_calls
 from einshard._program.cost.network import Network
 from einshard._program.cost.timeline import Simulation

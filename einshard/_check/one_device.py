@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._arrays.gather import gather
+from .._chips.table import find_chip
 from .._errors import EinshardError
 from .._explain.frameworks import JITTED, is_jitted, positional_parameters, unbound
 from .._functions.bound_method import BoundMethod, sharded_call
@@ -22,7 +23,6 @@ from .._functions.module_updates import module_leaves
 from .._functions.place_arguments import place_arguments
 from .._functions.program import Program
 from .._functions.sharded_function import ShardedFunction
-from .._program.cost.chips import find_chip
 from .._program.hlo.memory import read_memory
 from .._progress import progress
 from .._sharding.mesh import Device, device_mesh, is_partial, partition_spec, shrink_mesh, spec_axes

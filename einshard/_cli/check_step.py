@@ -17,7 +17,7 @@ from typing import Any
 from .._errors import EinshardError
 from .._explain.estimate import refusal
 from .._explain.findings.facts import Facts
-from .main import explain_call
+from .explain_command import explain_call
 
 _PLUGINS = 'libtpu', 'jax-cuda13-plugin', 'jax-cuda12-plugin'
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from .._chips.table import default_chip
 from .._program.cost.bounds import Bounds
-from .._program.cost.chips import default_chip
 from .._program.hlo.collective import Collective
 from .._program.hlo.hbm_traffic import min_bytes_read, min_hbm_bytes
 from .._program.hlo.slices import Reshard
@@ -22,7 +22,8 @@ from .fold_layers import fold_paths
 from .reading import Reading
 from .report_rows import Finding
 
-REPEATED, READ, REMATERIALIZED = 'repeated product', 'repeated read', 'full rematerialization'
+REPEATED, READ = 'repeated product', 'repeated read'
+REMATERIALIZED = 'full rematerialization'  # also the kind of the finding
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,6 @@ def _reads(
                 )
 
 
-COST = 'cost'  # the kind of a note
 _MIN_SHARE = 0.1  # of the sum of the lower bounds
 _MAX_NOTES = 3
 
@@ -242,7 +242,7 @@ def cost_notes(facts: Facts) -> Iterator[Finding]:
         rows = [c for c in facts.collectives if c.name in cost.names]
         text = f'{cost}: {cost.seconds / total:.0%} of the lower bounds of {chip.name}'
         reason = facts.reason_of(rows)
-        yield Finding(COST, text, cost.line or None, cost.bytes, '', cost.names, None, reason)
+        yield Finding('cost', text, cost.line or None, cost.bytes, '', cost.names, None, reason)
 
 
 _OF_WEIGHTS = ('all-gather', 'all-reduce', 'reduce-scatter')

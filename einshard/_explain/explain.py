@@ -10,10 +10,11 @@ import jax
 from jax.sharding import NamedSharding, Sharding
 from jax.stages import Compiled
 
+from .._chips.chip import Chip
+from .._chips.table import as_chip, find_chip
 from .._errors import EinshardError, public
 from .._functions.promise import program_text
 from .._profile.program import pack, read_form
-from .._program.cost.chips import Chip, as_chip, find_chip
 from .._program.hlo.memory import read_memory
 from .._program.hlo.temporaries import largest_temporaries
 from .._program.hlo.text import Program

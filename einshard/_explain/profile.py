@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.stages import Compiled
 
+from .._chips.chip import Chip
+from .._chips.table import as_chip
 from .._errors import EinshardError, public
 from .._functions.sharded_function import ShardedFunction
-from .._program.cost.chips import Chip, as_chip
 from .._progress import progress
 from .._text import array_text, first_line, name_of
 from .call_checks import suggest_partial

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .._chips.chip import Chip
 from .._functions.promise import program_text
 from .._program.cost.bounds import NO_BOUNDS, Bounds, find_bounds
-from .._program.cost.chips import Chip
 from .._program.cost.kernels import Kernel
 from .._program.hlo.collective import Collective
 from .._program.hlo.find_collectives import find_collectives

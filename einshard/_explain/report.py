@@ -27,8 +27,9 @@ from .collectives import Collectives, collective_section
 from .diff import Diff, DiffInput, make_diff
 from .estimate import refusal
 from .fold_layers import fold
+from .kinds import URGENT
 from .report_html import report_document
-from .report_rows import URGENT, ArrayRow, Finding
+from .report_rows import ArrayRow, Finding
 from .temporaries import temporaries_section
 from .timeline import Timeline, measured_timeline, timeline_sections
 from .totals import compute_line, network_lines

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._text import format_bytes, format_flops, format_seconds, shape_text
+from .kinds import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ class Finding:
             without a profile.
     """
 
-    kind: str
+    kind: Kind
     text: str
     source: str | None = None
     bytes: int = 0
@@ -160,6 +161,3 @@ class Finding:
         return tuple(
             name for name in self.__slots__ if name != 'seconds' or self.seconds is not None
         )
-
-
-URGENT = ('does not fit', 'promise broken')  # findings about programs that do not run

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .._chips.chip import Efficiency
 from .._display import Display
 from .._page import Column, Page, Section
 from .._profile.measured import Measured
-from .._program.cost.chips import Efficiency
 from .._spans import Span, spans_svg
 from .._text import format_seconds, short_arrays, short_source
 

@@ -13,11 +13,11 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from .._cache import cached
+from .._chips.table import find_chip
 from .._display import Display, as_json
 from .._errors import plural, public
 from .._notation.expression import axis_letters
 from .._page import Column, Page, Section
-from .._program.cost.chips import find_chip
 from .._program.cost.network import Network
 from .._program.hlo.collective import PERMUTE, Collective
 from .._program.hlo.text import ArrayType

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from .._chips.chip import Chip
 from .._errors import EinshardError
 from .._explain.collectives import Collectives
 from .._explain.explain import explain_stages
@@ -30,7 +31,6 @@ from .._explain.stages import Stages
 from .._explain.trace_call import trace_call
 from .._functions.bound_method import BoundMethod
 from .._functions.sharded_function import ShardedFunction
-from .._program.cost.chips import Chip
 from .._sharding.mesh import partition_spec
 from .._trees.axis_names import MetadataNames
 from .._trees.paths import leaves_with_paths, path_text

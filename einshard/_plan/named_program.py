@@ -12,11 +12,12 @@ import jax
 import jax.tree_util as jtu
 from jax.sharding import Mesh
 
+from .._chips.chip import Chip
+from .._chips.table import default_chip
 from .._errors import EinshardError
 from .._explain.arrays import find_names
 from .._explain.local_devices import asked_texts
 from .._explain.stages import Stages
-from .._program.cost.chips import Chip, default_chip
 from .._program.cost.score import Score
 from .._program.edits.keys import Key
 from .._program.jaxpr.names import names_in as names_in_scope

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, TypeAlias, get_args
 
 from jax.sharding import Mesh
 
+from .._chips.chip import Chip
+from .._chips.table import as_chip, find_chip
 from .._errors import EinshardError, public
 from .._explain.call_checks import concrete
 from .._functions.bound_method import unwrap_partial
-from .._program.cost.chips import Chip, as_chip, find_chip
 from .._program.hlo.memory import parse_bytes
 from .._progress import progress
 from .._sharding.axis_rules import AxisPlacement, check_option

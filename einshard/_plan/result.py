@@ -66,6 +66,7 @@ class Plan(Display):
 
     @property
     def best(self) -> Evaluation:
+        """The best of `choices`."""
         return self.choices[0]
 
     @property

@@ -8,7 +8,7 @@ from math import prod
 
 from jax.sharding import Mesh
 
-from .._program.cost.chips import Chip
+from .._chips.chip import Chip
 from .._program.cost.mesh_network import MeshNetwork
 from .._program.cost.network import Network
 from .._program.cost.score import Costs, Score

@@ -14,6 +14,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from .._chips.chip import Chip
 from .._errors import EinshardError
 from .._explain.explain import read_facts
 from .._explain.findings.expressions import expression_of
@@ -26,7 +27,6 @@ from .._explain.search.with_edits import patch_for_mesh
 from .._explain.search.words import Words
 from .._explain.stages import Stages
 from .._explain.trace_call import trace_call
-from .._program.cost.chips import Chip
 from .._program.edits.edit import Edit, PlaceArguments, placements
 from .._program.jaxpr.graph import inner_jaxprs
 from .._program.traced.shardy import NotPropagated

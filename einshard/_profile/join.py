@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._program.cost.chips import Chip
+from .._chips.chip import Chip
 from .._program.hlo.collective import Collective
 from .._program.hlo.opcodes import FREE
 from .events import ASYNC_LINE, DeviceEvents, Events

@@ -17,9 +17,9 @@ from typing import Any
 
 import jax
 
+from .._chips.table import GPUS, Gpu
 from .._errors import EinshardError
 from .._text import first_line
-from .gpu_names import GPUS, Gpu
 from .libtpu import load_libtpu, set_variables
 
 
@@ -28,7 +28,7 @@ def describe_gpus(gpu: Gpu, sizes: str) -> list[Any]:
     plugin = find_plugin()
     _check_compiler(plugin)
     load_libtpu()  # the default backend starts when JAX lowers a program
-    config = gpu.target_config()
+    config = _target_config(gpu)
     from jax.experimental.topologies import get_topology_desc
 
     def describe() -> Any:
@@ -50,6 +50,47 @@ def describe_gpus(gpu: Gpu, sizes: str) -> list[Any]:
                 ) from None
             description = describe()
     return description.devices
+
+
+# Limits that all GPUs of the table share: CUDA programming guide, tables of compute capabilities.
+# Without `threads_per_warp` or `block_dim_limit_x`, the compiler ends the process.
+_LIMITS = {
+    'threads_per_warp': 32,
+    'threads_per_block_limit': 1024,
+    'block_dim_limit_x': 2**31 - 1,
+    'block_dim_limit_y': 2**16 - 1,
+    'block_dim_limit_z': 2**16 - 1,
+    'registers_per_core_limit': 2**16,
+    'registers_per_block_limit': 2**16,
+    'shared_memory_per_block': 48 * 2**10,
+}
+
+
+def _target_config(gpu: Gpu) -> str:
+    """Returns the description of a GPU, a GpuTargetConfigProto of XLA in text format."""
+    major, minor = gpu.capability
+    links = f'device_interconnect_info {{ active_links: {gpu.links} }}'
+    return '\n'.join(
+        (
+            'gpu_device_info {',
+            *(f'  {field}: {value}' for field, value in _LIMITS.items()),
+            f'  cuda_compute_capability {{ major: {major} minor: {minor} }}',
+            f'  core_count: {gpu.sms}',
+            f'  fpus_per_core: {gpu.fp32}',
+            f'  clock_rate_ghz: {gpu.clock}',
+            f'  device_memory_size: {gpu.memory * 2**20}',
+            f'  memory_bandwidth: {gpu.bandwidth:.0f}',
+            f'  l2_cache_size: {gpu.l2 * 2**20:.0f}',
+            f'  shared_memory_per_core: {gpu.shared * 2**10}',
+            f'  shared_memory_per_block_optin: {(gpu.shared - 1) * 2**10}',
+            f'  threads_per_core_limit: {gpu.threads}',
+            f'  {links}' if gpu.links else '',
+            '}',
+            'platform_name: "CUDA"',
+            'dnn_version_info { major: 9 minor: 10 }',
+            f'device_description_str: "{gpu.kind}"',
+        )
+    )
 
 
 @functools.cache
@@ -162,7 +203,7 @@ def _check_compiler(plugin: str) -> None:
     """Raises if there is no PTX compiler. Only the first call takes time, about a second."""
     flags = os.environ.get('XLA_FLAGS', '')
     process = subprocess.run(
-        [sys.executable, '-P', '-c', _PROGRAM, GPUS['h100'].target_config()],
+        [sys.executable, '-P', '-c', _PROGRAM, _target_config(GPUS['h100'])],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

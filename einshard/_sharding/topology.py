@@ -46,9 +46,8 @@ def topology(
             - a Cloud accelerator type with its default shape, such as 'v5litepod-16' (16 chips,
               v5e:4x4) or 'v5p-128' (128 TensorCores, 64 chips, v5p:4x4x4).
             - GPU, NVLink domains and GPUs in each: 'h100:4x8' is four machines with eight H100s;
-              'h100:8' is one. A domain of GB200 or GB300 has up to 72 GPUs ('gb200:2x72'), in
-              hosts of 4. The others are 'a100' (80 GB), 'a100-40gb', 'h200', 'b200' and 'b300'
-              (all SXM), and 'rtx6000pro', which has no NVLink: 'rtx6000pro:8' are eight in a host.
+              'h100:8' is one. 'gb200:2x72' is two racks with hosts of 4. Without NVLink, a domain
+              is a host, as in 'rtx6000pro:8'. The error of `topology('gpu')` lists the GPUs.
         n_slices: number of TPU slices, connected by the data center network. The devices of a
             slice are consecutive, so the first mesh axis crosses slices. With GPUs, the name has
             the number of NVLink domains; their devices are consecutive, too.

@@ -7,36 +7,18 @@ import math
 import re
 from collections.abc import Iterable
 
+from .._chips.table import TPUS
 from .._errors import EinshardError, plural
 from .gpu_names import gpu_forms
 
-# The number of torus dimensions of each generation. 'v4 lite' is v4i.
-_GENERATIONS = {
-    'v2': 2,
-    'v3': 2,
-    'v4 lite': 2,
-    'v4': 3,
-    'v5e': 2,
-    'v5p': 3,
-    'v6e': 2,
-    'tpu7x': 3,
-}
 _NAME = re.compile(
     r'(?P<generation>[\w ]+?)[:=](?P<sizes>\d{1,9}(?:x\d{1,9})*)(?P<twist>_(?:un)?twisted)?',
     re.ASCII,
 )
 
-# Cloud accelerator types, such as 'v5p-128'. The number counts TensorCores or chips.
-_CLOUD_NAME = re.compile(r'(?P<generation>v2|v3|v4|v5p|v5litepod|v5e|v6e)-(?P<count>[0-9]{1,6})')
-_CORES_PER_CHIP = {'v2': 2, 'v3': 2, 'v4': 2, 'v5p': 2, 'v5litepod': 1, 'v5e': 1, 'v6e': 1}
-_CLOUD_CHIPS = {
-    'v2': (4, 16, 64, 128, 256),
-    'v3': (4, 16, 32, 64, 128, 256, 512, 1024),
-    'v4': (4, 8, 16, 32, *range(64, 4097, 64)),
-    'v5p': (4, 8, 16, 32, *range(64, 6145, 64)),
-    'v5e': (1, 4, 8, 16, 32, 64, 128, 256),
-    'v6e': (1, 4, 8, 16, 32, 64, 128, 256),
-}
+# Cloud accelerator types, such as 'v5p-128'. The number counts TensorCores.
+_CLOUD = {name: tpu for tpu in TPUS.values() for name in tpu.cloud}
+_CLOUD_NAME = re.compile(rf'(?P<generation>{"|".join(_CLOUD)})-(?P<count>[0-9]{{1,6}})')
 
 
 def topology_name(name: str) -> str:
@@ -56,24 +38,22 @@ def not_offered(name: str) -> str | None:
 
     2D slices have one shape for each number of chips. The sizes of 3D slices with 64 chips or more
     are multiples of 4. See https://docs.cloud.google.com/tpu/docs/v5p, and the pages of the others.
-    The order of the sizes does not matter. Returns None for generations without `_CLOUD_CHIPS`.
+    The order of the sizes does not matter. Returns None for generations without accelerator types.
     """
     match = _NAME.fullmatch(name)
-    generation = match['generation'] if match else ''
-    if match is None or generation not in _CLOUD_CHIPS:
+    tpu = TPUS.get(match['generation']) if match else None
+    if match is None or tpu is None or not tpu.slices:
         return None
-    ndim, all_chips = _GENERATIONS[generation], _CLOUD_CHIPS[generation]
+    ndim = tpu.ndim
     sizes = sorted(map(int, match['sizes'].split('x')))
     sizes = [1] * (ndim - len(sizes)) + sizes[-ndim:]  # 'v5e:2x2x1' has the shape of 'v5e:2x2'
     chips = math.prod(sizes)
-    default = _default_shape(chips, ndim) if chips in all_chips else None
+    default = _default_shape(chips, ndim) if chips in tpu.slices else None
     is_cubes = ndim == 3 and all(size % 4 == 0 for size in sizes)
     if default and (sizes == sorted(default) or is_cubes):
         return None
-    other = (
-        f"; with {chips} chips, it offers '{_shape_name(generation, default)}'" if default else ''
-    )
-    page = f'https://docs.cloud.google.com/tpu/docs/{generation}'
+    other = f"; with {chips} chips, it offers '{_shape_name(tpu.name, default)}'" if default else ''
+    page = f'https://docs.cloud.google.com/tpu/docs/{tpu.name}'
     return f"Google Cloud does not offer slices '{name}'{other} ({page})"
 
 
@@ -94,21 +74,19 @@ def _convert(name: str) -> str:
     if match is None:
         _check_name(name)
         return name
-    generation, count = match['generation'], int(match['count'])
-    cores = _CORES_PER_CHIP[generation]
-    chips, rest = divmod(count, cores)
-    generation = generation.replace('v5litepod', 'v5e')
-    if rest or chips not in _CLOUD_CHIPS[generation]:
-        counts = [str(chips * cores) for chips in _CLOUD_CHIPS[generation]]
+    tpu, count = _CLOUD[match['generation']], int(match['count'])
+    chips, rest = divmod(count, tpu.cores)
+    if rest or chips not in tpu.slices:
+        counts = [str(chips * tpu.cores) for chips in tpu.slices]
         shown = ', '.join(counts if len(counts) < 12 else [*counts[:7], '...', counts[-1]])
-        unit = 'TensorCores' if cores == 2 else 'chips'
-        shape = '4x4' if _GENERATIONS[generation] == 2 else '2x2x2'
+        unit = 'TensorCores' if tpu.cores == 2 else 'chips'
+        shape = '4x4' if tpu.ndim == 2 else '2x2x2'
         raise EinshardError(
             f"'{name}' is not a Cloud accelerator type",
             code='topology',
-            facts={f'valid numbers of {unit}': shown, 'or by shape': f"'{generation}:{shape}'"},
+            facts={f'valid numbers of {unit}': shown, 'or by shape': f"'{tpu.name}:{shape}'"},
         )
-    return _shape_name(generation, _default_shape(chips, _GENERATIONS[generation]))
+    return _shape_name(tpu.name, _default_shape(chips, tpu.ndim))
 
 
 def _shape_name(generation: str, shape: Iterable[int]) -> str:
@@ -134,7 +112,7 @@ def _check_name(name: str) -> None:
     """Raises for invalid names. libtpu's own errors would show names that users do not know."""
     match = _NAME.fullmatch(name)
     generation = match['generation'] if match else ''
-    if match is None or generation not in _GENERATIONS:
+    if match is None or generation not in TPUS:
         sentence = (
             f"'{generation}' is not a TPU generation"
             if match
@@ -144,7 +122,7 @@ def _check_name(name: str) -> None:
     sizes = match['sizes'].split('x')
     if any(int(size) == 0 for size in sizes):  # libtpu would divide by zero
         raise EinshardError(f"'{name}' has no chips", code='topology', facts=known_names())
-    ndim, n_sizes = _GENERATIONS[generation], len(sizes)
+    ndim, n_sizes = TPUS[generation].ndim, len(sizes)
     if n_sizes == 1 or any(int(size) > 1 for size in sizes[ndim:]):
         raise EinshardError(
             f"'{name}' has {plural(n_sizes, 'dimension')}, but {generation} slices have {ndim}",
@@ -169,10 +147,11 @@ def check_size(name: str, converted: str, n_slices: int) -> None:
 
 
 def known_names() -> dict[str, str]:
-    two = [name for name, ndim in _GENERATIONS.items() if ndim == 2]
-    three = [name for name, ndim in _GENERATIONS.items() if ndim == 3]
+    by_ndim = [', '.join(name for name, tpu in TPUS.items() if tpu.ndim == n) for n in (2, 3)]
+    cloud = [*_CLOUD]
     return {
-        '2D slices': f"{', '.join(two)}; for example 'v5e:4x4'",
-        '3D slices': f"{', '.join(three)}; for example 'v5p:2x2x2'",
-        'Cloud accelerator types': "v2 to v6e; for example 'v5p-128', 'v5litepod-16'",
+        '2D slices': f"{by_ndim[0]}; for example 'v5e:4x4'",
+        '3D slices': f"{by_ndim[1]}; for example 'v5p:2x2x2'",
+        'Cloud accelerator types': f"{cloud[0]} to {cloud[-1]}; for example 'v5p-128', "
+        "'v5litepod-16'",
     }

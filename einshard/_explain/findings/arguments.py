@@ -13,6 +13,7 @@ from ..._text import first_of, format_bytes
 from ..._trees.paths import common_suffix_length
 from ..arrays import array_row
 from ..fold_layers import fold_paths
+from ..kinds import FindingKind
 from ..report_rows import ArrayRow, Finding
 from .facts import Facts
 from .next_call import next_arguments, weights_of_gradients
@@ -150,7 +151,7 @@ def unsharded_new_states(facts: Facts) -> Iterator[Finding]:
 
 
 def _replicated(
-    kind: str,
+    kind: FindingKind,
     pairs: Iterable[tuple[ArrayRow, ArrayRow]],
     of: tuple[str, str],
     where: str = 'replicated',

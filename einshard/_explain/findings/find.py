@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..costs import cost_notes
-from ..report_rows import URGENT, Finding
+from ..kinds import URGENT
+from ..report_rows import Finding
 from .arguments import replicated_results, unsharded_new_states, unsharded_states
 from .constraints import names_without_rule, repeated_constraints, unused_constraints
 from .exposed import exposed_communication

@@ -27,7 +27,7 @@ from ..._program.hlo.memory import read_memory
 from ..._program.traced.shardy import NotPropagated
 from ..._sharding.scopes import mesh_scope
 from ..._text import first_of, format_bytes, format_seconds
-from ..costs import COST, REMATERIALIZED
+from ..costs import REMATERIALIZED
 from ..findings.arguments import parameters_of_new_states, states_of_parameters
 from ..findings.expressions import shard_text
 from ..findings.facts import Facts
@@ -38,6 +38,7 @@ from ..findings.next_call import (
     results_to_pin,
     weights_of_gradients,
 )
+from ..kinds import FACTS, PINNED, URGENT, FindingKind
 from ..partition import ENDED
 from ..report import Report
 from ..report_rows import Figures, Finding, Tried, changes
@@ -49,14 +50,6 @@ from .trials import NOT_WRITTEN, Trials, as_tried
 from .with_edits import fixed_function, patch_of
 from .words import Words, strategy_text
 
-# They do not depend on what a change costs: the program does not run, or code has no effect.
-_FACTS = (
-    *('does not fit', 'promise broken', 'no effect', 'names without a rule'),
-    'unsharded new states',
-)
-# About results that are sharded unlike the arguments that they replace in the next call.
-_PINNED = ('second compile', 'replicated result')
-MEMORY = 'does not fit'
 # Findings whose change was made before the search.
 _First = tuple[Finding, tuple[Edit, ...]]
 
@@ -124,7 +117,7 @@ class Advice:
         lines = list[str]()
         if search is not None:
             # what the search found in order is no news
-            notes = [note for note in notes if note.kind != COST]
+            notes = [note for note in notes if note.kind != 'cost']
             if search.target is not None and len(found) > 1:
                 costs = '; '.join(changes(*search.target)) or 'the same costs'
                 lines.append(
@@ -189,11 +182,11 @@ class Advice:
             explained |= before - after
         findings, left = [*found], list[Finding]()
         for finding in rules:
-            if finding.kind in _PINNED:
+            if finding.kind in PINNED:
                 if self._pinned is not None or not found:  # or else other changes move these arrays
                     suggestion = self._pin(finding)
                     findings.append(replace(finding, suggestion=suggestion, tried=self._pinned))
-            elif finding.kind in _FACTS:
+            elif finding.kind in FACTS:
                 findings.append(finding)
             elif explained.isdisjoint((*finding.explains, finding.source or '')):
                 stays = self._facts.is_explicit or self._search is None
@@ -209,11 +202,11 @@ class Advice:
             replace(one, suggestion='', tried=None)
             if one.tried is not None
             and _costs_more(one.tried.before, one.tried)
-            and one.kind != MEMORY
+            and one.kind != 'does not fit'
             else one
             for one in findings
         ]
-        findings.sort(key=lambda one: one.kind not in _FACTS[:2])
+        findings.sort(key=lambda one: one.kind not in URGENT)
         return tuple(findings), tuple(left)
 
     def _pin(self, finding: Finding) -> str:
@@ -240,7 +233,7 @@ class Advice:
         other = accepted.other
         if other is not None and (said := words.say(other.edits)) not in suggestion:
             suggestion += f'. Or: {said} ({format_seconds(other.tried.bound)})'
-        memory = next((rule for rule in rules if rule.kind == MEMORY), None)
+        memory = next((rule for rule in rules if rule.kind == 'does not fit'), None)
         if memory is not None and (accepted.tried.memory or 0) < (
             accepted.tried.before.memory or 0
         ):
@@ -258,7 +251,7 @@ class Advice:
         for rule in rules:
             about = {*rule.explains}
             is_same = rule.source in places or not moved.isdisjoint(about)
-            if rule.kind not in ('no effect', *_PINNED) and (is_same or about & {*names}):
+            if rule.kind not in ('no effect', *PINNED) and (is_same or about & {*names}):
                 # the bytes in its text, of its collectives on the target
                 text, kind, n_bytes = rule.text, rule.kind, rule.bytes or n_bytes
                 names = (*rule.explains, *names)
@@ -305,7 +298,7 @@ def _costs_more(before: Figures, after: Figures | Tried) -> bool:
     return after.bound > 1.01 * before.bound
 
 
-def kind_of(edits: Sequence[Edit]) -> str:
+def kind_of(edits: Sequence[Edit]) -> FindingKind:
     """Names a mistake by the change that corrects it."""
     for kind, mistake in _MISTAKES.items():
         if any(isinstance(edit, kind) for edit in edits):
@@ -313,7 +306,7 @@ def kind_of(edits: Sequence[Edit]) -> str:
     return 'placement'
 
 
-_MISTAKES: dict[type[Edit], str] = {
+_MISTAKES: dict[type[Edit], FindingKind] = {
     ReplaceConstraint: 'wrong constraint',
     RemoveConstraint: 'needless constraint',
     Constrain: 'missing constraint',

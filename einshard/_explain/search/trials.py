@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, Sharding, get_mesh
 
+from ..._chips.table import default_chip
 from ..._program.cost.bounds import Bounds
-from ..._program.cost.chips import default_chip
 from ..._program.edits.apply import Edited, apply
 from ..._program.edits.call import JittedCall
 from ..._program.edits.edit import Edit, indices

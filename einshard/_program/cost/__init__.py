@@ -1,1 +1,1 @@
-"""What programs cost: contractions, chips, networks, lower bounds on time."""
+"""What programs cost: contractions, networks, lower bounds on time."""

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..._chips.chip import Chip
 from ..._page import Section
 from ..._text import format_seconds
 from ..hlo.collective import Collective
 from ..hlo.flops import ProductRow
 from ..hlo.graph import Graph
 from ..hlo.hbm_traffic import min_hbm_bytes
-from .chips import Chip
 from .network import Network
 
 

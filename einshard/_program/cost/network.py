@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..._chips.chip import Chip
 from ..hlo.collective import Collective
-from .chips import Chip
 
 Ints = Sequence[int]
 

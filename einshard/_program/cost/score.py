@@ -16,10 +16,10 @@ from itertools import chain
 from math import fsum, inf, prod
 from typing import NamedTuple
 
+from ..._chips.chip import Chip
 from ..traced.attributes import Sharding
 from ..traced.outline import MOVE, PRODUCTS, Form, Outline, Step, Type, bytes_of
 from ..traced.program import Axes, Axis, Rule
-from .chips import Chip
 from .mesh_network import MeshNetwork
 from .temporaries import Temporaries
 

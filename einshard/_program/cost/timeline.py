@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from ..._chips.chip import Chip
 from ..._spans import Span
 from ..._text import short_source
 from ..hlo.collective import Collective
@@ -29,7 +30,6 @@ from ..hlo.integers import count_trips
 from ..hlo.op_bytes import op_bytes
 from ..hlo.opcodes import COLLECTIVES, FREE
 from ..hlo.text import Instruction, LineErrors, Program
-from .chips import Chip
 from .kernels import Kernel, scope_of, target_of
 from .network import Network
 

@@ -17,6 +17,8 @@ class Memory:
     """The memory that a program needs, in bytes per device, as the compiler reports it.
 
     Attributes:
+        arguments, results, temporaries: bytes of arrays.
+        code: bytes of the program itself.
         aliased: bytes of the results that reuse the memory of donated arguments.
         peak: the compiler's peak memory (some compilers exclude temporaries), or None.
         capacity: bytes that programs can use on a device; None if its chip is unknown, as for CPUs.
@@ -35,6 +37,7 @@ class Memory:
 
     @property
     def total(self) -> int:
+        """What the program needs in all; aliased bytes count once."""
         program = self.code + self.constants
         return self.arguments + self.results + self.temporaries + program - self.aliased
 

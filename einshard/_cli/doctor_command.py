@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import sys
@@ -18,9 +19,32 @@ from .._explain.partition import check_flatbuffers
 from .._sharding.cuda_plugin import find_plugin
 from .._sharding.libtpu import has_libtpu
 from .._version import __version__
+from .options import plain_parser
 
-FEATURES = ('tpu', 'gpu', 'plan', 'rich')
+_EXAMPLES = """\
+examples:
+  {prog} doctor
+  {prog} doctor tpu plan --json
+exit status: 0, or 1 if a feature that is asked for is missing
+"""
+_FEATURES = ('tpu', 'gpu', 'plan', 'rich')
 _OTHERS = ('flax', 'equinox', 'optax', 'orbax-checkpoint')
+
+
+def run(arguments: Sequence[str]) -> tuple[str, int]:
+    parser = plain_parser(
+        'doctor',
+        'Says what is installed, and what that allows. Starts no backend.',
+        _EXAMPLES,
+    )
+    parser.add_argument(
+        'features', nargs='*', metavar='feature', help=f'one of {", ".join(_FEATURES)}'
+    )
+    parser.add_argument('--json', action='store_true', help='print the result as JSON')
+    options = parser.parse_args(arguments)
+    found = _check(options.features)
+    text = json.dumps(found, indent=2) if options.json else _as_text(found)
+    return text, 1 if found['missing'] else 0
 
 
 def _versions() -> dict[str, str]:
@@ -35,14 +59,14 @@ def _versions() -> dict[str, str]:
     return {name: version for name, version in found.items() if version}
 
 
-def check(asked: Sequence[str]) -> dict[str, Any]:
+def _check(asked: Sequence[str]) -> dict[str, Any]:
     """Returns what the command prints. `missing` lists the features in `asked` that don't work."""
     for name in asked:
-        if name not in FEATURES:
+        if name not in _FEATURES:
             raise EinshardError(
                 f"'{name}' is not a feature",
                 code='command',
-                facts={'features': ', '.join(FEATURES)},
+                facts={'features': ', '.join(_FEATURES)},
             )
     rich = _version('rich')
     found = {
@@ -74,7 +98,7 @@ def _feature(allows: str, works: bool, text: str) -> dict[str, Any]:
     return {'works': works, 'allows': allows, 'text': text}
 
 
-def as_text(found: dict[str, Any]) -> str:
+def _as_text(found: dict[str, Any]) -> str:
     lines = [', '.join(f'{name} {version}' for name, version in found['versions'].items())]
     if found['platforms']:
         lines.append(f'JAX_PLATFORMS={found["platforms"]}')

@@ -1,4 +1,4 @@
-"""Runs `einshard compare`: each target in a process of its own, as XLA may end it."""
+"""The command `einshard compare`: each target in a process of its own, as XLA may end it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,41 @@ from .._errors import EinshardError
 from .._explain.compare import Compared, ComparedProgram, compare
 from .._progress import progress
 from .arguments import load, mesh_of, read_arguments
+from .options import ARGUMENT_HELP, mesh_axis, plain_parser, text_of
+
+_EXAMPLES = """\
+examples:
+  {prog} compare model:step --args model:state 'i32[SIZE,64]' --targets v5e:4x4 --sizes 8 64
+  {prog} compare model:step --args model:shapes --targets cpu:8 --mesh data=4 tensor=2
+a function in --args is given the mesh of the target, if it has a parameter `mesh`
+"""
 
 
-def compare_targets(options: argparse.Namespace) -> Compared:
+def run(arguments: Sequence[str]) -> str:
+    parser = plain_parser(
+        'compare',
+        'Compiles a function for several targets and sizes, and prints one table.',
+        _EXAMPLES,
+    )
+    parser.add_argument('function', metavar='module:function')
+    parser.add_argument(
+        '--args', nargs='*', default=[], metavar='ARG', help=f'{ARGUMENT_HELP}; SIZE is the size'
+    )
+    parser.add_argument(
+        '--targets',
+        nargs='+',
+        required=True,
+        metavar='NAME',
+        help='such as h100:4x8, v5e:4x4, cpu:8',
+    )
+    parser.add_argument('--sizes', nargs='+', type=int, metavar='N', help='what SIZE stands for')
+    parser.add_argument('--mesh', nargs='+', type=mesh_axis, metavar='AXIS=SIZE')
+    parser.add_argument('--json', action='store_true', help='print the result as JSON')
+    options = parser.parse_args(arguments)
+    return text_of(_compare_targets(options), options)
+
+
+def _compare_targets(options: argparse.Namespace) -> Compared:
     """Returns the table of all targets, ordered by size.
 
     A target whose process ends has an error in its rows.
@@ -40,7 +72,7 @@ def compare_targets(options: argparse.Namespace) -> Compared:
         with tempfile.TemporaryDirectory() as folder, progress(f'{name} on {target}'):
             result = Path(folder) / 'rows.json'
             done = subprocess.run(
-                [sys.executable, '-m', 'einshard._cli.compare_targets', str(result)],
+                [sys.executable, '-m', 'einshard._cli.compare_command', str(result)],
                 input=json.dumps(request),
                 text=True,
                 capture_output=True,

@@ -1,0 +1,72 @@
+"""The command `einshard check`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from .._changes.command import Options, check
+from .._changes.config import KINDS, check_kinds
+from .options import output_file, plain_parser
+
+_EXAMPLES = """\
+examples:
+  {prog} check --update
+  {prog} check train --fail-on bytes --fail-on does-not-fit
+  {prog} check --base origin/main --markdown comment.md
+where pyproject.toml has:
+  [[tool.einshard.step]]
+  name = "train"
+  function = "model:step"
+  args = ["model:state", "i32[16,64]"]
+  targets = ["h100:4x8", "cpu:8"]
+exit status: 0, 2 if a step cannot be compiled, 3 if --fail-on or fail_on finds something
+"""
+
+
+def run(arguments: Sequence[str]) -> tuple[str, int]:
+
+    parser = plain_parser(
+        'check',
+        'Says what a change of the code does to the programs of [tool.einshard] in '
+        'pyproject.toml.\nCompares them with stored reports, or with those of the merge base.',
+        _EXAMPLES,
+    )
+    parser.add_argument(
+        'names', nargs='*', metavar='name', help='the steps to check (default: all)'
+    )
+    parser.add_argument('--target', action='append', default=[], help='only for this target')
+    parser.add_argument(
+        '--update', action='store_true', help='write the stored reports, and remove stale ones'
+    )
+    parser.add_argument('--base', metavar='REF', help='compare with the merge base of HEAD and REF')
+    parser.add_argument('--json', action='store_true', help='print the result as JSON')
+    parser.add_argument(
+        '--markdown',
+        type=output_file,
+        metavar='FILE',
+        help='also write a comment for a pull request',
+    )
+    parser.add_argument('--save', metavar='FOLDER', help='also write a page for each report')
+    parser.add_argument(
+        '--fail-on',
+        action='append',
+        default=[],
+        metavar='KIND',
+        help=f'exit with status 3 for this: {", ".join(KINDS)}',
+    )
+    options = parser.parse_args(arguments)
+    done = check(
+        Options(
+            options.names,
+            options.target,
+            options.update,
+            options.base,
+            options.json,
+            options.markdown,
+            options.save,
+            check_kinds(options.fail_on, '--fail-on'),
+        ),
+        Path.cwd(),
+    )
+    return done.text, done.status

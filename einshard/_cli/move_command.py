@@ -1,0 +1,66 @@
+"""The command `einshard move`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .._move.explain_move import explain_move
+from .arguments import (
+    call_with_mesh,
+    is_plain_function,
+    is_spec_function,
+    load,
+    mesh_of,
+    read_arguments,
+)
+from .options import mesh_parser, output_file, save_report, text_of
+
+_EXAMPLES = """\
+examples:
+  {prog} move model:trained model:serving --devices 8
+  {prog} move model:trained model:serving --topology h100:2x8 --mesh fsdp=8 tp=2
+  where model.py has:
+    def trained(mesh):  # a parameter of this name is given the mesh
+        sharding = NamedSharding(mesh, P('fsdp', 'tp'))
+        return {'w': jax.ShapeDtypeStruct((4096, 14336), 'bfloat16', sharding=sharding)}
+
+    def serving(mesh):
+        return NamedSharding(mesh, P(None, 'tp'))
+"""
+
+
+def run(arguments: Sequence[str]) -> str:
+    parser = mesh_parser(
+        'move',
+        'Shows what it costs to move arrays to other placements, and by which route.',
+        _EXAMPLES,
+        'simulated CPU devices',
+    )
+    parser.add_argument(
+        'tree',
+        metavar='module:tree',
+        help='a pytree of arrays or shapes with shardings, or a function that returns one',
+    )
+    parser.add_argument(
+        'spec',
+        metavar='module:shardings',
+        help='where they go: an expression, rules, shardings, or a function that returns them',
+    )
+    parser.add_argument('--topology', metavar='NAME', help='devices such as v5e:4x4 or h100:4x8')
+    parser.add_argument('--json', action='store_true', help='print the result as JSON')
+    parser.add_argument(
+        '--save', type=output_file, metavar='FILE', help="write a page if the name ends in '.html'"
+    )
+    options = parser.parse_args(arguments)
+    mesh = mesh_of(options.devices, options.mesh, options.topology)
+    [tree], _ = read_arguments([options.tree], mesh)
+    spec = load(options.spec) if _is_name(options.spec) else options.spec
+    if is_plain_function(spec) and not is_spec_function(spec):
+        spec = call_with_mesh(spec, options.spec, mesh)
+    report = explain_move(tree, spec, mesh)
+    save_report(report, options)
+    return text_of(report, options)
+
+
+def _is_name(text: str) -> bool:
+    return ':' in text and '->' not in text
