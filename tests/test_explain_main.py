@@ -11,8 +11,7 @@ import pytest
 from counting import counting
 
 import einshard
-from einshard._cli.arguments import read_arguments
-from einshard._cli.main import main
+from einshard.__main__ import main
 
 TOO_MANY = 'JAX supports at most 2147483647 devices in a mesh'
 
@@ -38,6 +37,10 @@ def init(n=64):
 
 def weights():
     return {'kernel': jnp.zeros((32, 64))}
+
+
+def rated(x):
+    return 2 * x['rate']
 
 
 class Config:
@@ -197,9 +200,10 @@ def test_arguments(capsys, model, text, array):
     assert (row['path'], f'{row["dtype"]}[{shape}]') == ('x', array)
 
 
-def test_a_dict_with_a_colon_is_a_value():
-    found = read_arguments(["{'rate': 0.1}", "options={'n': 2}"])
-    assert found == ([{'rate': 0.1}], {'options': {'n': 2}})
+@pytest.mark.parametrize('text', ["{'rate': 0.1}", "x={'rate': 0.1}"])
+def test_a_dict_with_a_colon_is_a_value(capsys, model, text):
+    found = json.loads(printed(capsys, f'explain {model}:rated --json --args', text))
+    assert [row['path'] for row in found['arguments']] == ['x/rate']
 
 
 def test_explain_on_other_devices(capsys, model):
@@ -281,7 +285,7 @@ BAD_INPUT = [
     (
         'explain MODEL:layr',
         "module 'MODEL' has no 'layr'\n"
-        '  module has: Config, Net, config, init, layer, loss, net, plain, rules, shapes, weights',
+        '  module has: Config, Net, config, init, layer, loss, net, plain, rated, rules, shapes, weights',
     ),
     ('explain MODEL:Config.siez', "module 'MODEL' has no 'Config.siez'\n  Config has: size"),
     ('explain MODEL:config.lr', "module 'MODEL' has no 'config.lr'\n  config has: rate, size"),

@@ -745,11 +745,11 @@ def test_the_way_out_where_a_call_of_nnx_cannot_be_traced_again(monkeypatch):
     with jax.set_mesh(mesh):
         with monkeypatch.context() as patch:
             patch.setattr(Stages, 'call', None)
-            report = explain(nnx.jit(call), model, x, tries=8)
+            report = explain(nnx.jit(call), model, x)
         (note,) = [note for note in report.notes if note.kind == 'not tried']
         assert 'graphdef, state = nnx.split(...)' in note.text
         of_state = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x))
-        report = explain(of_state, state, x, tries=8)
+        report = explain(of_state, state, x)
     assert "down/kernel with 'a b -> a@tensor b'" in report.findings[0].suggestion
 
 

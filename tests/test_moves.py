@@ -115,6 +115,7 @@ def test_compiled_for_gpus(number, name):
     check_on_target(number, name)
 
 
+@pytest.mark.slow
 def test_compiled_for_tpus():
     pytest.importorskip('libtpu', reason='libtpu compiles for TPU, and is not installed')
     check_on_target(2, 'v5e:4x4')

@@ -93,6 +93,7 @@ def test_book_mlp():
     assert cheapest_mesh(mlp, args, tpus(4, 4, 4), meshes, tensor=['mlp']) == (16, 4)
 
 
+@pytest.mark.slow
 def test_book_llama():
     # chapter 6: LLaMA 3 70B with 4 Mi tokens on 8,192 v5p: FSDP over 2,048 chips, tensor over 4
     c = Sizes(80, 8192, heads=64, kv=8, head=128, mlp=28672, vocab=128256, seq=2048, batch=2048)
@@ -180,7 +181,7 @@ def test_deterministic():
 
 
 def test_no_mesh_axis_twice_and_all_sizes_divide():
-    scores = named(*transformer_step(Sizes(heads=12, kv=6, batch=24)))
+    scores = named(*experts_step(tokens=24, width=12, hidden=24, experts=6))
     found, model = find(scores), scores.model
     assert len(found) > 20
     for c in found:

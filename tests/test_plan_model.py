@@ -328,6 +328,7 @@ def test_memory():
     assert sizes['sharded'][1] < sizes['replicated'][1] / 3
 
 
+@pytest.mark.slow
 def test_memory_is_about_that_of_the_compiler():
     """Of a transformer whose activations take most of it."""
     c = Sizes(4, 64, 8, 4, 8, 256, 256, seq=256, batch=32)
