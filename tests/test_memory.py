@@ -101,6 +101,7 @@ def test_a_jitted_program_that_does_not_fit(rows):
     assert report.findings[0].kind == 'does not fit'
 
 
+@pytest.mark.slow
 def test_a_constraint_makes_a_program_too_large(rows):
     def f(x, w, v):
         hidden = jax.lax.with_sharding_constraint(x @ w, NamedSharding(rows.mesh, P()))

@@ -462,6 +462,7 @@ def test_blocks_of_a_declared_scope_are_one_call():
     assert count_calls(flatten(traced.jaxpr, keep_unused=True), ['flash'])['flash'] == 2
 
 
+@pytest.mark.slow
 def test_explain_takes_costs():
     pytest.importorskip('libtpu', reason='libtpu compiles for TPU, and is not installed')
     mesh = topology('v5e:2x2', data=4)
@@ -704,6 +705,7 @@ def test_compiled_for_tpus(report):
     assert rows[0].along == 'data'
 
 
+@pytest.mark.slow
 def test_notes_are_ordered_by_exposed_time():
     """Before them, by bytes alone: what nothing sends came first."""
     pytest.importorskip('libtpu', reason='libtpu compiles for TPU, and is not installed')
@@ -719,6 +721,7 @@ def test_notes_are_ordered_by_exposed_time():
     assert sum(exposed[name] for name in first.explains) > 0.5 * report.timeline.totals.exposed
 
 
+@pytest.mark.slow
 def test_the_collective_that_nothing_hides():
     pytest.importorskip('libtpu', reason='libtpu compiles for TPU, and is not installed')
     mesh = topology('v5e:2x4', data=8)
