@@ -57,8 +57,8 @@ def pytest_addoption(parser):
 
 # A process runs a file (see the Makefile): the longest ones first, so that none is left at the end.
 LONGEST = (
-    *('processes', 'move', 'fixes', 'promises_in_threads', 'plan_steps', 'explain', 'plan_model'),
-    *('plan_candidates', 'advice', 'edits', 'timeline', 'findings_models', 'findings'),
+    *('advice', 'docs', 'processes', 'move', 'fixes', 'promises_in_threads', 'plan_steps'),
+    *('explain', 'plan_named', 'edits', 'timeline', 'findings_models', 'findings'),
 )
 
 

@@ -1,19 +1,27 @@
-"""The axis names that `plan` finds by tracing, and what candidates cost by them."""
+"""Functions with axis names: names and costs that `plan` finds, and the candidates it compiles."""
 
+import math
+import types
 from contextlib import closing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from placed import struct as f32
-from planned import MLP_RULES, Sizes, mlp_step, transformer_step
+from placed import struct
+from planned import MLP_RULES, Sizes, experts_step, mlp_step, transformer_step
+from test_bounds import tpus
 
-from einshard import Chip, Rules, device_mesh, einshard, plan, sharded
+from einshard import Chip, EinshardError, Rules, device_mesh, einshard, plan, sharded
 
-# private: names and costs of which a plan shows sums
+# private: names and costs of which a plan shows sums, and candidates that the search leaves out
 from einshard._plan.candidate import Candidate
 from einshard._plan.evaluate import Function, Partitioner
 from einshard._plan.named_program import find_named
+from einshard._plan.space import AXES, Space, read_pins
+from einshard._plan.starts import Starts
+from einshard._program.cost.chips import as_chip
+from einshard._program.traced.variants import Variants
 
 # one byte per second to other devices and from memory, and one product per second
 SLOW = Chip('slow', {'bf16': 1.0}, memory=1e9, memory_bandwidth=1.0, link=1.0)
@@ -52,7 +60,7 @@ def test_decoding():
         new = einshard(x @ weights['w'], 'batch mlp')
         return jax.lax.dynamic_update_slice(cache, new[:, None], (0, 3, 0))
 
-    model = find_model(decode, ({'w': f32(16, 32), 'b': None}, f32(8, 10, 32), f32(8, 16)))
+    model = find_model(decode, ({'w': struct(16, 32), 'b': None}, struct(8, 10, 32), struct(8, 16)))
     assert [x.is_state for x in model.arrays] == [False, True, False]
 
 
@@ -63,7 +71,10 @@ def test_a_batch_may_be_a_pytree(options):
         h = einshard(jax.nn.relu(batch['x'] @ weights['up']), 'batch mlp')
         return weights, jnp.sum((h @ weights['down'] - batch['y']) ** 2)
 
-    weights, batch = {'up': f32(16, 32), 'down': f32(32, 16)}, {'x': f32(64, 16), 'y': f32(64, 16)}
+    weights, batch = (
+        {'up': struct(16, 32), 'down': struct(32, 16)},
+        {'x': struct(64, 16), 'y': struct(64, 16)},
+    )
     model = find_model(step, (weights, batch))
     assert [x.is_state for x in model.arrays] == [True, True, False, False]
 
@@ -75,8 +86,8 @@ def test_jitted_function_with_names_inside():
         h = jax.nn.relu(einshard(x, 'batch act') @ weights['up'])
         return einshard(h @ weights['down'], 'batch act')
 
-    weights = {'up': f32(16, 32), 'down': f32(32, 16)}
-    model = find_model(mlp, (weights, f32(64, 16)))
+    weights = {'up': struct(16, 32), 'down': struct(32, 16)}
+    model = find_model(mlp, (weights, struct(64, 16)))
     names = [x.names for x in model.arrays]
     assert names == [(('mlp',), ('embed',)), (('embed',), ('mlp',)), (('batch',), ('act',))]
 
@@ -91,7 +102,7 @@ def test_constraints_under_vmap(n):
     for _ in range(n):
         inner = jax.vmap(inner, (0, None))
     step = sharded('... batch seq act' if n == 2 else 'batch seq act', 'act mlp')(inner)
-    found = named(step, (f32(*(4,) * (n - 1), 8, 16, 32), f32(32, 64)))
+    found = named(step, (struct(*(4,) * (n - 1), 8, 16, 32), struct(32, 64)))
     (names,) = (x for place, x in found._names.items() if place.kind == 'constraint')
     assert names == ((),) * n + (('seq',), ('mlp',))
     assert ('seq', 'mlp') in found.model.array_names
@@ -101,8 +112,8 @@ def test_flax_names():
     linen = pytest.importorskip('flax.linen')
     init = linen.with_logical_partitioning(linen.initializers.ones, ('embed', 'mlp'))
     layer = linen.Dense(32, kernel_init=init, use_bias=False)
-    weights = jax.eval_shape(layer.init, jax.random.key(0), f32(8, 16))
-    model = find_model(layer.apply, (weights, f32(8, 16)))
+    weights = jax.eval_shape(layer.init, jax.random.key(0), struct(8, 16))
+    model = find_model(layer.apply, (weights, struct(8, 16)))
     assert model.sizes == {'embed': 16, 'mlp': 32}
 
 
@@ -143,7 +154,7 @@ def test_data_without_names():
         return loss(weights, batch, key, scale)
 
     batch = {'tokens': tokens, 'targets': tokens}
-    rest = batch, key, f32(64)
+    rest = batch, key, struct(64)
     for function in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.jit(jax.value_and_grad(loss))):
         found = find_model(function, (weights, *rest))
         assert found.unnamed_data == ("'batch/tokens' int32[16,32]",)
@@ -169,9 +180,14 @@ def test_names_that_are_not_valid():
     linen = pytest.importorskip('flax.linen')
     init = linen.with_logical_partitioning(linen.initializers.ones, ('embed', 'mlp2'))
     layer = linen.Dense(32, kernel_init=init, use_bias=False)
-    weights = jax.eval_shape(layer.init, jax.random.key(0), f32(8, 16))
+    weights = jax.eval_shape(layer.init, jax.random.key(0), struct(8, 16))
     found = plan(
-        layer.apply, weights, f32(8, 16), mesh=jax.devices()[:4], objective='bytes', compilations=1
+        layer.apply,
+        weights,
+        struct(8, 16),
+        mesh=jax.devices()[:4],
+        objective='bytes',
+        compilations=1,
     )
     assert 'embed' in found.rules
     assert 'mlp2' not in found.rules
@@ -199,8 +215,8 @@ def test_flax_variables():
         jax.sharding.PartitionSpec('embed', None),
         jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('embed', None)),
     ):
-        w = Variable(f32(16, 32), out_sharding=names)
-        model = find_model(lambda x, w: x @ w.value, (f32(8, 16), w))
+        w = Variable(struct(16, 32), out_sharding=names)
+        model = find_model(lambda x, w: x @ w.value, (struct(8, 16), w))
         assert model.sizes == {'embed': 16}
         assert model.arrays[1].names == (('embed',), ())
 
@@ -219,7 +235,7 @@ def test_modules_that_nnx_jit_passes_in_a_list():
 
     with nnx.use_eager_sharding(False):
         module = nnx.eval_shape(lambda: Two(nnx.Rngs(0)))
-    model = find_model(nnx.jit(lambda m, x: m.down(nnx.relu(m.up(x)))), (module, f32(8, 16)))
+    model = find_model(nnx.jit(lambda m, x: m.down(nnx.relu(m.up(x)))), (module, struct(8, 16)))
     assert model.sizes == {'mlp': 16, 'embed': 16}
     assert model.unnamed_data == ("'x' float32[8,16]",)
 
@@ -229,7 +245,7 @@ def test_mesh_axes_in_expressions():
     def up(x, w):
         return x @ w
 
-    model = find_model(up, (f32(8, 16), f32(16, 32)), ('data', 'tensor'))
+    model = find_model(up, (struct(8, 16), struct(16, 32)), ('data', 'tensor'))
     assert model.sizes == {'batch': 8, 'act': 16, 'embed': 16}
 
 
@@ -237,7 +253,7 @@ def test_no_names():
     def up(weights, x):
         return x @ weights['w']
 
-    assert find_model(up, ({'w': f32(16, 32), 'b': f32(32)}, f32(8, 16))) is None
+    assert find_model(up, ({'w': struct(16, 32), 'b': struct(32)}, struct(8, 16))) is None
 
 
 # --- costs, by hand -------------------------------------------------------------------------------
@@ -288,7 +304,7 @@ def test_what_an_mlp_reads_and_writes():
 
 
 def test_axes_with_the_names_of_mesh_axes():
-    step = sharded('x y', 'y z')(jnp.matmul), (f32(64, 16), f32(16, 32))
+    step = sharded('x y', 'y z')(jnp.matmul), (struct(64, 16), struct(16, 32))
     axes = {'mesh': (('x', 2), ('y', 2)), 'x': (), 'y': ('x',), 'z': ('y',)}
     found = seconds('network', step, **axes)
     assert found == pytest.approx(2 * (4 * 64 * 32 // 2) * 1 / 2)  # an all-reduce of columns
@@ -339,3 +355,245 @@ def test_memory_is_about_that_of_the_compiler():
         with closing(Partitioner(function)) as partitioner:
             [compiled] = partitioner.evaluate_all([candidate])
         assert 0.6 < found.peak(candidate, score) / compiled.memory < 1.2
+
+
+# --- candidates, chosen by their scores -----------------------------------------------------------
+
+V5E, V5P = as_chip('TPU v5e'), as_chip('TPU v5p')
+GIB = 2**30
+
+
+DEVICES = tpus(4, 2)
+
+
+class Device(types.SimpleNamespace):
+    """A device that a mesh takes, as JAX describes it."""
+
+    __hash__ = object.__hash__
+    platform, device_kind, process_index = 'tpu', 'TPU v5 lite', 0
+
+    @property
+    def client(self):
+        return jax.devices()[0].client
+
+
+def named_on(step, args, devices=DEVICES, chip=V5E, mesh=None):
+    axes = mesh or (('devices', len(devices)),)
+    shape = [size for _, size in axes]
+    placed = np.array([Device(**vars(device)) for device in devices]).reshape(shape)
+    on = jax.sharding.Mesh(placed, [name for name, _ in axes])
+    return find_named(step, args, {}, on, chip, is_kept=mesh is not None)
+
+
+def mlp(**sizes):
+    return named_on(*mlp_step(**sizes))
+
+
+def starts(scores, memory=None, objective='bound', **options):
+    space = Space(scores.model, scores.mesh.size, mesh=scores.mesh_axes, **options)
+    return Starts(scores, space, memory, objective)
+
+
+def find(scores, **options):
+    return starts(scores, **options).find()
+
+
+def best(scores, **options):
+    """The best candidate as text, such as 'x=4, y=2: batch@x, mlp@y'."""
+    return str(find(scores, **options)[0])
+
+
+# --- the scaling book, by bounds alone ------------------------------------------------------------
+
+
+def cheapest_mesh(step, args, devices, meshes, *, tensor):
+    """The sizes of FSDP and tensor parallelism that take the least time on v5p."""
+    scores = named_on(step, args, devices, V5P)
+
+    def seconds(sizes):
+        axes = {'batch': ('x',), 'embed': ('x',), **dict.fromkeys(tensor, ('y',))}
+        mesh = tuple(zip('xy', sizes, strict=True))
+        placed = tuple((name, axes.get(name, ())) for name in scores.model.sizes)
+        return scores.score(Candidate(mesh, placed)).seconds
+
+    return min(meshes, key=seconds)
+
+
+def test_book_mlp():
+    # chapter 5: FSDP over full dimensions of the torus, sqrt(2 x 64 x 48 Ki / 32,768) = 14 at best
+    @sharded('batch act', 'embed mlp', 'mlp embed', out='batch act')
+    def mlp(x, up, down):
+        return (x @ up) @ down
+
+    shapes = (48 * 1024, 8192), (8192, 32768), (32768, 8192)
+    args = [struct(*shape, dtype='bfloat16') for shape in shapes]
+    meshes = [(64, 1), (16, 4), (4, 16), (1, 64)]
+    assert cheapest_mesh(mlp, args, tpus(4, 4, 4), meshes, tensor=['mlp']) == (16, 4)
+
+
+@pytest.mark.slow
+def test_book_llama():
+    # chapter 6: LLaMA 3 70B with 4 Mi tokens on 8,192 v5p: FSDP over 2,048 chips, tensor over 4
+    c = Sizes(80, 8192, heads=64, kv=8, head=128, mlp=28672, vocab=128256, seq=2048, batch=2048)
+    step, args = transformer_step(c)
+    tensor = ['heads', 'kv', 'mlp', 'vocab']
+    meshes = [(8192 // n, n) for n in (1, 2, 4, 8)]
+    assert cheapest_mesh(step, args, tpus(16, 16, 32), meshes, tensor=tensor) == (2048, 4)
+
+
+# --- what theory says -----------------------------------------------------------------------------
+
+
+def test_data_parallelism_for_small_weights():
+    assert best(mlp(tokens=2**16, width=64, hidden=256)) == 'x=8: batch@x'
+
+
+def test_fsdp_if_the_weights_do_not_fit():
+    scores = mlp(tokens=2**16, width=1024, hidden=4096)
+    replicated = find(scores)[0]
+    assert str(replicated) == 'x=8: batch@x'
+    memory = scores.peak(replicated, scores.score(replicated))
+    # parameters of 32 MiB, and their gradients
+    assert best(scores, memory=memory - 2**24) == 'x=8: embed@x, batch@x'
+
+
+def test_tensor_parallelism_for_few_tokens():
+    assert best(mlp(tokens=8, width=1024, hidden=4096)) == 'x=8: mlp@x'
+
+
+def test_fsdp_and_tensor_parallelism():
+    c = Sizes(8, 4096, heads=32, kv=32, head=128, mlp=16384, vocab=1024, seq=1024, batch=32)
+    scores = named_on(*transformer_step(c), tpus(8, 4), mesh=(('x', 8), ('y', 4)))
+    found = [find(scores, memory=n * GIB, pinned={'act': ()})[0] for n in (3, 1.2)]
+    roomy, tight = (dict(candidate.axes) for candidate in found)
+    for axes in (roomy, tight):
+        assert axes['batch'] == axes['embed'] == ('x',)
+        assert axes['mlp'] == axes['heads'] == axes['kv'] == ('y',)
+    # arrays between the layers take a fourth of the memory if their sequences are sharded too
+    assert (roomy['norm_seq'], tight['norm_seq']) == ((), ('y',))
+
+
+def test_experts():
+    assert best(named_on(*experts_step())) == 'x=8: expert@x'
+
+
+def test_equal_layers_are_scored_once(monkeypatch):
+    """One of many unrolled layers stands for the others, in time and memory."""
+    rules = Rules([('up', 'embed mlp'), ('down', 'mlp embed')])
+
+    @sharded(rules, 'batch act', out=(rules, None), donate_argnums=0)
+    def step(layers, x):
+        def loss(layers):
+            y = x
+            for w in layers:
+                h = einshard(jax.nn.relu(y @ w['up']), 'batch mlp')
+                y = einshard(y + h @ w['down'], 'batch act')
+            return jnp.mean(y**2)
+
+        value, gradients = jax.value_and_grad(loss)(layers)
+        return jax.tree.map(lambda w, g: w - g, layers, gradients), value
+
+    weights = {'up': struct(64, 256), 'down': struct(256, 64)}
+    args = [weights] * 12, struct(512, 64)
+    folded = named_on(step, args)
+    monkeypatch.setattr(Variants, 'fold', lambda self, groups: 1)
+    whole = named_on(step, args)
+    assert folded.n_operations < whole.n_operations / 2
+    for axes in ({'batch': ('x',)}, {'batch': ('x',), 'embed': ('x',)}, {'mlp': ('x',)}):
+        candidate = Candidate(
+            (('x', 8),), tuple((name, axes.get(name, ())) for name in whole.model.sizes)
+        )
+        ours, theirs = (scores.score(candidate) for scores in (folded, whole))
+        assert ours.seconds == pytest.approx(theirs.seconds, rel=0.02)
+        assert ours.memory == theirs.memory
+        peaks = folded.peak(candidate, ours), whole.peak(candidate, theirs)
+        assert peaks[0] == pytest.approx(peaks[1], rel=0.15)
+
+
+# --- the space ------------------------------------------------------------------------------------
+
+
+def test_deterministic():
+    scores = mlp(tokens=4096, width=1024, hidden=4096)
+    assert find(scores) == find(scores)
+
+
+def test_no_mesh_axis_twice_and_all_sizes_divide():
+    scores = named_on(*experts_step(tokens=24, width=12, hidden=24, experts=6))
+    found, model = find(scores), scores.model
+    assert len(found) > 20
+    for c in found:
+        axes, sizes = dict(c.axes), dict(c.mesh)
+        assert math.prod(sizes.values()) == 8
+        for names in model.array_names:
+            used = [axis for name in names for axis in axes[name]]
+            assert len(used) == len(set(used))
+        for name, over in axes.items():
+            assert model.divisors[name] % math.prod(sizes[axis] for axis in over) == 0
+
+
+def test_objectives():
+    """The first candidates are those of least time, or of least memory."""
+    scores = mlp(tokens=4096)
+    for objective in ('bound', 'memory'):
+        candidates = find(scores, objective=objective)
+        pairs = [(one, scores.score(one)) for one in candidates]
+        costs = [s.seconds if objective == 'bound' else scores.peak(c, s) for c, s in pairs]
+        assert costs[0] == pytest.approx(min(costs), rel=1e-3)
+        assert len(set(costs)) > 1
+
+
+def test_plans_that_need_least_come_first_if_none_fits():
+    scores = mlp()
+    found = find(scores, memory=0)
+    memories = [scores.peak(one, scores.score(one)) for one in found]
+    assert memories[0] == min(memories) < max(memories)
+
+
+@pytest.mark.parametrize(('pin', 'axes'), [('@y', ('y',)), ('@(z,x)', ('z', 'x'))])
+def test_pins(pin, axes):
+    pinned = read_pins({'embed': pin, 'act': ''}, AXES)
+    found = find(mlp(), pinned=pinned)
+    assert {dict(c.axes)['embed'] for c in found} == {axes}
+    assert {dict(c.axes)['act'] for c in found} == {()}
+
+
+def test_named_mesh():
+    found = find(named_on(*mlp_step(), mesh=(('data', 4), ('tensor', 2))))
+    assert {c.mesh for c in found} == {(('data', 4), ('tensor', 2))}
+
+
+def test_mesh_axes_in_specs_shard_no_other_axis_of_the_array():
+    x = struct(64, 64)
+    step = sharded('a b@tp', 'b@tp c')(jnp.matmul)
+    found = find(named_on(step, (x, x), mesh=(('data', 4), ('tp', 2))))
+    assert {axes for c in found for _, axes in c.axes} == {(), ('data',)}
+
+
+def test_slices_shard_only_the_batch():
+    found = find(named_on(*mlp_step(tokens=4096), tpus(2, 2, slices=2)), n_slices=2)
+    assert {c.mesh[0] for c in found} == {('x', 2)}
+    across = [[name for name, axes in c.axes if 'x' in axes] for c in found]
+    assert across == [['batch']] * len(found)
+
+
+def test_nothing_to_shard_by():
+    # no size is divisible by 2, so all devices compute the same
+    assert best(mlp(tokens=5, width=3, hidden=7)) == 'x=8: everything replicated'
+
+
+@pytest.mark.parametrize(
+    ('pin', 'mesh', 'message'),
+    [
+        ({'enbed': '@x'}, None, "pin= has 'enbed', but step has no such axis name"),
+        ({'embed': '@data'}, None, "pin= shards 'embed' over 'data', but the mesh has only"),
+        ({'embed': '@x', 'mlp': '@x'}, None, "'mlp' and 'embed', over mesh axis 'x'"),
+        ({'embed': '@x', 'batch': '@y'}, None, 'pin= does not fit any mesh of 8 devices'),
+        ({'embed': '@a'}, (('a', 8),), 'pin= does not fit the mesh: axis'),
+        ({'embed': '4'}, None, "pin= must name the mesh axes of 'embed', not '4'"),
+    ],
+)
+def test_bad_pins(pin, mesh, message):
+    model = mlp(tokens=5, width=12).model
+    with pytest.raises(EinshardError, match=message):
+        Space(model, 8, mesh=mesh, pinned=read_pins(pin, dict(mesh or ()) or AXES))
