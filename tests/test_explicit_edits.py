@@ -140,7 +140,12 @@ def step(w, x):
 }
 
 
-@pytest.mark.parametrize('name', MISTAKES)
+IN_A_LOOP = pytest.param('in a loop and its derivative', marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    'name', [*(name for name in MISTAKES if name not in IN_A_LOOP.values), IN_A_LOOP]
+)
 def test_mistakes_are_found(name, tmp_path, monkeypatch):
     text, (wrong, right), args, said = MISTAKES[name]
     assert text.count(wrong) == 1

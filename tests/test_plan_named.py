@@ -461,6 +461,7 @@ def test_tensor_parallelism_for_few_tokens():
     assert best(mlp(tokens=8, width=1024, hidden=4096)) == 'x=8: mlp@x'
 
 
+@pytest.mark.slow
 def test_fsdp_and_tensor_parallelism():
     c = Sizes(8, 4096, heads=32, kv=32, head=128, mlp=16384, vocab=1024, seq=1024, batch=32)
     scores = named_on(*transformer_step(c), tpus(8, 4), mesh=(('x', 8), ('y', 4)))

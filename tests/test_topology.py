@@ -128,8 +128,7 @@ print(xla_bridge.backends_are_initialized())
     [
         ("assert topology('v5e:4x4').size == 16", False),
         ("topology('v5e:4x4'), jax.devices()", True),
-        ("einshard(np.ones(2), 'a*')", True),
-        ('explain(jax.jit(jax.numpy.negative), np.ones(2))', True),
+        ("explain(jax.jit(jax.numpy.negative), einshard(np.ones(2), 'a*'))", True),
     ],
 )
 def test_libtpu_prints_nothing_without_tpus(line, starts_a_backend):
