@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import importlib
 import lzma
 import math
 import re
@@ -19,11 +20,14 @@ import numpy as np
 import pytest
 from hlo import llama
 from hlo.programs import MACHINES, B, D, F, floats
+from jax.sharding import NamedSharding, PartitionSpec
 from placed import mesh_of, struct
 from test_collectives import kept
 
-from einshard import einshard, explain, sharded
+from einshard import einshard, explain, sharded, topology
 from einshard._explain.collectives import Collectives
+from einshard._explain.lowered import Stages
+from einshard._explain.oversized import Oversized
 from einshard._explain.payloads import Payloads
 from einshard._page import page_text
 from einshard._program.hlo.find_collectives import find_collectives, read_collectives
@@ -475,3 +479,29 @@ def test_large_differences_come_first_and_others_are_folded(report):
     assert others == (
         f'  .. and {len(many.collectives) - 20} other collectives: +0 B, -{format_bytes(rest)}'
     )
+
+
+def test_a_train_step_of_64_layers_for_256_devices():
+    """The program that libtpu compiled."""
+    pytest.importorskip('libtpu')
+    mesh, c = topology('v5e:16x16', data=32, tensor=8), llama.Config(layers=64)
+    with jax.set_mesh(mesh):
+        traced = llama.train_step(mesh, c).trace(*llama.arguments(c))
+        lowered = traced.lower()
+    (path,) = Path(llama.__file__).parent.glob('v5e_16x16-llama64-*.txt.xz')
+    with lzma.open(path, 'rt', encoding='utf-8') as file:
+        text = file.read().replace('tests/hlo/llama.py', llama.__file__)
+    specs = {name: NamedSharding(mesh, spec) for name, (_, spec) in llama.SHAPES.items()}
+    replicated = NamedSharding(mesh, PartitionSpec())
+    state = {'params': specs, 'm': specs, 'v': specs, 'n': replicated}
+    placed = ((state, NamedSharding(mesh, PartitionSpec(None, 'data'))), {})
+    out = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        lowered.out_info,
+        (state, replicated),
+    )
+    compiled = Oversized(lowered.args_info, placed, out, text, None, 0)
+    module = importlib.import_module('einshard._explain.explain')
+    report = module.explain_stages(Stages('step', compiled=compiled, traced=traced))
+    assert report.findings == ()
+    assert len(report.collectives) > 40

@@ -318,6 +318,24 @@ def test_costs_are_notes_where_no_change_can_be_tried(monkeypatch):
         assert report.patch() == ''
 
 
+def test_the_way_out_where_a_call_of_nnx_cannot_be_traced_again(monkeypatch):
+    pytest.importorskip('flax')
+    from flax import nnx
+    from test_flax import call, contracted
+
+    model, x, mesh = contracted(AxisType.Explicit, 'f d@tensor')
+    graphdef, state = nnx.split(model)
+    with jax.set_mesh(mesh):
+        with monkeypatch.context() as patch:
+            patch.setattr(Stages, 'call', None)
+            report = explain(nnx.jit(call), model, x)
+        (note,) = [note for note in report.notes if note.kind == 'not tried']
+        assert 'graphdef, state = nnx.split(...)' in note.text
+        of_state = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x))
+        report = explain(of_state, state, x)
+    assert "down/kernel with 'a b -> a@tensor b'" in report.findings[0].suggestion
+
+
 def test_interrupted_search_keeps_what_helps(monkeypatch):
     run, calls = trials.Trials.run, []
 
