@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from command import main
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mistakes import BOTH, MEGATRON, Choices, arguments, make_step
@@ -30,7 +31,6 @@ from einshard import (
     sharded,
     topology,
 )
-from einshard.__main__ import main
 from einshard._explain.stages import Stages
 from einshard._explain.report_rows import Figures, Finding, Tried
 from einshard._explain.search import trials

@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_plan_steps as steps
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from placed import struct
 from planned import MLP_RULES, Sizes, experts_step, mlp_step, transformer_step
 from test_bounds import tpus
@@ -15,11 +18,14 @@ from test_bounds import tpus
 from einshard import Chip, EinshardError, Rules, device_mesh, einshard, plan, sharded
 
 # private: names and costs of which a plan shows sums, and candidates that the search leaves out
+from einshard._explain.explain import read_facts
+from einshard._explain.lowered import trace_call
 from einshard._plan.candidate import Candidate
 from einshard._plan.evaluate import Function, Partitioner
 from einshard._plan.named_program import find_named
 from einshard._plan.space import AXES, Space, read_pins
 from einshard._plan.starts import Starts
+from einshard._plan.step import Step
 from einshard._program.cost.chips import as_chip
 from einshard._program.traced.variants import Variants
 
@@ -598,3 +604,66 @@ def test_bad_pins(pin, mesh, message):
     model = mlp(tokens=5, width=12).model
     with pytest.raises(EinshardError, match=message):
         Space(model, 8, mesh=mesh, pinned=read_pins(pin, dict(mesh or ()) or AXES))
+
+
+# --- names of steps that have none ----------------------------------------------------------------
+
+
+def step_of(f, *args, mesh=None):
+    mesh = mesh or Mesh(steps.EIGHT.devices.reshape(-1), ('x',))
+    replicated = NamedSharding(mesh, P())
+    args = jax.tree.map(lambda x: struct(*x.shape).update(sharding=replicated), args)
+    stages = trace_call(f, args, {}, mesh=None)
+    return Step(read_facts(stages), stages.call)
+
+
+def test_layers_of_modules_share_names():
+    linen = pytest.importorskip('flax.linen')
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            for i in range(3):
+                h = linen.relu(linen.Dense(512, name=f'up_{i}', use_bias=False)(x))
+                x = x + linen.Dense(128, name=f'down_{i}', use_bias=False)(h)
+            return x
+
+    model, x = Model(), struct(1024, 128)
+    weights = jax.eval_shape(model.init, jax.random.key(0), x)
+    names = step_of(jax.jit(model.apply), weights, x).named.sizes
+    of_weights = [n for name, [n] in names.items() if not name.startswith('activation')]
+    assert sorted(of_weights) == [128, 512, 512, 512, 1024]
+
+
+def test_a_cache_is_data():
+    def decode(w, cache, x):
+        cache = jnp.concatenate([cache[:, 1:], (x @ w['k'])[:, None]], 1)
+        return cache, jnp.einsum('btd,bd->bt', cache, x @ w['q'])
+
+    w = {'k': struct(64, 64), 'q': struct(64, 64)}
+    made = step_of(jax.jit(decode, donate_argnums=1), w, struct(32, 256, 64), struct(32, 64))
+    states = {a.shape for a in made.model.arrays if a.is_state}
+    assert states == {(64, 64)}
+
+
+@pytest.mark.parametrize('sizes', [(8,), (2, 4), (4, 2), (2, 2, 2)])
+def test_a_module_on_another_mesh_propagates_as_if_lowered_for_it(sizes):
+    """Against a lowering for the mesh itself."""
+    axes = ('x', 'y', 'z')[: len(sizes)]
+    moved, own = (
+        step_of(jax.jit(steps.step), *steps.ARGUMENTS),
+        Mesh(steps.EIGHT.devices.reshape(sizes), axes),
+    )
+    lowered = step_of(jax.jit(steps.step), *steps.ARGUMENTS, mesh=own)
+    moved.variants.move_to(dict(zip(axes, sizes, strict=True)))
+    places = [place for place in moved.variants.given if place.kind == 'argument']
+    changes = {
+        place: tuple(
+            (axes[-1],) if d == 1 else (axes[0],) if d == 0 and len(axes) > 1 else ()
+            for d in range(len(moved.variants.shape(place)))
+        )
+        for place in places
+    }
+    each = [one.variants.propagate(changes) for one in (moved, lowered)]
+    assert [s.axes for s in each[0]] == [s.axes for s in each[1]]
+    assert any(any(s.axes) for s in each[0])

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from command import main
 from flags import WITHOUT_TPU, simulating
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -25,7 +26,6 @@ import einshard
 from einshard import explain, profile, topology
 
 # private: the command without a process, and the second route
-from einshard.__main__ import main
 from einshard._profile.events import read_events
 from einshard._profile.match import find_programs
 from einshard._profile.program import difference

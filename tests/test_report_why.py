@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from command import main
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from modules import line_of
 from placed import struct_on
 
 from einshard import EinshardError, device_mesh, explain, sharded
-from einshard.__main__ import main
 
 EIGHT = jax.devices()[:8]
 MESH = device_mesh(EIGHT, data=2, tensor=4)
