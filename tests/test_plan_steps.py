@@ -149,6 +149,7 @@ def test_code_places_the_arguments(found):
         assert array.sharding.is_equivalent_to(sharding, array.ndim)
 
 
+@pytest.mark.slow
 def test_pins_and_candidates():
     pinned = plan(step, *ARGUMENTS, pin={'batch': '', 'width': '@x'}, **OPTIONS)
     assert pinned.rules['width'] == '@x'
@@ -178,7 +179,7 @@ def test_arguments_that_are_placed():
     assert found.best.seconds[1] <= as_it_is.seconds[1]
 
 
-@pytest.mark.parametrize('given', [True, False])
+@pytest.mark.parametrize('given', [pytest.param(True, marks=pytest.mark.slow), False])
 def test_code_that_names_mesh_axes_keeps_the_mesh(given):
     mesh = Mesh(EIGHT.devices.reshape(4, 2), ('data', 'tensor'))
 
@@ -191,6 +192,7 @@ def test_code_that_names_mesh_axes_keeps_the_mesh(given):
     assert found.mesh == mesh
 
 
+@pytest.mark.slow
 def test_a_jit_that_places_its_arguments():
     """The step as it is has its `in_shardings=`, and plans keep their mesh."""
     mesh = Mesh(EIGHT.devices.reshape(4, 2), ('data', 'tensor'))
@@ -321,6 +323,7 @@ def test_flax_nnx():
         found.function()
 
 
+@pytest.mark.slow
 def test_equinox():
     eqx = pytest.importorskip('equinox')
     model = eqx.nn.MLP(D, D, F, 2, key=jax.random.key(0))
@@ -339,6 +342,7 @@ def test_equinox():
     assert any('@' in placement for _, placement in rows)
 
 
+@pytest.mark.slow
 def test_topology():
     found = plan(step, *ARGUMENTS, mesh=topology('v5e:2x4'), compilations=3)
     assert found.best.costs_from == 'compiler'
