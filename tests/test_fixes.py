@@ -31,9 +31,9 @@ from einshard import (
     sharded,
     topology,
 )
-from einshard._explain.stages import Stages
 from einshard._explain.report_rows import Figures, Finding, Tried
 from einshard._explain.search import trials
+from einshard._explain.stages import Stages
 
 
 def mesh_of(**axes):

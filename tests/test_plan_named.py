@@ -19,7 +19,7 @@ from einshard import Chip, EinshardError, Rules, device_mesh, einshard, plan, sh
 
 # private: names and costs of which a plan shows sums, and candidates that the search leaves out
 from einshard._explain.explain import read_facts
-from einshard._explain.lowered import trace_call
+from einshard._explain.trace_call import trace_call
 from einshard._plan.candidate import Candidate
 from einshard._plan.evaluate import Function, Partitioner
 from einshard._plan.named_program import find_named
