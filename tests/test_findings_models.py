@@ -128,7 +128,8 @@ def is_recovered(report, right):
     return (report.findings[-1].tried.bound if report.findings else cost) <= 1.03 * best
 
 
-@pytest.mark.parametrize('library', [pytest.param('flax', marks=pytest.mark.slow), 'equinox'])
+@pytest.mark.slow
+@pytest.mark.parametrize('library', ['flax', 'equinox'])
 def test_a_missing_constraint(library):
     mesh = mesh_of(data=4, tensor=4)
     wrong = report_of(library, None, BOTH, mesh=mesh)

@@ -255,6 +255,7 @@ def test_names_of_mesh_axes_in_metadata_are_no_names():
     assert {D, F, B} <= {*found.sizes.values()}
 
 
+@pytest.mark.slow
 def test_a_patch_applies(tmp_path, monkeypatch):
     """The patched step, with its arguments placed, has the costs of the plan."""
     source = """\
@@ -294,6 +295,7 @@ def test_a_patch_applies(tmp_path, monkeypatch):
     assert report.memory.total == expected.memory.total
 
 
+@pytest.mark.slow
 def test_flax_nnx():
     nnx = pytest.importorskip('flax.nnx')
 
