@@ -13,9 +13,10 @@ demo: $(VENV)-demo/demo.installed
 test: $(VENV)/test.installed
 	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile --no-loadscope-reorder
 
-# the tests that take long: figures of the compiler
+# the tests that take long: figures of the compiler, several processes, and the code of pages and
+# examples, which `make docs` runs too, with the JAX of its environment
 slow-test: $(VENV)/test.installed
-	$(BIN)/python -m pytest -m 'slow and not gpu' -n 2
+	$(BIN)/python -m pytest -m 'slow and not gpu' -n 2 --dist loadfile --no-loadscope-reorder
 
 # under five minutes; without an accelerator, on eight simulated devices
 bench: $(VENV)-bench/rich.installed $(VENV)-bench/examples.installed

@@ -2,7 +2,6 @@
 
 import gc
 import importlib.util
-import inspect
 import os
 import threading
 import time
@@ -20,11 +19,6 @@ os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
 
 import jax
 import pytest
-
-import einshard
-
-# Trying suggestions compiles a program up to nine times. Tests of it, test_fixes.py, ask for it.
-inspect.unwrap(einshard.explain).__kwdefaults__['tries'] = 0
 
 # JAX reads the flags here, once, before pages and examples set their own. libtpu and the processes
 # that tests start read them later; libtpu does not know all of WITHOUT_TPU.
@@ -61,7 +55,20 @@ def pytest_addoption(parser):
     )
 
 
+# A process runs a file (see the Makefile): the longest ones first, so that none is left at the end.
+LONGEST = (
+    *('advice', 'docs', 'processes', 'move', 'fixes', 'promises_in_threads', 'plan_steps'),
+    *('explain', 'plan_named', 'edits', 'timeline', 'findings_models', 'findings'),
+)
+
+
+def turn_of(item):
+    name = item.path.stem.removeprefix('test_')
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=turn_of)
     if not any(map(importlib.util.find_spec, CUDA_PLUGINS)):
         skip = pytest.mark.skip(reason="JAX's CUDA plugin, of the extra gpu, is not installed")
         for item in items:
@@ -121,6 +128,15 @@ def in_threads():
         return [results[i] for i in range(n)]
 
     return run
+
+
+@pytest.fixture
+def without_events(monkeypatch):
+    """As with a JAX that does not report compilations: checks compile ahead of time."""
+    from einshard._functions import compile_events
+
+    monkeypatch.setattr(compile_events, 'COMPILED', 'unknown')
+    monkeypatch.setattr(compile_events, '_has_seen_compilation', False)
 
 
 @pytest.fixture

@@ -1,9 +1,11 @@
-"""Modules that tests write to files and patch."""
+"""Modules that tests write to files and patch, and lines of functions."""
 
 import ast
 import importlib.util
+import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 from einshard._explain.patch.files import read_source  # private: spans of expressions
 from einshard._program.jaxpr.spans import Span
@@ -38,3 +40,11 @@ def spans(path, text):
     found = [n for n in nodes if source.segment(n) == text]
     assert found, text
     return [Span(str(path), n.lineno, n.col_offset, n.end_lineno, n.end_col_offset) for n in found]
+
+
+def line_of(function, text):
+    """'test_explain.py:12', the line of a function that has this text."""
+    function = inspect.unwrap(function)
+    lines, first = inspect.getsourcelines(function)
+    (found,) = [i for i, line in enumerate(lines) if text in line]
+    return f'{Path(inspect.getsourcefile(function)).name}:{first + found}'

@@ -23,6 +23,15 @@ def struct(*shape, dtype=np.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def struct_on(mesh):
+    """The function struct((8, 4), 'data'), of shapes that are sharded over this mesh."""
+
+    def struct(shape, *spec, dtype=np.float32, mesh=mesh):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    return struct
+
+
 def shardings(tree):
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 

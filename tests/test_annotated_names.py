@@ -299,5 +299,5 @@ def test_plan_replaces_the_rules(rules):
     # with what it prints, the function has these placements
     assert ('axis_rules(rules):' in str(found)) == (not rules)
     with jax.set_mesh(found.mesh):
-        report = explain(decorated(found.rules), x, w)
+        report = explain(decorated(found.rules), x, w, tries=0)
     assert [row.placement for row in report.arguments] == placements

@@ -97,6 +97,7 @@ def test_published_peaks(monkeypatch):
     assert bench.rows[0].details['published'] == (1e9, 'bytes/s')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', __main__.MODULES)
 def test_benchmark(tiny_run, name):
     report, printed = tiny_run
@@ -111,6 +112,7 @@ def test_benchmark(tiny_run, name):
         assert f'left out: {text}' in printed
 
 
+@pytest.mark.slow
 def test_sharded_is_traced_and_compiled_as_often_as_jit(tiny_run):
     rows = [row for row in tiny_run[0].rows if row.unit in ('traces', 'compilations')]
     assert len(rows) == 6
@@ -118,6 +120,7 @@ def test_sharded_is_traced_and_compiled_as_often_as_jit(tiny_run):
         assert row.figure == row.other, row.name
 
 
+@pytest.mark.slow
 def test_programs_are_those_of_hand_written_jax(tiny_run):
     rows = [row for row in tiny_run[0].rows if row.unit == 'lines']
     cases = [f'{m}, {p}' for m in ('MLP', 'transformer') for p in ('forward', 'training step')]
@@ -127,12 +130,14 @@ def test_programs_are_those_of_hand_written_jax(tiny_run):
     assert {row.figure for row in rows} == {0}
 
 
+@pytest.mark.slow
 def test_import_starts_no_backend(tiny_run, capsys):
     assert rows_of(tiny_run[0], 'import')[-1].figure == 0
     exec(importing.PROGRAM)  # here a backend runs
     assert capsys.readouterr().out.split()[2] == '1'
 
 
+@pytest.mark.slow
 def test_bandwidth_is_bytes_per_time(tiny_run):
     rows = rows_of(tiny_run[0], 'collectives')
     assert len(rows) == 15
@@ -183,6 +188,7 @@ def test_one_device(monkeypatch):
     assert (bench.rows, bench.left_out) == ([], ['collectives: there is one device'])
 
 
+@pytest.mark.slow
 def test_several_processes(tmp_path):
     options = ['--tiny', '--devices', '1', '--processes', '2']
     options += ['--coordinator', f'127.0.0.1:{free_port()}']
@@ -455,6 +461,7 @@ def test_peaks_of_devices_are_recorded(monkeypatch):
 # --- the report, the tables and the page ---------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_json_has_a_line_per_row(tiny_run):
     report, _ = tiny_run
     text = report.to_json()
@@ -564,6 +571,7 @@ def test_every_headline_was_measured():
         assert {headline for headline, _, _ in headline_rows(report.rows)} == set(HEADLINES)
 
 
+@pytest.mark.slow
 def test_every_headline_is_a_row_of_the_code(tiny_run):
     """The names in HEADLINES are those of the benchmarks, but for the tiny sizes."""
     sizes = {
@@ -587,6 +595,7 @@ def test_page_is_that_of_the_results():
     assert _page.PAGE.read_text(encoding='utf-8') == _page.page_of(_page.read_results())
 
 
+@pytest.mark.slow
 def test_page_shows_every_figure(tiny_run):
     report, _ = tiny_run
     with pytest.raises(ValueError, match='--tiny mean nothing'):
@@ -604,6 +613,7 @@ def test_page_shows_every_figure(tiny_run):
         assert f'* {text}' in page
 
 
+@pytest.mark.slow
 def test_page_names_each_machine(tiny_run):
     simulated = dataclasses.replace(tiny_run[0], tiny=False)
     environment = {'device_kind': 'TPU v5 lite', 'device_count': 4, 'process_count': 2}

@@ -115,6 +115,7 @@ def test_stored_reports(project):
     assert {row['source'] for row in change['collectives']} <= {'model.py:21', 'model.py:22'}
 
 
+@pytest.mark.slow
 def test_merge_base(project, monkeypatch):
     (project / 'pyproject.toml').write_text(CONFIG.replace('tries = 0', 'tries = 4'))
     git(project, 'commit', '-qam', 'tries')
@@ -473,6 +474,7 @@ def test_one_comment(github):
     assert not write(as_markdown(change, None))
 
 
+@pytest.mark.slow
 def test_the_action_runs_in_a_bare_environment(project, tmp_path):
     """As for a pull request of a fork: the summary of the job has the text."""
     git(project, 'checkout', '-qb', 'change')

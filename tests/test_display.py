@@ -1,10 +1,14 @@
-"""Pages as text, HTML and files: reports, comparisons, parallelism."""
+"""How reports look on terminals, in files and on pages, and the line during long compilations."""
 
+import contextlib
 import html.parser
+import io
 import json
 import re
 import shutil
 import subprocess
+import sys
+import time
 import unicodedata
 
 import jax
@@ -13,6 +17,7 @@ import numpy as np
 import pytest
 
 from einshard import (
+    _progress,
     axis_rules,
     check_same,
     einshard,
@@ -23,10 +28,9 @@ from einshard import (
     sharded,
     topology,
 )
-
-# private: pages with cells that no report has
 from einshard._page import Column, Page, Section, page_text
 from einshard._page_html import page_document, page_html
+from einshard._progress import progress
 from einshard._text import display_width
 
 EIGHT = jax.devices()[:8]
@@ -75,7 +79,9 @@ def report():
         return x
 
     arrays = {f'{LONG}_{i}': np.ones((64, 8 + i), np.float32) for i in range(60)}
-    return explain(many, np.ones((8, 64), np.float32), arrays, intermediates=True, chip='H100')
+    return explain(
+        many, np.ones((8, 64), np.float32), arrays, intermediates=True, chip='H100', tries=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -280,3 +286,62 @@ def test_no_page_scrolls_sideways(report, tmp_path):
     )  # fmt: skip
     scrolls = re.findall(r'src="(.*?)\.html" width="(\d+)".*? title="(.*?)"', done.stdout)
     assert scrolls == [(name, w, 'scrolls: 0') for name in pages for w in ('390', '1100')]
+
+
+# --- the line that shows that a compilation takes long --------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(_progress, '_DELAY', 0.05)
+    monkeypatch.setattr(_progress, '_INTERVAL', 0.05)
+
+
+def run(monkeypatch, stream, seconds=0.2):
+    monkeypatch.setattr(sys, 'stderr', stream)
+    with progress('compiling step'):
+        time.sleep(seconds)
+    return stream.getvalue() if stream else ''
+
+
+def test_a_long_block_on_a_terminal(monkeypatch, quick):
+    text = run(monkeypatch, Terminal())
+    assert text.startswith('\rcompiling step: 0 s\rcompiling step: 0 s')
+    assert text.endswith('\r' + ' ' * len('compiling step: 0 s') + '\r')
+
+
+def test_nothing_is_written_otherwise(monkeypatch, quick):
+    assert run(monkeypatch, io.StringIO()) == ''
+    assert run(monkeypatch, None) == ''
+    assert run(monkeypatch, Terminal(), seconds=0) == ''
+
+
+def test_the_default_waits_for_seconds(monkeypatch):
+    assert run(monkeypatch, Terminal(), seconds=0.2) == ''
+
+
+def test_an_error_ends_the_line(monkeypatch, quick):
+    stream = Terminal()
+    monkeypatch.setattr(sys, 'stderr', stream)
+    with contextlib.suppress(ZeroDivisionError), progress('compiling'):
+        time.sleep(0.1)
+        raise ZeroDivisionError
+    assert stream.getvalue().endswith('\r')
+
+
+def test_explain(monkeypatch):
+    monkeypatch.setattr(_progress, '_DELAY', 0.0)
+    stream = Terminal()
+    monkeypatch.setattr(sys, 'stderr', stream)
+
+    @jax.jit
+    def step(x):
+        return jax.lax.scan(lambda c, _: (c @ x + 1, None), x, None, length=3)
+
+    explain(step, np.ones((4, 4), np.float32))
+    assert '\rcompiling step: 0 s' in stream.getvalue()

@@ -5,7 +5,6 @@ import contextlib
 import functools
 import graphlib
 import importlib
-import inspect
 import io
 import os
 import re
@@ -96,12 +95,7 @@ def marked(page):
     return pytest.param(page, marks=[pytest.mark.gpu] * is_for_gpus, id=name_of(page))
 
 
-@pytest.fixture(autouse=True)
-def tries(monkeypatch):
-    """Readers see suggestions that were tried; conftest.py turns them off."""
-    monkeypatch.setitem(inspect.unwrap(einshard.explain).__kwdefaults__, 'tries', 8)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize('page', [marked(p) for p in PAGES if name_of(p) not in ELSEWHERE])
 def test_page_runs(page, monkeypatch):
     for package in PACKAGES.get(name_of(page), ()):
@@ -111,6 +105,7 @@ def test_page_runs(page, monkeypatch):
     assert name_of(page) in WITHOUT_CODE or len(names) > 2
 
 
+@pytest.mark.slow
 def test_profiling_runs_in_a_process_without_libtpu():
     done = subprocess.run(
         [sys.executable, '-c', code_of(DOCS / 'profiling.md')],

@@ -19,6 +19,8 @@ from flags import WITHOUT_TPU
 
 import einshard
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[1] / 'docs' / 'examples'
 
 # What a run of the notebook leaves behind, as JSON; the comparison of the curves is the test's own.

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import functools
 import gc
-import inspect
 import io
 import json
 import pickle
@@ -21,6 +20,7 @@ from counting import counting
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
+from modules import line_of
 from placed import mesh_of, struct
 from refusal import refusal
 
@@ -57,13 +57,6 @@ import transformer
 
 EIGHT = jax.devices()[:8]
 MLP_SHAPES = struct(16, 32), struct(32, 64), struct(64, 32)
-
-
-def line_of(function, text):
-    """'test_explain.py:12', the line of a function that has this text."""
-    lines, first = inspect.getsourcelines(inspect.unwrap(function))
-    (found,) = [i for i, line in enumerate(lines) if text in line]
-    return f'{Path(inspect.getsourcefile(inspect.unwrap(function))).name}:{first + found}'
 
 
 def short(source):
@@ -378,7 +371,7 @@ def moving(x):
 
 
 def test_a_full_rematerialization():
-    report = explain(moving, struct(64, 64), mesh=EIGHT)
+    report = explain(moving, struct(64, 64), mesh=EIGHT, tries=0)
     costs = {short(note.source): note.text for note in report.notes if note.kind == 'cost'}
     assert costs[line_of(moving, 'tanh')].startswith(
         "f32[64,64] is resharded from 'a b -> a8 b' to 'a b -> 2 a b4' via a full all-gather "
@@ -409,7 +402,7 @@ def rematerialized(w, x):
 
 
 def test_a_weight_that_is_gathered_several_times():
-    report = explain(rematerialized, struct(64, 64), struct(64, 64), mesh=EIGHT)
+    report = explain(rematerialized, struct(64, 64), struct(64, 64), mesh=EIGHT, tries=0)
     n = report.collectives.counts['all-gather']
     assert n > 1
     assert report.findings == ()
@@ -556,7 +549,7 @@ def transformer_report(placement):
     state = jax.eval_shape(lambda: transformer.init_state(jax.random.key(0), c))
     tokens = struct(8, c.sequence + 1, dtype=np.int32)
     model = transformer.make_model(c, placement, mesh=EIGHT)
-    return explain(model.train_step, state, tokens)
+    return explain(model.train_step, state, tokens, tries=0)
 
 
 @pytest.fixture(scope='module')
@@ -609,7 +602,7 @@ def test_the_newest_dump(tmp_path):
 
 
 def test_intermediates():
-    report = explain(between, *MLP_SHAPES, mesh=EIGHT, intermediates=True)
+    report = explain(between, *MLP_SHAPES, mesh=EIGHT, intermediates=True, tries=0)
     found = {(row.path.split('/')[-1], row.array, row.placement) for row in report.intermediates}
     assert found == {
         ('dot_general', 'f32[16,64]', 'a b -> a4 b2'),
@@ -620,7 +613,7 @@ def test_intermediates():
     assert (tanh.path.split('/')[-2], tanh.bytes, tanh.sharded) == ('hidden', 4 * 4 * 32, True)
     assert short(tanh.source) == line_of(between, 'tanh')
     assert report == dataclasses.replace(
-        explain(between, *MLP_SHAPES, mesh=EIGHT), intermediates=report.intermediates
+        explain(between, *MLP_SHAPES, mesh=EIGHT, tries=0), intermediates=report.intermediates
     )
     text = str(report)
     assert '\nintermediates\n  name ' in text
@@ -671,10 +664,10 @@ def test_nothing_of_a_program_is_kept():
         modules = [str(getattr(type(o), '__module__', '')) for o in gc.get_objects()]
         return [name for name in modules if name.startswith('einshard._program')]
 
-    explain(between, *MLP_SHAPES, mesh=EIGHT)
+    explain(between, *MLP_SHAPES, mesh=EIGHT, tries=0)
     before = len(kept())
-    explain(between, *MLP_SHAPES, mesh=EIGHT)
-    explain(rematerialized, struct(16, 16), struct(16, 16), mesh=EIGHT)
+    explain(between, *MLP_SHAPES, mesh=EIGHT, tries=0)
+    explain(rematerialized, struct(16, 16), struct(16, 16), mesh=EIGHT, tries=0)
     assert len(kept()) == before
 
 

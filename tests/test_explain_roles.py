@@ -59,7 +59,7 @@ def sgd(loss):
 
 def trained(step, params, *data):
     jitted = jax.jit(step, donate_argnums=0, out_shardings=shardings(params))
-    return explain(jitted, params, *data)
+    return explain(jitted, params, *data, tries=0)
 
 
 # --- scanned weights ----------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def test_weights_of_collective_matmuls(platform):
 
     params = {'up': shape(d, f, spec=['fsdp']), 'down': shape(f, d, spec=[None, 'fsdp'])}
     x = shape(16, 512, d, spec=['fsdp'], dtype='bfloat16')
-    report = explain(jax.jit(sgd(loss)), params, x)
+    report = explain(jax.jit(sgd(loss)), params, x, tries=0)
     if platform == 'tpu':
         assert any(c.sent is not None for c in report.collectives)
     paths = {(c.role, path) for c in report.collectives for path in c.of}
@@ -168,7 +168,7 @@ def test_a_carry_that_starts_as_an_argument_is_not_the_argument():
         return jnp.mean(lax.scan(layer, x, params['w'])[0] ** 2)
 
     params = {'w': shape(N, D, D)}
-    report = explain(jax.jit(sgd(loss)), params, shape(64, D, spec=[('data', 'tensor')]))
+    report = explain(jax.jit(sgd(loss)), params, shape(64, D, spec=[('data', 'tensor')]), tries=0)
     gathers = [c for c in report.collectives if c.kind == 'all-gather']
     assert {(c.role, c.of, c.executions) for c in gathers} == {('activations', (), N)}
 
@@ -197,6 +197,7 @@ def test_a_cache_of_a_loop_over_tokens():
         {'k': shape(D, D), 'q': shape(D, D, spec=['data'])},
         {'k': shape(b, t, D, spec=[None, 'data'])},
         shape(b, D),
+        tries=0,
     )
     roles = {c.of: (c.role, c.executions) for c in report.collectives if c.kind == 'all-gather'}
     assert roles['cache/k',] == ('cache', 16)
@@ -212,7 +213,7 @@ def test_quantized_weights(platform):
         return on_rows(x @ (on_all(params['q']).astype('float32') * params['scale']))
 
     params = {'q': shape(D, D, spec=['fsdp'], dtype='int8'), 'scale': shape(D)}
-    [gather] = explain(jax.jit(apply), params, shape(512, D, spec=['fsdp'])).collectives
+    [gather] = explain(jax.jit(apply), params, shape(512, D, spec=['fsdp']), tries=0).collectives
     assert (gather.kind, gather.role, gather.of) == ('all-gather', 'weights', ('params/q',))
 
 
@@ -494,7 +495,7 @@ def test_a_known_loop_in_an_unknown_one():
 
     w = {'a': shape(d, f, spec=[None, 'tensor']), 'b': shape(f, d, spec=['tensor'])}
     arguments = w, shape(rows, d, spec=['data']), shape(dtype='int32')
-    reports = [explain(jax.jit(g), *arguments, chip='TPU v5e') for g in (known, unknown)]
+    reports = [explain(jax.jit(g), *arguments, chip='TPU v5e', tries=0) for g in (known, unknown)]
     for report, is_exact in zip(reports, (True, False), strict=True):
         [c] = report.collectives
         assert (c.kind, c.executions, c.is_exact) == ('all-reduce', length, is_exact)
@@ -523,7 +524,7 @@ def test_two_matmuls_on_one_line():
         return on_all(in_columns(on_all(x @ a)) @ b)
 
     x, w = shape(64, D, spec=[None, 'tensor']), shape(D, D, spec=['tensor'])
-    report = explain(jax.jit(f), x, w, w)
+    report = explain(jax.jit(f), x, w, w, tries=0)
     lines, first = inspect.getsourcelines(f)
     [number] = [first + i for i, line in enumerate(lines) if 'return' in line]
     [text] = [line for line in lines if 'return' in line]

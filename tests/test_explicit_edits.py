@@ -140,21 +140,26 @@ def step(w, x):
 }
 
 
-@pytest.mark.parametrize('name', MISTAKES)
+IN_A_LOOP = pytest.param('in a loop and its derivative', marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    'name', [*(name for name in MISTAKES if name not in IN_A_LOOP.values), IN_A_LOOP]
+)
 def test_mistakes_are_found(name, tmp_path, monkeypatch):
     text, (wrong, right), args, said = MISTAKES[name]
     assert text.count(wrong) == 1
     with jax.set_mesh(MESH):
         module, path = write(tmp_path / 'a', text, monkeypatch)
         by_hand, _ = write(tmp_path / 'b', text.replace(wrong, right), monkeypatch)
-        report = explain(module.step, *args, chip='TPU v5e', tries=12)
+        report = explain(module.step, *args, chip='TPU v5e')
         (finding,) = report.findings
         assert said in finding.suggestion
         assert finding.tried.network_bytes < report.network_bytes
         fixed, patch = report.fixed_function(), report.patch()
         check(fixed, patch, by_hand, module, path, args)
         # and nothing is said about the right program
-        assert not explain(by_hand.step, *args, chip='TPU v5e', tries=12).findings
+        assert not explain(by_hand.step, *args, chip='TPU v5e').findings
 
 
 # --- given by hand --------------------------------------------------------------------------------
@@ -393,7 +398,7 @@ def test_code_without_a_file_is_not_changed(tmp_path, monkeypatch):
     names = {}
     exec(HEAD + GATHERED, names)
     with jax.set_mesh(MESH):
-        report = explain(names['step'], *mlp(), chip='TPU v5e', tries=12)
+        report = explain(names['step'], *mlp(), chip='TPU v5e')
     assert not any('reshard' in finding.suggestion for finding in report.findings)
     assert 'more not possible' in report.total[-1]
 

@@ -1,19 +1,15 @@
 """The findings of explain: each planted mistake is found, and fixed as suggested."""
 
 import functools
-import importlib
-import lzma
 import re
 from collections import Counter
 from pathlib import Path
 
-import held_out
 import jax
 import jax.numpy as jnp
 import mistakes
 import numpy as np
 import pytest
-from hlo import llama
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
@@ -30,10 +26,8 @@ from einshard import (
     sharded,
     topology,
 )
-from einshard._explain.oversized import Oversized
-from einshard._explain.stages import Stages
-from einshard._text import format_bytes
 
+PLATFORMS = ['cpu', pytest.param('tpu', marks=pytest.mark.slow)]
 ALONG_S = 'b s d -> b@data s@tensor d'
 WITHOUT_DATA = {name: spec.replace('@data', '') for name, spec in FSDP.items()}
 
@@ -55,7 +49,7 @@ def report_of(c, mesh=None):
     mesh = mesh or mesh_for(c)
     key = re.sub("'[^']* -> ", "'", str(c)), mesh  # in the short form
     if key not in REPORTS:
-        REPORTS[key] = explain(make_step(c, mesh), *arguments(c.layers))
+        REPORTS[key] = explain(make_step(c, mesh), *arguments(c.layers), tries=0)
     return REPORTS[key]
 
 
@@ -82,13 +76,23 @@ CORRECT = {
 }
 
 
-@pytest.mark.parametrize('name', CORRECT)
+@pytest.mark.parametrize(
+    'name',
+    [
+        *('FSDP with remat', 'FSDP with microbatches', 'FSDP and Megatron', 'sequence parallel'),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ('data', 'FSDP', 'ZeRO-1', 'Megatron')
+        ),
+    ],
+)
 def test_correct_programs_have_no_findings(name):
     report = report_of(CORRECT[name])
     assert found_in(report) == []
     assert report.network_bytes > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['FSDP and Megatron', 'sequence parallel', 'ZeRO-1'])
 def test_correct_programs_for_tpus_have_no_findings(name):
     c, _ = sized_for('tpu', CORRECT[name])
@@ -120,7 +124,7 @@ def test_grouped_convolutions_are_not_replicated_compute(n_channels):
 
         return jax.grad(loss)(kernel)
 
-    report = explain(gradient, struct(3, 3, 1, n_channels), struct(32, 16, 16, n_channels))
+    report = explain(gradient, struct(3, 3, 1, n_channels), struct(32, 16, 16, n_channels), tries=0)
     assert found_in(report) == []
 
 
@@ -167,7 +171,7 @@ def varying(w):
 def test_results_of_scatters_and_reductions_have_axes(update):
     """Their jaxprs combine two scalars."""
     update = sharded('b@data d', 'b@data', mesh=mesh_for(FSDP))(update)
-    assert found_in(explain(update, struct(64, 64), struct(64, dtype=np.int32))) == []
+    assert found_in(explain(update, struct(64, 64), struct(64, dtype=np.int32), tries=0)) == []
 
 
 def test_gradients_that_are_reduced_for_each_microbatch():
@@ -191,12 +195,12 @@ def test_gradients_that_are_reduced_for_each_microbatch():
 
         return mistakes.update(state['w'], state['m'], local_gradients(state['w'], tokens))
 
-    fixed = explain(step, *arguments())
+    fixed = explain(step, *arguments(), tries=0)
     assert found_in(fixed) == []
     assert fixed.network_bytes < wrong.network_bytes / 3
 
 
-@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+@pytest.mark.parametrize('platform', PLATFORMS)
 def test_an_all_reduce_of_which_devices_keep_a_slice(platform):
     def build(expression):
         @sharded('b f@tensor', 'f@tensor d', out='b@tensor d', mesh=mesh)
@@ -204,7 +208,7 @@ def test_an_all_reduce_of_which_devices_keep_a_slice(platform):
             y = einshard(x @ w, expression)
             return jax.nn.softmax(y, axis=-1)
 
-        return explain(scores, struct(512, 1024), struct(1024, 256))
+        return explain(scores, struct(512, 1024), struct(1024, 256), tries=0)
 
     mesh = mesh_for('tensor', platform)
     wrong = build('b d -> b d')
@@ -219,7 +223,7 @@ def test_an_all_reduce_of_which_devices_keep_a_slice(platform):
         assert fixed.network_bytes <= wrong.network_bytes // 2
 
 
-@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+@pytest.mark.parametrize('platform', PLATFORMS)
 def test_an_all_reduce_of_which_devices_keep_a_slice_as_suggested(platform):
     """On TPU, XLA does not reduce-scatter here, with or without the constraint."""
 
@@ -233,7 +237,7 @@ def test_an_all_reduce_of_which_devices_keep_a_slice_as_suggested(platform):
             return jnp.einsum('bsx,xy->bsy', jax.nn.relu(y), u)
 
         shapes = (32, 128, 512), (512, 1024), (1024, 512), (512, 1024)
-        return explain(products, *(struct(*s, dtype=jnp.bfloat16) for s in shapes))
+        return explain(products, *(struct(*s, dtype=jnp.bfloat16) for s in shapes), tries=0)
 
     before, after = build('b@data s x'), build('b@data s x@tensor')
     assert before.network_bytes == after.network_bytes
@@ -253,7 +257,7 @@ def decoder(before, tree=lambda w: w):
 
         return jax.lax.scan(step, x, length=8)[0]
 
-    return explain(decode, tree(struct(2048, 2048)), struct(1024, 2048))
+    return explain(decode, tree(struct(2048, 2048)), struct(1024, 2048), tries=0)
 
 
 def test_a_gather_in_a_loop_that_does_not_change_the_array():
@@ -267,7 +271,7 @@ def test_a_gather_in_a_loop_that_does_not_change_the_array():
     assert fixed.network_bytes <= wrong.network_bytes // 4  # f32, where the loop had bf16
 
 
-@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+@pytest.mark.parametrize('platform', PLATFORMS)
 def test_activations_that_checkpoint_sends_again(platform):
     """Two matrices per layer; the sum of the first product is needed again, that of the second not.
 
@@ -292,12 +296,12 @@ def test_activations_that_checkpoint_sends_again(platform):
 
             return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, w), batches)[0]
 
-        return explain(gradients, weights, struct(microbatches, batch, d))
+        return explain(gradients, weights, struct(microbatches, batch, d), tries=0)
 
     before = report_for(jax.checkpoint_policies.nothing_saveable)
     (note,) = [note for note in before.notes if note.kind == 'sent again']
     shard = batch // 4 * d * 4
-    assert note.text.endswith(f'; to save it takes {format_bytes(layers * shard)}')
+    assert note.text.endswith(f'; to save it takes {layers * shard / 2**10:.1f} KiB')
     assert note.bytes == microbatches * layers * 2 * shard * 3 // 4
 
     after = report_for(jax.checkpoint_policies.save_only_these_names('sum'))
@@ -321,7 +325,7 @@ def test_nothing_is_saved_that_does_not_fit(batch):
         return jax.grad(lambda w: jnp.mean(lax.scan(layer, x, w)[0] ** 2))(w)
 
     weights = {name: struct(layers, d, d) for name in specs}
-    report = explain(gradients, weights, struct(batch, d), chip='TPU v5e')
+    report = explain(gradients, weights, struct(batch, d), chip='TPU v5e', tries=0)
     saved = layers * (batch // 4) * d * 4  # as much again, for the sums
     free = report.memory.capacity - report.memory.total
     assert free > 0
@@ -339,7 +343,7 @@ def ruled(**rules):
             x = einshard(table[tokens], 'batch sequence d')
         return jnp.tanh(x)
 
-    return explain(embed, struct(64, 32, dtype=np.int32), struct(256, 64))
+    return explain(embed, struct(64, 32, dtype=np.int32), struct(256, 64), tries=0)
 
 
 def test_names_without_a_rule():
@@ -369,7 +373,7 @@ def test_names_without_a_rule_if_another_name_has_one(rules, suggested):
             with axis_rules(batch='@data', **rules):
                 return jnp.tanh(einshard(x @ w, 'batch sequence d'))
 
-        return explain(product, struct(64, 32, 64), struct(64, 256))
+        return explain(product, struct(64, 32, 64), struct(64, 256), tries=0)
 
     wrong = build(**rules)
     assert ('names without a rule' in found_in(wrong)) == (suggested is not None)
@@ -390,7 +394,7 @@ def test_explicit_axes_have_findings_that_types_do_not_prevent():
         return {'w': state['w'] - m, 'm': m}
 
     state = {'w': struct(512, 1024), 'm': struct(512, 1024)}
-    report = explain(step, state, struct(4096, 512))
+    report = explain(step, state, struct(4096, 512), tries=0)
     notes = [note for note in report.notes if note.kind == 'cost']
     assert any('4 devices repeat the products in this line' in note.text for note in notes)
 
@@ -433,7 +437,7 @@ def test_collectives_of_a_shard_map_are_requested():
     def product(x, w):
         return jax.lax.psum(x @ w, 'tensor')
 
-    report = explain(product, struct(64, 64), struct(64, 64))
+    report = explain(product, struct(64, 64), struct(64, 64), tries=0)
     assert causes(report) == {('all-reduce', 'requested')}
 
 
@@ -442,7 +446,9 @@ def test_collectives_without_a_constraint_are_inserted():
     def product(x, w):
         return jnp.sum(x @ w)
 
-    assert causes(explain(product, struct(64, 64), struct(64, 64))) == {('all-reduce', 'inserted')}
+    assert causes(explain(product, struct(64, 64), struct(64, 64), tries=0)) == {
+        ('all-reduce', 'inserted')
+    }
     rows = report_of(CORRECT['FSDP']).collectives
     gathers = {row.cause for row in rows if row.role == 'weights'}
     if jax.__version_info__ < (0, 12):  # later, they have only the name of the argument
@@ -456,19 +462,19 @@ def test_the_cause_is_unknown_if_a_constraint_may_have_lost_its_name():
         return jnp.tanh(einshard(jnp.cos(x), 'b d -> b d'))
 
     x = struct(64, 64)
-    for report in (explain(gathered, x), explain(gathered.lower(x))):
+    for report in (explain(gathered, x, tries=0), explain(gathered.lower(x), tries=0)):
         (row,) = report.collectives
         assert row.kind == 'all-gather'
         assert row.cause in ('requested', 'unknown')
 
 
-@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+@pytest.mark.parametrize('platform', PLATFORMS)
 def test_a_constraint_of_an_argument_is_not_the_choice_of_the_compiler(platform):
     @sharded('b@data d', mesh=mesh_for(FSDP, platform))
     def gathered(x):
         return jnp.tanh(einshard(x, 'b d -> b d'))
 
-    rows = explain(gathered, struct(64, 64)).collectives
+    rows = explain(gathered, struct(64, 64), tries=0).collectives
     assert {row.cause for row in rows} <= {'requested', 'unknown'}
 
 
@@ -486,7 +492,7 @@ def between_slices(**axes):
 
         return jax.grad(loss)((w_in, w_out))
 
-    return explain(gradients, struct(4096, 256), struct(256, 256), struct(256, 256))
+    return explain(gradients, struct(4096, 256), struct(256, 256), struct(256, 256), tries=0)
 
 
 def test_a_mesh_axis_between_slices_that_sends_more_than_another():
@@ -498,32 +504,6 @@ def test_a_mesh_axis_between_slices_that_sends_more_than_another():
     assert fixed.network_bytes == wrong.network_bytes
 
 
-def test_a_train_step_of_64_layers_for_256_devices():
-    """The program that libtpu compiled."""
-    pytest.importorskip('libtpu')
-    mesh, c = topology('v5e:16x16', data=32, tensor=8), llama.Config(layers=64)
-    with jax.set_mesh(mesh):
-        traced = llama.train_step(mesh, c).trace(*llama.arguments(c))
-        lowered = traced.lower()
-    (path,) = Path(llama.__file__).parent.glob('v5e_16x16-llama64-*.txt.xz')
-    with lzma.open(path, 'rt', encoding='utf-8') as file:
-        text = file.read().replace('tests/hlo/llama.py', llama.__file__)
-    specs = {name: NamedSharding(mesh, spec) for name, (_, spec) in llama.SHAPES.items()}
-    replicated = NamedSharding(mesh, PartitionSpec())
-    state = {'params': specs, 'm': specs, 'v': specs, 'n': replicated}
-    placed = ((state, NamedSharding(mesh, PartitionSpec(None, 'data'))), {})
-    out = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        lowered.out_info,
-        (state, replicated),
-    )
-    compiled = Oversized(lowered.args_info, placed, out, text, None, 0)
-    module = importlib.import_module('einshard._explain.explain')
-    report = module.explain_stages(Stages('step', compiled=compiled, traced=traced))
-    assert found_in(report) == []
-    assert len(report.collectives) > 40
-
-
 def test_the_same_constraint_twice_under_vmap():
     """Their shardings have no devices."""
 
@@ -532,7 +512,7 @@ def test_the_same_constraint_twice_under_vmap():
         return einshard(row, 'd -> d@model')
 
     with jax.set_mesh(device_mesh(data=8, model=2)):
-        report = explain(jax.jit(jax.vmap(twice, spmd_axis_name='data')), jnp.ones((8, 8)))
+        report = explain(jax.jit(jax.vmap(twice, spmd_axis_name='data')), jnp.ones((8, 8)), tries=0)
     assert 'no effect' in {finding.kind for finding in (*report.findings, *report.notes)}
 
 
@@ -543,11 +523,14 @@ def apply(f, specs, *shapes, out=None, replicated_above=0, **axes):
     """The report of f on CPUs; notes speak of all replicated arrays."""
     options = {} if out is None else {'out': out}
     f = sharded(*specs, mesh=mesh_of(**axes), **options)(f)
-    return explain(f, *[struct(*shape) for shape in shapes], replicated_above=replicated_above)
+    return explain(
+        f, *[struct(*shape) for shape in shapes], replicated_above=replicated_above, tries=0
+    )
 
 
 def step_of(c):
-    return explain(make_step(c, mesh_for(c)), *arguments(c.layers), replicated_above=0)
+    c = c._replace(layers=1)
+    return explain(make_step(c, mesh_for(c)), *arguments(c.layers), replicated_above=0, tries=0)
 
 
 def stacked(w, x):
@@ -566,7 +549,6 @@ def moved(x):
 EXPLAINING = {
     'no constraint after the lookup': lambda: step_of(Choices(BOTH, embedded=None)),
     'a weight over the wrong axis': lambda: step_of(Choices(MEGATRON | {'down': 'f d@tensor'})),
-    'activations sharded like the table': held_out.MISTAKES['embedding over d'][0],
     'a loop over a sharded axis': lambda: apply(
         stacked, ['l@data d e', 'b@data d'], (16, 256, 256), (64, 256), out='l@data d e', data=16
     ),
@@ -627,7 +609,7 @@ def test_notes_do_not_speak_of_what_a_finding_explains(kind):
     assert of_notes['replicated'] <= replicated
 
 
-@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+@pytest.mark.parametrize('platform', PLATFORMS)
 @pytest.mark.parametrize('n', [1, 3])
 def test_weights_that_each_call_of_a_module_gathers(platform, n):
     """A tower for `n` cameras. Stacking the images, as written here by hand, gathers once."""
@@ -699,4 +681,6 @@ def test_an_interpreted_pallas_kernel_needs_per_device(tries):
     assert 'use per_device, which runs the kernel on the shards' in note.text
     # what the note says to write
     by_device = per_device('b d -> b@data d', out='b d -> b@data d', mesh=mesh, check_vma=False)
-    assert explain(by_device(step), jax.ShapeDtypeStruct(x.shape, x.dtype)).network_bytes == 0
+    assert (
+        explain(by_device(step), jax.ShapeDtypeStruct(x.shape, x.dtype), tries=0).network_bytes == 0
+    )

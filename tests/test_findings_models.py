@@ -114,7 +114,6 @@ def rules_of(**specs):
     return tuple((name, spec.rpartition('-> ')[2]) for name, spec in specs.items())
 
 
-LIBRARIES = pytest.mark.parametrize('library', ['flax', 'equinox'])
 BOTH = rules_of(
     embed='v@tensor d@data', up='d@data f@tensor', down='f@tensor d@data', head='d@data v@tensor'
 )
@@ -129,7 +128,8 @@ def is_recovered(report, right):
     return (report.findings[-1].tried.bound if report.findings else cost) <= 1.03 * best
 
 
-@LIBRARIES
+@pytest.mark.slow
+@pytest.mark.parametrize('library', ['flax', 'equinox'])
 def test_a_missing_constraint(library):
     mesh = mesh_of(data=4, tensor=4)
     wrong = report_of(library, None, BOTH, mesh=mesh)
@@ -140,6 +140,7 @@ def test_a_missing_constraint(library):
     assert is_recovered(tried, right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('weight', 'mistake', 'more'),
     [('down', 'f d@tensor', 'network_bytes'), ('head', 'd v', 'flops')],

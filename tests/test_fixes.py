@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from command import main
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mistakes import BOTH, MEGATRON, Choices, arguments, make_step
+from modules import line_of
 
 from einshard import (
     Chip,
@@ -29,7 +31,6 @@ from einshard import (
     sharded,
     topology,
 )
-from einshard._cli.main import main
 from einshard._explain.report_rows import Figures, Finding, Tried
 from einshard._explain.search import trials
 from einshard._explain.stages import Stages
@@ -276,12 +277,12 @@ def test_values_inside_a_library_call_are_not_constrained():
 
 def test_correct_program_has_no_suggestion():
     """Or one that is cheaper: this program is so small that its collectives count most."""
-    report = explain(jax.jit(correct), X, IN, OUT, tries=8)
+    report = explain(jax.jit(correct), X, IN, OUT)
     for finding in report.findings:
         assert finding.tried.bound < 0.97 * finding.tried.before.bound
     # its products are split over all devices, and send nothing
     split = struct((2048, 512), 'b d -> b@(data,tensor) d', MESH), struct((512, 512), '...', MESH)
-    report = explain(jax.jit(lambda x, w: jnp.tanh(x @ w)), *split, tries=8)
+    report = explain(jax.jit(lambda x, w: jnp.tanh(x @ w)), *split)
     assert report.findings == ()
     assert report.patch() == ''
     with pytest.raises(EinshardError, match='no change of the program was found that helps'):
@@ -293,10 +294,10 @@ def test_nothing_is_compiled_without_a_cost(monkeypatch):
         raise AssertionError('compiled')
 
     monkeypatch.setattr(trials.Trials, 'run', run)
-    report = explain(jax.jit(lambda x: 2 * x), X, tries=8)
+    report = explain(jax.jit(lambda x: 2 * x), X)
     assert report.findings == ()
     with pytest.raises(AssertionError, match='compiled'):
-        explain(jax.jit(drops_batch), X, IN, OUT, tries=8)
+        explain(jax.jit(drops_batch), X, IN, OUT)
     report = explain(jax.jit(drops_batch), X, IN, OUT, tries=0)
     assert all(finding.tried is None for finding in report.findings)
 
@@ -308,13 +309,31 @@ def test_costs_are_notes_where_no_change_can_be_tried(monkeypatch):
     # it does not compile for simulated devices, or is not a call that can be edited
     for owner, name, value in (trials.Trials, 'run', lambda *_: None), (Stages, 'call', None):
         monkeypatch.setattr(owner, name, value)
-        report = explain(step, WEIGHTS, TABLE, REPLICATED, tries=8)
+        report = explain(step, WEIGHTS, TABLE, REPLICATED)
         assert report.findings == expected.findings
         *others, note = report.notes
         assert tuple(others) == expected.notes
         assert note.kind == 'not tried'
         assert note.text.startswith('no change of the program could be tried: ')
         assert report.patch() == ''
+
+
+def test_the_way_out_where_a_call_of_nnx_cannot_be_traced_again(monkeypatch):
+    pytest.importorskip('flax')
+    from flax import nnx
+    from test_flax import call, contracted
+
+    model, x, mesh = contracted(AxisType.Explicit, 'f d@tensor')
+    graphdef, state = nnx.split(model)
+    with jax.set_mesh(mesh):
+        with monkeypatch.context() as patch:
+            patch.setattr(Stages, 'call', None)
+            report = explain(nnx.jit(call), model, x)
+        (note,) = [note for note in report.notes if note.kind == 'not tried']
+        assert 'graphdef, state = nnx.split(...)' in note.text
+        of_state = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x))
+        report = explain(of_state, state, x)
+    assert "down/kernel with 'a b -> a@tensor b'" in report.findings[0].suggestion
 
 
 def test_interrupted_search_keeps_what_helps(monkeypatch):
@@ -327,7 +346,7 @@ def test_interrupted_search_keeps_what_helps(monkeypatch):
         return run(self, edits)
 
     monkeypatch.setattr(trials.Trials, 'run', interrupted)
-    report = explain(jax.jit(train(layers)), WEIGHTS, TABLE, REPLICATED, tries=8)
+    report = explain(jax.jit(train(layers)), WEIGHTS, TABLE, REPLICATED)
     assert len(calls) == 4
     assert 'interrupted' in report.total[-1]
     monkeypatch.undo()
@@ -336,7 +355,7 @@ def test_interrupted_search_keeps_what_helps(monkeypatch):
 
 
 def test_seconds_are_said(monkeypatch):
-    report = explain(jax.jit(train(layers)), WEIGHTS, TABLE, REPLICATED, tries=8, seconds=0)
+    report = explain(jax.jit(train(layers)), WEIGHTS, TABLE, REPLICATED, seconds=0)
     assert report.findings == ()
     assert report.total == ('0 changes ranked, 0 compiled (seconds: the search was stopped)',)
 
@@ -580,7 +599,7 @@ def test_a_constraint_that_a_function_under_vmap_can_have(length, is_nested):
     tokens = struct((128, length), 'b t -> b@data t', on, jnp.int32)
     if is_nested:
         tokens = struct((32, 4, length), 'b g t -> b@data g t', on, jnp.int32)
-    report = explain(jax.jit(step), weights, tokens, chip='H100', tries=8)
+    report = explain(jax.jit(step), weights, tokens, chip='H100')
     finding = report.findings[0]
     which = 'the outermost jax.vmap' if is_nested else 'the jax.vmap'
     placement, options = '... -> ...', {'spmd_axis_name': 'data'}
@@ -744,11 +763,6 @@ def bound_of(report):
     return sum(bound.seconds for bound in report.bounds)
 
 
-def line_of(function, text):
-    lines, first = inspect.getsourcelines(function)
-    return first + next(i for i, line in enumerate(lines) if text in line)
-
-
 def test_reshard_of_a_value_in_two_steps(tmp_path):
     a = cube(shape=FLAT)
     report, finding = finding_of(constrained(AXES), a)
@@ -757,7 +771,7 @@ def test_reshard_of_a_value_in_two_steps(tmp_path):
     assert len(report.findings) == 1
     line = line_of(constrained, 'on(AFTER, mesh)')
     assert finding.suggestion.startswith(
-        f"reshard in two steps, before test_fixes.py:{line}: h = einshard(h, 'a b c -> a@y b@x c')"
+        f"reshard in two steps, before {line}: h = einshard(h, 'a b c -> a@y b@x c')"
     )
     by_hand = explain(constrained(AXES, BETWEEN), a, tries=0)
     assert finding.tried.before.network_bytes == report.network_bytes
@@ -800,13 +814,13 @@ def test_what_is_placed_as_it_is_used_needs_no_reshard(make, arguments):
     fixed = explain(report.fixed_function(), *arguments, tries=0)
     assert fixed.network_bytes == 0
     if make is returned:  # a cost without a line has that of the function
-        assert finding.source.endswith(f'test_fixes.py:{line_of(returned, "def move")}')
+        assert finding.source.endswith(line_of(returned, 'def move'))
 
 
 def test_no_reshard_in_two_steps_where_the_direct_one_is_as_good():
     swapped = jax.jit(lambda a: a, out_shardings=on(P('x', None, 'y')))
-    assert explain(swapped, cube(P('y', None, 'x'))).findings == ()
-    report = explain(returned(AXES, BETWEEN), cube())
+    assert explain(swapped, cube(P('y', None, 'x')), tries=0).findings == ()
+    report = explain(returned(AXES, BETWEEN), cube(), tries=0)
     assert report.findings == ()
 
 
@@ -817,7 +831,10 @@ def test_no_time_for_reshards():
 
 @pytest.mark.parametrize(
     ('target', 'length'),  # TPU compiles long sorts for minutes
-    [pytest.param('h100:1x8', 2**15, marks=pytest.mark.gpu), ('v5e:2x4', 2**11)],
+    [
+        pytest.param('h100:1x8', 2**15, marks=pytest.mark.gpu),
+        pytest.param('v5e:2x4', 2**11, marks=pytest.mark.slow),
+    ],
 )
 def test_reshards_in_two_steps_on_topologies(target, length):
     mesh = topology(target, x=4, y=2)
@@ -879,7 +896,7 @@ def test_constraints_of_a_helper_are_changed_by_call():
     x, n = struct((4096, 1024), 'b d -> b@data d', WIDE), struct((4096,), 'b -> b@data', WIDE)
     w_in = struct((1024, 8192), 'd f -> d f@tensor', WIDE)
     w_out = struct((8192, 1024), 'f d -> f@tensor d', WIDE)
-    report = explain(jax.jit(scaled), x, n, w_in, w_out, tries=8, chip='H100')
+    report = explain(jax.jit(scaled), x, n, w_in, w_out, chip='H100')
     assert ', called at test_fixes.py:' in report.findings[0].suggestion
     fixed = explain(report.fixed_function(), x, n, w_in, w_out, tries=0)
     assert fixed.network_bytes == report.findings[-1].tried.network_bytes < report.network_bytes
@@ -903,7 +920,7 @@ def test_a_constraint_is_changed_in_a_helper_as_in_line():
         struct((8192, 1024), 'f d -> f@tensor d', WIDE),
     )
     found = [
-        explain(jax.jit(function), *args, tries=8, chip='H100').findings[-1].tried
+        explain(jax.jit(function), *args, chip='H100').findings[-1].tried
         for function in (by_helper, inline)
     ]
     assert found[0].network_bytes == found[1].network_bytes
@@ -960,7 +977,7 @@ def test_on_explicit_axes_values_are_not_constrained():
         struct((32768, 512), 'b d -> b@data d', EXPLICIT),
         struct((512, 2048), 'd f@tensor', EXPLICIT),
     )
-    report = explain(jax.jit(gated), x, w, tries=8)
+    report = explain(jax.jit(gated), x, w)
     assert report.findings
     assert not any('constrain' in finding.suggestion for finding in report.findings)
 
@@ -1003,7 +1020,7 @@ def next_token(mesh, weight='d v@tensor', n=32, dtype=BF16):
 def test_weights_that_inference_gathers_are_replicated(chip):
     mesh = inference_mesh(AxisType.Explicit)
     step, arguments = next_token(mesh, 'd v -> d@data v@tensor')
-    report = explain(step, *arguments, chip=chip, tries=8)
+    report = explain(step, *arguments, chip=chip)
     first, tried = report.findings[0], report.findings[-1].tried
     assert "shard w with 'a b -> a b@tensor'" in first.suggestion
     by_hand = explain(*flat(next_token(mesh)), chip=chip or 'TPU v5e', tries=0)
@@ -1014,11 +1031,12 @@ def test_weights_that_inference_gathers_are_replicated(chip):
     assert len(report.total) == (1 if chip is None else 2)
 
 
+@pytest.mark.slow
 def test_explicit_axes_of_a_topology():
     """The program is compiled in another process, where all axes are Auto."""
     mesh = topology('v5e:2x4', axis_types=AxisType.Explicit, data=2, tensor=4)
     step, arguments = next_token(mesh, 'd v -> d@data v@tensor')
-    report = explain(step, *arguments, tries=8)
+    report = explain(step, *arguments)
     by_hand = explain(*flat(next_token(mesh)), tries=0)
     best = sum(bound.seconds for bound in by_hand.bounds)
     assert report.findings[-1].tried.bound < 1.03 * best
@@ -1028,7 +1046,7 @@ def test_weights_are_not_replicated_if_another_placement_is_as_good():
     """Auto axes: the activations, which are smaller, can be sent in place of the weights."""
     mesh = inference_mesh(AxisType.Auto)
     step, arguments = next_token(mesh, 'd v -> d@data v@tensor')
-    report = explain(step, *arguments, chip='H100', tries=8)
+    report = explain(step, *arguments, chip='H100')
     by_hand = explain(*flat(next_token(mesh)), chip='H100', tries=0)
     assert report.findings[-1].tried.bound < 1.05 * sum(b.seconds for b in by_hand.bounds)
 
@@ -1038,6 +1056,7 @@ def flat(pair):
     return function, *arguments
 
 
+@pytest.mark.slow
 def test_weights_that_do_not_fit_stay_sharded():
     mesh = inference_mesh(AxisType.Explicit)
     rows, hidden = NamedSharding(mesh, P('data', None)), NamedSharding(mesh, P('data', 'tensor'))
@@ -1069,9 +1088,7 @@ def test_weights_that_do_not_fit_stay_sharded():
 def test_weights_are_not_replicated_for_many_tokens():
     """These take longer than a gather of the weights."""
     mesh = inference_mesh(AxisType.Explicit)
-    report = explain(
-        *flat(next_token(mesh, 'd v -> d@data v@tensor', n=2**17)), chip='H100', tries=8
-    )
+    report = explain(*flat(next_token(mesh, 'd v -> d@data v@tensor', n=2**17)), chip='H100')
     assert any(c.kind == 'all-gather' and c.of == ('w',) for c in report.collectives)
     assert not any('shard w ' in finding.suggestion for finding in report.findings)
     by_hand = explain(*flat(next_token(mesh, n=2**17)), chip='H100', tries=0)
@@ -1121,18 +1138,18 @@ READS_AND_UPDATES = [(AxisType.Auto, False), (AxisType.Explicit, False), (AxisTy
 @pytest.mark.parametrize(('axis_types', 'updates'), READS_AND_UPDATES)
 def test_a_cache_that_several_devices_read_is_sharded(axis_types, updates):
     mesh = inference_mesh(axis_types)
-    report = explain(*decode(mesh, False, updates), chip='H100', tries=8)
+    report = explain(*decode(mesh, False, updates), chip='H100')
     by_hand = explain(*decode(mesh, True, updates), chip='H100', tries=0)
     assert hbm_of(by_hand) < 0.6 * hbm_of(report)
     tried = report.findings[-1].tried
     assert tried.bound < 1.03 * sum(bound.seconds for bound in by_hand.bounds)
     assert 'HBM at least' in str(tried)
-    assert explain(*decode(mesh, True, updates), chip='H100', tries=8).findings == ()
+    assert explain(*decode(mesh, True, updates), chip='H100').findings == ()
 
 
 def test_a_cache_with_fewer_heads_than_devices_is_sharded_along_another_axis():
     mesh = inference_mesh(AxisType.Auto)
-    report = explain(*decode(mesh, True, True, n_kv=2), chip='H100', tries=8)
+    report = explain(*decode(mesh, True, True, n_kv=2), chip='H100')
     sharded_length = decode(mesh, True, True, n_kv=2, kv='b@data s@tensor h e')
     by_hand = explain(*sharded_length, chip='H100', tries=0)
     found = report.findings[-1].tried.bound
@@ -1155,7 +1172,7 @@ def test_changes_that_do_not_compile_are_said():
 
     x = struct((256, 4096), 'b d -> b@data d@tensor', EXPLICIT)
     w, right = (struct((4096, 512), spec, EXPLICIT) for spec in ('d f@tensor', 'd@tensor f'))
-    report = explain(product, x, w, tries=8, chip=chip)
+    report = explain(product, x, w, chip=chip)
     assert report.findings == ()
     (note,) = report.notes
     assert note.kind == 'not tried'
@@ -1165,7 +1182,7 @@ def test_changes_that_do_not_compile_are_said():
         product.trace(x, right)
     assert 'the output sharding via the `out_sharding` parameter' in note.text
     # with what JAX says, the change is tried
-    report = explain(with_out_sharding, x, w, tries=8, chip=chip)
+    report = explain(with_out_sharding, x, w, chip=chip)
     (finding,) = report.findings
     assert finding.suggestion == "shard w with 'a b -> a@tensor b'"
     by_hand = explain(with_out_sharding, x, right, tries=0)
@@ -1176,7 +1193,7 @@ def test_changes_that_do_not_compile_are_said():
 def test_a_traced_program_is_not_changed():
     traced = jax.jit(drops_batch).trace(X, IN, OUT)
     assert 'not tried' not in [note.kind for note in explain(traced, tries=0).notes]
-    (note,) = [note for note in explain(traced, tries=8).notes if note.kind == 'not tried']
+    (note,) = [note for note in explain(traced).notes if note.kind == 'not tried']
     assert note.text.endswith('pass the function instead of the traced program')
 
 
@@ -1192,26 +1209,14 @@ def test_a_program_with_values_on_several_meshes_is_not_changed():
     assert note.text.endswith('its values are on several meshes')
 
 
-# --- planted mistakes ---------------------------------------------------------------------------
+# --- planted mistakes, of which test_advice.py tests the advice -----------------------------------
 
 ON_BOTH = mesh_of(data=4, tensor=4)
-PLANTED = {
-    'missing constraint': (Choices(BOTH, embedded=None), Choices(BOTH)),
-    'contracted axis': (Choices(MEGATRON | {'down': 'f d@tensor'}), Choices(MEGATRON)),
-}
-
-
-@pytest.mark.parametrize('kind', PLANTED)
-def test_tried_suggestions_send_no_more_than_the_correct_program(kind):
-    wrong, right = (make_step(c, ON_BOTH) for c in PLANTED[kind])
-    found = explain(wrong, *arguments(), tries=8).findings
-    assert all(finding.suggestion for finding in found)
-    correct = explain(right, *arguments(), tries=0)
-    assert found[-1].tried.network_bytes <= correct.network_bytes
+PLANTED = Choices(BOTH, embedded=None), Choices(MEGATRON | {'down': 'f d@tensor'})
 
 
 def test_nothing_is_suggested_that_was_not_compiled():
-    for c, _ in PLANTED.values():
+    for c in PLANTED:
         report = explain(make_step(c, ON_BOTH), *arguments(), tries=0)
         assert report.notes
         assert {each.suggestion for each in (*report.findings, *report.notes)} == {''}
@@ -1330,7 +1335,7 @@ def test_changes_of_a_sharded_function_with_compiler_options():
 
     def fixed(**kwargs):
         step = sharded('b@data d', 'd f@tensor', 'f@tensor d', mesh=MESH, **kwargs)(drops_batch)
-        report = explain(step, X, IN, OUT, tries=8)
+        report = explain(step, X, IN, OUT)
         return report.findings[0].tried
 
     assert fixed(compiler_options=options).memory > fixed().memory

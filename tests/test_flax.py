@@ -32,7 +32,6 @@ from einshard import (
     sharded,
     to_jax,
 )
-from einshard._explain.stages import Stages
 
 X = np.float32(np.random.default_rng(0).normal(size=(16, 8)))
 CLOSE = {'rtol': 1e-4, 'atol': 1e-5}
@@ -737,20 +736,6 @@ def test_weights_that_nnx_jit_returns_are_weights():
     assert expected == found
     assert expected[0][0] == 'all-gather of x along tensor sends 12.0 MiB'
     assert 'model/down/kernel has tensor on axis 1' in expected[0][1]
-
-
-def test_the_way_out_where_a_call_of_nnx_cannot_be_traced_again(monkeypatch):
-    model, x, mesh = contracted(AxisType.Explicit, 'f d@tensor')
-    graphdef, state = nnx.split(model)
-    with jax.set_mesh(mesh):
-        with monkeypatch.context() as patch:
-            patch.setattr(Stages, 'call', None)
-            report = explain(nnx.jit(call), model, x, tries=8)
-        (note,) = [note for note in report.notes if note.kind == 'not tried']
-        assert 'graphdef, state = nnx.split(...)' in note.text
-        of_state = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x))
-        report = explain(of_state, state, x, tries=8)
-    assert "down/kernel with 'a b -> a@tensor b'" in report.findings[0].suggestion
 
 
 # --- to_jax ---------------------------------------------------------------------------------------

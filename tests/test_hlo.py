@@ -102,7 +102,11 @@ def test_program_is_that_of_hand_written_jax(machine, name):
 
 @pytest.mark.parametrize(
     ('name', 'parallelism', 'tied'),
-    [('cpu', 'data', True), ('cpu', 'both', False), ('v5e:4x4', 'both', True)],
+    [
+        ('cpu', 'both', False),
+        pytest.param('cpu', 'data', True, marks=pytest.mark.slow),
+        pytest.param('v5e:4x4', 'both', True, marks=pytest.mark.slow),
+    ],
 )
 def test_transformer_is_that_of_hand_written_jax(name, parallelism, tied):
     devices = _devices(name)

@@ -26,7 +26,7 @@ def test_bounds_of_a_program_for_tpus():
     def mlp(x, w_in, w_out):
         return jax.nn.relu(x @ w_in) @ w_out
 
-    report = explain(mlp, bf16(4096, 2048), bf16(2048, 8192), bf16(8192, 2048))
+    report = explain(mlp, bf16(4096, 2048), bf16(2048, 8192), bf16(8192, 2048), tries=0)
     bounds = {bound.resource: bound for bound in report.bounds}
     assert report.chip == 'TPU v5e'
     flops = 2 * 2 * 1024 * 2048 * 2048
@@ -55,7 +55,7 @@ def too_large(x, w):
 
 def test_a_program_that_does_not_fit():
     arguments = bf16(400_000, 40_000), bf16(40_000, 200_000)
-    report = explain(too_large, *arguments, mesh=topology('v5e:2x2'), intermediates=True)
+    report = explain(too_large, *arguments, mesh=topology('v5e:2x2'), intermediates=True, tries=0)
     memory = report.memory
     assert (report.n_devices, report.device_kind) == (4, 'TPU v5 lite')
     x, w, hidden = 2e5 * 4e4 / GIB, 8e4 * 2e5 / GIB, 2e5 * 2e5 / GIB
@@ -87,7 +87,7 @@ def test_a_jitted_program_that_does_not_fit(rows):
 
     params = {'u': bf16(64, sharding=rows), 'w': bf16(200_000, 40_000, sharding=rows)}
     x, n = bf16(400_000, 40_000, sharding=rows), np.int32(1)
-    report = explain(jax.jit(f, donate_argnums=1), params, x, n)
+    report = explain(jax.jit(f, donate_argnums=1), params, x, n, tries=0)
     assert [(row.path, row.placement) for row in (*report.arguments, *report.results)] == [
         ('params/u', 'not used'),
         ('params/w', 'a b -> a@d b'),
@@ -101,6 +101,7 @@ def test_a_jitted_program_that_does_not_fit(rows):
     assert report.findings[0].kind == 'does not fit'
 
 
+@pytest.mark.slow
 def test_a_constraint_makes_a_program_too_large(rows):
     def f(x, w, v):
         hidden = jax.lax.with_sharding_constraint(x @ w, NamedSharding(rows.mesh, P()))
@@ -112,21 +113,23 @@ def test_a_constraint_makes_a_program_too_large(rows):
     assert finding.kind == 'does not fit'
     assert 'the constraint in test_memory.py:' in finding.suggestion
     assert finding.tried.before.memory > report.memory.capacity > finding.tried.memory
-    fixed = explain(report.fixed_function(), *shapes)
+    fixed = explain(report.fixed_function(), *shapes, tries=0)
     assert not fixed.findings
     assert fixed.memory.total < report.memory.capacity
 
 
 def test_a_program_that_does_not_fit_on_the_mesh_in_context(rows):
     with jax.set_mesh(rows.mesh):
-        report = explain(jax.jit(lambda x: x @ x.T, in_shardings=rows), bf16(400_000, 400_000))
+        report = explain(
+            jax.jit(lambda x: x @ x.T, in_shardings=rows), bf16(400_000, 400_000), tries=0
+        )
     assert report.arguments[0].placement == 'a b -> a@d b'
     assert report.findings[0].kind == 'does not fit'
 
 
 def test_one_device_is_too_small(rows):
     one = NamedSharding(Mesh(rows.mesh.devices[:1], 'd'), P())
-    report = explain(jax.jit(lambda x: x @ x), bf16(100_000, 100_000, sharding=one))
+    report = explain(jax.jit(lambda x: x @ x), bf16(100_000, 100_000, sharding=one), tries=0)
     assert report.memory.total > report.memory.capacity
     assert [row.placement for row in report.results] == ['a b -> a b']
 
@@ -171,9 +174,9 @@ PLACES = ['in_shardings', 'out_shardings', 'constraint', 'shard_map', 'sharded',
 def test_programs_that_do_not_fit_on_devices_that_arguments_do_not_name(place, stage, rows):
     f, x = devices_known_from(place, rows)
     if stage == 'function':
-        report = explain(f, x)
+        report = explain(f, x, tries=0)
     else:
-        report = explain(f.trace(x) if stage == 'traced' else f.lower(x))
+        report = explain(f.trace(x) if stage == 'traced' else f.lower(x), tries=0)
     assert report.findings[0].kind == 'does not fit'
     n = 1 if place == 'one device' else 4
     assert (report.n_devices, report.device_kind) == (n, 'TPU v5 lite')
@@ -186,7 +189,7 @@ def test_programs_that_do_not_fit_on_devices_that_arguments_do_not_name(place, s
 
 def test_lowered_programs_that_do_not_fit_and_drop_an_argument(rows):
     f = jax.jit(lambda unused, x: x @ x.T, in_shardings=rows)
-    report = explain(f.lower(bf16(64), bf16(400_000, 400_000)))
+    report = explain(f.lower(bf16(64), bf16(400_000, 400_000)), tries=0)
     placements = [row.placement for row in report.arguments]
     assert placements == ['not used', 'a b -> a@d b']
     assert report.findings[0].kind == 'does not fit'
@@ -196,7 +199,7 @@ def test_replicated_programs_that_do_not_fit(rows):
     """The compiler leaves out the shardings of the results."""
     replicated = NamedSharding(rows.mesh, P())
     f = jax.jit(lambda x: (x @ x, x.sum()), in_shardings=replicated)
-    report = explain(f, bf16(100_000, 100_000))
+    report = explain(f, bf16(100_000, 100_000), tries=0)
     assert [row.placement for row in report.results] == ['a b -> 4 a b', '... -> 4 ...']
     assert report.findings[0].kind == 'does not fit'
 

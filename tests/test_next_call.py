@@ -96,8 +96,7 @@ def zero_arguments(spec='a b -> a b', state='a b -> a@x b@y'):
     return einshard(p, spec, mesh=ZERO), einshard(p, state, mesh=ZERO), x, x
 
 
-@pytest.mark.parametrize('donate', [(), (0, 1)])
-@pytest.mark.parametrize('nested', [False, True])
+@pytest.mark.parametrize(('donate', 'nested'), [((), False), ((0, 1), True)])
 def test_second_compile_of_sharded_states(donate, nested):
     """What is suggested costs no more than what the next call runs anyway."""
 
@@ -243,10 +242,10 @@ def adam(p, m, x):
 def test_large_state_that_is_not_donated():
     w = {'w': struct((4096, 4096), 'd f -> d f@model')}
     x = struct((64, 4096), 'b d -> b@data d')
-    (note,) = [n for n in explain(jax.jit(adam), w, w, x).notes if n.kind == 'donation']
+    (note,) = [n for n in explain(jax.jit(adam), w, w, x, tries=0).notes if n.kind == 'donation']
     assert note.bytes == 2 * 4096 * 2048 * 4
     assert 'not donated' in note.text
-    report = explain(jax.jit(adam, donate_argnums=(0, 1)), w, w, x)
+    report = explain(jax.jit(adam, donate_argnums=(0, 1)), w, w, x, tries=0)
     assert 'donation' not in kinds(report.notes)
 
 
@@ -261,14 +260,14 @@ def bare_adam(w, m, v, x):
 def test_states_that_are_passed_bare_and_not_donated():
     w = struct((4096, 4096), 'd f -> d f@model')
     x = struct((64, 4096), 'b d -> b@data d')
-    report = explain(jax.jit(bare_adam), w, w, w, x)
+    report = explain(jax.jit(bare_adam), w, w, w, x, tries=0)
     (note,) = [n for n in report.notes if n.kind == 'donation']
     assert note.text.startswith('{w,m,v} are replaced by results, and not donated')
     assert note.bytes == 3 * 4096 * 2048 * 4
-    report = explain(jax.jit(bare_adam, donate_argnums=(1, 2)), w, w, w, x)
+    report = explain(jax.jit(bare_adam, donate_argnums=(1, 2)), w, w, w, x, tries=0)
     (note,) = [n for n in report.notes if n.kind == 'donation']
     assert note.text.startswith('w is replaced by results, and not donated')
-    report = explain(jax.jit(bare_adam, donate_argnums=(0, 1, 2)), w, w, w, x)
+    report = explain(jax.jit(bare_adam, donate_argnums=(0, 1, 2)), w, w, w, x, tries=0)
     assert 'donation' not in kinds(report.notes)
 
 
@@ -285,9 +284,11 @@ def test_cache_that_is_passed_bare_and_not_donated(write):
     cache = struct((64, 4096, 256), 'b s d -> b@data s d')
     w, x = struct((256, 256), 'd f -> d f'), struct((64, 256), 'b d -> b@data d')
     at = jax.ShapeDtypeStruct((), jnp.int32)
-    (note,) = [n for n in explain(jax.jit(decode), w, cache, x, at).notes if n.kind == 'donation']
+    (note,) = [
+        n for n in explain(jax.jit(decode), w, cache, x, at, tries=0).notes if n.kind == 'donation'
+    ]
     assert note.text.startswith('cache is replaced by results, and not donated')
-    report = explain(jax.jit(decode, donate_argnums=1), w, cache, x, at)
+    report = explain(jax.jit(decode, donate_argnums=1), w, cache, x, at, tries=0)
     assert 'donation' not in kinds(report.notes)
 
 
@@ -307,7 +308,7 @@ def test_results_that_replace_nothing():
     w = struct((4096, 4096), 'd f -> d f@model')
     x = struct((4096, 4096), 'b d -> b@data d')
     for function, *arguments in ((both, w, x), (layer, x, w), (gradient, w, x)):
-        report = explain(jax.jit(function), *arguments)
+        report = explain(jax.jit(function), *arguments, tries=0)
         assert 'donation' not in kinds(report.notes), function
 
 
@@ -317,7 +318,7 @@ def test_donation_that_frees_nothing():
 
     w = {'w': struct((4096, 4096), 'd f -> d f@model')}
     x = struct((64,), 'b -> b@data')
-    report = explain(jax.jit(cast, donate_argnums=0), w, x)
+    report = explain(jax.jit(cast, donate_argnums=0), w, x, tries=0)
     (note,) = [n for n in report.notes if n.kind == 'donation']
     assert 'the result of its shape is bfloat16' in note.text
     (note,) = [n for n in report.notes if n.kind == 'second compile']
@@ -340,7 +341,7 @@ def test_ragged_dot_that_runs_as_a_dense_product():
         )
         for shape, spec in zip(shapes, specs, strict=True)
     ]
-    report = explain(jax.jit(step), *arguments)
+    report = explain(jax.jit(step), *arguments, tries=0)
     (note,) = [n for n in report.notes if n.kind == 'dense groups']
     assert report.flops == 2 * n * d * f * groups
     assert f'over {groups} groups' in note.text
@@ -372,11 +373,11 @@ def test_sort_along_a_sharded_axis():
     def smallest(x):
         return jnp.sort(x, axis=0)[:8]
 
-    report = explain(jax.jit(smallest), struct((4096, 256), 'n d -> n@data d'))
+    report = explain(jax.jit(smallest), struct((4096, 256), 'n d -> n@data d'), tries=0)
     (note,) = [n for n in report.notes if n.kind == 'gathered for an operation']
     assert note.text.startswith('sort of float32[4096,256], whose axis 0 is sharded along data')
     assert note.bytes > 0
-    report = explain(jax.jit(smallest), struct((4096, 256), 'n d -> n d@data'))
+    report = explain(jax.jit(smallest), struct((4096, 256), 'n d -> n d@data'), tries=0)
     assert 'gathered for an operation' not in kinds(report.notes)
 
 
@@ -391,7 +392,7 @@ def test_sends_on_the_line_of_a_reshape_that_are_not_for_it():
 
     w, x = struct((256, 256), 'd f -> d@data f'), struct((64, 8, 256), 'b s d -> b@data s d')
     for function in (layer, step):
-        report = explain(jax.jit(function), w, x)
+        report = explain(jax.jit(function), w, x, tries=0)
         assert {c.role for c in report.collectives} <= {'weights', 'gradients'}
         assert report.network_bytes > 0
         assert 'gathered for an operation' not in kinds(report.notes)
@@ -402,7 +403,7 @@ def test_a_sort_of_a_product_with_a_gathered_weight():
         return (x @ w).sort(axis=0)
 
     w, x = struct((256, 256), 'd f -> d@data f'), struct((4096, 256), 'b d -> b@data d')
-    report = explain(jax.jit(smallest), w, x)
+    report = explain(jax.jit(smallest), w, x, tries=0)
     notes = [n for n in report.notes if n.kind == 'gathered for an operation']
     gathers = {c.name for c in report.collectives if c.of == ('w',)}
     assert notes

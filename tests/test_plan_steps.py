@@ -12,9 +12,6 @@ from jax.sharding import PartitionSpec as P
 from placed import struct
 
 from einshard import EinshardError, device_mesh, einshard, explain, plan, topology
-from einshard._explain.explain import read_facts
-from einshard._explain.trace_call import trace_call
-from einshard._plan.step import Step
 
 EIGHT = device_mesh(jax.devices()[:8])
 OPTIONS = {'mesh': EIGHT, 'chip': 'TPU v5e', 'compilations': 4}
@@ -66,14 +63,6 @@ def bound(report):
 # --- names ----------------------------------------------------------------------------------------
 
 
-def step_of(f, *args, mesh=None):
-    mesh = mesh or Mesh(EIGHT.devices.reshape(-1), ('x',))
-    replicated = NamedSharding(mesh, P())
-    args = jax.tree.map(lambda x: struct(*x.shape).update(sharding=replicated), args)
-    stages = trace_call(f, args, {}, mesh=None)
-    return Step(read_facts(stages), stages.call)
-
-
 def test_names_follow_what_operations_link(found):
     sizes = {name: size for name, size in found.sizes.items() if 'activation' not in name}
     assert sizes['batch'] == B
@@ -84,55 +73,6 @@ def test_names_follow_what_operations_link(found):
     # of the width, weights and activations have names of their own
     assert found.sizes['activation_width'] == D
     assert 'activation_batch' not in found.sizes
-
-
-def test_layers_of_modules_share_names():
-    linen = pytest.importorskip('flax.linen')
-
-    class Model(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            for i in range(3):
-                h = linen.relu(linen.Dense(F, name=f'up_{i}', use_bias=False)(x))
-                x = x + linen.Dense(D, name=f'down_{i}', use_bias=False)(h)
-            return x
-
-    model, x = Model(), struct(B, D)
-    weights = jax.eval_shape(model.init, jax.random.key(0), x)
-    names = step_of(jax.jit(model.apply), weights, x).named.sizes
-    of_weights = [n for name, [n] in names.items() if not name.startswith('activation')]
-    assert sorted(of_weights) == [D, F, F, F, B]
-
-
-def test_a_cache_is_data():
-    def decode(w, cache, x):
-        cache = jnp.concatenate([cache[:, 1:], (x @ w['k'])[:, None]], 1)
-        return cache, jnp.einsum('btd,bd->bt', cache, x @ w['q'])
-
-    w = {'k': struct(64, 64), 'q': struct(64, 64)}
-    made = step_of(jax.jit(decode, donate_argnums=1), w, struct(32, 256, 64), struct(32, 64))
-    states = {a.shape for a in made.model.arrays if a.is_state}
-    assert states == {(64, 64)}
-
-
-@pytest.mark.parametrize('sizes', [(8,), (2, 4), (4, 2), (2, 2, 2)])
-def test_a_module_on_another_mesh_propagates_as_if_lowered_for_it(sizes):
-    """Against a lowering for the mesh itself."""
-    axes = ('x', 'y', 'z')[: len(sizes)]
-    moved, own = step_of(jax.jit(step), *ARGUMENTS), Mesh(EIGHT.devices.reshape(sizes), axes)
-    lowered = step_of(jax.jit(step), *ARGUMENTS, mesh=own)
-    moved.variants.move_to(dict(zip(axes, sizes, strict=True)))
-    places = [place for place in moved.variants.given if place.kind == 'argument']
-    changes = {
-        place: tuple(
-            (axes[-1],) if d == 1 else (axes[0],) if d == 0 and len(axes) > 1 else ()
-            for d in range(len(moved.variants.shape(place)))
-        )
-        for place in places
-    }
-    each = [one.variants.propagate(changes) for one in (moved, lowered)]
-    assert [s.axes for s in each[0]] == [s.axes for s in each[1]]
-    assert any(any(s.axes) for s in each[0])
 
 
 # --- the plan -------------------------------------------------------------------------------------
@@ -209,6 +149,7 @@ def test_code_places_the_arguments(found):
         assert array.sharding.is_equivalent_to(sharding, array.ndim)
 
 
+@pytest.mark.slow
 def test_pins_and_candidates():
     pinned = plan(step, *ARGUMENTS, pin={'batch': '', 'width': '@x'}, **OPTIONS)
     assert pinned.rules['width'] == '@x'
@@ -238,7 +179,7 @@ def test_arguments_that_are_placed():
     assert found.best.seconds[1] <= as_it_is.seconds[1]
 
 
-@pytest.mark.parametrize('given', [True, False])
+@pytest.mark.parametrize('given', [pytest.param(True, marks=pytest.mark.slow), False])
 def test_code_that_names_mesh_axes_keeps_the_mesh(given):
     mesh = Mesh(EIGHT.devices.reshape(4, 2), ('data', 'tensor'))
 
@@ -251,6 +192,7 @@ def test_code_that_names_mesh_axes_keeps_the_mesh(given):
     assert found.mesh == mesh
 
 
+@pytest.mark.slow
 def test_a_jit_that_places_its_arguments():
     """The step as it is has its `in_shardings=`, and plans keep their mesh."""
     mesh = Mesh(EIGHT.devices.reshape(4, 2), ('data', 'tensor'))
@@ -313,6 +255,7 @@ def test_names_of_mesh_axes_in_metadata_are_no_names():
     assert {D, F, B} <= {*found.sizes.values()}
 
 
+@pytest.mark.slow
 def test_a_patch_applies(tmp_path, monkeypatch):
     """The patched step, with its arguments placed, has the costs of the plan."""
     source = """\
@@ -352,6 +295,7 @@ def test_a_patch_applies(tmp_path, monkeypatch):
     assert report.memory.total == expected.memory.total
 
 
+@pytest.mark.slow
 def test_flax_nnx():
     nnx = pytest.importorskip('flax.nnx')
 
@@ -381,6 +325,7 @@ def test_flax_nnx():
         found.function()
 
 
+@pytest.mark.slow
 def test_equinox():
     eqx = pytest.importorskip('equinox')
     model = eqx.nn.MLP(D, D, F, 2, key=jax.random.key(0))
@@ -399,6 +344,7 @@ def test_equinox():
     assert any('@' in placement for _, placement in rows)
 
 
+@pytest.mark.slow
 def test_topology():
     found = plan(step, *ARGUMENTS, mesh=topology('v5e:2x4'), compilations=3)
     assert found.best.costs_from == 'compiler'

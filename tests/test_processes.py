@@ -25,6 +25,7 @@ from spawn import free_port, python_path
 import einshard
 
 ROOT = pathlib.Path(einshard.__file__).parents[1]
+TWO_AND_FOUR = [2, pytest.param(4, marks=pytest.mark.slow)]
 PATIENCE = 60  # seconds in which no process finishes a check
 
 
@@ -92,7 +93,7 @@ def said(run, n_processes, check):
     ('n_processes', 'check'),
     [
         *[(2, check) for check in process_checks.CHECKS],
-        *[(4, check) for check in process_checks.IN_FOUR],
+        *[pytest.param(4, check, marks=pytest.mark.slow) for check in process_checks.IN_FOUR],
     ],
 )
 def test_check(run, n_processes, check):
@@ -113,7 +114,7 @@ def check_same_training(found, expected):
         np.testing.assert_allclose(array, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize('n_processes', [2, 4])
+@pytest.mark.parametrize('n_processes', TWO_AND_FOUR)
 def test_training_as_in_one_process(run, trained, n_processes):
     first, *others = said(run, n_processes, 'training')
     assert all(other == first for other in others)  # bit for bit
@@ -137,6 +138,7 @@ def test_checkpoint_of_two_processes_is_read_by_one(run):
 # --- the documentation ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_page_and_its_program_run(monkeypatch):
     """The program of the page learns the same in two processes as in one."""
     monkeypatch.setenv('PYTHONPATH', str(ROOT))
@@ -156,6 +158,7 @@ def test_page_and_its_program_run(monkeypatch):
     assert [f'{losses[0]:.5f}', f'{losses[-1]:.5f}'] == [f'{before:.5f}', f'{after:.5f}']
 
 
+@pytest.mark.slow
 def test_error_in_the_documentation(run):
     text = said(run, 4, 'uneven_rows')[0]['other rows']
     shown = textwrap.indent('einshard.EinshardError: ' + text, '    ')
@@ -178,7 +181,7 @@ def different(*said, expression='batch d -> batch* d'):
     )
 
 
-@pytest.mark.parametrize('n', [2, 4])
+@pytest.mark.parametrize('n', TWO_AND_FOUR)
 def test_all_processes_raise_the_same_difference(run, n):
     everyone = said(run, n, 'uneven_rows')
     rest = {2: 'process 1', 4: 'processes 1, 2, 3'}[n]
@@ -219,7 +222,7 @@ def indivisible(size, array, process, n):
     )
 
 
-@pytest.mark.parametrize('n', [2, 4])
+@pytest.mark.parametrize('n', TWO_AND_FOUR)
 def test_each_process_raises_its_own_error(run, n):
     for process, texts in enumerate(said(run, n, 'uneven_rows')):
         assert texts['indivisible in all'] == indivisible(5, '[5,4]', process, n)
@@ -267,7 +270,7 @@ def test_each_process_raises_its_own_error(run, n):
             )
 
 
-@pytest.mark.parametrize('n', [2, 4])
+@pytest.mark.parametrize('n', TWO_AND_FOUR)
 def test_meshes_that_differ(run, n):
     everyone = said(run, n, 'meshes_that_differ')
     assert all(texts == everyone[0] for texts in everyone)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from command import main
 from flags import WITHOUT_TPU, simulating
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -25,7 +26,6 @@ import einshard
 from einshard import explain, profile, topology
 
 # private: the command without a process, and the second route
-from einshard._cli.main import main
 from einshard._profile.events import read_events
 from einshard._profile.match import find_programs
 from einshard._profile.program import difference
@@ -110,7 +110,7 @@ def kept(report, raw):
 def test_programs_of_one_name_are_told_apart(folder):
     programs = set()
     for step in STEPS:
-        report = explain(step, *ARGUMENTS).with_profile(folder / 'four')
+        report = explain(step, *ARGUMENTS, tries=0).with_profile(folder / 'four')
         assert report.profile.joined == 1
         assert report.profile.program.startswith('jit_step(')
         programs.add(report.profile.program)
@@ -119,7 +119,7 @@ def test_programs_of_one_name_are_told_apart(folder):
 
 def test_events_are_those_of_the_program(folder):
     for step in STEPS:
-        report = explain(step, *ARGUMENTS).with_profile(folder / 'four')
+        report = explain(step, *ARGUMENTS, tries=0).with_profile(folder / 'four')
         raw = raw_events(folder / 'four', number(report))
         assert report.collectives
         for row in report.profile.rows:
@@ -135,38 +135,38 @@ def test_events_are_those_of_the_program(folder):
 
 def test_one_function_at_two_shapes(folder):
     large, small = (
-        explain(older, *args).with_profile(folder / 'two') for args in (ARGUMENTS, SMALL)
+        explain(older, *args, tries=0).with_profile(folder / 'two') for args in (ARGUMENTS, SMALL)
     )
     assert large.profile.program != small.profile.program
     assert large.profile.rows[0].arrays != small.profile.rows[0].arrays
 
 
 def test_program_that_did_not_run(folder):
-    error = refusal(explain(STEPS[0], *ARGUMENTS).with_profile, folder / 'older')
+    error = refusal(explain(STEPS[0], *ARGUMENTS, tries=0).with_profile, folder / 'older')
     assert error.code == 'profile'
     assert 'did not run from start to end in the trace' in error.sentence
-    report = explain(never, *ARGUMENTS)
+    report = explain(never, *ARGUMENTS, tries=0)
     error = refusal(report.with_profile, folder / 'four')
     assert error.sentence == 'the trace does not have the program of the report'
     assert 'jit_step(' in error.facts['programs in the trace']
 
 
 def test_older_build_of_the_step_is_refused_with_the_first_difference(folder):
-    fresh = explain(jax.jit(lambda x, a, b: jax.numpy.tanh(x @ a) @ b * 2), *ARGUMENTS)
+    fresh = explain(jax.jit(lambda x, a, b: jax.numpy.tanh(x @ a) @ b * 2), *ARGUMENTS, tries=0)
     error = refusal(fresh.with_profile, folder / 'older')
     label = next(label for label in error.facts if label.startswith('first difference to '))
     assert error.facts[label]
-    other = refusal(explain(older, *ARGUMENTS).with_profile, folder / 'four', program=99)
+    other = refusal(explain(older, *ARGUMENTS, tries=0).with_profile, folder / 'four', program=99)
     assert other.sentence == 'the trace has no program with the number 99'
 
 
 def test_a_program_by_its_number(folder):
-    report = explain(STEPS[1], *ARGUMENTS)
+    report = explain(STEPS[1], *ARGUMENTS, tries=0)
     n = number(report.with_profile(folder / 'four'))
     assert report.with_profile(folder / 'four', program=n).profile.program == f'jit_step({n})'
-    (other, *_) = {number(explain(s, *ARGUMENTS).with_profile(folder / 'four')) for s in STEPS} - {
-        n
-    }
+    (other, *_) = {
+        number(explain(s, *ARGUMENTS, tries=0).with_profile(folder / 'four')) for s in STEPS
+    } - {n}
     error = refusal(report.with_profile, folder / 'four', program=other)
     assert error.facts[f'first difference to jit_step({other})'].startswith('constant ')
     assert error.facts[f'first difference to jit_step({other})'].endswith('other value in it')
@@ -180,7 +180,7 @@ def test_topology_of_other_devices_is_refused(folder):
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
         for x, spec in zip(ARGUMENTS, specs, strict=True)
     ]
-    report = explain(older, *structs)
+    report = explain(older, *structs, tries=0)
     error = refusal(report.with_profile, folder / 'older')
     assert error.sentence == 'the trace does not have the program of the report'
 
@@ -218,7 +218,7 @@ def test_parts_add_up_to_the_step(profiles, name):
 
 
 def test_rows_in_loops_and_recomputation(folder):
-    report = explain(looped, *ARGUMENTS).with_profile(folder / 'looped')
+    report = explain(looped, *ARGUMENTS, tries=0).with_profile(folder / 'looped')
     measured = report.profile
     assert measured.joined == 1
     assert [row.name for row in measured.rows] == [row.name for row in report.collectives]
@@ -240,7 +240,7 @@ def test_rows_in_loops_and_recomputation(folder):
 
 
 def test_wait_is_what_a_device_takes_longer_than_the_last_of_its_group(folder):
-    report = explain(older, *ARGUMENTS).with_profile(folder / 'older')
+    report = explain(older, *ARGUMENTS, tries=0).with_profile(folder / 'older')
     raw = kept(report, raw_events(folder / 'older', number(report)))
     for row, collective in zip(report.profile.rows, report.collectives, strict=True):
         took = {(d, run): e - s for d, rows in raw[row.name].items() for run, s, e in rows}
@@ -340,7 +340,7 @@ def test_refused_arguments():
 
 
 def test_report_without_a_profile_is_unchanged(folder):
-    report = explain(older, *ARGUMENTS)
+    report = explain(older, *ARGUMENTS, tries=0)
     measured = report.with_profile(folder / 'older')
     assert 'profile' not in report.to_dict()
     assert all('seconds' not in finding for finding in report.to_dict()['notes'])
@@ -358,14 +358,14 @@ def test_schema(folder, profiles):
     pytest.importorskip('jsonschema')
     from test_schemas import check
 
-    measured = explain(looped, *ARGUMENTS, chip='H100').with_profile(folder / 'looped')
+    measured = explain(looped, *ARGUMENTS, chip='H100', tries=0).with_profile(folder / 'looped')
     assert measured.timeline.source == 'measured'
     check('report', measured.to_dict())
     check('report', profiles[0]['one'].to_dict())
 
 
 def test_measured_timeline(folder):
-    report = explain(looped, *ARGUMENTS).with_profile(folder / 'looped')
+    report = explain(looped, *ARGUMENTS, tries=0).with_profile(folder / 'looped')
     timeline = report.timeline
     assert (timeline.source, timeline.assumed, timeline.estimate) == ('measured', None, None)
     t = timeline.totals
@@ -384,7 +384,7 @@ def test_measured_timeline(folder):
 
 
 def test_copies_and_files_keep_the_profile_but_not_the_program(folder):
-    report = explain(older, *ARGUMENTS).with_profile(folder / 'older')
+    report = explain(older, *ARGUMENTS, tries=0).with_profile(folder / 'older')
     copied = copy.deepcopy(report)
     assert copied.profile == report.profile
     assert copied.timeline.totals == report.timeline.totals
@@ -428,7 +428,7 @@ def test_command_explain(folder, capsys):
     options = ['--tries', '0', '--profile', str(folder / 'older'), '--timeline', '--json']
     assert main(['explain', 'profiled:older', '--args', *arguments, *options]) == 0
     report = json.loads(capsys.readouterr().out)
-    expected = explain(older, *ARGUMENTS).with_profile(folder / 'older').profile
+    expected = explain(older, *ARGUMENTS, tries=0).with_profile(folder / 'older').profile
     assert report['profile']['totals']['step'] == [*expected.totals.step]
     assert report['timeline']['source'] == 'measured'
     assert main(['explain', 'profiled:older', '--args', *arguments, '--profile', 'no']) == 2
@@ -444,11 +444,13 @@ def test_the_newest_run_of_a_folder(folder, tmp_path):
         for file in (folder / name).rglob('*.xplane.pb'):
             new = tmp_path / file.relative_to(folder / name)
             os.utime(new, (time.time() + seconds,) * 2)
-    report = explain(older, *ARGUMENTS).with_profile(tmp_path)
+    report = explain(older, *ARGUMENTS, tries=0).with_profile(tmp_path)
     (newest,) = (folder / 'older').rglob('*.xplane.pb')
     assert report.profile.path == str(tmp_path / newest.relative_to(folder / 'older'))
     assert report.profile.path in ''.join(str(report).split())
-    assert explain(older, *ARGUMENTS).with_profile(newest).profile.runs == report.profile.runs
+    assert (
+        explain(older, *ARGUMENTS, tries=0).with_profile(newest).profile.runs == report.profile.runs
+    )
 
 
 @pytest.mark.parametrize('size', [0.2, 0.5, 0.9])
@@ -456,12 +458,12 @@ def test_truncated_file(folder, tmp_path, size):
     data = read_trace(folder / 'older').data
     path = tmp_path / 'cut.xplane.pb'
     path.write_bytes(data[: int(len(data) * size)])
-    error = refusal(explain(older, *ARGUMENTS).with_profile, path)
+    error = refusal(explain(older, *ARGUMENTS, tries=0).with_profile, path)
     assert 'is not a complete trace' in error.sentence
 
 
 def test_missing_files(tmp_path):
-    report = explain(older, *ARGUMENTS)
+    report = explain(older, *ARGUMENTS, tries=0)
     assert 'there is no file or folder' in refusal(report.with_profile, tmp_path / 'no').sentence
     assert 'has no *.xplane.pb file' in refusal(report.with_profile, tmp_path).sentence
     for name in ('a', 'b'):

@@ -1,6 +1,5 @@
 """`Report.why`, `Finding.reason` and the command `einshard why`."""
 
-import inspect
 import json
 import pickle
 
@@ -8,23 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from command import main
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from modules import line_of
+from placed import struct_on
 
 from einshard import EinshardError, device_mesh, explain, sharded
-from einshard._cli.main import main
 
 EIGHT = jax.devices()[:8]
 MESH = device_mesh(EIGHT, data=2, tensor=4)
-
-
-def shaped(shape, *spec, mesh=MESH):
-    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
-
-
-def line_of(function, text):
-    lines, start = inspect.getsourcelines(function)
-    return next(start + i for i, line in enumerate(lines) if text in line)
+shaped = struct_on(MESH)
 
 
 X, W_IN, W_OUT = shaped((64, 32), 'data'), shaped((32, 128), None, 'tensor'), shaped((128, 32))
@@ -41,7 +34,7 @@ def test_a_row_a_line_and_an_argument():
     (reason,) = report.why(row).reasons
     assert reason.cause == row.cause == 'inserted'
     assert {*reason.origins} == {('tensor', 'argument w_in'), ('tensor', 'argument w_out')}
-    place = f'test_report_why.py:{line_of(mlp, "tanh")}'
+    place = line_of(mlp, 'tanh')
     at_line = report.why(place)
     assert reason in at_line.reasons
     assert [axis.axis for value in at_line.values for axis in value.axes if axis.dimension == 1]
@@ -86,8 +79,8 @@ def test_the_call_of_a_helper_is_named():
     report = explain(jax.jit(helped), X, W_IN, W_OUT, tries=0)
     (reason,) = (r for row in report.collectives for r in report.why(row).reasons)
     helper = line_of(constrain, 'with_sharding_constraint')
-    call = line_of(helped, 'jnp.tanh')
-    assert f'your constraint at test_report_why.py:{helper}, called at line {call},' in reason.text
+    call = line_of(helped, 'jnp.tanh').rpartition(':')[2]
+    assert f'your constraint at {helper}, called at line {call},' in reason.text
     assert reason.cause == 'requested'
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from placed import struct_on
 
 from einshard import explain
 from einshard._chips.table import find_chip
@@ -25,14 +26,11 @@ from einshard._program.traced.variants import Variants
 
 MESH = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ('data', 'tensor'))
 CHIP = find_chip('TPU v5e')
+struct = struct_on(MESH)
 
 
 def on(*spec):
     return NamedSharding(MESH, P(*spec))
-
-
-def struct(shape, *spec, dtype='float32'):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=on(*spec))
 
 
 def costs_of(variants):

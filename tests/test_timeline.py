@@ -462,6 +462,7 @@ def test_blocks_of_a_declared_scope_are_one_call():
     assert count_calls(flatten(traced.jaxpr, keep_unused=True), ['flash'])['flash'] == 2
 
 
+@pytest.mark.slow
 def test_explain_takes_costs():
     pytest.importorskip('libtpu', reason='libtpu compiles for TPU, and is not installed')
     mesh = topology('v5e:2x2', data=4)
@@ -679,7 +680,7 @@ def arguments(mesh, n=8):
 def report():
     pytest.importorskip('libtpu', reason='libtpu compiles for TPU, and is not installed')
     mesh = topology('v5e:2x4', data=8)
-    return explain(jax.jit(jax.grad(layers)), *arguments(mesh))
+    return explain(jax.jit(jax.grad(layers)), *arguments(mesh), tries=0)
 
 
 def test_compiled_for_tpus(report):
@@ -704,13 +705,14 @@ def test_compiled_for_tpus(report):
     assert rows[0].along == 'data'
 
 
+@pytest.mark.slow
 def test_notes_are_ordered_by_exposed_time():
     """Before them, by bytes alone: what nothing sends came first."""
     pytest.importorskip('libtpu', reason='libtpu compiles for TPU, and is not installed')
     mesh = topology('v5e:2x4', tensor=8)
     table = jax.ShapeDtypeStruct((8192, 512), np.float32, sharding=NamedSharding(mesh, P('tensor')))
     w = jax.ShapeDtypeStruct((8192, 2048), np.float32, sharding=NamedSharding(mesh, P()))
-    report = explain(jax.jit(lambda table, w: (jnp.sort(table, 0), jnp.cos(w))), table, w)
+    report = explain(jax.jit(lambda table, w: (jnp.sort(table, 0), jnp.cos(w))), table, w, tries=0)
     first, *_, last = report.notes
     assert first.kind == 'gathered for an operation'
     assert last.kind == 'replicated'
@@ -719,6 +721,7 @@ def test_notes_are_ordered_by_exposed_time():
     assert sum(exposed[name] for name in first.explains) > 0.5 * report.timeline.totals.exposed
 
 
+@pytest.mark.slow
 def test_the_collective_that_nothing_hides():
     pytest.importorskip('libtpu', reason='libtpu compiles for TPU, and is not installed')
     mesh = topology('v5e:2x4', data=8)
@@ -784,7 +787,7 @@ def test_copies_of_a_report(report):
 @pytest.mark.gpu
 def test_compiled_for_gpus():
     mesh = topology('h100:2x8', data=16)
-    report = explain(jax.jit(jax.grad(layers)), *arguments(mesh))
+    report = explain(jax.jit(jax.grad(layers)), *arguments(mesh), tries=0)
     totals = report.timeline.totals
     assert totals.step > report.bounds.largest.seconds
     assert totals.compute + totals.exposed + totals.copies == pytest.approx(totals.step)
@@ -793,7 +796,7 @@ def test_compiled_for_gpus():
 
 def test_programs_for_cpus_have_no_timeline():
     mesh = mesh_of(data=8)
-    report = explain(layers, *arguments(mesh, 2), chip='H100')
+    report = explain(layers, *arguments(mesh, 2), chip='H100', tries=0)
     with pytest.raises(EinshardError, match=r'compiled for CPUs.* not that of H100') as caught:
         _ = report.timeline
     assert "topology('h100:8')" in str(caught.value)

@@ -11,6 +11,7 @@ from hlo.programs import matmul, partitioner
 from jax.extend.mlir import passmanager
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from placed import struct_on
 
 from einshard._program.hlo.text import Program as Text
 from einshard._program.traced import origins, shardy
@@ -26,14 +27,11 @@ def mesh_of(kind=AxisType.Auto):
 
 
 MESH = mesh_of()
+struct = struct_on(MESH)
 
 
 def on(*spec, mesh=MESH):
     return NamedSharding(mesh, P(*spec))
-
-
-def struct(shape, *spec, dtype='float32', mesh=MESH):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=on(*spec, mesh=mesh))
 
 
 X = struct((8, 64), 'data', 'model')

@@ -1,7 +1,5 @@
 """Why a program has each collective: small programs, each with one planted mistake."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +7,8 @@ import pytest
 from hlo.programs import partitioner
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from modules import line_of
+from placed import struct_on
 
 from einshard._explain.why import find_reasons, full_names, why_value
 from einshard._program.hlo.find_collectives import find_collectives
@@ -25,14 +25,11 @@ def mesh_of(kind=AxisType.Auto):
 
 
 MESH = mesh_of()
+struct = struct_on(MESH)
 
 
 def on(*spec, mesh=MESH):
     return NamedSharding(mesh, P(*spec))
-
-
-def struct(shape, *spec, dtype='float32', mesh=MESH):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=on(*spec, mesh=mesh))
 
 
 def constrain(x, *spec):
@@ -59,13 +56,6 @@ def reasons(function, *arguments, names=(), **options):
     graph = Graph(Text(lowered.compile().as_text()))
     program = read_program(lowered.compiler_ir('stablehlo'), dict(enumerate(names)))
     return program, find_reasons(program, map(with_axes, find_collectives(graph)))
-
-
-def line_of(function, text):
-    """'test_why.py:12', the line of a function with a text."""
-    lines, first = inspect.getsourcelines(function)
-    [offset] = [i for i, line in enumerate(lines) if text in line]
-    return f'test_why.py:{first + offset}'
 
 
 # --- planted mistakes: (function, arguments, options, what the reason of a row has to name) -------

@@ -210,7 +210,7 @@ def _trace(
                 program=program,
                 values=values,
                 limits=fn.limits,
-                jitted=(jitted, values, {}),
+                jitted=(program.jitted, values, {}),
                 scope=target,
             )
         if not is_jitted(fn):
