@@ -26,7 +26,7 @@ from einshard import Rules, einshard, plan, shard_largest, sharded, topology
 from einshard._chips.table import as_chip
 from einshard._plan.evaluate import Function, Partitioner
 from einshard._plan.named_program import find_named
-from einshard._plan.search import Search
+from einshard._plan.search import PlanSearch
 from einshard._plan.space import Space, read_candidate
 from einshard._plan.starts import Starts
 
@@ -169,7 +169,7 @@ def find_best(step, args, named, given):
     print(f'  {named.n_scored} scores in {time.process_time() - start:.0f} s', flush=True)
     with closing(Partitioner(Function(step, args, {}, mesh, chip))) as fast:
         limit = int(chip.memory)
-        search = Search(ranked, given, fast.evaluate_all, None, 'bound', limit, COMPILATIONS)
+        search = PlanSearch(ranked, given, fast.evaluate_all, None, 'bound', limit, COMPILATIONS)
         search.run()
     return search.ranking()
 

@@ -26,7 +26,7 @@ from einshard import Rules, einshard, sharded, topology
 from einshard._chips.table import find_chip
 from einshard._plan.evaluate import Function, Partitioner
 from einshard._plan.named_program import find_named
-from einshard._plan.search import Search
+from einshard._plan.search import PlanSearch
 from einshard._plan.space import Space
 from einshard._plan.starts import Starts
 
@@ -213,7 +213,7 @@ def search(named, space, fast, slow):
     """Searches as `plan` does."""
     memory = int(named.chip.memory)
     found = Starts(named, space, memory).find()
-    searched = Search(found, [], fast, slow, 'bound', memory, compilations=40)
+    searched = PlanSearch(found, [], fast, slow, 'bound', memory, compilations=40)
     searched.run()
     return searched
 

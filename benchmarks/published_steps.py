@@ -28,7 +28,7 @@ from einshard._chips.table import find_chip
 from einshard._program.cost.timeline import Simulation
 from einshard._program.hlo.find_collectives import find_collectives
 from einshard._program.hlo.graph import Graph
-from einshard._program.hlo.text import Program
+from einshard._program.hlo.text import HloModule
 
 _70B = {'layers': 80, 'd': 8192, 'heads': 64, 'f': 28672, 'accumulated': 1}
 _8B = {'sequence': 8192, 'batch': 64, 'accumulated': 1}
@@ -142,7 +142,7 @@ def estimate(name, sizes):
     keeps = sizes.get('keeps', False)
     config = {name: size for name, size in sizes.items() if name != 'keeps'}
     text = llama.text_of(mesh, (Keeping if keeps else llama.Config)(**config))
-    return WithKernel(Graph(Program(text)), devices, find_chip(devices[0].device_kind)).run()
+    return WithKernel(Graph(HloModule(text)), devices, find_chip(devices[0].device_kind)).run()
 
 
 if __name__ == '__main__':

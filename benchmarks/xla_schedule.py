@@ -38,7 +38,7 @@ from einshard._chips.table import find_chip
 from einshard._program.cost.timeline import Simulation
 from einshard._program.hlo.find_collectives import count_executions, find_collectives
 from einshard._program.hlo.graph import Graph
-from einshard._program.hlo.text import Program
+from einshard._program.hlo.text import HloModule
 
 CHIPS = 'h100:1x8', 'b200:1x8'  # those whose collectives XLA has measured
 
@@ -292,7 +292,7 @@ def compare(name, chip):
 def simulate(devices, lowered):
     """Returns a simulation of a lowered program, and XLA's schedule of it."""
     text, schedule = compile_with_schedule(lowered)
-    graph = Graph(Program(text))
+    graph = Graph(HloModule(text))
     rows = find_collectives(graph, [device.id for device in devices])
     chip = find_chip(devices[0].device_kind)
     return WithTimes(graph, rows, [row.name for row in rows], devices, chip), schedule

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ._text import MONOSPACED, format_seconds
 
 
-class Span(NamedTuple):
+class Bar(NamedTuple):
     """What runs in one lane of a timeline for some time.
 
     Attributes:
@@ -33,7 +33,7 @@ class Span(NamedTuple):
     row: int | None = None
     trips: int = 1
     waiting: float = 0.0
-    inner: tuple[Span, ...] = ()
+    inner: tuple[Bar, ...] = ()
 
 
 # colors on which dark text is readable, and that are visible on light and dark pages
@@ -69,10 +69,10 @@ _MIN_LOOP = 0.1  # of the step: shorter loops get no panel
 
 def spans_svg(
     title: str,
-    spans: Sequence[Span],
+    spans: Sequence[Bar],
     seconds: float,
     has_times: bool = True,
-    estimate: tuple[Sequence[Span], float] | None = None,
+    estimate: tuple[Sequence[Bar], float] | None = None,
 ) -> str:
     """Draws a step, and one iteration of each of its long loops.
 
@@ -85,7 +85,7 @@ def spans_svg(
         estimate: spans and seconds of an estimate, which is drawn below, on the same scale.
     """
     # each with the seconds of its width
-    panels: list[tuple[str, float, Sequence[Span], float]] = [('the step', seconds, spans, seconds)]
+    panels: list[tuple[str, float, Sequence[Bar], float]] = [('the step', seconds, spans, seconds)]
     if estimate is not None:
         estimated, length = estimate
         width = max(seconds, length)
@@ -125,9 +125,9 @@ _STYLE = (
 )
 
 
-def _joined(spans: Sequence[Span], total: float) -> list[Span]:
+def _joined(spans: Sequence[Bar], total: float) -> list[Bar]:
     """Joins neighbors that are too narrow to be seen, so that drawings stay small."""
-    joined: list[Span] = []
+    joined: list[Bar] = []
     for span in spans:
         last = joined[-1] if joined else None
         gap = 0.0 if last is None else span.start - (last.start + last.seconds)
@@ -140,7 +140,7 @@ def _joined(spans: Sequence[Span], total: float) -> list[Span]:
     return joined
 
 
-def _bar(spans: Sequence[Span], total: float, y: float, has_times: bool) -> Iterator[str]:
+def _bar(spans: Sequence[Bar], total: float, y: float, has_times: bool) -> Iterator[str]:
     yield f'<rect x="0" y="{y:g}" width="100%" height="{_BAR}" fill="#808080" opacity="0.15"/>'
     for span in spans:
         share = span.seconds / total

@@ -28,7 +28,7 @@ from einshard._program.hlo.graph import Graph
 from einshard._program.hlo.hbm_traffic import min_hbm_bytes
 from einshard._program.hlo.sources import operations
 from einshard._program.hlo.temporaries import largest_temporaries
-from einshard._program.hlo.text import ArrayType, Program
+from einshard._program.hlo.text import ArrayType, HloModule
 from einshard._text import format_seconds
 
 GB = 10**9
@@ -568,7 +568,7 @@ def test_bounds_of_a_program_for_gpus():
     """As JAX's CUDA plugin compiles it for 8 GPUs."""
     text = (Path(__file__).parent / 'hlo' / 'gpu_8-shardy-0.12.0.1.txt').read_text()
     start = text.index('HloModule jit_product_scattered')
-    graph = Graph(Program(text[start : text.index('\nHloModule ', start)]))
+    graph = Graph(HloModule(text[start : text.index('\nHloModule ', start)]))
     (scatter,) = find_collectives(graph)
     devices = [SimpleNamespace(id=i, platform='gpu') for i in range(8)]
     hbm, network = find_bounds(
@@ -646,11 +646,11 @@ def test_the_fewest_bytes_of_hbm_traffic():
 
     Not the cache that is updated, nor layers and arguments that are returned unchanged.
     """
-    assert min_hbm_bytes(Graph(Program(PROGRAM))) == 4 * (4 * 8 * 8) + 4 * 8 + 4 + 4 * 8
+    assert min_hbm_bytes(Graph(HloModule(PROGRAM))) == 4 * (4 * 8 * 8) + 4 * 8 + 4 + 4 * 8
 
 
 def test_largest_temporaries():
-    found = largest_temporaries(Graph(Program(PROGRAM)), 2)
+    found = largest_temporaries(Graph(HloModule(PROGRAM)), 2)
     assert [(array.array, array.bytes, array.op_name) for array in found] == [
         ('f32[64,64]', 4 * 64 * 64, 'jit(f)/wide'),
         ('f32[32,64]', 4 * 32 * 64, 'jit(f)/big'),

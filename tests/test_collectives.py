@@ -26,7 +26,7 @@ from einshard._program.hlo.groups import connected, read_groups
 from einshard._program.hlo.queries import Origins, output_uses
 from einshard._program.hlo.slices import find_gather, find_reshards, find_sliced_sum
 from einshard._program.hlo.sources import Sources, op_name
-from einshard._program.hlo.text import ArrayType, Program, array_types, read_instruction
+from einshard._program.hlo.text import ArrayType, HloModule, array_types, read_instruction
 
 HLO = Path(__file__).parent / 'hlo'
 ON_SPARSE_CORES = ('product_reduced', 'summed_and_scattered')
@@ -681,7 +681,7 @@ def test_pallas_kernels_that_communicate_count():
     local = module(KERNEL.replace('HAS', ''), body[1])
     assert [c.name for c in read_collectives(local)] == ['y']
     # the reader of uses finds what comes after a kernel, too
-    uses = output_uses(Graph(Program(module(*body))))
+    uses = output_uses(Graph(HloModule(module(*body))))
     assert {node.name: set(outputs) for node, outputs in uses.items()} == {'k': {0}, 'y': {0}}
 
 
@@ -746,7 +746,7 @@ ENTRY %main (x: f32[{n},4]) -> f32[16,2] {{
 def test_slices_of_a_gathered_array_in_another_form(n, layout, form, axis):
     """Each device keeps a slice along this axis of the gathered array."""
     text = GATHERED.format(n=n, layout=layout, form=form)
-    graph = Graph(Program(text))
+    graph = Graph(HloModule(text))
     [collective] = find_collectives(graph)
     gather = find_gather(graph, collective)
     assert (str(gather.array), gather.dimension) == (f'f32[{n},16]', 1)
@@ -978,7 +978,7 @@ ENTRY %main (g: f32[8,8]) -> f32[2,8] {{
   ROOT %slice = f32[2,8]{{1,0}} dynamic-slice(%moved, %i, %zero), dynamic_slice_sizes={{2,8}}
 }}
 """
-    graph = Graph(Program(text))
+    graph = Graph(HloModule(text))
     [collective] = find_collectives(graph)
     found = find_sliced_sum(graph, collective)
     assert (found and found.parts) == parts

@@ -43,7 +43,7 @@ from einshard._explain.oversized import newest_dump, read_shardings
 from einshard._explain.report_rows import Finding
 from einshard._program.hlo.graph import Graph
 from einshard._program.hlo.queries import output_uses
-from einshard._program.hlo.text import Program
+from einshard._program.hlo.text import HloModule
 from einshard._sharding.collective_axes import (
     axes_text,
     mesh_axes_between,
@@ -1062,7 +1062,7 @@ ENTRY %main (g: f32[8], h: f32[8], m: f32[]) -> (f32[8], f32[8]) {
   ROOT %both = (f32[8]{0}, f32[8]{0}) tuple(%second, %first)
 }
 """
-    uses = output_uses(Graph(Program(text)))
+    uses = output_uses(Graph(HloModule(text)))
     assert {node.name: set(found) for node, found in uses.items() if 'all' in node.opcode} == {
         'sums': {1}
     }

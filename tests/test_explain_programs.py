@@ -18,7 +18,7 @@ from einshard._explain.totals import network_lines
 from einshard._program.hlo.find_collectives import read_collectives
 from einshard._program.hlo.flops import find_products
 from einshard._program.hlo.graph import Graph
-from einshard._program.hlo.text import Program
+from einshard._program.hlo.text import HloModule
 from einshard._sharding.collective_axes import along_text
 
 B, D, T = 64, 256, 32
@@ -129,7 +129,7 @@ ENTRY %main (x: bf16[8], w: bf16[8,4]) -> (f32[4], f32[4]) {
 
 def test_products_that_are_written_as_sums():
     """TPU programs have these for a matrix and a vector. Other sums do not count."""
-    assert [product.flops for product in find_products(Graph(Program(MATRIX_VECTOR)))] == [
+    assert [product.flops for product in find_products(Graph(HloModule(MATRIX_VECTOR)))] == [
         2 * 8 * 4
     ]
 

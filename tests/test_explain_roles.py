@@ -16,7 +16,7 @@ from einshard._program.hlo.find_collectives import find_collectives
 from einshard._program.hlo.graph import Graph
 from einshard._program.hlo.queries import Origins, output_uses
 from einshard._program.hlo.slices import find_reshards
-from einshard._program.hlo.text import Program
+from einshard._program.hlo.text import HloModule
 
 PLATFORMS = ['cpu', 'tpu']
 
@@ -270,7 +270,7 @@ def payload_of(text, **operands):
     """The payload of the only collective of a step that updates w and s, and reads v and x."""
     for name, operand in operands.items():
         text = text.replace(name, operand)
-    graph = Graph(Program(text))
+    graph = Graph(HloModule(text))
     payloads = Payloads(graph, [(name, 'float32') for name in 'wsvx'], {0: 'out/w', 1: 'out/s'})
     [collective] = map(payloads.of, find_collectives(graph))
     return collective.role, collective.of
@@ -315,7 +315,7 @@ ENTRY %main () -> f32[8] {
 backend_config={"custom_call_config":{"has_communication":true}}
 }
 """
-    graph = Graph(Program(text))
+    graph = Graph(HloModule(text))
     [c] = map(Payloads(graph, [], {0: 'result'}).of, find_collectives(graph))
     assert (c.kind, c.role, c.of) == ('custom-call', 'activations', ('result',))
 
@@ -350,7 +350,7 @@ metadata={{op_name="jit(f)/transpose(jvp())/dot_general"}}
 tuple(%norm, %new, %gradient, %loss)
 }}
 """
-    graph = Graph(Program(text))
+    graph = Graph(HloModule(text))
     inputs = [(name, 'float32') for name in ('a', 'b', 'c', 'w')]
     outputs = {0: 'out/norm', 1: 'out/w', 2: 'out/nu/w', 3: 'out/loss'}
     [collective] = map(Payloads(graph, inputs, outputs).of, find_collectives(graph))
@@ -371,7 +371,7 @@ ENTRY %main (g: f32[8], h: f32[8]) -> (f32[8], f32[8], f32[32]) {
   ROOT %out = (f32[8]{0}, f32[8]{0}, f32[32]{0}) tuple(%b, %a, %c)
 }
 """
-    graph = Graph(Program(text))
+    graph = Graph(HloModule(text))
     uses = output_uses(graph)
     assert [uses[graph.parameters[i]] for i in (0, 1)] == [{1}, {0, 2}]
     assert Origins().of(graph.outputs[2]) == ({1}, False)
@@ -426,7 +426,7 @@ SUMMED = """
 def loop_of(before, body, new_all):
     """A loop over five iterations that begins with %g."""
     text = LOOP.replace('BEFORE', before).replace('BODY', body.strip('\n'))
-    graph = Graph(Program(text.replace('%new_all', new_all)))
+    graph = Graph(HloModule(text.replace('%new_all', new_all)))
     [collective] = find_collectives(graph)
     return graph, collective
 
@@ -469,7 +469,7 @@ ENTRY %main (p: pred[], x: f32[8]) -> f32[8] {
   ROOT %y = f32[8]{0} conditional(%p, %x, %x), true_computation=%yes, false_computation=%no
 }
 """
-    graph = Graph(Program(text))
+    graph = Graph(HloModule(text))
     [collective] = find_collectives(graph)
     assert collective.in_branch
     assert Origins().of(graph.outputs[0]) == ({1}, True)  # the sum, and x of the other branch
@@ -565,6 +565,6 @@ def test_arrays_that_xla_joins_for_one_all_reduce(third, uses):
     text = JOINED
     for name, value in zip(('SOURCE', 'START', 'END'), third, strict=True):
         text = text.replace(name, value)
-    graph = Graph(Program(text))
+    graph = Graph(HloModule(text))
     found = output_uses(graph)
     assert {node.name: {*found[node]} for node in graph.parameters.values()} == uses

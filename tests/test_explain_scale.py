@@ -34,7 +34,7 @@ from einshard._program.hlo.find_collectives import find_collectives, read_collec
 from einshard._program.hlo.flops import find_products, product_rows
 from einshard._program.hlo.graph import Graph
 from einshard._program.hlo.slices import find_gather
-from einshard._program.hlo.text import ArrayType, Program
+from einshard._program.hlo.text import ArrayType, HloModule
 from einshard._text import format_bytes
 
 HLO = Path(__file__).parent / 'hlo'
@@ -173,7 +173,7 @@ def test_layers_multiply():
 
 
 def test_weights_and_gradients_have_paths():
-    graph = Graph(Program(text_of(32)))
+    graph = Graph(HloModule(text_of(32)))
     names = [parameter.op_name for parameter in graph.program.parameters]
     inputs = [(name, 'float32' if 'state' in name else 'int32') for name in names]
     payloads = Payloads(graph, inputs, {i: inputs[i][0] for i in graph.program.aliases})
@@ -216,7 +216,7 @@ def test_lines_outside_of_helpers():
 @pytest.mark.parametrize('layers', LAYERS)
 def test_flops_on_tpu(layers):
     c = llama.Config(layers=layers)
-    products = list(find_products(Graph(Program(text_of(layers)))))
+    products = list(find_products(Graph(HloModule(text_of(layers)))))
     assert sum(product.total for product in products) * N_DEVICES == llama.flops(c)
     assert {product.dtype for product in products} == {'bf16', 'f32'}
     # 6 flops for each parameter and token; attention and remat come on top
@@ -243,7 +243,7 @@ PRODUCTS = {  # how many of 2 * B * D * F flops, and whether the data axis share
     ],
 )
 def test_flops_of_other_programs(machine, name, text):
-    flops = sum(product.total for product in find_products(Graph(Program(text))))
+    flops = sum(product.total for product in find_products(Graph(HloModule(text))))
     n, is_shared = PRODUCTS[name]
     data, model = MACHINES[machine]
     assert flops * model * (data if is_shared else 1) == n * 2 * B * D * F
@@ -288,7 +288,7 @@ ENTRY %main (x: f32[4,6,8], w: f32[8,5]) -> f32[4,6,5] {{
     ],
 )
 def test_flops_by_hand(line, flops):
-    products = find_products(Graph(Program(BY_HAND.format(line=line))))
+    products = find_products(Graph(HloModule(BY_HAND.format(line=line))))
     assert [product.total for product in products] == [flops]
 
 
@@ -421,7 +421,7 @@ def test_width(report, width):
 
 def read(text):
     """Everything that `explain` reads of a program."""
-    graph = Graph(Program(text))
+    graph = Graph(HloModule(text))
     inputs = [(str(i), 'float32') for i in range(len(graph.parameters))]
     payloads = Payloads(graph, inputs, {i: str(i) for i in graph.program.aliases})
     for collective in find_collectives(graph):

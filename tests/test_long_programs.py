@@ -30,7 +30,7 @@ from einshard._program.hlo.queries import is_invariant
 from einshard._program.hlo.slices import find_gather, find_reshards, find_sliced_sum
 from einshard._program.hlo.target_collectives import target_collectives
 from einshard._program.hlo.temporaries import largest_temporaries
-from einshard._program.hlo.text import Program
+from einshard._program.hlo.text import HloModule
 from einshard._program.jaxpr.graph import flatten
 
 F8 = 'f32[8]{0}'
@@ -44,7 +44,7 @@ SUM = """%add (a: f32[], b: f32[]) -> f32[] {
 
 def read(text):
     """Reads all that `explain` reads from the text of a program. Returns the collectives."""
-    graph = Graph(Program(text))
+    graph = Graph(HloModule(text))
     inputs = [(f'x{i}', 'float32') for i in sorted(graph.parameters)]
     payloads = Payloads(graph, inputs, {i: f'result/{i}' for i in range(len(graph.outputs))})
     collectives = [payloads.of(c) for c in find_collectives(graph)]
@@ -253,7 +253,7 @@ def test_a_swapped_phi_is_not_invariant(array):
 
     text = jax.jit(run).lower(array, array, array).compile().as_text()
     swapped = list[Node]()
-    for phi in Graph(Program(text)).nodes:
+    for phi in Graph(HloModule(text)).nodes:
         after = phi.inputs[1] if phi.opcode == 'phi' else phi
         while after.opcode == 'copy':
             after = after.inputs[0]
@@ -410,7 +410,7 @@ def test_changed_texts_are_read_or_are_errors_with_a_line():
         if message:
             assert re.match(r'line \d+ of the compiled program ', message)
         else:
-            is_noted = bool(Program(text).unknown)
+            is_noted = bool(HloModule(text).unknown)
             assert kind == 'number' or is_noted or not counts[i] - found
         outcomes[kind, 'error' if message else 'read'] += 1
     assert {kind for kind, outcome in outcomes if outcome == 'error'} == {

@@ -27,12 +27,12 @@ from einshard._plan.evaluate import Function, Partitioner
 from einshard._plan.make_plan import _notes, make_plan
 from einshard._plan.plot import scatter_svg
 from einshard._plan.result import why_worse
-from einshard._plan.search import Search, is_neighbor
+from einshard._plan.search import PlanSearch, is_neighbor
 from einshard._program.cost.bounds import Bound, Bounds
 from einshard._program.hlo.find_collectives import find_collectives
 from einshard._program.hlo.graph import Graph
 from einshard._program.hlo.target_collectives import target_collectives
-from einshard._program.hlo.text import Program
+from einshard._program.hlo.text import HloModule
 
 NAMES = ('batch', 'embed', 'mlp')
 
@@ -68,7 +68,7 @@ def run(compilations=40, memory=lambda _: 1, **more):
             calls.append((source, candidate))
             yield evaluated(candidate, source, TRUE[candidate], memory(candidate))
 
-    search = Search(
+    search = PlanSearch(
         **{
             'candidates': sorted(ALL, key=estimated),
             'user_candidates': [],
@@ -554,6 +554,6 @@ FORMS = {
 @pytest.mark.parametrize('form', FORMS)
 def test_the_collectives_that_a_tpu_would_run(form):
     lines, expected = FORMS[form]
-    graph = Graph(Program(PROGRAM.replace('LINES', '\n'.join(f'  {line}' for line in lines))))
+    graph = Graph(HloModule(PROGRAM.replace('LINES', '\n'.join(f'  {line}' for line in lines))))
     found = target_collectives(graph, find_collectives(graph))
     assert [(c.kind, c.group_size, c.arrays) for c in found] == expected

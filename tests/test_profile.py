@@ -27,8 +27,8 @@ from einshard import explain, profile, topology
 
 # private: the command without a process, and the second route
 from einshard._profile.events import read_events
+from einshard._profile.form import difference
 from einshard._profile.match import find_programs
-from einshard._profile.program import difference
 from einshard._profile.trace import read_trace
 from einshard._profile.wire import fields, messages, text
 

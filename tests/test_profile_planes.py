@@ -21,10 +21,10 @@ from einshard._explain.measure import measure
 from einshard._explain.reading import Reading
 from einshard._explain.timeline import measured_timeline
 from einshard._page import Page, page_text
+from einshard._profile.form import alike, pack, read_form
 from einshard._profile.measured import LATENCY, SYNCHRONOUS, WAITS, find_gaps, measured_sections
-from einshard._profile.program import alike, pack, read_form
 from einshard._program.hlo.opcodes import FREE
-from einshard._program.hlo.text import Program
+from einshard._program.hlo.text import HloModule
 
 GPU_TEXT = """HloModule jit_f, is_scheduled=true, num_partitions=4
 
@@ -63,7 +63,7 @@ def devices(n, platform):
 
 
 def reading_of(text, n, platform='gpu', chip=H100):
-    program = Program(text)
+    program = HloModule(text)
     form = pack(read_form(memoryview(module_of(program))))
     return Reading(program=program, memory=None, devices=devices(n, platform), chip=chip, form=form)
 
@@ -108,7 +108,7 @@ class Case:
 
     def measured(self, planes, text=GPU_TEXT, theirs=None, warnings=(), n=4, program=None, **given):
         """What is measured; `theirs` is the text in the trace."""
-        modules = {'jit_f(5)': module_of(Program(theirs or text))}
+        modules = {'jit_f(5)': module_of(HloModule(theirs or text))}
         path = write(self.folder, planes, modules, warnings)
         return measure(reading_of(text, n, **given), path, program)
 
@@ -281,7 +281,7 @@ def test_the_kernels_of_a_gpu_may_differ(case):
 
 
 def test_programs_that_are_not_alike():
-    ours = read_form(memoryview(module_of(Program(GPU_TEXT))))
+    ours = read_form(memoryview(module_of(HloModule(GPU_TEXT))))
     for old, new in (
         (
             'all-gather-start(%w), replica_groups={{0,1},{2,3}}',
@@ -290,14 +290,14 @@ def test_programs_that_are_not_alike():
         ('all-reduce-start(%y)', 'reduce-scatter(%y)'),
         ('bf16[2048,4096]', 'bf16[1024,4096]'),
     ):
-        theirs = read_form(memoryview(module_of(Program(GPU_TEXT.replace(old, new)))))
+        theirs = read_form(memoryview(module_of(HloModule(GPU_TEXT.replace(old, new)))))
         assert theirs != ours
         assert alike(ours, theirs) is None
     assert alike(ours, ours) == {'s': 's', 'rs': 'rs'}
 
 
 def test_two_equal_programs_that_ran(tmp_path):
-    module = module_of(Program(GPU_TEXT))
+    module = module_of(HloModule(GPU_TEXT))
     path = tmp_path / 'it.xplane.pb'
     metadata = Plane('/host:metadata', programs={'jit_f(5)': module, 'jit_f(6)': module})
     events = [
@@ -336,7 +336,7 @@ def test_a_trace_without_programs(tmp_path):
 
 
 def test_a_program_without_a_form(tmp_path):
-    reading = Reading(program=Program(GPU_TEXT), memory=None, devices=devices(4, 'gpu'))
+    reading = Reading(program=HloModule(GPU_TEXT), memory=None, devices=devices(4, 'gpu'))
     error = refusal(measure, reading, tmp_path, None)
     assert error.sentence.startswith('the compiler gave no program')
 

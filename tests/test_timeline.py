@@ -32,9 +32,9 @@ from einshard._program.cost.timeline import Simulation
 from einshard._program.hlo.find_collectives import find_collectives
 from einshard._program.hlo.graph import Graph
 from einshard._program.hlo.op_bytes import op_bytes
-from einshard._program.hlo.text import Program
+from einshard._program.hlo.text import HloModule
 from einshard._program.jaxpr.graph import flatten
-from einshard._spans import Span, spans_svg
+from einshard._spans import Bar, spans_svg
 
 H100 = as_chip('H100')
 E = H100.efficiency
@@ -43,13 +43,13 @@ GPUS = gpus_of(1, 4)
 
 def run_of(text, devices=GPUS, chip=H100):
     ids = [device.id for device in devices]
-    graph = Graph(Program(text))
+    graph = Graph(HloModule(text))
     rows = find_collectives(graph, ids)
     return Simulation(graph, rows, [row.name for row in rows], devices, chip).run(), rows
 
 
 def timeline_of(text, devices=GPUS, chip=H100):
-    program = Program(text)
+    program = HloModule(text)
     return estimate(Reading(program=program, memory=None, devices=devices, chip=chip))
 
 
@@ -386,7 +386,7 @@ SCOPED = 'metadata={op_name="jit(f)/jvp(layer)/flash/dot_general"}'
 
 
 def with_kernels(text, **kernels):
-    graph = Graph(Program(text))
+    graph = Graph(HloModule(text))
     rows = find_collectives(graph, [device.id for device in GPUS])
     return Simulation(graph, rows, [row.name for row in rows], GPUS, H100, kernels).run()
 
@@ -491,7 +491,7 @@ def test_axes_of_a_torus_have_their_own_links():
         f'%h = {DONE}%t)',
         'ROOT %z = bf16[4096,4096]{1,0} add(%g, %h)',
     ).replace('bf16[4096,4096]{1,0}) all-gather-start', 'bf16[2048,4096]{1,0}) all-gather-start')
-    graph, ends = Graph(Program(text)), {}
+    graph, ends = Graph(HloModule(text)), {}
     rows = [
         dataclasses.replace(row, along=axis)
         for row, axis in zip(find_collectives(graph), 'xy', strict=True)
@@ -612,7 +612,7 @@ def test_bytes_of_operations(line, n_bytes):
         '  %x = f32[100,8]{1,0} parameter(0)\n  %i = s32[] parameter(1)\n'
         f'  %u = f32[1,8]{{1,0}} parameter(2)\n  {root}%y = {line}\n{end}}}\n'
     )
-    program = Program(text)
+    program = HloModule(text)
     ops = program.computations['main']
     types = {op.name: op.type for op in ops}
     (op,) = (op for op in ops if op.name == 'y')
@@ -832,10 +832,10 @@ def boxes(svg):
 
 def test_boxes_are_where_spans_are():
     spans = (
-        Span('compute', 0.0, 1.0, 'product', 'a.py:1'),
-        Span('network', 0.5, 1.5, 'all-gather', 'a.py:2 params/w', 0),
-        Span('compute', 1.0, 1.0, 'wait', 'a.py:2 params/w', 0),
-        Span('compute', 2.0, 2.0, 'other', 'a<b>.py:3'),
+        Bar('compute', 0.0, 1.0, 'product', 'a.py:1'),
+        Bar('network', 0.5, 1.5, 'all-gather', 'a.py:2 params/w', 0),
+        Bar('compute', 1.0, 1.0, 'wait', 'a.py:2 params/w', 0),
+        Bar('compute', 2.0, 2.0, 'other', 'a<b>.py:3'),
     )
     svg = spans_svg('title', spans, 4.0)
     found = [(x, width, title) for x, width, _, title in boxes(svg)]
@@ -853,8 +853,8 @@ def test_boxes_are_where_spans_are():
 
 def test_labels_are_for_wide_and_narrow_pages():
     spans = (
-        Span('compute', 0.0, 0.16, 'other', 'some_model.py:123 params/w'),
-        Span('compute', 0.16, 0.84, 'wait', 'b.py:2'),
+        Bar('compute', 0.0, 0.16, 'other', 'some_model.py:123 params/w'),
+        Bar('compute', 0.16, 0.84, 'wait', 'b.py:2'),
     )
     root = ET.fromstring(spans_svg('title', spans, 1.0))
     texts = {
@@ -873,7 +873,7 @@ def test_labels_are_for_wide_and_narrow_pages():
 def test_long_loops_have_their_own_panel_and_short_ones_none():
     def span(start, seconds, inner=()):
         kind = 'loop' if inner else 'other'
-        return Span('compute', start, seconds, kind, '', trips=10, inner=inner)
+        return Bar('compute', start, seconds, kind, '', trips=10, inner=inner)
 
     inside = (span(0, 0.05),)
     svg = spans_svg('title', (span(0, 0.05, inside), span(0.05, 0.95, inside)), 1.0)
@@ -882,16 +882,16 @@ def test_long_loops_have_their_own_panel_and_short_ones_none():
 
 def test_loops_in_loops_have_panels():
     def loop(trips, seconds, inner):
-        return Span('compute', 0, seconds, 'loop', '', trips=trips, inner=inner)
+        return Bar('compute', 0, seconds, 'loop', '', trips=trips, inner=inner)
 
-    layers = loop(50, 0.01, (Span('compute', 0, 0.0002, 'other'),))
+    layers = loop(50, 0.01, (Bar('compute', 0, 0.0002, 'other'),))
     svg = spans_svg('title', (loop(100, 1.0, (layers,)),), 1.0)
     assert [svg.count(f'one of {n} iterations') for n in (100, 50)] == [1, 1]
     assert 'one of 50 iterations: 200 us' in svg
 
 
 def test_many_spans_make_a_small_picture():
-    spans = tuple(Span('compute', i * 1e-6, 1e-6, 'other', f'a.py:{i}') for i in range(20_000))
+    spans = tuple(Bar('compute', i * 1e-6, 1e-6, 'other', f'a.py:{i}') for i in range(20_000))
     svg = spans_svg('title', spans, 0.02)
     assert len(svg) < 1_500_000
     found = list(boxes(svg))

@@ -13,11 +13,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from placed import struct_on
 
-from einshard._program.hlo.text import Program as Text
+from einshard._program.hlo.text import HloModule as Text
 from einshard._program.traced import origins, shardy
 from einshard._program.traced.conflicts import DISAGREE, DROPPED, REDUCE, WHOLE, Conflicts
 from einshard._program.traced.origins import origin, travelled
-from einshard._program.traced.program import LOOP, MANUAL_IN, MANUAL_OUT, Frame
+from einshard._program.traced.propagated import LOOP, MANUAL_IN, MANUAL_OUT, Frame
 from einshard._program.traced.read import read_program
 
 

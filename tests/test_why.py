@@ -13,7 +13,7 @@ from placed import struct_on
 from einshard._explain.why import find_reasons, full_names, why_value
 from einshard._program.hlo.find_collectives import find_collectives
 from einshard._program.hlo.graph import Graph
-from einshard._program.hlo.text import Program as Text
+from einshard._program.hlo.text import HloModule as Text
 from einshard._program.traced import shardy
 from einshard._program.traced.read import read_program
 

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, Sharding
 from jax.stages import Compiled, Traced
 
 from .._notation.expression import ELLIPSIS, axis_letters
-from .._program.hlo.text import Program
+from .._program.hlo.text import HloModule
 from .._sharding.collective_axes import named_sharding
 from .._sharding.describe import Description, describe, describe_named
 from .._sharding.leaf_spec import AnySpec, as_leaf_spec, with_memory_kind
@@ -111,7 +111,7 @@ def find_names(
     stages: Stages,
     stage: Compiled | Oversized | Traced,
     shardings: Sequence[Sharding | None] = (),
-    program: Program | None = None,
+    program: HloModule | None = None,
 ) -> Mapping[int, str]:
     """Returns the names of positional arguments, by position.
 
@@ -190,7 +190,7 @@ def _text(array: ProgramArray, meshes: Sequence[AnyMesh]) -> str:
 
 
 def results_in_place(
-    arguments: Sequence[ArrayRow], results: Sequence[ArrayRow], program: Program
+    arguments: Sequence[ArrayRow], results: Sequence[ArrayRow], program: HloModule
 ) -> tuple[tuple[str, str], ...]:
     """Returns (result path, argument path) for each result that reuses a donated argument's memory.
 

@@ -13,7 +13,7 @@ from .._program.cost.bounds import Bounds
 from .._program.hlo.collective import Collective
 from .._program.hlo.hbm_traffic import min_bytes_read, min_hbm_bytes
 from .._program.hlo.slices import Reshard
-from .._program.traced.program import Program, name_of
+from .._program.traced.propagated import Propagated, name_of
 from .._text import first_of, format_bytes
 from .findings.facts import Facts
 from .findings.gathers import reshard_text
@@ -66,7 +66,7 @@ class Cost:
 
 
 def find_costs(
-    reading: Reading, bounds: Bounds, program: Program | None, paths: Sequence[str] = ()
+    reading: Reading, bounds: Bounds, program: Propagated | None, paths: Sequence[str] = ()
 ) -> list[Cost]:
     """Returns the costs of a compiled program, largest first.
 
@@ -135,7 +135,7 @@ def _sends(reading: Reading, bounds: Bounds) -> Iterator[Cost]:
         )
 
 
-def _products(reading: Reading, bounds: Bounds, program: Program) -> Iterator[Cost]:
+def _products(reading: Reading, bounds: Bounds, program: Propagated) -> Iterator[Cost]:
     """Yields the lines with products whose flops are not shared by all mesh axes."""
     compute = next((b.seconds for b in bounds if b.resource == 'compute'), 0.0)
     compiled: dict[str, int] = defaultdict(int)
@@ -178,7 +178,7 @@ def _products(reading: Reading, bounds: Bounds, program: Program) -> Iterator[Co
 
 
 def _reads(
-    reading: Reading, bounds: Bounds, program: Program, paths: Sequence[str]
+    reading: Reading, bounds: Bounds, program: Propagated, paths: Sequence[str]
 ) -> Iterator[Cost]:
     """Yields the caches that several devices read, of which each could read a part.
 

@@ -14,10 +14,10 @@ from .._chips.chip import Chip
 from .._chips.table import as_chip, find_chip
 from .._errors import EinshardError, public
 from .._functions.promise import program_text
-from .._profile.program import pack, read_form
+from .._profile.form import pack, read_form
 from .._program.hlo.memory import read_memory
 from .._program.hlo.temporaries import largest_temporaries
-from .._program.hlo.text import Program
+from .._program.hlo.text import HloModule
 from .._program.jaxpr.graph import flatten
 from .._sharding.collective_axes import find_sharded_by
 from .._sharding.mesh import Device, MeshLike, is_canonical_mesh, position
@@ -159,7 +159,7 @@ def read_facts(
     """
     compiled = compile_stages(stages) if compiled is None else compiled
     text = simulated.text if simulated else program_text(stages.name or 'the program', compiled)
-    program = Program(text)
+    program = HloModule(text)
     argument_shardings, result_info = compiled_shardings(compiled)  # type: ignore[reportArgumentType]
     names = find_names(stages, compiled, argument_shardings, program)
     arguments = find_arguments(stages, compiled, argument_shardings, names)
@@ -272,7 +272,7 @@ def _devices(shardings: Sequence[Sharding | None]) -> list[Device]:
 
 
 def _output_paths(
-    results: Sequence[str], inputs: Sequence[tuple[str, str]], program: Program
+    results: Sequence[str], inputs: Sequence[tuple[str, str]], program: HloModule
 ) -> Mapping[int, str]:
     """Returns the path of each output, by number.
 

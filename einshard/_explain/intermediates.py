@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from .._errors import EinshardError
 from .._program.hlo.text import ArrayType
 from .._program.jaxpr.names import without_names
-from .._program.traced.program import CONSTRAINT, PASSING, SHARD, Operation, Program, Value
+from .._program.traced.propagated import CONSTRAINT, PASSING, SHARD, Operation, Propagated, Value
 from .._sharding.describe import describe_named
 from .._sharding.mesh import AnyMesh, partition_spec
 from .findings.facts import Facts
@@ -53,7 +53,7 @@ def _is_new(op: Operation) -> bool:
     return op.kind not in _TRIVIAL and op.path.startswith('jit(') and bool(op.place)
 
 
-def _row(op: Operation, value: Value, program: Program, meshes: Sequence[AnyMesh]) -> ArrayRow:
+def _row(op: Operation, value: Value, program: Propagated, meshes: Sequence[AnyMesh]) -> ArrayRow:
     shard = ArrayType(value.dtype, program.local_shape(value))
     return ArrayRow(
         path=_OUTERMOST.sub('', without_names(op.path), count=1),
@@ -66,7 +66,7 @@ def _row(op: Operation, value: Value, program: Program, meshes: Sequence[AnyMesh
     )
 
 
-def _placement(op: Operation, value: Value, program: Program, meshes: Sequence[AnyMesh]) -> str:
+def _placement(op: Operation, value: Value, program: Propagated, meshes: Sequence[AnyMesh]) -> str:
     """Returns an expression, or what no expression describes in Shardy's words."""
     if 'shard_map' in op.path:
         return 'manual'

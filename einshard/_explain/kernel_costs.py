@@ -8,13 +8,13 @@ from typing import Any
 
 from .._errors import EinshardError, quoted
 from .._program.cost.kernels import Kernel, count_calls, scopes_of, target_of
-from .._program.hlo.text import Program
+from .._program.hlo.text import HloModule
 from .._program.jaxpr.graph import flatten
 
 _EXAMPLE = "costs={'flash': (4e9, 2e7)}, the flops and the bytes of HBM of one call on a device"
 
 
-def read_kernel_costs(costs: Any, program: Program, jaxpr: Any) -> Mapping[str, Kernel]:
+def read_kernel_costs(costs: Any, program: HloModule, jaxpr: Any) -> Mapping[str, Kernel]:
     """Returns the kernels by name: that of a scope, or the target of a custom call.
 
     Raises:

@@ -11,10 +11,10 @@ import numpy as np
 
 from .._errors import EinshardError, plural
 from .._profile.events import UNKNOWN, Events, read_events
+from .._profile.form import source_lines, unpack
 from .._profile.join import CONTAINER, Subject, find_kinds, find_parts, find_sends
 from .._profile.match import Match, find_programs, only_one
 from .._profile.measured import Measured
-from .._profile.program import source_lines, unpack
 from .._profile.rows import find_lines, find_rows, find_spans, find_totals
 from .._profile.trace import Trace, read_trace
 from .._program.cost.timeline import async_phases, flops_by_op, line_of, rows_by_op

@@ -24,7 +24,7 @@ from jax.stages import Compiled, Lowered
 
 from .._errors import EinshardError
 from .._program.hlo.groups import read_groups
-from .._program.hlo.text import Instruction, Program
+from .._program.hlo.text import HloModule, Instruction
 from .._program.private_jax import compile_options, devices_of, kept_arguments
 from .._progress import progress
 from .._sharding.collective_axes import sharding_of_blocks
@@ -92,7 +92,7 @@ def _read_oversized(lowered: Lowered, available: int) -> Oversized | None:
         buffers = newest_dump(folder, '.after_optimizations-buffer-assignment')
     if not (before and after and buffers):
         return None
-    program = Program(before)
+    program = HloModule(before)
     parameters = program.parameters
     leaves, treedef = jtu.tree_flatten(lowered.args_info)
     if len(kept) != len(parameters):

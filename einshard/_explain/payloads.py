@@ -23,7 +23,7 @@ from .._program.hlo.queries import (
 )
 from .._program.hlo.slices import padded_shard
 from .._program.hlo.sources import operations
-from .._program.jaxpr.graph import Program as TracedProgram
+from .._program.jaxpr.graph import FlatJaxpr
 from .._program.jaxpr.names import AxisNames, names_in
 from .._program.jaxpr.spans import Span
 
@@ -322,7 +322,7 @@ _EINSUM = re.compile(r'/([A-Za-z,]+)->([A-Za-z]*)/')
 NamedLines: TypeAlias = Mapping[str, Sequence[tuple[Span, AxisNames]]]
 
 
-def find_named_lines(traced: TracedProgram) -> NamedLines:
+def find_named_lines(traced: FlatJaxpr) -> NamedLines:
     """Finds the source lines of constraints and einsums of einshard, and of the calls of helpers.
 
     A compiled program drops most scopes, so a collective finds its names by its source line.

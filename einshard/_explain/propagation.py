@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 from jax.stages import Lowered
 
-from .._program.traced.program import Program
+from .._program.traced.propagated import Propagated
 from .._program.traced.read import read_program
 from .._program.traced.shardy import NotPropagated, is_gspmd
 from .._sharding.scopes import mesh_scope
@@ -32,7 +32,7 @@ class Propagation(NamedTuple):
         note: why not, or what may differ from the compiled program; or ''.
     """
 
-    program: Program | None
+    program: Propagated | None
     note: str = ''
 
 

@@ -19,8 +19,8 @@ from .._program.hlo.groups import Groups
 from .._program.hlo.memory import Memory, read_memory
 from .._program.hlo.slices import Reshard, find_reshards
 from .._program.hlo.target_collectives import target_collectives
-from .._program.hlo.text import Program
-from .._program.jaxpr.graph import Program as TracedProgram
+from .._program.hlo.text import HloModule
+from .._program.jaxpr.graph import FlatJaxpr
 from .._sharding.collective_axes import ShardedBy, along_text, mesh_axes_of
 from .._sharding.mesh import AnyMesh, Device
 from .partition import WORKER_FILE, Compiled
@@ -50,14 +50,14 @@ class Reading:
             gives none, as for a program that does not fit.
     """
 
-    program: Program
+    program: HloModule
     memory: Memory | None
     devices: Sequence[Device] = ()
     meshes: Sequence[AnyMesh] = ()
     chip: Chip | None = None
     inputs: Sequence[tuple[str, str]] = ()
     outputs: Mapping[int, str] = field(default_factory=dict)
-    traced: TracedProgram | None = None
+    traced: FlatJaxpr | None = None
     sharded_by: ShardedBy = field(default_factory=dict)
     is_simulated: bool = False
     kernels: Mapping[str, Kernel] = field(default_factory=dict[str, Kernel])
@@ -148,12 +148,12 @@ class Reading:
 
 def read(name: str, compiled: Any, **fields: Any) -> Reading:
     """Reads what JAX's compiler returned."""
-    program = Program(program_text(name, compiled))
+    program = HloModule(program_text(name, compiled))
     return Reading(program=program, memory=read_memory(compiled), **fields)
 
 
 def read_simulated(compiled: Compiled, **fields: Any) -> Reading:
     """Reads what a `Worker` returned."""
     return Reading(
-        program=Program(compiled.text), memory=compiled.memory, **fields, is_simulated=True
+        program=HloModule(compiled.text), memory=compiled.memory, **fields, is_simulated=True
     )

@@ -12,7 +12,7 @@ from .._chips.chip import Efficiency
 from .._display import Display
 from .._page import Column, Page, Section
 from .._profile.measured import Measured
-from .._spans import Span, spans_svg
+from .._spans import Bar, spans_svg
 from .._text import format_seconds, short_arrays, short_source
 
 
@@ -110,7 +110,7 @@ class Timeline(Display):
     lines: tuple[TimelineLine, ...]
     assumed: Efficiency | None
     unknown: tuple[str, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[Bar, ...]
     estimate: Timeline | None = None
 
     @property

@@ -29,18 +29,18 @@ from .._program.traced.origins import (
     is_asked,
     origin,
 )
-from .._program.traced.program import (
+from .._program.traced.propagated import (
     CONSTRAINT,
     MANUAL_IN,
     MANUAL_OUT,
     PASSING,
     Axis,
     Operation,
-    Program,
+    Propagated,
     Value,
     name_of,
 )
-from .._program.traced.program import RESULT as PROGRAM_RESULT
+from .._program.traced.propagated import RESULT as PROGRAM_RESULT
 from .._text import short_source
 from .why_words import AxisReason, JoinAxes, Words, way_text
 
@@ -116,7 +116,7 @@ class ValueReason:
 
 
 def find_reasons(
-    program: Program, rows: Iterable[Collective], joined: JoinAxes = ' and '.join
+    program: Propagated, rows: Iterable[Collective], joined: JoinAxes = ' and '.join
 ) -> tuple[Reason, ...]:
     """Returns the reason of each collective.
 
@@ -131,7 +131,7 @@ def find_reasons(
 
 
 def why_value(
-    program: Program, place: str, joined: JoinAxes = ' and '.join
+    program: Propagated, place: str, joined: JoinAxes = ' and '.join
 ) -> tuple[ValueReason, ...]:
     """Returns why the values of a line, or an argument, are sharded as they are.
 
@@ -171,7 +171,7 @@ def why_value(
 
 
 class _Why:
-    def __init__(self, program: Program, joined: JoinAxes):
+    def __init__(self, program: Propagated, joined: JoinAxes):
         self.program, self.words = program, Words(program, joined)
         self.conflicts = Conflicts(program)
         # unrolled layers have one conflict for each collective: a used one is less likely
@@ -374,7 +374,7 @@ def _resolves(kind: str, c: Conflict) -> bool:
     return kind != 'all-gather' or c.kind != REDUCE or len(c.operation.results) > 1
 
 
-def _possible_sizes(program: Program, kind: str, c: Conflict) -> frozenset[int]:
+def _possible_sizes(program: Propagated, kind: str, c: Conflict) -> frozenset[int]:
     """The sizes of collectives that may resolve a conflict.
 
     XLA may gather or reduce along the axes of a value one after the other, so the others may be

@@ -25,17 +25,17 @@ from .._program.traced.origins import (
     origin,
     travelled,
 )
-from .._program.traced.program import (
+from .._program.traced.propagated import (
     CALL,
     CONSTRAINT,
     LOOP,
     MANUAL_IN,
     Axis,
     Operation,
-    Program,
+    Propagated,
     Value,
 )
-from .._program.traced.program import RESULT as PROGRAM_RESULT
+from .._program.traced.propagated import RESULT as PROGRAM_RESULT
 from .._text import short_source
 
 JoinAxes: TypeAlias = Callable[[Sequence[str]], str]
@@ -88,7 +88,7 @@ def way_text(lines: Sequence[str]) -> str:
 
 
 class Words:
-    def __init__(self, program: Program, joined: JoinAxes):
+    def __init__(self, program: Propagated, joined: JoinAxes):
         self.program, self.joined = program, joined
 
     @functools.cached_property

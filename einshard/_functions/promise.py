@@ -159,7 +159,7 @@ def check_memory(name: str, compiled: Any, limit: int) -> None:
     from .._program.hlo.graph import Graph
     from .._program.hlo.memory import read_memory
     from .._program.hlo.temporaries import largest_temporaries
-    from .._program.hlo.text import Program
+    from .._program.hlo.text import HloModule
 
     memory = read_memory(compiled)
     if memory is None:
@@ -167,7 +167,7 @@ def check_memory(name: str, compiled: Any, limit: int) -> None:
     if memory.total <= limit:
         return
     text = compiled.as_text()
-    largest = largest_temporaries(Graph(Program(text)), 3) if text else ()
+    largest = largest_temporaries(Graph(HloModule(text)), 3) if text else ()
     texts: list[str] = []
     for x in largest:
         source = f', {short_source(x.source)}' if x.source else ''

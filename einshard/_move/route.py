@@ -15,7 +15,7 @@ from .._program.hlo.collective import Collective
 from .._program.hlo.find_collectives import find_collectives
 from .._program.hlo.graph import Graph
 from .._program.hlo.target_collectives import target_collectives
-from .._program.hlo.text import Program
+from .._program.hlo.text import HloModule
 from .candidates import Candidate, list_candidates
 from .placed import Placed, bound, boxes
 
@@ -161,7 +161,7 @@ def compile_route(move: Move, through: Sequence[Placed]) -> Route | None:
         return None
     except ValueError:  # the compiler raises
         return None
-    graph = Graph(Program(compiled.text))
+    graph = Graph(HloModule(compiled.text))
     collectives = tuple(target_collectives(graph, find_collectives(graph)))
     memory = compiled.memory
     assert memory is not None, 'the compiler for CPUs reports memory'

@@ -14,12 +14,12 @@ from .candidate import Evaluation
 from .evaluate import Function
 from .model import Model
 from .result import Plan
-from .search import Search
+from .search import PlanSearch
 from .source import spec_lines
 from .step_function import StepFunction
 
 
-def make_plan(search: Search, model: Model, function: Function) -> Plan:
+def make_plan(search: PlanSearch, model: Model, function: Function) -> Plan:
     choices = search.ranking()
     if not choices:
         raise EinshardError(
@@ -69,7 +69,7 @@ def _no_plan_compiles(choices: Sequence[Evaluation], model: Model) -> EinshardEr
 
 
 def _notes(
-    choices: Sequence[Evaluation], search: Search, model: Model, function: Function
+    choices: Sequence[Evaluation], search: PlanSearch, model: Model, function: Function
 ) -> Iterator[str]:
     yield from model.asked
     unused = misfits((function.args, function.kwargs))
@@ -121,7 +121,7 @@ def _n_indistinguishable(choices: Sequence[Evaluation]) -> int:
     return len(choices)
 
 
-def _warnings(best: Evaluation, search: Search, model: Model) -> Iterator[str]:
+def _warnings(best: Evaluation, search: PlanSearch, model: Model) -> Iterator[str]:
     if unnamed := model.unnamed_data:
         have = 'argument' if len(unnamed) == 1 else 'arguments'
         yield (

@@ -24,7 +24,7 @@ from .._program.jaxpr.names import names_in as names_in_scope
 from .._program.private_jax import kept_arguments
 from .._program.traced.axis_classes import AxisClasses, Dim
 from .._program.traced.outline import PRODUCTS, Place
-from .._program.traced.program import Axes
+from .._program.traced.propagated import Axes
 from .._program.traced.shardy import NotPropagated, resize_meshes
 from .._program.traced.variants import Variants
 from .._trees.paths import argument_path, path_and_array

@@ -28,7 +28,7 @@ from .model import Model
 from .named_program import find_named
 from .result import Plan
 from .scores import Scores
-from .search import Search
+from .search import PlanSearch
 from .space import AXES, Space, read_candidate, read_pins
 from .starts import Starts
 from .step_function import StepFunction, make_step
@@ -200,11 +200,11 @@ def _searched(
     candidates: Sequence[Candidate],
     user_candidates: Sequence[Candidate],
     options: _Options,
-) -> Search:
+) -> PlanSearch:
     # for CPUs, the partitioner is already the compiler of the target
     is_cpu = function.devices.devices.flat[0].platform == 'cpu'
     with closing(Partitioner(function)) as partitioner:
-        search = Search(
+        search = PlanSearch(
             candidates=candidates,
             user_candidates=user_candidates,
             partitioner=partitioner.evaluate_all,

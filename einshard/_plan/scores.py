@@ -13,7 +13,7 @@ from .._program.cost.mesh_network import MeshNetwork
 from .._program.cost.network import Network
 from .._program.cost.score import Costs, Score
 from .._program.traced.outline import Place
-from .._program.traced.program import Axes
+from .._program.traced.propagated import Axes
 from .._program.traced.shardy import NotPropagated
 from .._program.traced.variants import Variants
 from .candidate import Candidate

@@ -27,7 +27,7 @@ _MEMORY_MARGIN = 1.5
 
 
 @dataclass
-class Search:
+class PlanSearch:
     """A search over candidates, and its results so far.
 
     Attributes:

@@ -18,7 +18,7 @@ from .._program.cost.score import Score
 from .._program.edits.call import JittedCall
 from .._program.edits.edit import Edit, PlaceArguments
 from .._program.traced.outline import Place
-from .._program.traced.program import Axes
+from .._program.traced.propagated import Axes
 from .._trees.axis_names import MetadataNames
 from .candidate import Candidate
 from .model import Array, Model

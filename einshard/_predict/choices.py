@@ -22,7 +22,7 @@ from .._notation.counts import prime_factors
 from .._notation.expression import Term, with_unsharded
 from .._program.traced.attributes import Attributes
 from .._program.traced.outline import Place, main_of
-from .._program.traced.program import Axes
+from .._program.traced.propagated import Axes
 from .._program.traced.shardy import (
     EXPLICIT_PASSES,
     OUT_SHARDING,

@@ -12,8 +12,8 @@ from .._chips.chip import Chip
 from .._program.hlo.collective import Collective
 from .._program.hlo.opcodes import FREE
 from .events import ASYNC_LINE, DeviceEvents, Events
+from .form import Form
 from .match import Match
-from .program import Form
 
 
 @dataclass(frozen=True)

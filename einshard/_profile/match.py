@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .._errors import EinshardError
-from .program import Form, alike, difference
+from .form import Form, alike, difference
 from .trace import Trace
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .._errors import plural
 from .._page import Column, Section
-from .._spans import Span
+from .._spans import Bar
 from .._text import format_flops, format_seconds, short_arrays, short_source
 
 
@@ -143,7 +143,7 @@ class Measured:
     lines: tuple[MeasuredLine, ...]
     notes: tuple[str, ...]
     slowest: int
-    spans: tuple[Span, ...]
+    spans: tuple[Bar, ...]
 
     @property
     def json_fields(self) -> tuple[str, ...]:

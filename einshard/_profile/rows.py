@@ -10,7 +10,7 @@ import numpy as np
 
 from .._program.cost.network import Network
 from .._program.hlo.collective import Collective
-from .._spans import Span
+from .._spans import Bar
 from .._text import short_source
 from .events import UNKNOWN, Events
 from .join import COLLECTIVE, COMPUTE, CONTAINER, DONE, OTHER, Kinds, Sends, Subject
@@ -137,12 +137,12 @@ def find_spans(
     n: int,
     run: int,
     line_of: Callable[[str], str],
-) -> list[Span]:
+) -> list[Bar]:
     """Returns what one device does in one run, in one lane for each stream."""
     device = events.devices[n]
     device = device.kept(device.run == run)
     origin = device.start.min()
-    spans: list[Span] = []
+    spans: list[Bar] = []
     mine = np.flatnonzero((sends.device == n) & (sends.run == run))
     starts: dict[tuple[int, float], int] = {
         (int(sends.row[i]), float(sends.start[i])): int(i) for i in mine
@@ -161,19 +161,19 @@ def find_spans(
             wait = float(np.nan_to_num(sends.wait[i])) * 1e-9
             took = float(sends.end[i] - start) * 1e-9
             if wait:
-                spans.append(Span(lane, at, wait, 'wait', label, row))
-            spans.append(Span(lane, at + wait, took - wait, subject.rows[row].kind, label, row))
+                spans.append(Bar(lane, at, wait, 'wait', label, row))
+            spans.append(Bar(lane, at + wait, took - wait, subject.rows[row].kind, label, row))
             continue
         name = '' if op == UNKNOWN else events.names[op]
         what = 'copy' if kind == OTHER else 'product' if name in subject.flops else 'other'
         label = short_source(line_of(name)) if name else 'unknown'
-        spans.append(Span(lane, at, (end - start) * 1e-9, what, label))
+        spans.append(Bar(lane, at, (end - start) * 1e-9, what, label))
     return _merged(spans) if len(spans) > _MAX_SPANS else spans
 
 
-def _merged(spans: Sequence[Span]) -> list[Span]:
+def _merged(spans: Sequence[Bar]) -> list[Bar]:
     """Joins neighbors of one lane, line and kind."""
-    merged: list[Span] = []
+    merged: list[Bar] = []
     last_of: dict[str, int] = {}
     for span in spans:
         i = last_of.get(span.lane)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .._errors import EinshardError
-from .program import Form, read_form
+from .form import Form, read_form
 from .wire import Truncated, fields, messages, text
 
 _FILE = '*.xplane.pb'

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeAlias
 
-Value: TypeAlias = int | memoryview
+WireValue: TypeAlias = int | memoryview
 
 
 class Truncated(ValueError):
     """The bytes end within a field, or are not of this format."""
 
 
-def fields(data: memoryview) -> Iterator[tuple[int, Value]]:
+def fields(data: memoryview) -> Iterator[tuple[int, WireValue]]:
     """Yields (number, value) of each field of a message, in order.
 
     A value is an integer, not decoded further, or the bytes of a string, of a message or of packed
@@ -61,7 +61,7 @@ def messages(data: memoryview, number: int) -> Iterator[memoryview]:
             yield value
 
 
-def numbers(value: Value) -> list[int]:
+def numbers(value: WireValue) -> list[int]:
     """The integers of a repeated field, of which a packed one has all in one value."""
     if isinstance(value, int):
         return [value]
@@ -72,7 +72,7 @@ def numbers(value: Value) -> list[int]:
     return found
 
 
-def text(value: Value) -> str:
+def text(value: WireValue) -> str:
     return '' if isinstance(value, int) else bytes(value).decode('utf-8', 'replace')
 
 

@@ -124,7 +124,7 @@ def _retyped(concrete: Mesh, abstract: AbstractMesh) -> AnyMesh:
 _in_cache_keys: Any = jax.make_user_context(default_value=None)
 
 
-class Scope:
+class ContextScope:
     """Sets the context in a `with` block, both in `innermost_scope` and in JAX's cache keys.
 
     Interleaved tasks and generators may exit an outer scope before an inner one. When the inner
@@ -182,12 +182,12 @@ class Scope:
         return is_current and not inner
 
 
-innermost_scope: ContextVar[Scope | None] = ContextVar('innermost_scope', default=None)
+innermost_scope: ContextVar[ContextScope | None] = ContextVar('innermost_scope', default=None)
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.open_scopes: list[Scope] = []  # of all tasks, in the order entered
+        self.open_scopes: list[ContextScope] = []  # of all tasks, in the order entered
 
 
 _thread = _Thread()
@@ -204,7 +204,7 @@ def mesh_scope(
         return nullcontext()
     outer = _enclosing_context()
     context = make_context(mesh, False, outer.axis_rules, outer.on_one_device)
-    return Scope(with_rules(context, rules), is_program=is_program)
+    return ContextScope(with_rules(context, rules), is_program=is_program)
 
 
 @contextmanager
@@ -227,7 +227,7 @@ def one_device_scope(mesh: Mesh) -> AbstractContextManager[Any]:
     In the block, every count is 1. Any other mesh is replaced by a mesh on that device, with the
     same axes, each of size 1.
     """
-    return Scope(make_context(mesh, False, _enclosing_context().axis_rules, True))
+    return ContextScope(make_context(mesh, False, _enclosing_context().axis_rules, True))
 
 
 def _enclosing_context() -> Context:
@@ -245,7 +245,7 @@ def add_to_cache_keys() -> AbstractContextManager[Any]:
     For a thread with a copied `contextvars` context, which does not include JAX's cache keys.
     """
     scope = innermost_scope.get()
-    return Scope(NO_CONTEXT if scope is None else scope.context)
+    return ContextScope(NO_CONTEXT if scope is None else scope.context)
 
 
 def matches_cache_keys() -> bool:
@@ -265,19 +265,19 @@ def enter_rules(owner: object, rules: Sequence[AxisRule]) -> None:
     inner = with_rules(
         make_context(outer.mesh, False, outer.axis_rules, outer.on_one_device), rules
     )
-    Scope(inner, owner).__enter__()
+    ContextScope(inner, owner).__enter__()
 
 
 _numbers = itertools.count()
 
 
-def fresh_traces() -> Scope:
+def fresh_traces() -> ContextScope:
     """Makes JAX trace functions again that it has traced, in a `with` block.
 
     A rule for a name that no expression can have is in JAX's cache keys, also in scopes inside.
     """
     rule = AxisRule(f' {next(_numbers)}', '')
-    return Scope(with_rules(_enclosing_context(), [rule]))
+    return ContextScope(with_rules(_enclosing_context(), [rule]))
 
 
 def leave_rules(owner: object) -> bool:

@@ -7,10 +7,10 @@ from typing import Any, TypeAlias
 
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, Sharding
 
-from ..._program.jaxpr.graph import Program
+from ..._program.jaxpr.graph import FlatJaxpr
 from ..._program.jaxpr.names import names_in
 from ..._program.traced.conflicts import DROPPED, Conflict
-from ..._program.traced.program import CONSTRAINT, Operation, axis_names, name_of
+from ..._program.traced.propagated import CONSTRAINT, Operation, axis_names, name_of
 from ..._sharding.describe import describe_named
 from ..._text import first_of
 from ..report_rows import Finding
@@ -102,7 +102,9 @@ def _line_of_unused(stack: _Stack, others: Sequence[_Stack]) -> str:
     return user_line(stack[n_same:])
 
 
-def _constraints(traced: Program, shardings: dict[int, Any]) -> Iterator[tuple[_Stack, str | None]]:
+def _constraints(
+    traced: FlatJaxpr, shardings: dict[int, Any]
+) -> Iterator[tuple[_Stack, str | None]]:
     """Yields (stack, reason) for each constraint without effect, and (stack, None) for others.
 
     Also yields each `jax.device_put` without effect. `shardings` has those of arguments, by the

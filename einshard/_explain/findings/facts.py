@@ -14,7 +14,7 @@ from ..._program.hlo.collective import Collective
 from ..._program.hlo.slices import Gather, find_gather
 from ..._program.hlo.sources import is_user_file
 from ..._program.traced.conflicts import Conflicts
-from ..._program.traced.program import Value
+from ..._program.traced.propagated import Value
 from ..._sharding.collective_axes import axes_text
 from ..._sharding.mesh import is_canonical_mesh
 from ..arrays import ProgramArray

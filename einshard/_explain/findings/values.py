@@ -11,16 +11,15 @@ from typing import Any, TypeAlias
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..._program.hlo.sources import is_user_file
-from ..._program.jaxpr.graph import Op
-from ..._program.jaxpr.graph import Program as TracedProgram
+from ..._program.jaxpr.graph import FlatJaxpr, Op
 from ..._program.jaxpr.names import names_in
-from ..._program.traced.program import (
+from ..._program.traced.propagated import (
     CONSTRAINT,
     LOOP,
     PASSING,
     SHARD,
     Operation,
-    Program,
+    Propagated,
     Value,
     axis_names,
     name_of,
@@ -82,7 +81,7 @@ def argument_of(value: Value) -> int | None:
 
 
 def name_values(
-    program: Program, arguments: Mapping[int, Sequence[str]]
+    program: Propagated, arguments: Mapping[int, Sequence[str]]
 ) -> dict[Value, tuple[str, ...]]:
     """Returns the user's names of the axes of values, from those of arguments and constraints.
 
@@ -130,8 +129,8 @@ def name_values(
 
 
 def axes_of_values(
-    traced: TracedProgram,
-    program: Program,
+    traced: FlatJaxpr,
+    program: Propagated,
     arguments: Mapping[int, int],
     names: Mapping[Value, tuple[str, ...]],
 ) -> list[Axes]:
@@ -203,7 +202,7 @@ def _same_kind(primitive: str) -> tuple[str, ...]:
     return {'convert_element_type': ('convert',)}.get(primitive, (primitive,))
 
 
-def unused_mesh_axes(op: Operation, program: Program) -> list[str]:
+def unused_mesh_axes(op: Operation, program: Propagated) -> list[str]:
     """Returns the mesh axes of size > 1 that shard no array of an operation."""
     used = {name for value in op.values for name in axis_names(value)}
     return [name for name, size in program.mesh.items() if size > 1 and name not in used]

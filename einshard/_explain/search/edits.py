@@ -22,7 +22,7 @@ from ..._program.edits.sites import Sites
 from ..._program.edits.tags import tag_in
 from ..._program.jaxpr.graph import flatten
 from ..._program.traced.outline import Place
-from ..._program.traced.program import Axes
+from ..._program.traced.propagated import Axes
 from ..._program.traced.variants import Variants
 from ..._sharding.mesh import AnyMesh
 

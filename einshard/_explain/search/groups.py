@@ -13,7 +13,7 @@ from typing import Any
 from ..._program.jaxpr.spans import Span
 from ..._program.traced.axis_classes import AxisClasses
 from ..._program.traced.outline import Place
-from ..._program.traced.program import Axes
+from ..._program.traced.propagated import Axes
 from ..._program.traced.variants import Variants
 
 # a constraint on a smaller value than this part of the largest is not tried

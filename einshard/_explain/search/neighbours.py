@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ..._program.traced.outline import Place
-from ..._program.traced.program import Axes, Axis
+from ..._program.traced.propagated import Axes, Axis
 from .groups import Group
 
 

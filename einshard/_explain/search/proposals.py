@@ -14,7 +14,7 @@ from ..._program.cost.network import Network
 from ..._program.cost.score import Costs
 from ..._program.edits.edit import Edit, PlaceArguments, placements
 from ..._program.traced.outline import Place
-from ..._program.traced.program import Axes
+from ..._program.traced.propagated import Axes
 from ..findings.next_call import next_arguments, weights_of_gradients
 from ..findings.values import mesh_entries
 from .edits import edits_of, variants_of

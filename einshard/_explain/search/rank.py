@@ -11,7 +11,7 @@ from typing import Any
 
 from ..._program.cost.score import Costs, Score
 from ..._program.traced.outline import Place
-from ..._program.traced.program import Axes
+from ..._program.traced.propagated import Axes
 from ..._program.traced.shardy import NotPropagated
 from ..._program.traced.variants import Variants
 from .groups import Group

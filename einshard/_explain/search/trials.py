@@ -17,9 +17,8 @@ from ..._program.cost.bounds import Bounds
 from ..._program.edits.apply import Edited, apply
 from ..._program.edits.call import JittedCall
 from ..._program.edits.edit import Edit, indices
-from ..._program.jaxpr.graph import Program as TracedProgram
-from ..._program.jaxpr.graph import flatten
-from ..._program.traced.program import Program
+from ..._program.jaxpr.graph import FlatJaxpr, flatten
+from ..._program.traced.propagated import Propagated
 from ..._sharding.scopes import mesh_scope
 from ..costs import Cost, find_costs
 from ..estimate import step_of
@@ -54,7 +53,7 @@ class Trial:
     reading: Reading
     bounds: Bounds
     figures: Figures
-    propagated: Callable[[], Program | None]
+    propagated: Callable[[], Propagated | None]
 
     @functools.cached_property
     def costs(self) -> list[Cost]:
@@ -114,7 +113,7 @@ class Trials:
                 return None
         return Trial(reading, bounds, reading.figures(bounds), lambda: self._propagate(traced))
 
-    def _propagate(self, traced: Any) -> Program | None:
+    def _propagate(self, traced: Any) -> Propagated | None:
         facts = self.facts
         paths = ([array.path for array in arrays] for arrays in (facts.used, facts.results))
         with self._scope():
@@ -181,7 +180,7 @@ class Trials:
         except (Missing, NotTraced) as reason:
             raise ValueError(f'{NOT_WRITTEN}: {reason}') from None
 
-    def _compile(self, traced: Any, program: TracedProgram) -> Reading:
+    def _compile(self, traced: Any, program: FlatJaxpr) -> Reading:
         facts, mesh = self.facts, self.facts.mesh
         assert mesh is not None
         if facts.platform == 'cpu':
@@ -201,14 +200,14 @@ class Trials:
     def _read(
         self,
         traced: Any,
-        program: TracedProgram | None = None,
+        program: FlatJaxpr | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Reading:
         """Compiles for the target."""
         compiled = traced.lower().compile(compiler_options=options and dict(options))
         return read('the program', compiled, **self._fields(self.facts.used_arguments, program))
 
-    def _fields(self, kept: Sequence[int], program: TracedProgram | None) -> dict[str, Any]:
+    def _fields(self, kept: Sequence[int], program: FlatJaxpr | None) -> dict[str, Any]:
         facts = self.facts
         arguments = [facts.arguments[i] for i in kept if i < len(facts.arguments)]
         return {

@@ -19,7 +19,7 @@ from ..._program.edits.edit import (
     placements,
 )
 from ..._program.jaxpr.spans import Span
-from ..._program.traced.program import CONSTRAINT, Operation
+from ..._program.traced.propagated import CONSTRAINT, Operation
 from ..._sharding.mesh import is_canonical_mesh
 from ..._text import short_source
 from ..findings.expressions import expression_of, shard_text, source_of

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..hlo.text import Instruction
-from ..jaxpr.graph import Op, Program
+from ..jaxpr.graph import FlatJaxpr, Op
 
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
@@ -60,7 +60,7 @@ def scopes_in(path: str) -> list[str]:
     return [f'transpose({name})' if is_backward else name for name in names if name]
 
 
-def count_calls(program: Program, names: Collection[str]) -> Mapping[str, int]:
+def count_calls(program: FlatJaxpr, names: Collection[str]) -> Mapping[str, int]:
     """Returns how often each scope is entered in one run.
 
     The operations of one call follow one another, and so may those of several: at least one line
@@ -76,12 +76,12 @@ def count_calls(program: Program, names: Collection[str]) -> Mapping[str, int]:
     return calls
 
 
-def scopes_of(program: Program) -> set[str]:
+def scopes_of(program: FlatJaxpr) -> set[str]:
     """Returns all named scopes, and what else is a component of a path."""
     return {name for _, parts in _paths(program) for name in scopes_in('/'.join(parts))}
 
 
-def _scopes(program: Program, names: Collection[str]) -> Iterator[tuple[tuple[str, Any], Op]]:
+def _scopes(program: FlatJaxpr, names: Collection[str]) -> Iterator[tuple[tuple[str, Any], Op]]:
     """Yields each operation with its scope, and the calls and loops around that."""
     for op, parts in _paths(program):
         if name := scope_of('/'.join(parts), names):
@@ -93,7 +93,7 @@ def _scopes(program: Program, names: Collection[str]) -> Iterator[tuple[tuple[st
             yield ('', None), op
 
 
-def _paths(program: Program) -> Iterator[tuple[Op, list[str]]]:
+def _paths(program: FlatJaxpr) -> Iterator[tuple[Op, list[str]]]:
     """Yields each operation with the name stacks of the calls around it, and its own."""
     for op in program.ops:
         # 'carry', 'scan_input' and the like pass values into and out of what is called

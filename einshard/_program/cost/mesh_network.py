@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..traced.program import Axes, Axis, name_of
+from ..traced.propagated import Axes, Axis, name_of
 from .network import Network
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ..._chips.chip import Chip
 from ..traced.attributes import Sharding
 from ..traced.outline import MOVE, PRODUCTS, Form, Outline, Step, Type, bytes_of
-from ..traced.program import Axes, Axis, Rule
+from ..traced.propagated import Axes, Axis, Rule
 from .mesh_network import MeshNetwork
 from .temporaries import Temporaries
 

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ..traced.outline import MOVE, PRODUCTS, Outline, bytes_of
-from ..traced.program import Axes
+from ..traced.propagated import Axes
 
 _WRITTEN = PRODUCTS | {'gather', 'scatter'}
 # the result is in the memory of the operand, or is computed from it where it is needed

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..._chips.chip import Chip
-from ..._spans import Span
+from ..._spans import Bar
 from ..._text import short_source
 from ..hlo.collective import Collective
 from ..hlo.find_collectives import count_executions
@@ -29,7 +29,7 @@ from ..hlo.graph import Graph, Node
 from ..hlo.integers import count_trips
 from ..hlo.op_bytes import op_bytes
 from ..hlo.opcodes import COLLECTIVES, FREE
-from ..hlo.text import Instruction, LineErrors, Program
+from ..hlo.text import HloModule, Instruction, LineErrors
 from .kernels import Kernel, scope_of, target_of
 from .network import Network
 
@@ -55,12 +55,12 @@ class Run:
     unknown: dict[str, None] = field(default_factory=dict)
     untimed: set[int] = field(default_factory=set)
     uncertain: set[int] = field(default_factory=set)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[Bar] = field(default_factory=list)
 
     def total(self, what: str) -> float:
         return sum(seconds for (part, _), seconds in self.parts.items() if part == what)
 
-    def emit(self, span: Span) -> None:
+    def emit(self, span: Bar) -> None:
         last = self.spans[-1] if self.spans else None
         joins = span.kind in ('product', 'other')  # of one line, in turn
         if joins and last and (last.kind, last.label) == (span.kind, span.label):
@@ -107,7 +107,7 @@ def flops_by_op(graph: Graph) -> dict[str, dict[str, tuple[float, str]]]:
     return found
 
 
-def async_phases(program: Program) -> dict[str, str]:
+def async_phases(program: HloModule) -> dict[str, str]:
     """Returns 'Start' or 'Done' of the computations of fusions on TPU that are one."""
     return {
         name: match[1]
@@ -119,7 +119,7 @@ def async_phases(program: Program) -> dict[str, str]:
     }
 
 
-def line_of(program: Program, op: Instruction) -> str:
+def line_of(program: HloModule, op: Instruction) -> str:
     """The source line of an operation, or of the last in a fusion that has one."""
     callee = next(iter(op.callees.get('calls', ())), '')
     inside = reversed(program.computations.get(callee, ()))
@@ -131,7 +131,7 @@ class Simulation:
 
     Args:
         rows: the collectives of the program, with their nodes.
-        labels: names each in `Span.label`.
+        labels: names each in `Bar.label`.
         devices: the devices of the program, in its order.
         chip: has an `efficiency`.
         kernels: those whose costs are declared, by the name of their scope or custom call.
@@ -312,7 +312,7 @@ class _Computation:
         self.now = self.copies = 0.0
         self.queues: dict[str, float] = {}
         self.ends: dict[str, tuple[float, bool]] = {}
-        self.flying: list[Span] = []
+        self.flying: list[Bar] = []
 
     def execute(self, op: Instruction) -> None:
         simulation, ends, opcode = self.simulation, self.ends, op.opcode
@@ -371,7 +371,7 @@ class _Computation:
         )
         self.queues[queue] = begin + seconds
         run.parts['busy', row] += seconds
-        self.flying.append(Span('network', begin, seconds, kind, simulation.labels[row], row))
+        self.flying.append(Bar('network', begin, seconds, kind, simulation.labels[row], row))
         run.emit(self.flying[-1])
         return begin + seconds
 
@@ -386,7 +386,7 @@ class _Computation:
         for row, seconds in overlaps.items():
             label = self.simulation.labels[row]
             self.run.parts['exposed', row] += seconds * share
-            self.run.emit(Span('compute', at, seconds * share, 'wait', label, row))
+            self.run.emit(Bar('compute', at, seconds * share, 'wait', label, row))
             at += seconds * share
         self.now = max(self.now, end)
         self.flying = [span for span in self.flying if span.start + span.seconds > self.now]
@@ -397,7 +397,7 @@ class _Computation:
             self.wait(end)
         elif end > self.now:
             self.run.parts['copy', self.simulation.line(op)] += end - self.now
-            self.run.emit(Span('compute', self.now, end - self.now, 'copy', 'waits for a copy'))
+            self.run.emit(Bar('compute', self.now, end - self.now, 'copy', 'waits for a copy'))
             self.now = end
 
     # --- computing and copies -------------------------------------------------------------------
@@ -409,7 +409,7 @@ class _Computation:
             self.lose_track(why, line)
         kind = 'unknown' if why else 'product' if op.name in simulation.flops else 'other'
         self.run.parts['unknown' if why else 'compute', line] += seconds
-        self.run.emit(Span('compute', self.now, seconds, kind, short_source(line)))
+        self.run.emit(Bar('compute', self.now, seconds, kind, short_source(line)))
         self.now += seconds
 
     def copy(self, op: Instruction) -> None:
@@ -420,7 +420,7 @@ class _Computation:
         self.copies = max(self.now, self.copies) + seconds
         self.ends[op.name] = self.copies, False
         begin = self.copies - seconds
-        self.run.emit(Span('copy', begin, seconds, 'copy', short_source(line)))
+        self.run.emit(Bar('copy', begin, seconds, 'copy', short_source(line)))
 
     def lose_track(self, why: str, line: str) -> None:
         """What goes on now is hidden for an unknown time."""
@@ -445,8 +445,8 @@ class _Computation:
             run.add(inner, trips)
             seconds, waiting = inner.seconds * trips, inner.total('exposed') * trips
             if busy := min(seconds, inner.total('busy') * trips):
-                run.emit(Span('network', now, busy, 'loop', 'inside the loop'))
-            loop = Span('compute', now, seconds, 'loop', f'{trips} iterations')
+                run.emit(Bar('network', now, busy, 'loop', 'inside the loop'))
+            loop = Bar('compute', now, seconds, 'loop', f'{trips} iterations')
             run.emit(loop._replace(trips=trips, waiting=waiting, inner=tuple(inner.spans)))
         self.now += inner.seconds * (1 if trips is None else trips)
 
@@ -459,7 +459,7 @@ class _Computation:
             self.run.untimed |= each.untimed | busy
         self.run.parts['unknown', line] += inner.seconds
         label = 'unknown length' if is_loop else 'branches'
-        self.run.emit(Span('compute', self.now, inner.seconds, 'unknown', label))
+        self.run.emit(Bar('compute', self.now, inner.seconds, 'unknown', label))
 
 
 def _called(op: Instruction) -> list[str]:

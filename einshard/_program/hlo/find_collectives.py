@@ -17,13 +17,13 @@ from typing import Any
 
 from .collective import KINDS, PERMUTE, Collective
 from .collective_matmuls import find_collective_matmuls
-from .graph import Graph, Node, Scope
+from .graph import CallSite, Graph, Node
 from .groups import MAX_DEVICES, Groups, Slices, connected, count_slices, read_groups, read_pairs
 from .integers import count_trips
 from .opcodes import FREE, SHAPES
 from .queries import strip
 from .sources import number_of
-from .text import ArrayType, Instruction, LineErrors, Program, Unreadable
+from .text import ArrayType, HloModule, Instruction, LineErrors, Unreadable
 
 
 def read_collectives(text: str, device_ids: Sequence[int] = ()) -> tuple[Collective, ...]:
@@ -47,7 +47,7 @@ def read_collectives(text: str, device_ids: Sequence[int] = ()) -> tuple[Collect
     """
     first, *others = text.split('\nHloModule ')  # all JAX programs seen so far have one module
     texts = [first, *(f'HloModule {other}' for other in others)]
-    graphs = (Graph(Program(text)) for text in texts)
+    graphs = (Graph(HloModule(text)) for text in texts)
     return tuple(c for graph in graphs for c in find_collectives(graph, device_ids))
 
 
@@ -322,12 +322,12 @@ def count_executions(node: Node) -> tuple[int, bool]:
     return prod(n for n in trips if n is not None), None not in trips
 
 
-def user_with_source(program: Program, node: Node, distance: int = 3) -> Instruction | None:
+def user_with_source(program: HloModule, node: Node, distance: int = 3) -> Instruction | None:
     """Finds a direct or indirect user that has a source line, or the fusion around one.
 
     `distance` limits the steps beyond the direct users.
     """
-    tried: dict[tuple[Node, Scope], int] = {}  # how many steps were left after each user
+    tried: dict[tuple[Node, CallSite], int] = {}  # how many steps were left after each user
     pending = [(user, node.scope, distance) for user in reversed(node.users)]
     while pending:
         user, scope, left = pending.pop()

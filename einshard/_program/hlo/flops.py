@@ -18,7 +18,7 @@ from .find_collectives import count_executions, user_with_source
 from .graph import Graph, Node
 from .opcodes import COPIES
 from .queries import strip
-from .text import Instruction, LineErrors, Program
+from .text import HloModule, Instruction, LineErrors
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def find_products(graph: Graph) -> Iterator[Product]:
 
     >>> from einshard._program.hlo.flops import find_products
     >>> from einshard._program.hlo.graph import Graph
-    >>> from einshard._program.hlo.text import Program
+    >>> from einshard._program.hlo.text import HloModule
     >>> text = '''HloModule jit_f
     ...
     ... ENTRY %main (x: f32[2,8], w: f32[8,4]) -> f32[2,4] {
@@ -96,7 +96,7 @@ def find_products(graph: Graph) -> Iterator[Product]:
     ...   ROOT %y = f32[2,4]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
     ... }
     ... '''
-    >>> [product.total for product in find_products(Graph(Program(text)))]  # 2 * 2 * 8 * 4
+    >>> [product.total for product in find_products(Graph(HloModule(text)))]  # 2 * 2 * 8 * 4
     [128]
     """
     outputs = set(graph.outputs)
@@ -125,7 +125,7 @@ def find_products(graph: Graph) -> Iterator[Product]:
         )
 
 
-def _with_source(program: Program, node: Node) -> Instruction:
+def _with_source(program: HloModule, node: Node) -> Instruction:
     """Returns the op of a node, its fusion or a consumer: the first with a source line, if any."""
     call = node.scope.op
     fusions = [call] if call is not None and call.opcode == 'fusion' else []

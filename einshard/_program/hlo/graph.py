@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from .opcodes import SOURCES
-from .text import ArrayType, Instruction, LineErrors, Program, Unreadable
+from .text import ArrayType, HloModule, Instruction, LineErrors, Unreadable
 
 
 class Node:
@@ -47,7 +47,7 @@ class Node:
         type_: str,
         arrays: tuple[ArrayType, ...],
         inputs: Sequence[Node],
-        scope: Scope,
+        scope: CallSite,
         index: int = -1,
     ):
         self.opcode, self.op, self.type, self.inputs = opcode, op, type_, tuple(inputs)
@@ -87,7 +87,7 @@ class Node:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Scope:
+class CallSite:
     """A call of a computation, and the calls around it.
 
     Attributes:
@@ -101,7 +101,7 @@ class Scope:
     """
 
     op: Instruction | None = None
-    outside: Scope | None = None
+    outside: CallSite | None = None
     loop: Loop | None = None
     fusion: Instruction | None = None
     in_branch: bool = False
@@ -110,18 +110,18 @@ class Scope:
     @property
     def calls(self) -> Iterator[Instruction]:
         """The instructions that call, innermost first."""
-        scope: Scope | None = self
+        scope: CallSite | None = self
         while scope is not None and scope.op is not None:
             yield scope.op
             scope = scope.outside
 
-    def inside(self, op: Instruction) -> Scope:
+    def inside(self, op: Instruction) -> CallSite:
         fusion = self.fusion or (op if op.opcode.startswith('fusion') else None)
         in_branch = self.in_branch or op.opcode == 'conditional'
-        return Scope(op, self, self.loop, fusion, in_branch, self.is_condition)
+        return CallSite(op, self, self.loop, fusion, in_branch, self.is_condition)
 
-    def inside_loop(self, loop: Loop, is_condition: bool) -> Scope:
-        return Scope(loop.op, self, loop, self.fusion, self.in_branch, is_condition)
+    def inside_loop(self, loop: Loop, is_condition: bool) -> CallSite:
+        return CallSite(loop.op, self, loop, self.fusion, self.in_branch, is_condition)
 
 
 @dataclass(eq=False)
@@ -134,7 +134,7 @@ class Loop:
     """
 
     op: Instruction
-    scope: Scope
+    scope: CallSite
     phis: list[Node] = field(default_factory=list)
     condition: Node | None = None
     trips: tuple[int | None] | None = None
@@ -144,11 +144,11 @@ class Loop:
 # the result of an instruction: a node, or a tuple of results
 Result: TypeAlias = 'Node | tuple[Result, ...]'
 # yields (instruction, called computation, arguments, scope), is sent its result, returns a result
-_Call: TypeAlias = Generator[tuple[Instruction, str, Sequence[Result], 'Scope'], Result, Result]
+_Call: TypeAlias = Generator[tuple[Instruction, str, Sequence[Result], 'CallSite'], Result, Result]
 
 _INDEX = re.compile(r'index=(\d+)')
 _TYPE_TOKEN = re.compile(r'[()]|[a-z]\w*\[[\d,<=]*\](?:\{[^}]*\})?')  # a layout has parentheses
-_ENTRY = Scope()
+_ENTRY = CallSite()
 _MAX_PARAMETERS = 2**20  # queries.py has a bit for each
 
 
@@ -156,7 +156,7 @@ class Graph:
     """The arrays of a program, and how it computes them.
 
         >>> from einshard._program.hlo.graph import Graph
-        >>> from einshard._program.hlo.text import Program
+        >>> from einshard._program.hlo.text import HloModule
         >>> text = '''HloModule jit_f
         ...
         ... %double (a: f32[8]) -> f32[8] {
@@ -169,7 +169,7 @@ class Graph:
         ...   ROOT %y = f32[8]{0} fusion(%x), kind=kLoop, calls=%double
         ... }
         ... '''
-        >>> graph = Graph(Program(text))
+        >>> graph = Graph(HloModule(text))
         >>> graph.outputs, graph.outputs[0].inputs
         ([add b], (parameter x, parameter x))
         >>> graph.parameters[0].users
@@ -182,7 +182,7 @@ class Graph:
         outputs: the results of the program, by number.
     """
 
-    def __init__(self, program: Program):
+    def __init__(self, program: HloModule):
         self.program = program
         self.nodes: list[Node] = []
         self.parameters: dict[int, Node] = {}
@@ -199,7 +199,7 @@ class Graph:
         op: Instruction,
         type_: str,
         inputs: Sequence[Node],
-        scope: Scope,
+        scope: CallSite,
         index: int = -1,
     ) -> Node:
         arrays = self.program.array_types(type_)
@@ -232,13 +232,13 @@ class Graph:
                 result = None
         return result
 
-    def _call(self, name: str, arguments: Sequence[Result] | None, scope: Scope) -> _Call:
+    def _call(self, name: str, arguments: Sequence[Result] | None, scope: CallSite) -> _Call:
         """Adds the nodes of one call of a computation, and returns its result.
 
         Yields the calls in it, and is sent their results.
         """
         values: dict[str, Any] = {}
-        started: dict[str, Scope] = {}  # asynchronous calls that get their operands later
+        started: dict[str, CallSite] = {}  # asynchronous calls that get their operands later
         result: Result = ()
         root: Result = ()
 
@@ -343,7 +343,7 @@ class Graph:
         [[result]] = nested
         return result
 
-    def _branches(self, op: Instruction, operands: Sequence[Result], scope: Scope) -> _Call:
+    def _branches(self, op: Instruction, operands: Sequence[Result], scope: CallSite) -> _Call:
         callees = op.callees
         names = callees.get('branch_computations') or [
             *callees['true_computation'],
@@ -360,7 +360,7 @@ class Graph:
 
         return _map_leaves(join, *results)
 
-    def _loop(self, op: Instruction, state: Result, scope: Scope) -> _Call:
+    def _loop(self, op: Instruction, state: Result, scope: CallSite) -> _Call:
         loop = Loop(op, scope)
         callees = op.callees
         [body], [condition] = callees['body'], callees['condition']

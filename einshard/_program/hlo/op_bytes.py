@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from .hbm_traffic import is_in_hbm
-from .text import Instruction, Program, array_types
+from .text import HloModule, Instruction, array_types
 
 _TYPE = re.compile(r'[a-z]\w*\[[\d,<=]*\](?:\{[^}]*\})?')
 _SLICES = ('dynamic-slice', 'slice', 'gather')
@@ -15,14 +15,14 @@ _MOVES = ('bitcast', 'convert', 'copy', 'reshape')
 _ACCESSED = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"?(\d+)')  # Pallas kernels
 
 
-def op_bytes(program: Program, op: Instruction, types: Mapping[str, str]) -> int:
+def op_bytes(program: HloModule, op: Instruction, types: Mapping[str, str]) -> int:
     """Returns the bytes of operands and results. A fusion is a unit: what is inside is not in HBM.
 
     Of an array that is only sliced or updated in place, the slices and the update count. What is
     in the VMEM of a TPU does not.
 
         >>> from einshard._program.hlo.op_bytes import op_bytes
-        >>> from einshard._program.hlo.text import Program
+        >>> from einshard._program.hlo.text import HloModule
         >>> text = '''HloModule jit_f
         ...
         ... ENTRY %main (x: f32[100,8], i: s32[]) -> f32[1,8] {
@@ -31,7 +31,7 @@ def op_bytes(program: Program, op: Instruction, types: Mapping[str, str]) -> int
         ...   ROOT %y = f32[1,8]{1,0} dynamic-slice(%x, %i, %i), dynamic_slice_sizes={1,8}
         ... }
         ... '''
-        >>> program = Program(text)
+        >>> program = HloModule(text)
         >>> types = {op.name: op.type for op in program.computations['main']}
         >>> op_bytes(program, program.root, types)  # a slice is read, and written; i is read twice
         72

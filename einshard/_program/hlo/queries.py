@@ -299,7 +299,7 @@ def output_uses(graph: Graph) -> Mapping[Node, frozenset[int]]:
 
         >>> from einshard._program.hlo.graph import Graph
         >>> from einshard._program.hlo.queries import output_uses
-        >>> from einshard._program.hlo.text import Program
+        >>> from einshard._program.hlo.text import HloModule
         >>> text = '''HloModule jit_f, num_partitions=4
         ...
         ... ENTRY %main (w: f32[8], g: f32[8]) -> (f32[], f32[8]) {
@@ -311,7 +311,7 @@ def output_uses(graph: Graph) -> Mapping[Node, frozenset[int]]:
         ...   ROOT %both = (f32[], f32[8]{0}) tuple(%norm, %new)
         ... }
         ... '''
-        >>> graph = Graph(Program(text))
+        >>> graph = Graph(HloModule(text))
         >>> {node.name: sorted(uses) for node, uses in output_uses(graph).items()}
         {'norm': [0], 'new': [1], 'sum': [1], 'g': [1], 'w': [1]}
     """

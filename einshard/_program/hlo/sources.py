@@ -19,7 +19,7 @@ _LIBRARY_FILE = re.compile(
 _Function: TypeAlias = tuple[int, int]  # (file id, function name id)
 
 
-class Span(NamedTuple):
+class SourceRange(NamedTuple):
     """A place in the user's source code.
 
     Columns count from 1, as in editors, and those of HLO from 0. The column is 0 if it is unknown.
@@ -52,7 +52,7 @@ class Sources:
                 rows[int(row[1][:19])] = row[2] or row[3]
         self._files = tables.get('FileNames', {})  # {file id: file name}
         self._locations = {
-            number: Span(
+            number: SourceRange(
                 self._files.get(number_of('file_name_id', row), ''),
                 number_of('line', row),
                 number_of('column', row, -1) + 1,
@@ -71,7 +71,7 @@ class Sources:
         # this, the first frame has parent 0.
         self._parent_offset = 1 if self._frames.get(1, (0, 0))[1] == 1 else 0
 
-    def span(self, metadata: str) -> Span | None:
+    def span(self, metadata: str) -> SourceRange | None:
         """Returns the source code of the instruction with this metadata."""
         stack = self._stack(number_of('stack_frame_id', metadata))
         return innermost_user_frame(self._locations[location] for _, location in stack)

@@ -33,7 +33,7 @@ def target_collectives(graph: Graph, collectives: Sequence[Collective]) -> list[
         >>> from einshard._program.hlo.find_collectives import find_collectives
         >>> from einshard._program.hlo.graph import Graph
         >>> from einshard._program.hlo.target_collectives import target_collectives
-        >>> from einshard._program.hlo.text import Program
+        >>> from einshard._program.hlo.text import HloModule
         >>> text = '''HloModule jit_f, num_partitions=4
         ...
         ... ENTRY %main (g: f32[8]) -> f32[2] {
@@ -43,7 +43,7 @@ def target_collectives(graph: Graph, collectives: Sequence[Collective]) -> list[
         ...   ROOT %mine = f32[2]{0} dynamic-slice(%sum, %i), dynamic_slice_sizes={2}
         ... }
         ... '''
-        >>> graph = Graph(Program(text))
+        >>> graph = Graph(HloModule(text))
         >>> [c.kind for c in target_collectives(graph, find_collectives(graph))]
         ['reduce-scatter']
     """

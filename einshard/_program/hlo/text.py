@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from ..._errors import EinshardError
 from .opcodes import OPCODES, is_known
-from .sources import Sources, Span, number_of, op_name
+from .sources import SourceRange, Sources, number_of, op_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class LineErrors:
         op: the instruction that is being read, to be set before each.
     """
 
-    def __init__(self, program: Program):
+    def __init__(self, program: HloModule):
         self.program, self.op = program, None
 
     op: Instruction | None
@@ -195,7 +195,7 @@ def _lines(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-class Program:
+class HloModule:
     """An optimized HLO module, parsed.
 
     Attributes:
@@ -325,7 +325,7 @@ class Program:
         """The instruction that returns the results of the program."""
         return next(op for op in self.computations[self.entry] if op.is_root)
 
-    def span(self, op: Instruction) -> Span | None:
+    def span(self, op: Instruction) -> SourceRange | None:
         """Returns the user's source code that an instruction comes from, or None."""
         return self.sources.span(op.metadata) if op.metadata else None
 

@@ -16,7 +16,7 @@ from .spans import Frames, Span, with_callers
 
 
 @dataclass(slots=True)
-class Value:
+class Variable:
     """An array in a program.
 
     A value in a loop body represents the arrays of all iterations.
@@ -94,7 +94,7 @@ class Op:
             'scan_output' pass values between a loop and its body, and 'carry' also passes the
             results of the branches of a `cond`. 'shards' passes values into and out of a
             `shard_map`.
-        ins, outs: the indices of operands and results in `Program.values`; None for a scalar.
+        ins, outs: the indices of operands and results in `FlatJaxpr.values`; None for a scalar.
         eqn: the equation; for an operation that passes values, that of the loop or call.
         site: where the equation is.
     """
@@ -120,7 +120,7 @@ class Scan:
     """A `jax.lax.scan`.
 
     Attributes:
-        xs: the scanned arrays, as indices into `Program.values`.
+        xs: the scanned arrays, as indices into `FlatJaxpr.values`.
         sums: the elements of the carry to which the body only adds, after an iteration. None for a
             scalar.
     """
@@ -132,7 +132,7 @@ class Scan:
 
 
 @dataclass(slots=True)
-class Program:
+class FlatJaxpr:
     """A program whose loops, branches and calls are flattened.
 
     Attributes:
@@ -141,14 +141,14 @@ class Program:
         arguments, results: indices into `values`; None for a scalar.
     """
 
-    values: list[Value] = field(default_factory=list[Value])
+    values: list[Variable] = field(default_factory=list[Variable])
     scans: list[Scan] = field(default_factory=list[Scan])
     ops: list[Op] = field(default_factory=list[Op])
     arguments: list[int | None] = field(default_factory=list[int | None])
     results: list[int | None] = field(default_factory=list[int | None])
 
 
-def flatten(closed: Any, keep_unused: bool = False) -> Program:
+def flatten(closed: Any, keep_unused: bool = False) -> FlatJaxpr:
     """Flattens a jaxpr, and removes operations whose results are not used."""
     reader = _Flattener()
     jaxpr = _open(closed)
@@ -168,7 +168,7 @@ class _Flattener:
     """
 
     def __init__(self) -> None:
-        self.program = Program()
+        self.program = FlatJaxpr()
         self.eqn: Any = None
         self.site = Site()
         self.frames = Frames()
@@ -179,7 +179,7 @@ class _Flattener:
         if not shape:
             return None
         sharding = getattr(aval, 'sharding', None)
-        self.program.values.append(Value(tuple(map(int, shape)), aval.dtype, sharding=sharding))
+        self.program.values.append(Variable(tuple(map(int, shape)), aval.dtype, sharding=sharding))
         return len(self.program.values) - 1
 
     def new_values(self, variables: Sequence[Any]) -> list[int | None]:
@@ -378,7 +378,7 @@ def _has_same_ndim(one: Any, other: Any) -> bool:
     return len(getattr(one.aval, 'shape', ())) == len(getattr(other.aval, 'shape', ()))
 
 
-def _used_ops(program: Program) -> list[Op]:
+def _used_ops(program: FlatJaxpr) -> list[Op]:
     used: set[int | None] = {value for value in program.results if value is not None}
     kept: set[int] = set()
     # repeats, because a value in a loop body may be used only in the next iteration

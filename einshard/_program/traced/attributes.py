@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .program import Axes, Axis, Edges, Frame, Rule
+from .propagated import Axes, Axis, Edges, Frame, Rule
 
 _TEXT = r'"((?:[^"\\]|\\.)*)"'
 # '"norm"("model.py":10:13 to :63)' in the text of a location; the end may have a line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .program import PASSING, RESULT, SHARD, Axis, Operation, Program, Rule, Value, name_of
+from .propagated import PASSING, RESULT, SHARD, Axis, Operation, Propagated, Rule, Value, name_of
 
 # sums, or takes the maximum, over a dimension that the axis shards
 REDUCE = 'reduce'
@@ -60,7 +60,7 @@ class Conflict:
 class Conflicts:
     """Finds the conflicts of a program's operations, each once."""
 
-    program: Program
+    program: Propagated
     _known: dict[tuple[Operation, Axis], tuple[Conflict, ...]] = field(
         default_factory=dict[tuple[Operation, Axis], 'tuple[Conflict, ...]']
     )

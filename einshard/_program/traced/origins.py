@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from .program import (
+from .propagated import (
     CONSTRAINT,
     MANUAL_IN,
     MANUAL_OUT,
@@ -13,7 +13,7 @@ from .program import (
     Axis,
     Frame,
     Operation,
-    Program,
+    Propagated,
     Value,
     name_of,
 )
@@ -47,7 +47,7 @@ class Origin:
     name: str = ''
 
 
-def origin(program: Program, value: Value, axis: Axis) -> Origin:
+def origin(program: Propagated, value: Value, axis: Axis) -> Origin:
     """Returns where a mesh axis of a value comes from.
 
     Args:
@@ -130,7 +130,7 @@ def _of_constraint(constraint: Operation, axis: Axis) -> Origin:
     return Origin(TYPE, operation=constraint)
 
 
-def _without_name(program: Program, value: Value, axis: Axis) -> Origin | None:
+def _without_name(program: Propagated, value: Value, axis: Axis) -> Origin | None:
     """Returns the origin of an axis by the steps that it made, or None."""
     for step in reversed(_steps(value, axis)):
         if step.argument is not None:

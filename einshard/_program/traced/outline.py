@@ -1,7 +1,7 @@
 """What a lowered module computes, whatever its shardings: read once, for all that are scored.
 
-Reading a module as a `Program` takes as long as propagating it. Neighbours of a program differ only
-in attributes, so operations, rules and loops are read once; of each propagated copy, only the
+Reading a module as `Propagated` takes as long as propagating it. Neighbours of a program differ
+only in attributes, so operations, rules and loops are read once; of each propagated copy, only the
 attributes of shardings.
 """
 
@@ -15,7 +15,7 @@ from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 from .attributes import Attributes, Sharding
-from .program import BARRIER, CONSTRAINT, Rule
+from .propagated import BARRIER, CONSTRAINT, Rule
 from .shardy import (
     EDGE_SHARDING,
     IN_SHARDINGS,

@@ -1,4 +1,4 @@
-"""Reads a lowered module as a `Program`."""
+"""Reads a lowered module as a `Propagated`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .attributes import Attributes
-from .program import (
+from .propagated import (
     BARRIER,
     BRANCH,
     CALL,
@@ -18,7 +18,7 @@ from .program import (
     SHARD,
     Frame,
     Operation,
-    Program,
+    Propagated,
     Value,
 )
 from .shardy import (
@@ -37,7 +37,7 @@ from .shardy import (
 )
 
 
-def read_program(module: Any, names: Mapping[int, str] | None = None) -> Program:
+def read_program(module: Any, names: Mapping[int, str] | None = None) -> Propagated:
     """Propagates a lowered module and reads it.
 
     >>> import jax
@@ -78,9 +78,9 @@ class _Reader:
             'named_computation': self._call,
             'manual_computation': self._manual,
         }
-        self.program = Program({}, [], [], [])
+        self.program = Propagated({}, [], [], [])
 
-    def read(self, module: Op) -> Program:
+    def read(self, module: Op) -> Propagated:
         for view in module.regions[0].blocks[0].operations:
             op = view.operation
             if op.name == 'sdy.mesh':

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from .outline import Outline, Place, main_of
-from .program import CONSTRAINT
+from .propagated import CONSTRAINT
 from .shardy import POSITION, SHARDING, Op, all_ops
 
 # fewer layers are not worth it

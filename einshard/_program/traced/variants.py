@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..edits.keys import Key
 from .attributes import Attributes, Sharding
 from .outline import Place, bytes_of, main_of, read_outline
-from .program import CONSTRAINT, Axes
+from .propagated import CONSTRAINT, Axes
 from .shardy import (
     EDGE_SHARDING,
     POSITION,

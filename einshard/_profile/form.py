@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from .._program.hlo.opcodes import COLLECTIVES
 from .._program.hlo.sources import Sources
-from .wire import Value, fields, messages, numbers, text
+from .wire import WireValue, fields, messages, numbers, text
 
 
 class Op(NamedTuple):
@@ -185,7 +185,7 @@ _FRAME = 15  # stack_frame_id of OpMetadata
 
 def source_lines(module: memoryview) -> Mapping[str, str]:
     """Returns the source line of each instruction of an HloModuleProto that has one."""
-    frames: dict[str, Value] = {}
+    frames: dict[str, WireValue] = {}
     for computation in messages(module, 3):
         for instruction in messages(computation, 2):
             for metadata in messages(instruction, _METADATA):

@@ -166,7 +166,7 @@ class Operation:
 
 
 @dataclass(eq=False)
-class Program:
+class Propagated:
     """A program that Shardy has propagated. It holds no MLIR object.
 
     Attributes:
