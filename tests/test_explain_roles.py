@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from placed import mesh_of, shardings
 
 from einshard import explain, topology
-from einshard._explain.payloads import Payloads
+from einshard._explain.roles import Payloads
 from einshard._program.hlo.find_collectives import find_collectives
 from einshard._program.hlo.graph import Graph
 from einshard._program.hlo.queries import Origins, output_uses

@@ -27,7 +27,7 @@ from test_collectives import kept
 from einshard import einshard, explain, sharded, topology
 from einshard._explain.collectives import Collectives
 from einshard._explain.oversized import Oversized
-from einshard._explain.payloads import Payloads
+from einshard._explain.roles import Payloads
 from einshard._explain.stages import Stages
 from einshard._page import page_text
 from einshard._program.hlo.find_collectives import find_collectives, read_collectives

@@ -20,7 +20,7 @@ from test_collectives import kept, module
 from einshard import EinshardError, explain
 
 # private: text that no JAX compiles
-from einshard._explain.payloads import Payloads
+from einshard._explain.roles import Payloads
 from einshard._program.hlo.find_collectives import find_collectives, read_collectives
 from einshard._program.hlo.flops import find_products
 from einshard._program.hlo.graph import Graph, Node

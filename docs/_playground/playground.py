@@ -23,7 +23,7 @@ from einshard._notation.layout import (
     signed_axes,
     spec_entries,
 )
-from einshard._suggestions import keep_working_suggestions
+from einshard._working_fixes import keep_working_suggestions
 
 _MAX_DEVICES = 4096  # a picture of more takes seconds on a phone
 _MESH_AXIS = re.compile(r'([^\s(),@*]+)[=:]([0-9]+)')

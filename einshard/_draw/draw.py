@@ -14,7 +14,7 @@ from .._errors import EinshardError
 from .._notation.counts import prime_factors
 from .._notation.expression import ELLIPSIS, Expression, parse
 from .._notation.layout import as_count, axis_positions, lay_out, no_mesh_text, spec_entries
-from .._suggestions import with_working_fix
+from .._working_fixes import with_working_fix
 from .blocks import blocks_on_mesh
 from .caption import describe_device_order, describe_shards
 from .picture import Picture

@@ -18,7 +18,7 @@ from jax.stages import Compiled, Traced
 
 from .._notation.expression import ELLIPSIS, axis_letters
 from .._program.hlo.text import HloModule
-from .._sharding.collective_axes import named_sharding
+from .._sharding.collective_axes import as_named_sharding
 from .._sharding.describe import Description, describe, describe_named
 from .._sharding.leaf_spec import AnySpec, as_leaf_spec, with_memory_kind
 from .._sharding.mesh import AnyMesh
@@ -183,7 +183,7 @@ def _text(array: ProgramArray, meshes: Sequence[AnyMesh]) -> str:
     if sharding is None:
         return _NOT_USED
     if not isinstance(sharding, NamedSharding) and meshes:
-        sharding = named_sharding(sharding, array.shape, meshes[0]) or sharding
+        sharding = as_named_sharding(sharding, array.shape, meshes[0]) or sharding
     if isinstance(sharding, NamedSharding):
         return describe_named(sharding, ndim, array.names)
     return describe(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding))

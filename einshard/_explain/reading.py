@@ -24,8 +24,8 @@ from .._program.jaxpr.graph import FlatJaxpr
 from .._sharding.collective_axes import ShardedBy, along_text, mesh_axes_of
 from .._sharding.mesh import AnyMesh, Device
 from .partition import WORKER_FILE, Compiled
-from .payloads import Payloads, find_named_lines
 from .report_rows import Figures
+from .roles import Payloads, find_named_lines
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDevi
 from .._cache import cached
 from .._errors import EinshardError
 from .._notation.counts import prime_factors
-from .._sharding.collective_axes import named_sharding, sharding_of_blocks
+from .._sharding.collective_axes import as_named_sharding, sharding_of_blocks
 from .._sharding.mesh import Device, device_mesh, spec_axes
 from .placed import Boxes, Placed, bound, boxes, missing, refined
 from .route import Move
@@ -81,7 +81,7 @@ def placed_of(sharding: Any, shape: Sequence[int]) -> tuple[tuple[Device, ...], 
         return tuple(sharding.device_set), Placed((1,), ((),) * ndim)
     named = sharding
     if not isinstance(sharding, NamedSharding):
-        named = named_sharding(sharding, shape, device_mesh(list(sharding.device_set)))
+        named = as_named_sharding(sharding, shape, device_mesh(list(sharding.device_set)))
     if named is None:
         raise EinshardError(
             f'arrays that are sharded by a {type(sharding).__name__} cannot be moved',

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from .._cache import cached
 from .._errors import EinshardError, Span, Suggestion, quoted
-from .._suggestions import with_working_fix
+from .._working_fixes import with_working_fix
 from .words import (
     ELLIPSIS,
     SIGNS,

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Collection
 
 from .._errors import printable, quoted
-from .._suggestions import works
+from .._working_fixes import works
 from .expression import ELLIPSIS, Expression, Term, write, write_short
 
 

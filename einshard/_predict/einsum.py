@@ -26,7 +26,7 @@ from .._sharding.placement import Placement, may_use_rules
 from .._sharding.resolve import resolve
 from .._sharding.scopes import current_context
 from .._sharding.tracing import is_tracing
-from .._suggestions import keep_working_suggestions, works
+from .._working_fixes import keep_working_suggestions, works
 from .contraction import (
     Contraction,
     from_numpy_subscripts,

@@ -21,7 +21,7 @@ from .._errors import EinshardError, plural, public, quoted
 from .._notation.expression import ELLIPSIS
 from .._notation.words import signs_text
 from .._page import Column, Page, Section
-from .._suggestions import keep_working_suggestions
+from .._working_fixes import keep_working_suggestions
 from .choices import Choice, Communication, Contractor
 from .contraction import Contraction, from_numpy_subscripts, is_placed, read_contraction
 from .mesh_axes import array_axes_of, mesh_and_operands

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from .._cache import cached
 from .._errors import EinshardError, RuleSuggestion, Suggestion
 from .._notation.expression import Expression, Term, check_mesh_axes, parse, write_short
-from .._suggestions import works
+from .._working_fixes import works
 from .context import AxisRule, AxisRules, Context, Fallback
 from .leaf_spec import AnySpec, as_leaf_spec
 

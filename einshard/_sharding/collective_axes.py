@@ -95,7 +95,9 @@ def sharding_of_blocks(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedS
     return NamedSharding(mesh, PartitionSpec(*(entry or None for entry in entries)))
 
 
-def named_sharding(sharding: Sharding, shape: Sequence[int], mesh: AnyMesh) -> NamedSharding | None:
+def as_named_sharding(
+    sharding: Sharding, shape: Sequence[int], mesh: AnyMesh
+) -> NamedSharding | None:
     """Returns the sharding on `mesh` that places an array like `sharding`, or None if none does.
 
     JAX has other shardings than NamedShardings for arrays that the compiler shards, and for

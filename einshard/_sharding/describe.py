@@ -16,7 +16,7 @@ from .._errors import EinshardError, public
 from .._notation.expression import ELLIPSIS, Expression, Term, axis_letters, with_unsharded, write
 from .._notation.layout import Layout, Split, merge_neighbors
 from .._notation.words import is_mesh_axis
-from .collective_axes import named_sharding
+from .collective_axes import as_named_sharding
 from .leaf_spec import signed_terms, with_memory_kind
 from .mesh import (
     UNCONSTRAINED,
@@ -110,7 +110,7 @@ def _describe_leaf(x: Any) -> str | None:
         text = f'{portable}: {device}'
     else:
         mesh = device_mesh(sorted(sharding.device_set, key=position))
-        named = None if shape is None else named_sharding(sharding, shape, mesh)
+        named = None if shape is None else as_named_sharding(sharding, shape, mesh)
         if named is not None:
             return describe_named(named, ndim)
         text = portable = (

@@ -410,7 +410,7 @@ def named_sharding(
     """Makes a NamedSharding that keeps its memory kind.
 
     On described GPUs, which have no memories, JAX drops it. On the abstract mesh it keeps it, and
-    compiles for the devices of the other arrays.
+    compiles for the devices of the other arrays. Without a memory kind, `NamedSharding` will do.
     """
     sharding = NamedSharding(mesh, spec, memory_kind=memory_kind)
     if memory_kind in (None, 'device', sharding.memory_kind) or isinstance(mesh, AbstractMesh):

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from .._cache import cached
 from .._errors import EinshardError, Suggestion, public
 from .._notation.hints import mesh_axes_hint, spacing_hint
-from .._suggestions import keep_working_suggestions, with_working_fix, works
+from .._working_fixes import keep_working_suggestions, with_working_fix, works
 from .apply_axis_rules import fix_in_axis_rules
 from .context import Context, changed
 from .leaf_spec import (

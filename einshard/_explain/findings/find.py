@@ -77,7 +77,7 @@ def find_findings(facts: Facts) -> tuple[tuple[Finding, ...], tuple[Finding, ...
     for diagnose in _DIAGNOSES:
         for found in [*diagnose(facts)]:
             rows = (c for c in facts.collectives if c.name in found.explains)
-            # a suggestion is a change that fixes/ has compiled
+            # a suggestion is a change that `search/` has compiled
             facts.found.append(replace(found, suggestion='', reason=facts.reason_of(rows)))
     notes = [note for diagnose in _NOTES for note in diagnose(facts)]
 

@@ -24,7 +24,7 @@ from ..._program.jaxpr.graph import flatten
 from ..._program.traced.outline import Place
 from ..._program.traced.propagated import Axes
 from ..._program.traced.variants import Variants
-from ..._sharding.mesh import AnyMesh
+from ..._sharding.mesh import AnyMesh, partition_spec
 
 # results at which a constraint may help: products, lookups, sums of a residual stream
 _CANDIDATES = frozenset(
@@ -103,5 +103,4 @@ def variants_of(call: JittedCall, mesh: Mesh, moves: bool = False) -> Variants:
 
 
 def sharding_of(axes: Axes, mesh: AnyMesh) -> NamedSharding:
-    spec = (dim[0] if len(dim) == 1 else dim or None for dim in axes)
-    return NamedSharding(mesh, PartitionSpec(*spec))
+    return NamedSharding(mesh, partition_spec(axes))

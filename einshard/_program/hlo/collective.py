@@ -26,6 +26,9 @@ KINDS = (
 class Collective:
     """A collective of a compiled program.
 
+    `find_collectives` reads it from HLO. `Reading.collectives` adds the user's arrays and mesh axes
+    (`role`, `of`, `axes`, `is_backward`, `along`, `mesh_axes`), and `with_causes` the `cause`.
+
     Attributes:
         kind: 'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute',
             'ragged-all-to-all', 'collective-broadcast', or 'custom-call' for a kernel that
