@@ -321,6 +321,14 @@ def test_nothing_is_written_otherwise(monkeypatch, quick):
     assert run(monkeypatch, Terminal(), seconds=0) == ''
 
 
+def test_commands_write_lines_without_a_terminal(monkeypatch):
+    monkeypatch.setattr(_progress, '_LOG_INTERVAL', 0.05)
+    monkeypatch.setattr(_progress, '_logs', True)
+    lines = run(monkeypatch, io.StringIO()).splitlines()
+    assert lines
+    assert {*lines} == {'compiling step: 0 s'}
+
+
 def test_the_default_waits_for_seconds(monkeypatch):
     assert run(monkeypatch, Terminal(), seconds=0.2) == ''
 

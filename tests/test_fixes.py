@@ -633,7 +633,7 @@ def test_on_a_topology():
     fixed = explain(report.fixed_function(), weights, table, tokens, tries=0)
     assert finding.tried.network_bytes == fixed.network_bytes
     assert finding.tried.memory == fixed.memory.total
-    assert report.total[0].startswith('lower bounds with this change: ')
+    assert report.total[0].startswith('lower bounds with the change: ')
     assert is_summary(report.total[1:])
     assert all(str(bound) in report.total[0] for bound in fixed.bounds)
 

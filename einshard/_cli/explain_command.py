@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,8 @@ def run(arguments: Sequence[str]) -> tuple[str, int]:
         with writing(options.patch):
             # the bytes of files in other encodings are surrogates
             Path(options.patch).write_bytes(patch.encode('utf-8', 'surrogateescape'))
+        if not patch:
+            print(f'{options.patch} is empty: no suggestion is left to write', file=sys.stderr)
     text = text_of(report, options)
     counted = [each for each in report.findings if each.kind not in options.ignore]
     return text, 3 if options.fail_on and counted else 0

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from .._errors import EinshardError
+from .._progress import log_progress
 from .arguments import with_options
 from .options import cannot_write, program
 from .show_command import show_parser
@@ -73,7 +74,8 @@ def _print(text: str) -> None:
 
 
 def script() -> int:
-    """Runs the installed command, with the current folder on `sys.path`, as `python -m` does."""
+    """Runs the command of this process, with the current folder on `sys.path`."""
+    log_progress()
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())
     return main()

@@ -370,11 +370,13 @@ def _finding_text(finding: Finding) -> str:
     if finding.seconds:
         line += f'{format_seconds(finding.seconds)} exposed: '
     suggestion = ''
-    if text := finding.suggestion:
+    if finding.suggestion:
+        text, _, other = finding.suggestion.partition('. Or: ')
         suggestion = f'. {text[0].upper()}{text[1:]}.'
         if finding.tried is not None:
             on = ' on simulated CPUs' * finding.tried.is_simulated
             suggestion += f' Tried{on}: {finding.tried}.'
+        suggestion += f' Or: {other}.' * bool(other)
     reason = f' ({finding.reason})' if finding.reason else ''
     return f'{line}{finding.text}{reason}{suggestion}'
 

@@ -128,7 +128,7 @@ class Advice:
             if accepted and self._facts.chip is not None:
                 mark = ' (the largest)' * (len(search.bounds) > 1)
                 left = (f'{b}{mark * (b is search.bounds.largest)}' for b in search.bounds)
-                what = 'this change' if len(found) == 1 else 'all changes'
+                what = 'the change' if len(found) == 1 else 'all changes'
                 lines.append(f'lower bounds with {what}: {"; ".join(left)}')
             if accepted or search.cut or search.left_out:
                 lines.append(search.summary)
@@ -232,7 +232,8 @@ class Advice:
             suggestion += f' ({text})'
         other = accepted.other
         if other is not None and (said := words.say(other.edits)) not in suggestion:
-            suggestion += f'. Or: {said} ({format_seconds(other.tried.bound)})'
+            bounds = map(format_seconds, (other.tried.bound, accepted.tried.bound))
+            suggestion += f'. Or: {said} (sum of lower bounds {", of the first ".join(bounds)})'
         memory = next((rule for rule in rules if rule.kind == 'does not fit'), None)
         if memory is not None and (accepted.tried.memory or 0) < (
             accepted.tried.before.memory or 0
