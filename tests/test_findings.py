@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import mistakes
+import modules
 import numpy as np
 import pytest
 from jax import lax
@@ -15,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from mistakes import BOTH, FSDP, MEGATRON, Choices, arguments, make_step
-from placed import mesh_of, struct
+from placed import mesh_of, struct, struct_on
 
 from einshard import (
     axis_rules,
@@ -684,3 +685,36 @@ def test_an_interpreted_pallas_kernel_needs_per_device(tries):
     assert (
         explain(by_device(step), jax.ShapeDtypeStruct(x.shape, x.dtype), tries=0).network_bytes == 0
     )
+
+
+@pytest.mark.parametrize('tries', [0, 12])
+def test_a_split_of_a_sharded_axis_is_noted_whatever_was_tried(tries):
+    """No sharding makes the split cheaper; an axis of their own for the parts does."""
+    mesh = mesh_of(data=2, tensor=4)
+    shape = struct_on(mesh)
+
+    def attend(x, parts, out):
+        q, k, v = parts(x)
+        return (jax.nn.relu(q) * k + v) @ out
+
+    def by_split(x, w, out):
+        return attend(x, lambda x: jnp.split(x @ w, 3, axis=-1), out)
+
+    def by_axis(x, w, out):
+        return attend(x, lambda x: jnp.moveaxis(jnp.einsum('bi,ipo->bpo', x, w), 1, 0), out)
+
+    x, out = shape((4096, 2048), 'data'), shape((2048, 2048), 'tensor')
+    w = shape((2048, 3 * 2048), None, 'tensor')
+    (note, *others) = [
+        note
+        for note in explain(by_split, x, w, out, tries=tries).notes
+        if note.kind == 'moved elements'
+    ]
+    assert not others
+    assert note.source.endswith(modules.line_of(by_split, 'jnp.split'))
+    assert 'collective-permute of activations along tensor' in note.text
+    assert 'the split at' in note.reason
+    w = shape((2048, 3, 2048), None, None, 'tensor')
+    report = explain(by_axis, x, w, out, tries=tries)
+    assert 'moved elements' not in {note.kind for note in report.notes}
+    assert {c.kind for c in report.collectives} == {'all-reduce'}

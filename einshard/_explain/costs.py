@@ -10,9 +10,10 @@ from typing import Any
 
 from .._chips.table import default_chip
 from .._program.cost.bounds import Bounds
-from .._program.hlo.collective import Collective
+from .._program.hlo.collective import PERMUTE, Collective
 from .._program.hlo.hbm_traffic import min_bytes_read, min_hbm_bytes
 from .._program.hlo.slices import Reshard
+from .._program.traced.conflicts import MOVED
 from .._program.traced.propagated import Propagated, name_of
 from .._text import first_of, format_bytes
 from .findings.facts import Facts
@@ -214,13 +215,16 @@ def _reads(
 
 
 _MIN_SHARE = 0.1  # of the sum of the lower bounds
+_MIN_SHARE_MOVED = 0.03  # for what another program avoids
 _MAX_NOTES = 3
 
 
 def cost_notes(facts: Facts) -> Iterator[Finding]:
-    """Notes the largest costs, with their reasons, where no change of the program was tried.
+    """Notes the largest costs, with their reasons.
 
-    Gathers of weights and sums of gradients are what data parallelism costs.
+    Gathers of weights and sums of gradients are what data parallelism costs. An operation that
+    moves elements along a sharded axis, such as a split, has a kind of its own: no sharding makes
+    it cheaper, but another program does, so it stays when all changes of shardings were tried.
     """
     if facts.n_devices == 1:
         return
@@ -232,17 +236,32 @@ def cost_notes(facts: Facts) -> Iterator[Finding]:
     costs = [
         cost
         for cost in find_costs(facts, bounds, facts.propagation.program, paths)
-        if cost.seconds >= _MIN_SHARE * total
+        if cost.seconds >= _MIN_SHARE_MOVED * total
         and explained.isdisjoint(cost.names)
         and not (
             facts.is_training and cost.role in ('weights', 'gradients') and cost.kind in _OF_WEIGHTS
         )
     ]
-    for cost in costs[:_MAX_NOTES]:
+    noted = set[tuple[str, str]]()
+    for cost in costs:
         rows = [c for c in facts.collectives if c.name in cost.names]
+        is_moved = cost.kind in (PERMUTE, 'all-to-all') and _is_moved(facts, rows)
+        if len(noted) == _MAX_NOTES or not (is_moved or cost.seconds >= _MIN_SHARE * total):
+            continue
         text = f'{cost}: {cost.seconds / total:.0%} of the lower bounds of {chip.name}'
         reason = facts.reason_of(rows)
-        yield Finding('cost', text, cost.line or None, cost.bytes, '', cost.names, None, reason)
+        if is_moved and (cost.line, reason) in noted:  # one exchange in several steps
+            continue
+        noted.add((cost.line, reason))
+        kind = 'moved elements' if is_moved else 'cost'
+        yield Finding(kind, text, cost.line or None, cost.bytes, '', cost.names, None, reason)
+
+
+def _is_moved(facts: Facts, rows: Sequence[Collective]) -> bool:
+    """Whether operations that move elements along sharded axes are the reason of collectives."""
+    reasons = (facts.reasons[row.name] for row in rows if row.name in facts.reasons)
+    kinds = {conflict.kind for reason in reasons for conflict in reason.conflicts}
+    return kinds == {MOVED}
 
 
 _OF_WEIGHTS = ('all-gather', 'all-reduce', 'reduce-scatter')

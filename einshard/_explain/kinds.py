@@ -31,6 +31,7 @@ FindingKind = Literal[
 # A finding whose costs no change has lowered is a note of its kind, too.
 NoteKind = Literal[
     'cost',
+    'moved elements',
     'replicated',
     'constant',
     'donation',
