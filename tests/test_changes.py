@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from command import main
 
 from einshard import EinshardError
 
@@ -398,6 +399,14 @@ def test_bad_configuration(tmp_path, old, new, says):
     (tmp_path / 'pyproject.toml').write_text(CONFIG.replace(old, new))
     with pytest.raises(EinshardError, match=says):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize('option', ['--base main', '--json', '--markdown a.md', '--fail-on bytes'])
+def test_an_update_compares_nothing(project, option, monkeypatch, capsys):
+    monkeypatch.chdir(project)
+    assert main(['check', '--update', *option.split()]) == 2
+    assert f'so it takes no {option.split()[0]}' in capsys.readouterr().err
+    assert not (project / '.einshard').exists()
 
 
 def test_names_and_targets(project):

@@ -50,6 +50,18 @@ class Options:
 
 
 def check(options: Options, folder: Path) -> Checked:
+    ignored = {
+        '--base': options.base,
+        '--json': options.json,
+        '--markdown': options.markdown,
+        '--fail-on': options.fail_on,
+    }
+    if options.update and (given := [name for name, value in ignored.items() if value]):
+        raise EinshardError(
+            f'--update writes stored reports and compares nothing, so it takes no {given[0]}',
+            code='check',
+            facts={'to compare': 'leave --update out'},
+        )
     config = read_config(folder)
     jobs = [*_jobs(config, options)]
     if options.update:
