@@ -421,6 +421,17 @@ def test_names_and_targets(project):
         check(Options(targets=('cpu:4',)), project)
 
 
+@pytest.mark.parametrize('options', [[], ['--update']])
+def test_a_selection_of_nothing(project, options, monkeypatch, capsys):
+    step = CONFIG.partition('[[')[2].replace('"train"', '"other"').replace('cpu:8', 'h100:8')
+    (project / 'pyproject.toml').write_text(f'{CONFIG}\n[[{step}')
+    monkeypatch.chdir(project)
+    assert main(['check', 'other', '--target', 'cpu:8', *options]) == 2
+    message = capsys.readouterr().err
+    assert "no selected step has the target 'cpu:8'" in message
+    assert "targets of 'other': 'h100:8'" in message
+
+
 # --- the action -----------------------------------------------------------------------------------
 
 

@@ -81,17 +81,19 @@ def _jobs(config: Config, options: Options) -> Iterator[tuple[Step, str]]:
             raise EinshardError(
                 f"no step is named '{name}'", code='check', facts={'steps': quoted(known)}
             )
-    all_targets = {target for step in config.steps for target in step.targets}
+    steps = [step for step in config.steps if not options.names or step.name in options.names]
     for target in options.targets:
-        if target not in all_targets:
-            facts = {'targets': quoted(sorted(all_targets))}
-            raise EinshardError(f"no step has the target '{target}'", code='check', facts=facts)
-    for step in config.steps:
-        if not options.names or step.name in options.names:
-            step = replace(step, fail_on=step.fail_on | options.fail_on)
-            for target in step.targets:
-                if not options.targets or target in options.targets:
-                    yield step, target
+        if all(target not in step.targets for step in steps):
+            raise EinshardError(
+                f"no {'selected ' * bool(options.names)}step has the target '{target}'",
+                code='check',
+                facts={f"targets of '{step.name}'": quoted(step.targets) for step in steps},
+            )
+    for step in steps:
+        step = replace(step, fail_on=step.fail_on | options.fail_on)
+        for target in step.targets:
+            if not options.targets or target in options.targets:
+                yield step, target
 
 
 def _change(config: Config, step: Step, target: str, base: Base | None, options: Options) -> Change:
