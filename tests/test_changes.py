@@ -15,7 +15,7 @@ from command import main
 from einshard import EinshardError
 
 # private: what the command prints is made of these
-from einshard._changes.base import Base, merge_base
+from einshard._changes.base import merge_base
 from einshard._changes.command import Options, check
 from einshard._changes.compare import compare
 from einshard._changes.config import Step, read_config
@@ -203,7 +203,6 @@ def test_lines_of_the_base(project):
         for old in (1, 2, 3, 4, 5, 8, 9, 10, 11, 13, 20):
             new = after.index(f'line {old}\n') + 1
             assert base.new_line(f'model.py:{old}') == f'model.py:{new}'
-        assert base.added('model.py') == {3, 4, 8, 9, 10}
         assert base.new_line('other.py:3') == 'other.py:3'
         assert base.new_line('') == ''
     assert not base.tree.exists()
@@ -350,13 +349,11 @@ PATCH = """--- a/model.py
 """
 
 
-@pytest.mark.parametrize('added', [True, False])
-def test_a_suggestion_is_for_lines_that_the_change_adds(added):
-    base = Base('0' * 40, ROOT, ROOT, {'model.py': [(2, 0, 3 if added else 7, 1)]})
+def test_a_patch_is_a_diff():
     after = report(collective(), findings=[finding(suggestion='use g')], patch=PATCH)
-    text = as_markdown([compared(report(collective()), after)], base)
-    assert ('```suggestion\ny = g(a)\n```' in text) == added
-    assert ('```diff\n--- a/model.py' in text) == (not added)
+    text = as_markdown([compared(report(collective()), after)], None)
+    # GitHub takes suggestions only in comments on lines
+    assert f'As tried:\n\n```diff\n{PATCH}```\n' in text
     assert 'Use g.' in text
 
 

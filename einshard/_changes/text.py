@@ -113,7 +113,7 @@ def as_markdown(changes: Sequence[Change], base: Base | None) -> str:
         ]
         lines += [_table_row(change) for change in shown]
     for change in shown:
-        lines += _markdown_details(change, base)
+        lines += _markdown_details(change)
     lines += ['', _foot(changes, base)]
     return _cut('\n'.join(lines) + '\n')
 
@@ -126,7 +126,7 @@ def _table_row(change: Change) -> str:
     return f'| {_cell(change.step.name)} | {change.target} | {" | ".join(map(_cell, cells))} |'
 
 
-def _markdown_details(change: Change, base: Base | None) -> list[str]:
+def _markdown_details(change: Change) -> list[str]:
     title = f'**{change.step.name}** on {change.target}'
     if change.status == 'error':
         return ['', f'{title} could not be compiled:', '', *_fenced(change.error)]
@@ -145,33 +145,10 @@ def _markdown_details(change: Change, base: Base | None) -> list[str]:
         # the patch has all suggestions of the program
         suggested = [each for each in change.after['findings'] if each['suggestion']]
         if all(each in change.findings for each in suggested):
-            lines += ['', *_patch(patch, base)]
+            lines += ['', 'As tried:', '', *_fenced(patch.rstrip('\n'), 'diff')]
     for kind in sorted(change.fails & change.step.fail_on):
         lines += ['', f':x: {KINDS[kind]} (`{kind}`)']
     return lines
-
-
-def _patch(patch: str, base: Base | None) -> list[str]:
-    """A suggestion if the tried edit is on lines that the change adds, in one file; else a diff."""
-    files = re.findall(r'^--- a/(.*?)\t?$', patch, re.MULTILINE)
-    hunks = re.findall(r'^@@ -(\d+)[^\n]*@@[^\n]*\n((?:[ +\\-][^\n]*\n?)*)', patch, re.MULTILINE)
-    if base is not None and len(files) == len(hunks) == 1:
-        start, body = int(hunks[0][0]), hunks[0][1].splitlines()
-        removed, number = list[int](), start
-        for line in body:
-            if line.startswith('-'):
-                removed.append(number)
-            number += not line.startswith('+')
-        new = [line[1:] for line in body if line.startswith('+')]
-        is_one_block = removed == [*range(removed[0], removed[-1] + 1)] if removed else False
-        if is_one_block and base.added(files[0]).issuperset(removed):
-            lines = f'{removed[0]}-{removed[-1]}' if len(removed) > 1 else str(removed[0])
-            return [
-                f'Lines {lines} of `{files[0]}`, as tried:',
-                '',
-                *_fenced('\n'.join(new), 'suggestion'),
-            ]
-    return ['As tried:', '', *_fenced(patch.rstrip('\n'), 'diff' if hunks else 'python')]
 
 
 def _foot(changes: Sequence[Change], base: Base | None) -> str:
