@@ -111,6 +111,12 @@ def test_stored_reports(project):
     sums, gathers = 2 * 3 / 4, 3 / 4
     assert sent['before'] == stored['network_bytes'] == 2 * MIB + sums * MIB / 4
     assert sent['after'] == 2 * MIB + sums * MIB + gathers * MIB
+    placements = {
+        'path': '{params,result}/down',
+        'before': 'a b -> a@tensor b',
+        'after': 'a b -> a b@tensor',
+    }
+    assert change['placements'] == [placements]
     # gradients of other shapes are the same bytes, and no row; lines have moved
     assert {row['along'] for row in change['collectives']} == {'tensor'}
     assert {row['source'] for row in change['collectives']} <= {'model.py:21', 'model.py:22'}
@@ -235,6 +241,8 @@ def report(*collectives, findings=(), memory=100, exposed=None, **fields):
         'bounds': [{'resource': 'network', 'along': 'data', 'seconds': 1e-3}],
         'timeline': exposed and {'totals': {'exposed': exposed}},
         'collectives': [*collectives],
+        'arguments': [],
+        'results': [],
         'findings': [*findings],
         'functions': {f'model.py:{i}': 'f' if i < 10 else 'g' for i in range(20)},
         'versions': {'jax': '1'},
@@ -314,6 +322,38 @@ def test_kinds_of_failures(before, after, fails):
 def test_other_versions_are_not_compared():
     change = compared(report(collective()), report(versions={'jax': '2'}))
     assert (change.status, change.rows, change.versions) == ('versions', (), ('jax 1 -> 2',))
+
+
+def placed(**placements):
+    return [{'path': path, 'placement': text} for path, text in placements.items()]
+
+
+def test_placements_that_changed():
+    before = placed(w='a b -> a@x b', b='a -> a8', u='not used', old='a -> a', n='a b -> a b')
+    after = placed(w='a b -> a@y b', b='c -> c8', u='a -> a', new='a -> a', n='i o -> i o@x')
+    big = report(collective(n_bytes=2000), results=after)
+    change = compared(report(collective(), arguments=before, results=before), big)
+    assert [(each.path, each.before, each.after) for each in change.placements] == [
+        ('w', 'a b -> a@x b', 'a b -> a@y b'),
+        ('u', 'not used', 'a -> a'),
+        ('n', 'a b -> a b', 'i o -> i o@x'),
+    ]
+    lines = "w: 'a b -> a@x b' -> 'a b -> a@y b'", "u: 'not used' -> 'a -> a'"
+    assert as_text([change]).startswith(
+        f'train on cpu:8: changed\n  placements that changed:\n    {lines[0]}\n    {lines[1]}\n'
+    )
+    title = '**train** on cpu:8, placements that changed:'
+    assert f'\n{title}\n\n* {lines[0]}\n* {lines[1]}\n' in as_markdown([change], None)
+
+
+def test_many_placements_that_changed():
+    before, after = ({f'w{i}': f'a -> a@{x}{i}' for i in range(10)} for x in 'xy')
+    change = compared(report(arguments=placed(**before)), report(arguments=placed(**after)))
+    assert change.status == 'same'  # nothing that counts
+    grown = report(collective(), arguments=placed(**after))
+    change = compared(report(arguments=placed(**before)), grown)
+    assert as_text([change]).count(' -> a@') == 8 * 2
+    assert '\n    and 2 more\n' in as_text([change])
 
 
 def finding(kind='placement', line=3, explains=('c',), suggestion=''):

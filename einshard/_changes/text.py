@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from .config import KINDS
 MARK = '<!-- einshard check -->'
 MAX_LENGTH = 60_000  # GitHub takes 65,536 characters in a comment
 _MAX_ROWS = 20
+_MAX_PLACEMENTS = 8
+_PLACEMENTS = 'placements that changed'
 _NAMES = {
     'bytes': 'sent',
     'memory': 'memory',
@@ -49,7 +52,10 @@ def _status(change: Change) -> str:
 def _details(change: Change) -> list[str]:
     if change.status in ('same', 'error'):
         return []
-    lines = [
+    placements = _placements(change)
+    lines = [f'{_PLACEMENTS}:'] if placements else []
+    lines += [f'  {line}' for line in placements]
+    lines += [
         f'{_NAMES[figure.kind]}: {_figure(figure)}' for figure in change.figures if _figure(figure)
     ]
     lines += [f'{_row(row)}' for row in change.rows[:_MAX_ROWS]]
@@ -60,6 +66,15 @@ def _details(change: Change) -> list[str]:
         f'fails: {KINDS[kind]} ({kind})' for kind in sorted(change.fails & change.step.fail_on)
     ]
     return lines
+
+
+def _placements(change: Change) -> list[str]:
+    lines = [f"{each.path}: '{each.before}' -> '{each.after}'" for each in change.placements]
+    return _first(lines, _MAX_PLACEMENTS)
+
+
+def _first(lines: list[str], n: int) -> list[str]:
+    return lines if len(lines) <= n else [*lines[:n], f'and {len(lines) - n} more']
 
 
 def _figure(figure: Figure) -> str:
@@ -138,7 +153,8 @@ def _markdown_details(change: Change) -> list[str]:
     rows = [_row(row) for row in change.rows[:_MAX_ROWS]]
     if len(change.rows) > _MAX_ROWS:
         rows.append(f'.. and {len(change.rows) - _MAX_ROWS} more')
-    lines = ['', f'{title}:', '', *_fenced('\n'.join(rows), 'diff')] if rows else []
+    lines = [*_list(f'{title}, {_PLACEMENTS}', _placements(change))]
+    lines += ['', f'{title}:', '', *_fenced('\n'.join(rows), 'diff')] if rows else []
     for finding in change.findings:
         lines += ['', f'New: {_cell(_finding(finding))}.']
     if change.after and (patch := change.after.get('patch')):
@@ -149,6 +165,10 @@ def _markdown_details(change: Change) -> list[str]:
     for kind in sorted(change.fails & change.step.fail_on):
         lines += ['', f':x: {KINDS[kind]} (`{kind}`)']
     return lines
+
+
+def _list(title: str, lines: Sequence[str]) -> list[str]:
+    return ['', f'{title}:', '', *(f'* {_cell(line)}' for line in lines)] if lines else []
 
 
 def _foot(changes: Sequence[Change], base: Base | None) -> str:
@@ -212,6 +232,7 @@ def as_json(changes: Sequence[Change], base: Base | None) -> dict[str, Any]:
                     }
                     for row in change.rows
                 ],
+                'placements': [dataclasses.asdict(each) for each in change.placements],
                 'findings': [dict(finding) for finding in change.findings],
                 'versions': list(change.versions),
                 'fails': sorted(change.fails & change.step.fail_on),
