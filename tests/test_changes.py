@@ -379,6 +379,20 @@ def test_findings_are_new_by_kind_arrays_and_function(after, is_new):
 
 # --- text -----------------------------------------------------------------------------------------
 
+
+def test_equal_rows_are_one_line():
+    many = [collective(name=str(i)) for i in range(4)]
+    change = compared(report(), report(*many, collective(line=5)))
+    row = 'all-gather of w along data: 0 B -> 1000 B'
+    lines = f'4 x {row} each, model.py:3', f'{row}, model.py:5'
+    assert as_text([change]).endswith(f'\n  {lines[0]}\n  {lines[1]}')
+    # a list, as the colors of a diff would praise what is new
+    markdown = as_markdown([change], None)
+    title = '**train** on cpu:8, what a device sends:'
+    assert f'\n{title}\n\n* {lines[0]}\n* {lines[1]}\n' in markdown
+    assert '```' not in markdown
+
+
 PATCH = """--- a/model.py
 +++ b/model.py
 @@ -2,3 +2,3 @@

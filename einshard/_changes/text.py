@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from .._errors import plural
@@ -58,9 +59,7 @@ def _details(change: Change) -> list[str]:
     lines += [
         f'{_NAMES[figure.kind]}: {_figure(figure)}' for figure in change.figures if _figure(figure)
     ]
-    lines += [f'{_row(row)}' for row in change.rows[:_MAX_ROWS]]
-    if len(change.rows) > _MAX_ROWS:
-        lines.append(f'.. and {len(change.rows) - _MAX_ROWS} more')
+    lines += _rows(change)
     lines += [f'new finding: {_finding(finding)}' for finding in change.findings]
     lines += [
         f'fails: {KINDS[kind]} ({kind})' for kind in sorted(change.fails & change.step.fail_on)
@@ -94,12 +93,17 @@ def _figure(figure: Figure) -> str:
     return f'{before} -> {after or "unknown"}{percent}{resource}'
 
 
-def _row(row: Row) -> str:
+def _rows(change: Change) -> list[str]:
+    counts = Counter(replace(row, name='') for row in change.rows)
+    return _first([_row(row, n) for row, n in counts.items()], _MAX_ROWS)
+
+
+def _row(row: Row, n: int) -> str:
     where = f' along {row.along}' if row.along else ''
     line = f', {short_source(row.source)}' if row.source else ''
-    sign = '+' if not row.before else '-' if not row.after else ' '
     sent = f'{format_bytes(row.before)} -> {format_bytes(row.after)}'
-    return f'{sign} {row.kind} of {row.of}{where}: {sent}{line}'
+    times, each = (f'{n} x ', ' each') if n > 1 else ('', '')
+    return f'{times}{row.kind} of {row.of}{where}: {sent}{each}{line}'
 
 
 def _finding(finding: Mapping[str, Any]) -> str:
@@ -150,11 +154,9 @@ def _markdown_details(change: Change) -> list[str]:
             '',
             f'{title}: not compared, as versions differ: {_cell(", ".join(change.versions))}',
         ]
-    rows = [_row(row) for row in change.rows[:_MAX_ROWS]]
-    if len(change.rows) > _MAX_ROWS:
-        rows.append(f'.. and {len(change.rows) - _MAX_ROWS} more')
-    lines = [*_list(f'{title}, {_PLACEMENTS}', _placements(change))]
-    lines += ['', f'{title}:', '', *_fenced('\n'.join(rows), 'diff')] if rows else []
+    # not a diff, whose colors would say that what a device sends more is good
+    lines = _list(f'{title}, {_PLACEMENTS}', _placements(change))
+    lines += _list(f'{title}, what a device sends', _rows(change))
     for finding in change.findings:
         lines += ['', f'New: {_cell(_finding(finding))}.']
     if change.after and (patch := change.after.get('patch')):
@@ -232,7 +234,7 @@ def as_json(changes: Sequence[Change], base: Base | None) -> dict[str, Any]:
                     }
                     for row in change.rows
                 ],
-                'placements': [dataclasses.asdict(each) for each in change.placements],
+                'placements': [asdict(each) for each in change.placements],
                 'findings': [dict(finding) for finding in change.findings],
                 'versions': list(change.versions),
                 'fails': sorted(change.fails & change.step.fail_on),
