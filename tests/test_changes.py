@@ -393,6 +393,20 @@ def test_equal_rows_are_one_line():
     assert '```' not in markdown
 
 
+def test_sources_are_relative_to_the_repository():
+    sources = 'src/model.py:3', '/site-packages/flax/linear.py:8'
+    rows = [collective(name=source, source=source) for source in sources]
+    findings = [{**finding(explains=(source,)), 'source': source} for source in sources]
+    change = compared(report(), report(*rows, findings=findings))
+    lines = as_text([change]).splitlines()
+    assert [line.rpartition(', ')[2] for line in lines if 'all-gather' in line] == [
+        'src/model.py:3',
+        'linear.py:8',
+    ]
+    assert '  new finding: src/model.py:3: it is slow' in lines
+    assert '  new finding: linear.py:8: it is slow' in lines
+
+
 PATCH = """--- a/model.py
 +++ b/model.py
 @@ -2,3 +2,3 @@

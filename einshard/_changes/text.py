@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from .._errors import plural
@@ -100,14 +101,19 @@ def _rows(change: Change) -> list[str]:
 
 def _row(row: Row, n: int) -> str:
     where = f' along {row.along}' if row.along else ''
-    line = f', {short_source(row.source)}' if row.source else ''
+    line = f', {_place(row.source)}' if row.source else ''
     sent = f'{format_bytes(row.before)} -> {format_bytes(row.after)}'
     times, each = (f'{n} x ', ' each') if n > 1 else ('', '')
     return f'{times}{row.kind} of {row.of}{where}: {sent}{each}{line}'
 
 
+def _place(source: str) -> str:
+    """A line as git names it, such as 'src/model.py:12'; of installed packages, the file alone."""
+    return short_source(source) if Path(source).is_absolute() else source
+
+
 def _finding(finding: Mapping[str, Any]) -> str:
-    line = f'{short_source(finding["source"])}: ' if finding['source'] else ''
+    line = f'{_place(finding["source"])}: ' if finding['source'] else ''
     suggestion = ''
     if text := finding['suggestion']:
         suggestion = f'. {text[0].upper()}{text[1:]}'
