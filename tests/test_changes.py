@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from command import main
 
-from einshard import EinshardError
+from einshard import EinshardError, topology
 
 # private: what the command prints is made of these
 from einshard._changes.base import merge_base
@@ -448,6 +448,14 @@ def test_tables_and_length():
         ('targets =', 'target =', "'target' of step 1(.|\n)*try: +targets"),
         ('["cpu:8"]', '["cpu"]', "'cpu' of step 1(.|\n)*is not a target"),
         ('["cpu:8"]', '["cpu:4"]', "has 8 devices, and 'cpu:4' has 4"),
+        (
+            '["cpu:8"]',
+            '["cpu:8", "v5e:4x4"]',
+            "has 8 devices, and 'v5e:4x4' has 16(.|\n)*another step",
+        ),
+        ('["cpu:8"]', '["h100:2x8"]', "mesh of step 1 (.|\n)*, and 'h100:2x8' has 16"),
+        ('["cpu:8"]', '["v5p:2x2x4"]', "and 'v5p:2x2x4' has 16 or 32"),
+        ('["cpu:8"]', '["v5e:4x4x4"]', 'but v5e slices have 2'),
         ('["cpu:8"]', '[]', 'has no targets'),
         ('data = 2', 'data = "2"', "mesh axis 'data'(.|\n)*size '2'"),
         ('"train"', '"a/b"', 'cannot be part of a file name'),
@@ -472,6 +480,22 @@ def test_an_update_compares_nothing(project, option, monkeypatch, capsys):
     assert main(['check', '--update', *option.split()]) == 2
     assert f'so it takes no {option.split()[0]}' in capsys.readouterr().err
     assert not (project / '.einshard').exists()
+
+
+_SLICES = 'v5e:2x4', 'v6e:4x2', 'v5p:2x2x2', 'v4:2x2x1', 'v3:2x2', 'tpu7x:2x2x1'
+
+
+def test_meshes_that_fit_their_targets(tmp_path):
+    targets = ['cpu:8', 'h100:8', 'h100:2x4', 'gb200:2x4', 'rtx6000pro:8', *_SLICES]
+    (tmp_path / 'pyproject.toml').write_text(CONFIG.replace('["cpu:8"]', str(targets)))
+    (step,) = read_config(tmp_path).steps
+    assert step.targets == targets
+
+
+@pytest.mark.parametrize('name', _SLICES)
+def test_libtpu_says_the_number_of_devices_of_a_slice(name):
+    pytest.importorskip('libtpu', reason='libtpu describes TPUs, and is not installed')
+    assert topology(name).size == 8
 
 
 def test_names_and_targets(project):
