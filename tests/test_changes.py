@@ -10,11 +10,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from command import main
 
-from einshard import EinshardError
+from einshard import EinshardError, topology
 
 # private: what the command prints is made of these
-from einshard._changes.base import Base, merge_base
+from einshard._changes.base import merge_base
 from einshard._changes.command import Options, check
 from einshard._changes.compare import compare
 from einshard._changes.config import Step, read_config
@@ -110,6 +111,12 @@ def test_stored_reports(project):
     sums, gathers = 2 * 3 / 4, 3 / 4
     assert sent['before'] == stored['network_bytes'] == 2 * MIB + sums * MIB / 4
     assert sent['after'] == 2 * MIB + sums * MIB + gathers * MIB
+    placements = {
+        'path': '{params,result}/down',
+        'before': 'a b -> a@tensor b',
+        'after': 'a b -> a b@tensor',
+    }
+    assert change['placements'] == [placements]
     # gradients of other shapes are the same bytes, and no row; lines have moved
     assert {row['along'] for row in change['collectives']} == {'tensor'}
     assert {row['source'] for row in change['collectives']} <= {'model.py:21', 'model.py:22'}
@@ -202,7 +209,6 @@ def test_lines_of_the_base(project):
         for old in (1, 2, 3, 4, 5, 8, 9, 10, 11, 13, 20):
             new = after.index(f'line {old}\n') + 1
             assert base.new_line(f'model.py:{old}') == f'model.py:{new}'
-        assert base.added('model.py') == {3, 4, 8, 9, 10}
         assert base.new_line('other.py:3') == 'other.py:3'
         assert base.new_line('') == ''
     assert not base.tree.exists()
@@ -235,6 +241,8 @@ def report(*collectives, findings=(), memory=100, exposed=None, **fields):
         'bounds': [{'resource': 'network', 'along': 'data', 'seconds': 1e-3}],
         'timeline': exposed and {'totals': {'exposed': exposed}},
         'collectives': [*collectives],
+        'arguments': [],
+        'results': [],
         'findings': [*findings],
         'functions': {f'model.py:{i}': 'f' if i < 10 else 'g' for i in range(20)},
         'versions': {'jax': '1'},
@@ -316,6 +324,38 @@ def test_other_versions_are_not_compared():
     assert (change.status, change.rows, change.versions) == ('versions', (), ('jax 1 -> 2',))
 
 
+def placed(**placements):
+    return [{'path': path, 'placement': text} for path, text in placements.items()]
+
+
+def test_placements_that_changed():
+    before = placed(w='a b -> a@x b', b='a -> a8', u='not used', old='a -> a', n='a b -> a b')
+    after = placed(w='a b -> a@y b', b='c -> c8', u='a -> a', new='a -> a', n='i o -> i o@x')
+    big = report(collective(n_bytes=2000), results=after)
+    change = compared(report(collective(), arguments=before, results=before), big)
+    assert [(each.path, each.before, each.after) for each in change.placements] == [
+        ('w', 'a b -> a@x b', 'a b -> a@y b'),
+        ('u', 'not used', 'a -> a'),
+        ('n', 'a b -> a b', 'i o -> i o@x'),
+    ]
+    lines = "w: 'a b -> a@x b' -> 'a b -> a@y b'", "u: 'not used' -> 'a -> a'"
+    assert as_text([change]).startswith(
+        f'train on cpu:8: changed\n  placements that changed:\n    {lines[0]}\n    {lines[1]}\n'
+    )
+    title = '**train** on cpu:8, placements that changed:'
+    assert f'\n{title}\n\n* {lines[0]}\n* {lines[1]}\n' in as_markdown([change], None)
+
+
+def test_many_placements_that_changed():
+    before, after = ({f'w{i}': f'a -> a@{x}{i}' for i in range(10)} for x in 'xy')
+    change = compared(report(arguments=placed(**before)), report(arguments=placed(**after)))
+    assert change.status == 'same'  # nothing that counts
+    grown = report(collective(), arguments=placed(**after))
+    change = compared(report(arguments=placed(**before)), grown)
+    assert as_text([change]).count(' -> a@') == 8 * 2
+    assert '\n    and 2 more\n' in as_text([change])
+
+
 def finding(kind='placement', line=3, explains=('c',), suggestion=''):
     text = {'text': 'it is slow', 'suggestion': suggestion, 'tried': None}
     return {'kind': kind, 'source': f'model.py:{line}', 'explains': [*explains], **text}
@@ -339,6 +379,34 @@ def test_findings_are_new_by_kind_arrays_and_function(after, is_new):
 
 # --- text -----------------------------------------------------------------------------------------
 
+
+def test_equal_rows_are_one_line():
+    many = [collective(name=str(i)) for i in range(4)]
+    change = compared(report(), report(*many, collective(line=5)))
+    row = 'all-gather of w along data: 0 B -> 1000 B'
+    lines = f'4 x {row} each, model.py:3', f'{row}, model.py:5'
+    assert as_text([change]).endswith(f'\n  {lines[0]}\n  {lines[1]}')
+    # a list, as the colors of a diff would praise what is new
+    markdown = as_markdown([change], None)
+    title = '**train** on cpu:8, what a device sends:'
+    assert f'\n{title}\n\n* {lines[0]}\n* {lines[1]}\n' in markdown
+    assert '```' not in markdown
+
+
+def test_sources_are_relative_to_the_repository():
+    sources = 'src/model.py:3', '/site-packages/flax/linear.py:8'
+    rows = [collective(name=source, source=source) for source in sources]
+    findings = [{**finding(explains=(source,)), 'source': source} for source in sources]
+    change = compared(report(), report(*rows, findings=findings))
+    lines = as_text([change]).splitlines()
+    assert [line.rpartition(', ')[2] for line in lines if 'all-gather' in line] == [
+        'src/model.py:3',
+        'linear.py:8',
+    ]
+    assert '  new finding: src/model.py:3: it is slow' in lines
+    assert '  new finding: linear.py:8: it is slow' in lines
+
+
 PATCH = """--- a/model.py
 +++ b/model.py
 @@ -2,3 +2,3 @@
@@ -349,13 +417,11 @@ PATCH = """--- a/model.py
 """
 
 
-@pytest.mark.parametrize('added', [True, False])
-def test_a_suggestion_is_for_lines_that_the_change_adds(added):
-    base = Base('0' * 40, ROOT, ROOT, {'model.py': [(2, 0, 3 if added else 7, 1)]})
+def test_a_patch_is_a_diff():
     after = report(collective(), findings=[finding(suggestion='use g')], patch=PATCH)
-    text = as_markdown([compared(report(collective()), after)], base)
-    assert ('```suggestion\ny = g(a)\n```' in text) == added
-    assert ('```diff\n--- a/model.py' in text) == (not added)
+    text = as_markdown([compared(report(collective()), after)], None)
+    # GitHub takes suggestions only in comments on lines
+    assert f'As tried:\n\n```diff\n{PATCH}```\n' in text
     assert 'Use g.' in text
 
 
@@ -382,6 +448,14 @@ def test_tables_and_length():
         ('targets =', 'target =', "'target' of step 1(.|\n)*try: +targets"),
         ('["cpu:8"]', '["cpu"]', "'cpu' of step 1(.|\n)*is not a target"),
         ('["cpu:8"]', '["cpu:4"]', "has 8 devices, and 'cpu:4' has 4"),
+        (
+            '["cpu:8"]',
+            '["cpu:8", "v5e:4x4"]',
+            "has 8 devices, and 'v5e:4x4' has 16(.|\n)*another step",
+        ),
+        ('["cpu:8"]', '["h100:2x8"]', "mesh of step 1 (.|\n)*, and 'h100:2x8' has 16"),
+        ('["cpu:8"]', '["v5p:2x2x4"]', "and 'v5p:2x2x4' has 16 or 32"),
+        ('["cpu:8"]', '["v5e:4x4x4"]', 'but v5e slices have 2'),
         ('["cpu:8"]', '[]', 'has no targets'),
         ('data = 2', 'data = "2"', "mesh axis 'data'(.|\n)*size '2'"),
         ('"train"', '"a/b"', 'cannot be part of a file name'),
@@ -400,6 +474,30 @@ def test_bad_configuration(tmp_path, old, new, says):
         read_config(tmp_path)
 
 
+@pytest.mark.parametrize('option', ['--base main', '--json', '--markdown a.md', '--fail-on bytes'])
+def test_an_update_compares_nothing(project, option, monkeypatch, capsys):
+    monkeypatch.chdir(project)
+    assert main(['check', '--update', *option.split()]) == 2
+    assert f'so it takes no {option.split()[0]}' in capsys.readouterr().err
+    assert not (project / '.einshard').exists()
+
+
+_SLICES = 'v5e:2x4', 'v6e:4x2', 'v5p:2x2x2', 'v4:2x2x1', 'v3:2x2', 'tpu7x:2x2x1'
+
+
+def test_meshes_that_fit_their_targets(tmp_path):
+    targets = ['cpu:8', 'h100:8', 'h100:2x4', 'gb200:2x4', 'rtx6000pro:8', *_SLICES]
+    (tmp_path / 'pyproject.toml').write_text(CONFIG.replace('["cpu:8"]', str(targets)))
+    (step,) = read_config(tmp_path).steps
+    assert step.targets == targets
+
+
+@pytest.mark.parametrize('name', _SLICES)
+def test_libtpu_says_the_number_of_devices_of_a_slice(name):
+    pytest.importorskip('libtpu', reason='libtpu describes TPUs, and is not installed')
+    assert topology(name).size == 8
+
+
 def test_names_and_targets(project):
     step = CONFIG.partition('[[')[2]
     (project / 'pyproject.toml').write_text(f'{CONFIG}\n[[{step}')
@@ -410,6 +508,17 @@ def test_names_and_targets(project):
         check(Options(names=('other',)), project)
     with pytest.raises(EinshardError, match="no step has the target 'cpu:4'"):
         check(Options(targets=('cpu:4',)), project)
+
+
+@pytest.mark.parametrize('options', [[], ['--update']])
+def test_a_selection_of_nothing(project, options, monkeypatch, capsys):
+    step = CONFIG.partition('[[')[2].replace('"train"', '"other"').replace('cpu:8', 'h100:8')
+    (project / 'pyproject.toml').write_text(f'{CONFIG}\n[[{step}')
+    monkeypatch.chdir(project)
+    assert main(['check', 'other', '--target', 'cpu:8', *options]) == 2
+    message = capsys.readouterr().err
+    assert "no selected step has the target 'cpu:8'" in message
+    assert "targets of 'other': 'h100:8'" in message
 
 
 # --- the action -----------------------------------------------------------------------------------

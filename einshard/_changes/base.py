@@ -46,11 +46,6 @@ class Base:
             return f'{file}:{new_start + min(n - start, max(new_length - 1, 0))}'
         return f'{file}:{n + new_start + new_length - start - length}'
 
-    def added(self, file: str) -> frozenset[int]:
-        """The lines of a file that the change adds, by number."""
-        hunks = self.hunks.get(file, ())
-        return frozenset(n for _, _, start, length in hunks for n in range(start, start + length))
-
 
 def repository(folder: Path) -> Path | None:
     """Returns the root of the repository that a folder is in, or None."""

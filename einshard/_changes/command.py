@@ -50,6 +50,18 @@ class Options:
 
 
 def check(options: Options, folder: Path) -> Checked:
+    ignored = {
+        '--base': options.base,
+        '--json': options.json,
+        '--markdown': options.markdown,
+        '--fail-on': options.fail_on,
+    }
+    if options.update and (given := [name for name, value in ignored.items() if value]):
+        raise EinshardError(
+            f'--update writes stored reports and compares nothing, so it takes no {given[0]}',
+            code='check',
+            facts={'to compare': 'leave --update out'},
+        )
     config = read_config(folder)
     jobs = [*_jobs(config, options)]
     if options.update:
@@ -69,17 +81,19 @@ def _jobs(config: Config, options: Options) -> Iterator[tuple[Step, str]]:
             raise EinshardError(
                 f"no step is named '{name}'", code='check', facts={'steps': quoted(known)}
             )
-    all_targets = {target for step in config.steps for target in step.targets}
+    steps = [step for step in config.steps if not options.names or step.name in options.names]
     for target in options.targets:
-        if target not in all_targets:
-            facts = {'targets': quoted(sorted(all_targets))}
-            raise EinshardError(f"no step has the target '{target}'", code='check', facts=facts)
-    for step in config.steps:
-        if not options.names or step.name in options.names:
-            step = replace(step, fail_on=step.fail_on | options.fail_on)
-            for target in step.targets:
-                if not options.targets or target in options.targets:
-                    yield step, target
+        if all(target not in step.targets for step in steps):
+            raise EinshardError(
+                f"no {'selected ' * bool(options.names)}step has the target '{target}'",
+                code='check',
+                facts={f"targets of '{step.name}'": quoted(step.targets) for step in steps},
+            )
+    for step in steps:
+        step = replace(step, fail_on=step.fail_on | options.fail_on)
+        for target in step.targets:
+            if not options.targets or target in options.targets:
+                yield step, target
 
 
 def _change(config: Config, step: Step, target: str, base: Base | None, options: Options) -> Change:

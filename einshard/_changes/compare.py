@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
-from .._explain.fold_layers import fold_paths
+from .._explain.fold_layers import fold, fold_paths
 from .._program.hlo.memory import Memory
 from .config import KINDS, Step
 
@@ -47,13 +48,23 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Placed:
+    """Another placement of arguments or results, whose paths are folded."""
+
+    path: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
 class Change:
     """What has become of one step for one target.
 
     Attributes:
         before, after: the reports; None if there is none.
         error: why a report could not be made; '' if it could.
-        figures, rows: what is compared. Without `before`, or if other versions made it, no rows.
+        figures, rows, placements: what is compared. Without `before`, or if other versions made
+            it, no rows and no placements.
         findings: those that the earlier program lacks.
         versions: those that differ, such as 'jax 0.10.2 -> 0.12.0'.
         fails: the kinds of `fail_on` that hold, as in `KINDS`.
@@ -69,6 +80,7 @@ class Change:
     findings: Sequence[Mapping[str, Any]] = ()
     versions: Sequence[str] = ()
     fails: frozenset[str] = frozenset()
+    placements: Sequence[Placed] = ()
 
     @property
     def status(self) -> str:
@@ -127,7 +139,17 @@ def compare(
     fails |= {'findings'} if findings else set()
     rows = _changed_rows(old, after, threshold, new_line)
     assert fails <= KINDS.keys()
-    return Change(step, target, before, after, '', figures, rows, findings, (), frozenset(fails))
+    return Change(
+        step,
+        target,
+        before,
+        after,
+        figures=figures,
+        rows=rows,
+        findings=findings,
+        fails=frozenset(fails),
+        placements=_changed_placements(old, after),
+    )
 
 
 def with_suggestions(change: Change, after: ReportDict) -> Change:
@@ -232,6 +254,35 @@ def _function(report: ReportDict, source: str | None) -> str:
     """The file and function of a source line."""
     file = (source or '').rpartition(':')[0]
     return f'{file}:{report.get("functions", {}).get(source, "")}'
+
+
+# --- placements -----------------------------------------------------------------------------------
+
+
+def _changed_placements(before: ReportDict, after: ReportDict) -> tuple[Placed, ...]:
+    old, new = (
+        {
+            (part, row['path']): row['placement']
+            for part in ('arguments', 'results')
+            for row in report[part]
+        }
+        for report in (before, after)
+    )
+    changed = {
+        key: (old[key], placement)
+        for key, placement in new.items()
+        if key in old and _partition(old[key]) != _partition(placement)
+    }
+    changes = [*changed.values()]
+    folded = fold([path for _, path in changed], changes, few=1)
+    return tuple(Placed(path, *changes[indices[0]]) for path, indices in folded)
+
+
+def _partition(placement: str) -> str | list[str]:
+    """How each dimension is sharded, such as ['@data', ''], without the names of axes."""
+    names, arrow, terms = placement.partition(' -> ')
+    pairs = zip_longest(names.split(), terms.split(), fillvalue='')
+    return [term.removeprefix(name) for name, term in pairs] if arrow else placement
 
 
 # --- collectives ----------------------------------------------------------------------------------

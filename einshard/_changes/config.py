@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from .._errors import EinshardError, quoted
+from .._chips.table import TPUS
+from .._errors import EinshardError, plural, quoted
+from .._sharding.gpu_names import is_gpu_name, read_gpu_name
+from .._sharding.tpu_names import topology_name
 
 # what `fail_on` and --fail-on may name
 KINDS = {
@@ -145,9 +149,17 @@ def _step(table: Any, where: str, tries: int, fail_on: frozenset[str]) -> Step:
         kind, _, n = target.partition(':')
         if not n or (kind == 'cpu' and not (n.isdecimal() and int(n))):
             raise _error(f'{target!r} of {where} is not a target', example='"h100:4x8", "cpu:8"')
-        if kind == 'cpu' and mesh and prod(mesh.values()) != int(n):
-            sizes = prod(mesh.values())
-            raise _error(f'the mesh of {where} has {sizes} devices, and {target!r} has {n}')
+        n_devices = _numbers_of_devices(target)
+        if mesh and prod(mesh.values()) not in n_devices:
+            raise EinshardError(
+                f'the mesh of {where} has {plural(prod(mesh.values()), "device")}, and '
+                f'{target!r} has {" or ".join(map(str, n_devices))}',
+                code='check',
+                facts={
+                    'mesh': ' '.join(f'{axis}={size}' for axis, size in mesh.items()),
+                    'instead': f'another step, with another name and mesh, for {target!r}',
+                },
+            )
     if not targets:
         raise _error(f'{where} has no targets', example='targets = ["h100:4x8", "cpu:8"]')
     return Step(
@@ -161,6 +173,18 @@ def _step(table: Any, where: str, tries: int, fail_on: frozenset[str]) -> Step:
         entries.get('tries', int, tries),
         entries.kinds() or fail_on,
     )
+
+
+def _numbers_of_devices(target: str) -> tuple[int, ...]:
+    kind, _, n = target.partition(':')
+    if kind == 'cpu':
+        return (int(n),)
+    if is_gpu_name(target):
+        return (prod(map(int, read_gpu_name(target)[1].split('x'))),)
+    generation, _, sizes = topology_name(target).partition(':')
+    n_chips = prod(map(int, re.findall(r'\d+', sizes)))
+    # chips of two TensorCores have one device, as v5p, or two, as v4
+    return tuple(n_chips * n for n in range(1, TPUS[generation].cores + 1))
 
 
 class _Entries:

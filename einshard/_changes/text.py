@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from .._errors import plural
@@ -16,6 +19,8 @@ from .config import KINDS
 MARK = '<!-- einshard check -->'
 MAX_LENGTH = 60_000  # GitHub takes 65,536 characters in a comment
 _MAX_ROWS = 20
+_MAX_PLACEMENTS = 8
+_PLACEMENTS = 'placements that changed'
 _NAMES = {
     'bytes': 'sent',
     'memory': 'memory',
@@ -49,17 +54,27 @@ def _status(change: Change) -> str:
 def _details(change: Change) -> list[str]:
     if change.status in ('same', 'error'):
         return []
-    lines = [
+    placements = _placements(change)
+    lines = [f'{_PLACEMENTS}:'] if placements else []
+    lines += [f'  {line}' for line in placements]
+    lines += [
         f'{_NAMES[figure.kind]}: {_figure(figure)}' for figure in change.figures if _figure(figure)
     ]
-    lines += [f'{_row(row)}' for row in change.rows[:_MAX_ROWS]]
-    if len(change.rows) > _MAX_ROWS:
-        lines.append(f'.. and {len(change.rows) - _MAX_ROWS} more')
+    lines += _rows(change)
     lines += [f'new finding: {_finding(finding)}' for finding in change.findings]
     lines += [
         f'fails: {KINDS[kind]} ({kind})' for kind in sorted(change.fails & change.step.fail_on)
     ]
     return lines
+
+
+def _placements(change: Change) -> list[str]:
+    lines = [f"{each.path}: '{each.before}' -> '{each.after}'" for each in change.placements]
+    return _first(lines, _MAX_PLACEMENTS)
+
+
+def _first(lines: list[str], n: int) -> list[str]:
+    return lines if len(lines) <= n else [*lines[:n], f'and {len(lines) - n} more']
 
 
 def _figure(figure: Figure) -> str:
@@ -79,16 +94,26 @@ def _figure(figure: Figure) -> str:
     return f'{before} -> {after or "unknown"}{percent}{resource}'
 
 
-def _row(row: Row) -> str:
+def _rows(change: Change) -> list[str]:
+    counts = Counter(replace(row, name='') for row in change.rows)
+    return _first([_row(row, n) for row, n in counts.items()], _MAX_ROWS)
+
+
+def _row(row: Row, n: int) -> str:
     where = f' along {row.along}' if row.along else ''
-    line = f', {short_source(row.source)}' if row.source else ''
-    sign = '+' if not row.before else '-' if not row.after else ' '
+    line = f', {_place(row.source)}' if row.source else ''
     sent = f'{format_bytes(row.before)} -> {format_bytes(row.after)}'
-    return f'{sign} {row.kind} of {row.of}{where}: {sent}{line}'
+    times, each = (f'{n} x ', ' each') if n > 1 else ('', '')
+    return f'{times}{row.kind} of {row.of}{where}: {sent}{each}{line}'
+
+
+def _place(source: str) -> str:
+    """A line as git names it, such as 'src/model.py:12'; of installed packages, the file alone."""
+    return short_source(source) if Path(source).is_absolute() else source
 
 
 def _finding(finding: Mapping[str, Any]) -> str:
-    line = f'{short_source(finding["source"])}: ' if finding['source'] else ''
+    line = f'{_place(finding["source"])}: ' if finding['source'] else ''
     suggestion = ''
     if text := finding['suggestion']:
         suggestion = f'. {text[0].upper()}{text[1:]}'
@@ -113,7 +138,7 @@ def as_markdown(changes: Sequence[Change], base: Base | None) -> str:
         ]
         lines += [_table_row(change) for change in shown]
     for change in shown:
-        lines += _markdown_details(change, base)
+        lines += _markdown_details(change)
     lines += ['', _foot(changes, base)]
     return _cut('\n'.join(lines) + '\n')
 
@@ -126,7 +151,7 @@ def _table_row(change: Change) -> str:
     return f'| {_cell(change.step.name)} | {change.target} | {" | ".join(map(_cell, cells))} |'
 
 
-def _markdown_details(change: Change, base: Base | None) -> list[str]:
+def _markdown_details(change: Change) -> list[str]:
     title = f'**{change.step.name}** on {change.target}'
     if change.status == 'error':
         return ['', f'{title} could not be compiled:', '', *_fenced(change.error)]
@@ -135,43 +160,23 @@ def _markdown_details(change: Change, base: Base | None) -> list[str]:
             '',
             f'{title}: not compared, as versions differ: {_cell(", ".join(change.versions))}',
         ]
-    rows = [_row(row) for row in change.rows[:_MAX_ROWS]]
-    if len(change.rows) > _MAX_ROWS:
-        rows.append(f'.. and {len(change.rows) - _MAX_ROWS} more')
-    lines = ['', f'{title}:', '', *_fenced('\n'.join(rows), 'diff')] if rows else []
+    # not a diff, whose colors would say that what a device sends more is good
+    lines = _list(f'{title}, {_PLACEMENTS}', _placements(change))
+    lines += _list(f'{title}, what a device sends', _rows(change))
     for finding in change.findings:
         lines += ['', f'New: {_cell(_finding(finding))}.']
     if change.after and (patch := change.after.get('patch')):
         # the patch has all suggestions of the program
         suggested = [each for each in change.after['findings'] if each['suggestion']]
         if all(each in change.findings for each in suggested):
-            lines += ['', *_patch(patch, base)]
+            lines += ['', 'As tried:', '', *_fenced(patch.rstrip('\n'), 'diff')]
     for kind in sorted(change.fails & change.step.fail_on):
         lines += ['', f':x: {KINDS[kind]} (`{kind}`)']
     return lines
 
 
-def _patch(patch: str, base: Base | None) -> list[str]:
-    """A suggestion if the tried edit is on lines that the change adds, in one file; else a diff."""
-    files = re.findall(r'^--- a/(.*?)\t?$', patch, re.MULTILINE)
-    hunks = re.findall(r'^@@ -(\d+)[^\n]*@@[^\n]*\n((?:[ +\\-][^\n]*\n?)*)', patch, re.MULTILINE)
-    if base is not None and len(files) == len(hunks) == 1:
-        start, body = int(hunks[0][0]), hunks[0][1].splitlines()
-        removed, number = list[int](), start
-        for line in body:
-            if line.startswith('-'):
-                removed.append(number)
-            number += not line.startswith('+')
-        new = [line[1:] for line in body if line.startswith('+')]
-        is_one_block = removed == [*range(removed[0], removed[-1] + 1)] if removed else False
-        if is_one_block and base.added(files[0]).issuperset(removed):
-            lines = f'{removed[0]}-{removed[-1]}' if len(removed) > 1 else str(removed[0])
-            return [
-                f'Lines {lines} of `{files[0]}`, as tried:',
-                '',
-                *_fenced('\n'.join(new), 'suggestion'),
-            ]
-    return ['As tried:', '', *_fenced(patch.rstrip('\n'), 'diff' if hunks else 'python')]
+def _list(title: str, lines: Sequence[str]) -> list[str]:
+    return ['', f'{title}:', '', *(f'* {_cell(line)}' for line in lines)] if lines else []
 
 
 def _foot(changes: Sequence[Change], base: Base | None) -> str:
@@ -235,6 +240,7 @@ def as_json(changes: Sequence[Change], base: Base | None) -> dict[str, Any]:
                     }
                     for row in change.rows
                 ],
+                'placements': [asdict(each) for each in change.placements],
                 'findings': [dict(finding) for finding in change.findings],
                 'versions': list(change.versions),
                 'fails': sorted(change.fails & change.step.fail_on),
