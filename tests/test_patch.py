@@ -2,14 +2,19 @@
 """Patches: changes written into sources of many styles, applied by two tools, and run."""
 
 import ast
+import importlib
 import re
+import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from command import main
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from modules import applied, load, spans
@@ -281,7 +286,14 @@ def make(mesh):
 step = make(""" + MESH_TEXT[7:-1] + ')\n',
         ('parsed, not traced: ', "mesh is taken for the program's mesh", 'NamedSharding(mesh, P('),
     ),
-    'no mesh': (HEAD + STEP, "no expression in step has the program's mesh"),
+    'no mesh': (
+        HEAD + STEP,
+        f"{WSC}(x @ w, jax.sharding.NamedSharding(jax.typeof(x).sharding.mesh, jax.sharding.PartitionSpec(None, 'data')))",
+    ),
+    'einshard, no mesh': (
+        'from einshard import einshard\n' + HEAD + STEP,
+        f"{WSC}(x @ w, jax.sharding.NamedSharding(jax.typeof(x).sharding.mesh, ",
+    ),
 }  # fmt: skip
 
 
@@ -291,7 +303,7 @@ def test_constraint_in_many_styles(style, tmp_path, monkeypatch):
     patch = check(
         tmp_path / 'p', text, [('constrain', 'x @ w', None, 'data')], monkeypatch, expected=expected
     )
-    if 'not traced' in str(expected) or style == 'no mesh':
+    if 'not traced' in str(expected):
         return
     assert re.match(r'# parsed, traced: sends [\d.]+ [KM]iB\n', patch), patch
 
@@ -314,6 +326,104 @@ def test_mesh_in_a_context_that_has_ended(enter, tmp_path, monkeypatch):
     patch = make_patch({edit: Change('constrain', found, edit.sharding, '')}, [edit], trials, ())
     assert patch.startswith('# parsed, traced: sends ')
     assert "with_sharding_constraint(x @ w, jax.sharding.PartitionSpec(None, 'data'))" in patch
+
+
+def test_mesh_of_an_array_in_a_dictionary(tmp_path, monkeypatch):
+    """`h`, which the statement assigns, is also an array on the mesh, but has no value yet."""
+    text = (
+        HEAD
+        + """
+def run(arrays, *rest):
+    h = jnp.tanh(arrays['x'] @ rest[0])
+    return h @ rest[1]
+
+step = jax.jit(lambda x, w, v: run({'x': x}, w, v))
+"""
+    )
+    change = 'constrain', "arrays['x'] @ rest[0]", None, 'data'
+    expected = '# parsed, traced: sends ', "jax.typeof(arrays['x']).sharding.mesh"
+    check(tmp_path / 'p', text, [change], monkeypatch, expected=expected)
+
+
+def test_no_name_for_the_mesh_or_an_array_of_it(tmp_path, monkeypatch):
+    """The patch says that it needs the mesh in context. The code raises without one."""
+    (tmp_path / 'p').mkdir()
+    path = tmp_path / 'p' / 'model.py'
+    path.write_text(HEAD + 'step = jax.jit(lambda *a: jnp.tanh(a[0] @ a[1]) @ a[2])\n')
+    monkeypatch.chdir(tmp_path / 'p')
+    change = 'constrain', (spans(path, 'a[0] @ a[1]')[0],), None, 'data'
+    patch, sends, _ = patch_of(load(path, 'no_names').step, arguments(), change)
+    first, second, *_ = patch.splitlines()
+    assert first == f'# parsed, traced: sends {format_bytes(sends)}'
+    assert second == '# needs the mesh in context, as it was tried: with jax.set_mesh(mesh)'
+    assert f"{WSC}(a[0] @ a[1], jax.sharding.PartitionSpec(None, 'data'))" in patch
+    after = load(applied(patch, tmp_path / 'p', path), 'no_names_after')
+    with pytest.raises(RuntimeError, match='requires a non-empty mesh in context'):
+        after.step.trace(*arguments())
+    with jax.set_mesh(MESH):
+        assert explain(after.step, *arguments(), tries=0).network_bytes == sends
+
+
+NETWORK = """
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+SPECS = {'embed': P(None, None), 'up': P(None, 'tensor'), 'down': P(None, 'tensor')}
+
+def loss_of(params, tokens):
+    x = params['embed'][tokens]
+    for layer in params['layers']:
+        x = x + jax.nn.gelu(x @ layer['up']) @ layer['down']
+    return -jax.nn.log_softmax(x @ params['embed'].T)[..., 0].mean()
+
+@jax.jit
+def step(params, tokens):
+    loss, grads = jax.value_and_grad(loss_of)(params, tokens)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+def params(mesh):
+    def one(i, name, *shape):
+        sharding = NamedSharding(mesh, SPECS[name])
+        return jax.device_put(jax.random.normal(jax.random.key(i), shape) / 16, sharding)
+    layers = [{'up': one(0, 'up', 64, 256), 'down': one(1, 'down', 256, 64)} for _ in range(2)]
+    return {'embed': one(2, 'embed', 128, 64), 'layers': layers}
+
+def tokens(mesh):
+    return jax.device_put(jnp.arange(4096).reshape(64, 64) % 128, NamedSharding(mesh, P('data', None)))
+"""
+
+
+@pytest.mark.parametrize('way', ['command', 'python', 'mesh in context'])
+def test_patch_runs_as_the_program_does(way, tmp_path, monkeypatch):
+    """Also if only arguments have the mesh. The command enters it, and the program does not."""
+    folder = tmp_path / 'p'
+    folder.mkdir()
+    path = folder / 'network_of_arguments.py'
+    path.write_text(NETWORK)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    before = importlib.import_module(path.stem)
+    args = before.params(MESH), before.tokens(MESH)
+    scope = jax.set_mesh(MESH) if way == 'mesh in context' else nullcontext()
+    with scope:
+        if way == 'command':
+            command = f'explain {path.stem}:step --args {path.stem}:params {path.stem}:tokens'
+            assert main([*command.split(), '--mesh', 'data=4', 'tensor=2', '--patch', 'out']) == 0
+            patch = Path('out').read_text()
+            Path('out').unlink()
+        else:
+            patch = explain(before.step, *args).patch()
+        assert patch.startswith('# parsed, traced: sends ')
+        assert f'{WSC}(' in patch
+        assert ('.sharding.mesh' in patch) == (way != 'mesh in context')
+        after = load(applied(patch, folder, path), 'network_after')
+        (params, loss), (expected, expected_loss) = after.step(*args), before.step(*args)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-5), params, expected)
+        np.testing.assert_allclose(loss, expected_loss, 1e-5)
+        reports = [explain(each.step, *args, tries=0) for each in (before, after)]
+    assert reports[1].network_bytes < 0.75 * reports[0].network_bytes
+    sys.modules.pop(path.stem)
 
 
 HELPER = HEAD + SHARDING + MESH_TEXT
@@ -710,8 +820,9 @@ PLAIN = HELPER + STEP
 
 
 def test_what_is_not_written_is_a_comment(tmp_path, monkeypatch):
-    """Of two changes, one stands where the mesh has no name."""
-    text = HEAD + SHARDING + MESH_TEXT + STEP.replace('h @ v', 'times(h, v)')
+    """Of two changes, one is in a function that is also called elsewhere."""
+    calls = 'times(h, v), times(h + 1, v)'
+    text = HEAD + SHARDING + MESH_TEXT + STEP.replace('h @ v', calls)
     (tmp_path / 'other.py').write_text(
         'def times(h, v):\n    t = h @ v\n    return t[:128], t[128:]\n'
     )
@@ -721,7 +832,15 @@ def test_what_is_not_written_is_a_comment(tmp_path, monkeypatch):
     module = load(tmp_path / 'model.py', 'model_file')
     changes = [
         ('constrain', (spans(tmp_path / 'model.py', 'x @ w')[0],), None, 'data'),
-        ('constrain', (spans(tmp_path / 'other.py', 'h @ v')[0],), 'data', 'tensor'),
+        (
+            'constrain',
+            (
+                spans(tmp_path / 'other.py', 'h @ v')[0],
+                spans(tmp_path / 'model.py', 'times(h, v)')[0],
+            ),
+            'data',
+            'tensor',
+        ),
     ]
     patch, _, _ = patch_of(module.step, arguments(), *changes)
     _, alone, _ = patch_of(module.step, arguments(), changes[0])

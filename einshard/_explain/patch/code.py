@@ -12,10 +12,11 @@ from itertools import islice, product
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, get_abstract_mesh
 
 from ..._program.edits.call import JittedCall
 from ..._program.edits.edit import Edit
+from ..._program.edits.jaxprs import has_explicit_axes
 from ..._program.edits.sites import count_constraints, find_constraints
 from ..._program.jaxpr.graph import flatten
 from ..._program.jaxpr.spans import Span
@@ -42,6 +43,9 @@ class Code:
         mesh: its mesh.
         spans: the expressions that may change.
         in_mesh: whether the code will run with the mesh in context, which it has not done so far.
+
+    Attributes:
+        has_mesh: whether it is traced with a mesh in context.
     """
 
     def __init__(
@@ -56,7 +60,7 @@ class Code:
         self._seen: Sequence[Seen] = ()
         self._codes: Sequence[types.CodeType] = ()
         self._again: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self._failed = ''
+        self._failed, self.has_mesh = '', True
         expected = constraints(call.jaxpr)
         contexts: list[Callable[[], Any]] = [nullcontext]
         if isinstance(mesh, Mesh):  # the program was traced in a context that has ended
@@ -71,6 +75,7 @@ class Code:
                 continue
             if again is not None and constraints(again.jaxpr) == expected:
                 self._again, self._seen, self._codes, self._failed = context, seen, codes, ''
+                self.has_mesh = context is not nullcontext or not get_abstract_mesh().empty
                 return
         self._failed = self._failed or 'traced again, it is another program'
 
@@ -176,6 +181,9 @@ def constraints(jaxpr: Any) -> Counter[Any]:
         if op.primitive in _CONSTRAINTS:
             params, (out,) = op.eqn.params, op.eqn.outvars
             sharding = params.get('sharding', params.get('dst_sharding'))
+            # JAX itself reshards scalars on Auto axes, where no mesh is in context
+            if op.primitive == 'reshard' and not has_explicit_axes(sharding):
+                continue
             entries = spec_axes(sharding.spec)
             while entries and not entries[-1]:
                 entries.pop()

@@ -61,6 +61,15 @@ def _commented(texts: Iterable[str]) -> str:
     return ''.join(f'# {line}\n' for text in texts for line in text.splitlines())
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """The ways to write changes, what a trace of them says, and why others are not written."""
+
+    ways: Mapping[Edit, Option]
+    checked: _Checked | None
+    missing: Mapping[Edit, str]
+
+
 class _Patch:
     def __init__(
         self,
@@ -72,6 +81,34 @@ class _Patch:
         self.changes, self.edits, self.trials, self.in_mesh = changes, edits, trials, in_mesh
 
     def text(self, comments: Sequence[str], placed: Sequence[Option]) -> str:
+        choice = self._choose()
+        if choice.missing and not self.code.has_mesh:  # with a mesh in context, it may be written
+            other = _Patch(self.changes, self.edits, self.trials, in_mesh=True)
+            found = other._choose()
+            if len(found.missing) < len(choice.missing):
+                self.in_mesh, choice = True, found
+        chosen, checked = choice.ways, choice.checked
+        texts = [*comments]
+        for edit, reason in choice.missing.items():
+            change = self.changes[edit]
+            texts.append(f'{change.path[0].source}: {change.text} (not written: {reason})')
+        pieces = pieces_of([*chosen.values(), *placed])
+        folder = relative_to([source.path for source in pieces]) if pieces else Path()
+        diffs = list[str]()
+        for source, each in pieces.items():
+            new = source.edited(each)
+            assert new is not None
+            diffs.append(source.diff(new, source.path.relative_to(folder).as_posix()))
+        top = [checked.text] if checked is not None else []
+        needed = 'needs the mesh in context, as it was tried: with jax.set_mesh(mesh)'
+        top += [needed] * bool(self.in_mesh and chosen)
+        top += [f'apply in {folder}'] if pieces and folder != Path.cwd() else []
+        top += dict.fromkeys(t for way in chosen.values() for t in (way.assumed, way.note) if t)
+        if placed:
+            top.append('not traced: in_shardings= and out_shardings=')
+        return _commented([*top, *texts]) + ''.join(diffs)
+
+    def _choose(self) -> _Choice:
         # 1. what each expression can name
         trials, spans = self.trials, {change.path[0] for change in self.changes.values()}
         if self.changes:
@@ -102,25 +139,7 @@ class _Patch:
                     missing[edit] = checked.text
                     del chosen[edit]
                 checked = self._check(chosen, is_last=True) if chosen else None
-        # 3. the diff
-        texts = [*comments]
-        for edit, reason in missing.items():
-            change = self.changes[edit]
-            texts.append(f'{change.path[0].source}: {change.text} (not written: {reason})')
-        pieces = pieces_of([*chosen.values(), *placed])
-        folder = relative_to([source.path for source in pieces]) if pieces else Path()
-        diffs = list[str]()
-        for source, each in pieces.items():
-            new = source.edited(each)
-            assert new is not None
-            diffs.append(source.diff(new, source.path.relative_to(folder).as_posix()))
-        top = [checked.text] if checked is not None else []
-        top += ['with the mesh in context: with jax.set_mesh(mesh)'] * bool(self.in_mesh and chosen)
-        top += [f'apply in {folder}'] if pieces and folder != Path.cwd() else []
-        top += dict.fromkeys(t for way in chosen.values() for t in (way.assumed, way.note) if t)
-        if placed:
-            top.append('not traced: in_shardings= and out_shardings=')
-        return _commented([*top, *texts]) + ''.join(diffs)
+        return _Choice(chosen, checked, missing)
 
     def _check(self, chosen: Mapping[Edit, Option], is_last: bool = False) -> _Checked:
         """Traces the program with edits in its source.

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from ..._program.hlo.sources import is_user_file
@@ -16,6 +18,7 @@ from .files import Source
 
 _FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
 _COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
+_ASSIGNMENTS = ast.Assign, ast.AnnAssign, ast.NamedExpr
 UNKNOWN = object()  # the value of a variable of a function that has returned
 _MAX_ENTRIES = 200  # of an object or dict, in search of a mesh
 
@@ -155,6 +158,19 @@ class Scope:
             ),
         ), True
 
+    def array(self, mesh: Mesh) -> str | None:
+        """Returns an expression for a traced array on a mesh, if possible one of the function."""
+        own = bindings(self.functions[0]) if self.functions else {}
+        found = [
+            text
+            for text, value in self._values()
+            if isinstance(value, Tracer) and '._' not in text
+            if getattr(getattr(jax.typeof(value), 'sharding', None), 'mesh', None)
+            == mesh.abstract_mesh
+        ]
+        rank = {text: (_name(text) not in own, text.count('.') + text.count('[')) for text in found}
+        return min(found, key=rank.__getitem__, default=None)
+
     def _read(self, node: ast.AST) -> Any:
         """The value of what the file uses as a mesh, such as `self.mesh` or `mesh()`."""
         if isinstance(node, ast.Call) and not node.args and not node.keywords:
@@ -266,7 +282,9 @@ def visible(
             hidden.add(name)
             value = (captured if held is None else held).get(name, UNKNOWN)
             is_before = i > 0 or isinstance(nodes[0], ast.arg)
-            is_before |= source.end(nodes[0]) <= source.start(node)
+            binds = (each for each in source.around(nodes[0]) if isinstance(each, _ASSIGNMENTS))
+            is_bound = next(binds, None) not in {*source.around(node)}  # not `h = f(node)`
+            is_before |= is_bound and source.end(nodes[0]) <= source.start(node)
             if len(nodes) == 1 and is_before and (value is not UNKNOWN or held is None):
                 names[name] = value
     return names | {k: v for k, v in globals_.items() if k not in hidden}, functions

@@ -345,8 +345,16 @@ def _sharding(change: Change, scope: Scope) -> tuple[str, str, tuple[Piece, ...]
     text, assumed = f'{spec}({", ".join(_entries(change.sharding.spec, scope))})', ''
     if not _is_equal(mesh, scope.bare_mesh):
         named, more = _spelled(scope, _SHARDING)
-        name, assumed = _mesh(scope, mesh)
-        text, imports = f'{named}({name}, {text})', (*imports, *more)
+        imports = (*imports, *more)
+        try:
+            name, assumed = _mesh(scope, mesh)
+        except Missing:
+            # arrays in a trace have a mesh, also where none is in context: an abstract one
+            if (array := scope.array(mesh)) is None:
+                raise
+            function, more = _spelled(scope, 'jax.typeof')
+            name, imports = f'{function}({array}).sharding.mesh', (*imports, *more)
+        text = f'{named}({name}, {text})'
     return text, assumed, imports
 
 
@@ -367,8 +375,11 @@ def _wrapping(change: Change, scope: Scope) -> tuple[str, str, str, tuple[Piece,
     if function is not None and expression is not None:
         if _is_equal(mesh, scope.einshard_mesh):
             return f'{function}(', f', {expression!r})', '', ()
-        text, assumed = _mesh(scope, mesh)
-        return f'{function}(', f', {expression!r}, mesh={text})', assumed, ()
+        try:
+            text, assumed = _mesh(scope, mesh)
+            return f'{function}(', f', {expression!r}, mesh={text})', assumed, ()
+        except Missing:  # einshard takes no abstract mesh that is not in context; JAX does
+            pass
     text, assumed, imports = _sharding(change, scope)
     # on Explicit axes, a constraint only checks the type of its operand
     function, more = _spelled(scope, _RESHARD if has_explicit_axes(change.sharding) else _CONSTRAIN)
