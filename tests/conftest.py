@@ -94,6 +94,12 @@ in_checkout = importlib.util.find_spec('einshard._pytest_plugin')
 pytest_plugins = ['einshard._pytest_plugin' if in_checkout else '_einshard_pytest_plugin']
 
 
+@pytest.fixture(autouse=True)
+def own_flags(monkeypatch):
+    """Examples and commands set the number of simulated devices, which later processes read."""
+    monkeypatch.setenv('XLA_FLAGS', os.environ['XLA_FLAGS'])
+
+
 @pytest.fixture(params=[1, 2, 3, 4, 6, 8, 12, 16])
 def devices(request):
     """The first few devices, in each of the counts that tests run over."""

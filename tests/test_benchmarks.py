@@ -304,6 +304,9 @@ def test_times_are_of_one_call():
 
 
 def test_counts_of_traces_and_compilations():
+    # other tests clear the listeners of JAX
+    jax.monitoring.clear_event_listeners()
+    jax.monitoring.register_event_duration_secs_listener(_counting._listen)
     values = [np.ones(3, np.float32), np.ones(3, np.float32), np.ones(4, np.float32)]
 
     def forgetful(function):
