@@ -6,6 +6,7 @@ In a process that has loaded libtpu, as that of the tests, the profiler of JAX 0
 import functools
 import pickle
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -136,6 +137,9 @@ def main(folder):
         reports['as on GPUs'] = profile(train, params, ARGUMENTS[0], tries=0)
         static = jax.jit(lambda x, n: x * n, static_argnums=1)
         reports['static'] = profile(static, ARGUMENTS[0], 3, tries=0)
+    with ThreadPoolExecutor() as threads:
+        steps = threads.map(lambda step: profile(step, *ARGUMENTS, runs=RUNS, tries=0), STEPS[:3])
+        reports['in threads'] = [*steps]
     deleted = [leaf.is_deleted() for leaf in jax.tree.leaves((params, ARGUMENTS))]
     with jax.profiler.trace(folder / 'outer'):
         try:

@@ -263,18 +263,23 @@ def test_every_kind_of_edit_is_said():
         edits.PlaceArguments({1: to}, {}): "shard w with 'a b -> a b@data'",
         edits.PlaceResults({0: to}): "shard result with 'a b -> a b@data'",
         edits.Constrain(product, to): (
-            f"constrain `x @ w` in {line}: einshard(..., 'a b -> a b@data')"
+            f"constrain `x @ w` in {line}: einshard(..., 'a b -> a b@data', mesh=mesh)"
         ),
         edits.ReplaceConstraint(constraint, to): (
             f"change the constraint in {line} to 'a b -> a b@data'"
         ),
         edits.RemoveConstraint(constraint): f'remove the constraint in {line}',
         edits.MoveThrough(('argument', 0), to): (
-            "reshard in two steps, at the start of the function: x = einshard(x, 'a b -> a b@data')"
+            'reshard in two steps, at the start of the function: '
+            "x = einshard(x, 'a b -> a b@data', mesh=mesh)"
         ),
     }
     words = Words(report.reading)
     assert {edit: words.say([edit]) for edit in said} == said
+    with jax.set_mesh(SAID):
+        words = Words(explain(jax.jit(constrained), x, w, tries=0).reading)
+    found = {edit: text.replace(', mesh=mesh', '') for edit, text in said.items()}
+    assert {edit: words.say([edit]) for edit in said} == found
     # what runs per device is said by the finding that it was tried for
     kinds = {type(edit) for edit in said} | {RunPerDevice}
     abstract = {each for each in edits.Edit.__subclasses__() if each.__name__.startswith('_')}

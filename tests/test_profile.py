@@ -311,6 +311,11 @@ def test_one_device(profiles):
     assert 'the devices share the cores' not in str(report)
 
 
+def test_threads_wait_for_each_other(profiles):
+    reports = profiles[0]['in threads']
+    assert [report.profile.runs for report in reports] == [RUNS] * 3
+
+
 def test_another_trace_is_running(profiles):
     error = profiles[2]
     assert error.code == 'profile'

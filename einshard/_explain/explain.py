@@ -249,6 +249,7 @@ def _make_report(facts: Facts, intermediates: bool) -> Report:
         temporaries=largest_temporaries(facts.graph),
         chip=chip.name if chip else None,
         bounds=facts.bounds,
+        step=facts.step,
         meshes=meshes,
         reading=facts,
     )

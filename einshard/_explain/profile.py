@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,9 @@ from .frameworks import is_jitted, jax_stage
 from .report import Report
 from .stages import Stages
 from .trace_call import trace_to_compile
+
+# the profiler runs one trace at a time in a process
+_tracing = threading.Lock()
 
 NO_GRAPHS: dict[str, str | bool] = {'xla_gpu_enable_command_buffer': ''}
 
@@ -54,7 +58,8 @@ def profile(
     It compiles the function once, warms up, and traces `runs` calls with `jax.profiler`. A function
     that returns the next values of its arguments, such as a train step, is called with them, as the
     next step would be. Arguments that are donated, but not returned, are copied before each call.
-    So no array of yours is deleted. A module of Flax NNX is updated by each call.
+    So no array of yours is deleted. A module of Flax NNX is updated by each call. Calls in several
+    threads wait for each other's traces.
 
     On GPUs, the program is compiled without command buffers, which hide its instructions from the
     profiler. On simulated CPU devices, which share the cores, times show what is joined with what,
@@ -68,7 +73,7 @@ def profile(
 
     Raises:
         EinshardError: `explain` raises it; an argument is a ShapeDtypeStruct; or the profiler does
-            not start, as while another trace is running.
+            not start, as while the program itself takes a trace.
     """
     if isinstance(runs, bool) or not isinstance(runs, int) or runs < 1:
         raise EinshardError(f'runs= must be a positive integer, not {runs!r}')
@@ -89,7 +94,7 @@ def profile(
         notes.append(note)
     report = explain_stages(stages, chip, tries=tries, compiled=compiled)
     call = fn if compiled is None else compiled
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _tracing:
         Calls(call, args, kwargs, report.reading).trace(runs, folder)
         report = report.with_profile(folder)
     assert report.profile is not None

@@ -66,6 +66,7 @@ class Report(Display):
         chip: the name of the chip that `bounds` are for, or None if it is unknown, as for CPUs.
         bounds: lower bounds on the time of one run, for compute, HBM, and the network along each
             mesh axis. `bounds.largest` is the largest. Empty without a chip.
+        step: the seconds of one run, an estimate: that of `timeline`. None if there is none.
         products: the flops of each source line.
         in_place: (result path, argument path) for each result that reuses the memory of a donated
             argument and has its shape, dtype and sharding.
@@ -94,6 +95,7 @@ class Report(Display):
     temporaries: tuple[Temporary, ...] = ()
     chip: str | None = None
     bounds: Bounds = NO_BOUNDS
+    step: float | None = None
     products: tuple[ProductRow, ...] = ()
     in_place: tuple[tuple[str, str], ...] = ()
     notes: tuple[Finding, ...] = ()
@@ -309,7 +311,7 @@ class Report(Display):
             Section('on each device', lines=tuple(_resources(self)), comes_first=True),
             *(() if self.profile is None else measured_sections(self.profile)),
             temporaries_section(self.temporaries, self.memory),
-            bounds_section(self.chip or '', self.bounds, unknown_loops),
+            bounds_section(self.chip or '', self.bounds, self.step, unknown_loops),
             *(timeline_sections(timeline) if timeline else ()),
         )
         devices, meshes = plural(self.n_devices, 'device'), meshes_text(self)

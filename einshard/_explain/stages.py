@@ -54,6 +54,7 @@ class Stages:
         jitted: the jitted function, its arguments and keyword arguments, or None for a stage that
             the user passed.
         scope: the mesh that was in context by `mesh=`, or None.
+        has_mesh: whether a mesh was in context, so that expressions in the function find it.
         called: the function that the user passed.
         is_filtered: whether Equinox jitted the function, and it was traced for ShapeDtypeStructs,
             with its arguments and result in the user's structure. `framework` is None then.
@@ -72,6 +73,7 @@ class Stages:
     limits: Limits | None = None
     jitted: tuple[Any, Sequence[Any], Mapping[str, Any]] | None = None
     scope: AnyMesh | None = None
+    has_mesh: bool = False
     called: Any = None
     is_filtered: bool = False
 

@@ -94,7 +94,9 @@ def trace_call(
         restored_if_failed(fn, args, kwargs),
         local_devices_asked(_is_for_other_devices(fn, args, kwargs)) as asked,
     ):
-        stages = replace(_trace(fn, name, args, kwargs, target), called=called)
+        stages = _trace(fn, name, args, kwargs, target)
+        has_mesh = stages.program is not None or current_context().mesh is not None
+    stages = replace(stages, called=called, has_mesh=has_mesh)
     remember_asked(stages.jaxpr, asked)
     if stages.program is not None and target is not None and stages.program.setup.mesh is not None:
         raise EinshardError(

@@ -35,6 +35,8 @@ class Words:
 
     def __init__(self, facts: Facts):
         self._facts, self._replaced = facts, next_arguments(facts)
+        is_found = facts.stages.has_mesh or facts.mesh is None or is_canonical_mesh(facts.mesh)
+        self._mesh = '' if is_found else ', mesh=mesh'  # of an expression in the function
 
     def say(self, edits: Sequence[Edit]) -> str:
         """Returns what to write."""
@@ -128,7 +130,7 @@ class Words:
             return f"change {_asked(source)} in {line} to '{placement}'{mapped}"
         is_short = source and len(source) < 60 and '\n' not in source
         what = f'`{source}`' if is_short else 'the value'
-        return f"constrain {what} in {line}: einshard(..., '{placement}'){mapped}"
+        return f"constrain {what} in {line}: einshard(..., '{placement}'{self._mesh}){mapped}"
 
     def _seen(self, edit: Constrain | ReplaceConstraint) -> tuple[str, str]:
         """The placement of a value as its expression sees it, and what else to write."""
@@ -176,7 +178,8 @@ class Words:
             value = _constrained(source_of(next(iter(what))) or '')
         assigned = f'{value} = ' if value else ''
         placement = self._placement(axes, edit.sharding)
-        return f"reshard in two steps, {where}: {assigned}einshard({value or '...'}, '{placement}')"
+        call = f"einshard({value or '...'}, '{placement}'{self._mesh})"
+        return f'reshard in two steps, {where}: {assigned}{call}'
 
     def _axes_of_result(self, i: int) -> Axes:
         array = self._facts.results[i]

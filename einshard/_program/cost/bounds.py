@@ -102,9 +102,11 @@ def find_bounds(
     return Bounds(bound for bound in found if bound.seconds)
 
 
-def bounds_section(chip: str, bounds: Bounds, unknown_loops: bool) -> Section:
+def bounds_section(chip: str, bounds: Bounds, step: float | None, unknown_loops: bool) -> Section:
     largest = bounds.largest
     mark = ' (the largest)' * (len(bounds) > 1)
     lines = [f'{bound}{mark * (bound is largest)}' for bound in bounds]
+    if step is not None:
+        lines.append(f'estimated step: {format_seconds(step)}')
     once = '; assuming that loops of unknown length run once' * unknown_loops
     return Section(f'lower bounds on the time of one run ({chip}{once})', lines=tuple(lines))
