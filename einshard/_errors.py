@@ -132,10 +132,12 @@ EinshardError.__module__ = 'einshard'  # tracebacks print the public name
 
 
 _F = TypeVar('_F', bound=Callable[..., Any])
+PUBLIC: list[Callable[..., Any]] = []  # what `public` decorates
 
 
 def public(function: _F) -> _F:
     """Decorates a public function: the tracebacks of its errors have no frames of this package."""
+    PUBLIC.append(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import inspect
 import io
 import json
 import pickle
@@ -33,6 +34,8 @@ from einshard import (
     einshard,
     explain,
     make_sharding,
+    plan,
+    profile,
     sharded,
     show,
     to_jax,
@@ -1187,6 +1190,33 @@ def test_parameters_with_names_of_options():
     # jit makes constants of what a partial of another function binds, but not of shapes
     plain = functools.partial(lambda x, mesh, chip: x * mesh * len(chip), mesh=scale, chip='b')
     assert [row.path for row in explain(plain, x).arguments] == ['x', 'mesh']
+
+
+@pytest.mark.parametrize(
+    ('command', 'given'),
+    [
+        (assert_collectives, {'allowed': ()}),
+        (check_same, {}),
+        (explain, {}),
+        (plan, {'chip': 'TPU v5e'}),
+        (profile, {}),
+        (to_jax, {}),
+    ],
+)
+def test_errors_name_parameters_that_are_options(command, given):
+    """A parameter with the name of an option is missing, as the option has taken its value."""
+    parameters = inspect.signature(command).parameters.values()
+    for name in (each.name for each in parameters if each.kind is each.KEYWORD_ONLY):
+
+        def step(*_):
+            raise AssertionError
+
+        one = inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        step.__signature__ = inspect.Signature([one])
+        error = refusal(command, step, **given)
+        assert error.facts[f'parameter {name}'].startswith(f'functools.partial(step, {name}=')
+    step.__signature__ = inspect.Signature([one.replace(name='other')])
+    assert 'parameter other' not in refusal(command, step, **given).facts
 
 
 # --- copies ---------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from .._errors import EinshardError
+from .._errors import PUBLIC, EinshardError
 from .._sharding.mesh import AnyMesh, mesh_fact
 from .._text import array_text, name_of
 
@@ -93,17 +93,15 @@ def check_arguments(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str
             facts={
                 'parameters': str(shown)[1:-1] or 'none',
                 'arguments': format_call(args, kwargs),
-                **(_partial_fact(name, missing[1]) if missing and missing[1] in _OPTIONS else {}),
+                **(_partial_fact(name, missing[1]) if missing and _is_option(missing[1]) else {}),
             },
         ) from None
 
 
-# options of explain, plan, to_jax and assert_collectives: parameters of a function with these names
-# cannot be passed to them by keyword
-_OPTIONS = (
-    *('mesh', 'replicated_above', 'intermediates', 'chip', 'memory', 'objective', 'pin', 'tries'),
-    *('candidates', 'compilations', 'seconds', 'shape', 'allowed'),
-)
+def _is_option(name: str) -> bool:
+    """Whether a function that passes `kwargs` on, such as explain, takes this keyword itself."""
+    found = (inspect.signature(function).parameters for function in PUBLIC)
+    return any({name, 'kwargs'} <= parameters.keys() for parameters in found)
 
 
 def _partial_fact(name: str, option: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The rows of a report: arrays, findings, and the costs of suggestions that were tried."""
+"""The rows of a report except collectives: arrays, findings, and the costs of suggestions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The spec of one leaf: an expression with options, or a converted PartitionSpec."""
+"""The spec of one leaf: an expression with options, or a PartitionSpec, also of a NamedSharding."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ REPLICATED = '... -> * ...'
 class LeafSpec:
     """A parsed spec of one leaf. Compared by identity, which makes it a fast cache key."""
 
-    written: Expression | None  # None if the spec was a PartitionSpec or NamedSharding
+    written: Expression | None  # None if `partition` is the spec
     memory_kind: str | None = None
     on_missing: Fallback = 'error'  # 'replicate': ignore mesh axes that the mesh lacks
     on_indivisible: Fallback = 'error'  # 'replicate': replicate axes that are not divisible
     rule: str | None = None  # the rule that gave this spec, for errors
     mesh: AnyMesh | None = None  # the mesh of a spec that was a NamedSharding
-    partition: PartitionSpec | None = None  # None if the spec was an expression
+    partition: PartitionSpec | None = None  # as given; None if the spec was an expression
     ndim: int | None = None  # the rank of the array, with which a PartitionSpec is written out
 
     @property

@@ -89,8 +89,9 @@ def make_placement(spec: AnySpec, shape: Shape | int | None, context: Context) -
     if spec.mesh is not None:
         context = context_on(spec.mesh, context)
     mesh = context.lowering_mesh
+    # a PartitionSpec that fits needs nothing of what follows
     if spec.partition is not None and _fits_as_it_is(spec.partition, shape, memory_kind, context):
-        return Placement(spec, _named_sharding(mesh, spec.partition, memory_kind))
+        return Placement(spec, _shared_sharding(mesh, spec.partition, memory_kind))
     written = spec.expression
     # 3. axis rules. Without a mesh, expressions cannot name the axes d0, d1, ... of the canonical
     # mesh.
@@ -120,7 +121,7 @@ def make_placement(spec: AnySpec, shape: Shape | int | None, context: Context) -
     if spec.partition is not None and not changes:
         # the result has the sharding that was given: P('data', None) and not P('data'), which JAX
         # places alike, but does not call equal
-        sharding = _named_sharding(sharding.mesh, spec.partition, sharding.memory_kind)
+        sharding = _shared_sharding(sharding.mesh, spec.partition, sharding.memory_kind)
     is_bare = written.short and not any(term.spans_devices for term in written.right)
     has_rule = {ELLIPSIS, *(rule.name for rule in context.axis_rules)}
     return Placement(
@@ -169,10 +170,8 @@ def _fits_as_it_is(
     return True
 
 
-@cached
-def _named_sharding(mesh: AnyMesh, spec: PartitionSpec, memory_kind: str | None) -> NamedSharding:
-    """Cached, so arrays of many shapes share one sharding object, as in `lower`."""
-    return named_sharding(mesh, spec, memory_kind)
+# so that arrays of many shapes share one sharding object, as in `lower`
+_shared_sharding = cached(named_sharding)
 
 
 @cached

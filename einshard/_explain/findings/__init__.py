@@ -1,1 +1,1 @@
-"""Diagnoses: likely mistakes in a program, and what to write instead."""
+"""Diagnoses: likely mistakes in a program. What to write instead is found in `search/`."""

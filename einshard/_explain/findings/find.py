@@ -1,4 +1,4 @@
-"""Runs all diagnoses of a program."""
+"""Runs all diagnoses of a program. `search/advice.py` adds suggestions, which were compiled."""
 
 from __future__ import annotations
 
@@ -77,8 +77,7 @@ def find_findings(facts: Facts) -> tuple[tuple[Finding, ...], tuple[Finding, ...
     for diagnose in _DIAGNOSES:
         for found in [*diagnose(facts)]:
             rows = (c for c in facts.collectives if c.name in found.explains)
-            # a suggestion is a change that `search/` has compiled
-            facts.found.append(replace(found, suggestion='', reason=facts.reason_of(rows)))
+            facts.found.append(replace(found, reason=facts.reason_of(rows)))
     notes = [note for diagnose in _NOTES for note in diagnose(facts)]
 
     def order(found: Finding) -> tuple[bool, float, int]:

@@ -52,8 +52,7 @@ def gathered_for_operation(facts: Facts) -> Iterator[Finding]:
             text + _if_independent(facts, op, dim, axes) + _if_in_two_levels(facts, op, values),
             op.site.frames[0].source,
             n_bytes,
-            '',
-            tuple(c.name for c in several),
+            explains=tuple(c.name for c in several),
         )
 
 

@@ -14,7 +14,6 @@ from ..fold_layers import fold_paths
 from ..report_rows import ArrayRow, Finding
 from .facts import Facts
 
-_PLURAL = 'are', 'they replace', 'them'
 _LARGE = 2**23  # bytes on a device, of all arrays of a note
 _MIN_COPIED = 0.05  # of the bytes that the program at least reads from and writes to HBM
 _MIN_COPIED_BYTES = 2**20  # copies of small states do not matter
@@ -73,26 +72,15 @@ def compiles_again(facts: Facts) -> Iterator[Finding]:
         results, replaced = (
             first_of(fold_paths(pair[i].path for pair in pairs), 3) for i in (0, 1)
         )
-        are, they, them = ('is', 'it replaces', 'it') if len(pairs) == 1 else _PLURAL
+        are, they = ('is', 'it replaces') if len(pairs) == 1 else ('are', 'they replace')
         yield Finding(
             'second compile',
             f"{results} {are} sharded as '{new}', but {replaced}, which {they} in the next call, "
             f"as '{old}': the next call compiles again",
             None,
             sum(row.bytes for row, _ in pairs),
-            pin_text(facts, them, f"'{old}'"),
-            tuple(row.path for row, _ in pairs),
+            explains=tuple(row.path for row, _ in pairs),
         )
-
-
-def pin_text(facts: Facts, it: str, placements: str) -> str:
-    """Says how to place results.
-
-    `eqx.filter_jit` has no `out_shardings=`, and that of `nnx.jit` does not place what is updated.
-    """
-    if facts.stages.is_equinox or facts.stages.framework == 'nnx':
-        return f'constrain {it} with einshard before the function returns: {placements}'
-    return f'pin {it} with out= or out_shardings=: {placements}'
 
 
 def other_types(facts: Facts) -> Iterator[Finding]:

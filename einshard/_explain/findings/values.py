@@ -39,7 +39,7 @@ class Axis:
         return dataclasses.replace(self, mesh_axes=kept)
 
 
-Axes: TypeAlias = tuple[Axis, ...]
+Axes: TypeAlias = tuple[Axis, ...]  # those of `traced.propagated` are mesh axes, without names
 PRODUCTS = ('dot_general', 'convolution')
 # an array after these is still the argument that it was, or a part of it
 _PARTS = PASSING | {

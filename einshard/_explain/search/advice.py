@@ -34,7 +34,6 @@ from ..findings.facts import Facts
 from ..findings.gathered_axes import IN_TWO_LEVELS
 from ..findings.next_call import (
     next_arguments,
-    pin_text,
     results_to_pin,
     weights_of_gradients,
 )
@@ -48,7 +47,7 @@ from .proposals import MIN_GAIN, Proposals
 from .search import MIN_SECONDS, Accepted, Search
 from .trials import NOT_WRITTEN, Trials, as_tried
 from .with_edits import fixed_function, patch_of
-from .words import Words, strategy_text
+from .words import Words, pin_text, strategy_text
 
 # Findings whose change was made before the search.
 _First = tuple[Finding, tuple[Edit, ...]]

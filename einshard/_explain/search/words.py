@@ -268,3 +268,13 @@ def strategy_text(facts: Facts, edits: Sequence[Edit]) -> str:
     """Says if changes give up tensor parallelism."""
     axis = replaced_strategy(facts, edits)
     return f'this replaces tensor parallelism along {axis} by data parallelism' if axis else ''
+
+
+def pin_text(facts: Facts, it: str, placements: str) -> str:
+    """Says how to place results.
+
+    `eqx.filter_jit` has no `out_shardings=`, and that of `nnx.jit` does not place what is updated.
+    """
+    if facts.stages.is_equinox or facts.stages.framework == 'nnx':
+        return f'constrain {it} with einshard before the function returns: {placements}'
+    return f'pin {it} with out= or out_shardings=: {placements}'
