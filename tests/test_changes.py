@@ -84,6 +84,7 @@ def own_einshard(monkeypatch):
 # --- the whole command ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_stored_reports(project):
     missing = check(Options(fail_on=frozenset({'missing'})), project)
     assert (missing.text.splitlines()[0], missing.status) == ('train on cpu:8: new', 3)

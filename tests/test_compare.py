@@ -96,6 +96,7 @@ def test_bad_calls():
     assert 'CPU devices' in row.error
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, monkeypatch, capsys):
     (tmp_path / 'model.py').write_text(
         'import os, jax\n'

@@ -180,6 +180,7 @@ def hlo(compiled):
 LOSSES = [plain, residual, library, helper, scanned, unrolled, branches, custom, looped, twice]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('is_at_call', [False, True], ids=['all calls', 'at the call'])
 @pytest.mark.parametrize('loss', LOSSES, ids=lambda loss: loss.__name__)
 def test_constraint_is_what_the_source_would_do(loss, is_at_call, monkeypatch):

@@ -327,6 +327,7 @@ def given(path, texts, spec):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', CHANGES)
 def test_changes_given_by_hand(name, tmp_path, monkeypatch):
     text, frames, spec, (wrong, right), args = CHANGES[name]

@@ -458,6 +458,7 @@ def test_fixed_function_has_its_static_arguments():
         fixed(*structs, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'change',
     [
@@ -558,6 +559,7 @@ def test_mapped_axes_are_left_out_of_the_patch(tmp_path):
             assert 'with the axes that jax.vmap adds' in finding.suggestion
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('length', 'is_nested'), [(60, False), (60, True), (64, False)], ids=['', 'nested', 'length']
 )
@@ -613,6 +615,7 @@ def test_a_constraint_that_a_function_under_vmap_can_have(length, is_nested):
     assert fixed.network_bytes == finding.tried.network_bytes < 0.5 * report.network_bytes
 
 
+@pytest.mark.slow
 def test_on_a_topology():
     on = topology('v5e:2x4', fsdp=8)
     weights = [
@@ -1135,6 +1138,7 @@ def hbm_of(report):
 READS_AND_UPDATES = [(AxisType.Auto, False), (AxisType.Explicit, False), (AxisType.Explicit, True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('axis_types', 'updates'), READS_AND_UPDATES)
 def test_a_cache_that_several_devices_read_is_sharded(axis_types, updates):
     mesh = inference_mesh(axis_types)

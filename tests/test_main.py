@@ -257,6 +257,7 @@ def refused(capsys, *arguments):
     return capsys.readouterr().err.removeprefix('einshard.EinshardError: ')
 
 
+@pytest.mark.slow
 def test_a_full_disk(module, capsys):
     call = ['explain', f'{module}:step', '--args', 'f32[8]', '--tries', '0']
     error = refused(capsys, *call, '--save', '/dev/full')
@@ -274,6 +275,7 @@ def test_a_full_disk(module, capsys):
         assert (done.returncode, done.stderr) == (2, error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('arguments', [['--help'], ['a b -> a1000 b', '--devices', '1000']])
 def test_a_closed_pipe(arguments):
     read, write = os.pipe()

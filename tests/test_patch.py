@@ -297,6 +297,7 @@ step = make(""" + MESH_TEXT[7:-1] + ')\n',
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('style', STYLES)
 def test_constraint_in_many_styles(style, tmp_path, monkeypatch):
     text, expected = STYLES[style]
@@ -394,6 +395,7 @@ def tokens(mesh):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('way', ['command', 'python', 'mesh in context'])
 def test_patch_runs_as_the_program_does(way, tmp_path, monkeypatch):
     """Also if only arguments have the mesh. The command enters it, and the program does not."""
@@ -578,6 +580,7 @@ def other(x):
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', HELPERS)
 def test_helper_is_changed_at_the_call(name, tmp_path, monkeypatch):
     text, calls, expected = HELPERS[name]
@@ -608,6 +611,7 @@ def export(x):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('result', ['directly', 'by name'])
 def test_helper_that_computes_is_not_changed_for_others(result, tmp_path, monkeypatch):
     text = COMPUTES
@@ -884,6 +888,7 @@ def test_names_of_files(name, tmp_path, monkeypatch):
     assert patch.startswith('# parsed, traced: sends ')
 
 
+@pytest.mark.slow
 def test_threads(tmp_path, monkeypatch):
     """Patches that threads make at once, of functions that share a helper."""
     monkeypatch.chdir(tmp_path)

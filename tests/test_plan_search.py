@@ -410,6 +410,7 @@ F0000 00:00:1795.2 7 spmd_partitioner_util.cc:9] Check failed: shard_size == 4 (
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('log', 'sentence', 'output'),
     [
@@ -458,6 +459,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_no_folder_is_left_after_sigterm():
     command = [sys.executable, '-c', PROGRAM_WITH_WORKER]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -159,6 +159,7 @@ def test_pins_and_candidates():
     assert ours[0] in [dict(one.candidate.mesh) for one in found.choices]
 
 
+@pytest.mark.slow
 def test_memory_is_a_limit():
     """Replicated, weights and momentum take 4.4 MiB; with the least memory, an eighth."""
     found = plan(step, *ARGUMENTS, **OPTIONS | {'objective': 'memory'})
@@ -166,6 +167,7 @@ def test_memory_is_a_limit():
     assert found.best.memory < as_it_is.memory / 3
 
 
+@pytest.mark.slow
 def test_arguments_that_are_placed():
     """The step as it is has the placements of its arguments."""
     mesh = Mesh(EIGHT.devices.reshape(-1), ('devices',))

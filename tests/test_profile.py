@@ -400,6 +400,7 @@ def test_copies_and_files_keep_the_profile_but_not_the_program(folder):
 # --- the command -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_command_profile(tmp_path):
     (tmp_path / 'model.py').write_text(
         'from einshard import sharded\n'

@@ -531,6 +531,7 @@ def check_joined(report, path, n):
     }
 
 
+@pytest.mark.slow
 def test_a_program_of_the_compiler_for_tpus(tmp_path):
     pytest.importorskip('libtpu', reason='libtpu compiles for TPU, and is not installed')
     report, module = compiled_for(topology('v5e:2x4', data=4, tensor=2))

@@ -161,6 +161,7 @@ def test_old_files_are_read_and_renamed(session, tmp_path):
     assert goldens_of(tmp_path) == {'test_step.golden': text}
 
 
+@pytest.mark.slow
 def test_pytest_does_not_collect_golden_files(session, tmp_path):
     """A merge conflict in a doctest, as in `>>>>>>> branch`, ends the run of pytest."""
     assert session(ONE, '--einshard-update')[0]
@@ -375,6 +376,7 @@ def pytest_unconfigure(config):
 """
 
 
+@pytest.mark.slow
 def test_jax_is_imported_only_for_tests_that_ask(tmp_path):
     """So a conftest.py can set the environment variables that JAX reads on import.
 
@@ -435,6 +437,7 @@ def test_the_installed_plugin_imports_no_jax():
     subprocess.run([sys.executable, '-c', program], check=True, cwd=Path.home())
 
 
+@pytest.mark.slow
 def test_training_step_of_the_transformer(einshard_golden):
     """The file shows whether JAX or einshard changes the program."""
     c = transformer.Config(n_layers=3, d_model=32, d_ff=64, sequence=12, batch=8)

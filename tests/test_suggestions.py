@@ -65,6 +65,7 @@ def test_fixes_of_einsum(text, size):
             einsum(text, x, x, mesh=jax.devices()[:n])
 
 
+@pytest.mark.slow
 @given(
     einsums(named='pq'),
     st.fixed_dictionaries({}, optional={'p': st.integers(1, 4), 'q': st.integers(1, 4)}),

@@ -69,6 +69,7 @@ def collectives(program):
     return read_collectives(program.as_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('einsum', [*EINSUMS, *SUMMED_FIRST])
 def test_the_compiler_does_the_first_choice(einsum, devices8):
     names = read_contraction(einsum).names
@@ -82,6 +83,7 @@ def test_the_compiler_does_the_first_choice(einsum, devices8):
         assert program.output_shardings.is_equivalent_to(expected, ndim), counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('einsum', EINSUMS)
 def test_a_sum_whose_result_is_sharded(einsum, devices8):
     """A reduce-scatter in theory; XLA for CPU all-reduces, and each device keeps its part.
@@ -153,6 +155,7 @@ def test_the_compiler_does_not_always_do_the_first_choice(i, j, k, devices8):
     assert total(collectives(program)) == total(expected.collectives)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('sizes', [(16, 128, 64), (128, 16, 64)], ids=str)
 def test_the_compiler_reshards_operands_for_the_result(sizes, devices8):
     sizes = dict(zip('bxy', sizes, strict=True))

@@ -123,6 +123,7 @@ print(xla_bridge.backends_are_initialized())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('line', 'starts_a_backend'),
     [
@@ -468,6 +469,7 @@ def asks(report):
     return [note.text for note in report.notes if note.kind == 'asks for local devices']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('call', QUESTIONS)
 def test_functions_that_ask_for_local_devices(call):
     shard, line = asking(QUESTIONS[call])

@@ -132,6 +132,7 @@ def test_all_frames_are_kept_without_filtering():
     assert len([file for file, _ in frames if file.startswith(FOLDER)]) > 2
 
 
+@pytest.mark.slow
 def test_pytest_shows_no_frame(tmp_path):
     (tmp_path / 'test_user.py').write_text(
         textwrap.dedent("""

@@ -44,6 +44,7 @@ def runs():
         yield run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['none', 'none, tied'])
 def test_loss_falls(runs, name):
     _, run = runs(name)
@@ -52,6 +53,7 @@ def test_loss_falls(runs, name):
     assert run.losses[-1] < run.losses[0] - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', SHARDED)
 def test_sharded_is_unsharded(runs, name):
     one_device, expected = runs('none, tied' if RUNS[name].tied else 'none')

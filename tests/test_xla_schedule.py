@@ -32,6 +32,7 @@ def test_asynchronous_copies_are_not_collectives():
     assert xla_schedule.read_schedule(text).exposed == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', xla_schedule.SHARDINGS)
 def test_every_sharding_lowers(name, monkeypatch):
     monkeypatch.setattr(xla_schedule, 'topology', lambda chip, **axes: mesh_of(**axes))
