@@ -774,7 +774,7 @@ def test_reshard_of_a_value_in_two_steps(tmp_path):
     assert len(report.findings) == 1
     line = line_of(constrained, 'on(AFTER, mesh)')
     assert finding.suggestion.startswith(
-        f"reshard in two steps, before {line}: h = einshard(h, 'a b c -> a@y b@x c')"
+        f"reshard in two steps, before {line}: h = einshard(h, 'a b c -> a@y b@x c', mesh=mesh)"
     )
     by_hand = explain(constrained(AXES, BETWEEN), a, tries=0)
     assert finding.tried.before.network_bytes == report.network_bytes
