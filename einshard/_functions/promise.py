@@ -233,10 +233,6 @@ class Budget:
         self.limits = limits
         self._warned = False
 
-    def on_one_device(self) -> Budget | None:
-        """Returns None if there is no memory limit: one device has no collectives."""
-        return None if self.limits.memory is None else self
-
     def check(self, compiled: Any, sharded_by: Callable[[Any], ShardedBy] | None) -> None:
         limits = self.limits
         if limits.collectives is not None:
