@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -19,7 +19,6 @@ from .._notation.layout import terms_of_axis
 from .._sharding.context import Context
 from .._sharding.leaf_spec import AnySpec, as_leaf_spec
 from .._sharding.mesh import AnyMesh, MeshLike, is_partial, mesh_fact, process_count, shards_by_axis
-from .._sharding.placement import Placement
 from .._sharding.resolve import resolve
 from .._sharding.scopes import current_context
 from .._sharding.tracing import is_tracing
@@ -32,7 +31,7 @@ from .._trees.specs import (
     not_an_array,
 )
 from .device_put import as_host
-from .place import check_dtype, einshard
+from .place import check_dtype, einshard, kind_of
 from .process_agreement import PlannedArray, check_has_device, check_same_plan, group_processes
 
 T = TypeVar('T')
@@ -109,8 +108,13 @@ def from_local(batch: Any, spec: Spec, *, mesh: MeshLike | None = None, check: b
             raise error from plan.first_error
     if plan.first_error is not None:
         raise plan.first_error
-    for i, local in plan.arrays.items():
-        leaves[i] = _build(local)
+    for i, (array, global_shape, sharding) in plan.arrays.items():
+        if isinstance(array, jax.ShapeDtypeStruct):
+            leaves[i] = array.update(shape=global_shape, sharding=sharding)
+            continue
+        if isinstance(array, jax.Array) and array.sharding.memory_kind != 'device':
+            array = as_host(array)  # JAX cannot slice an array in host memory
+        leaves[i] = jax.make_array_from_process_local_data(sharding, array, global_shape)
     return jtu.tree_unflatten(treedef, leaves)
 
 
@@ -152,7 +156,7 @@ def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) 
             continue
         array, label, sentence = leaf, 'array', ''
         try:
-            if not isinstance(leaf, _ARRAYS):
+            if kind_of(type(leaf)) == 'other':
                 check_registered_pytree(leaf)
                 if i not in own:
                     continue
@@ -173,19 +177,6 @@ def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) 
             plan.first_error = plan.first_error or error
         plan.descriptions.append((leaf_text(path, array) + sentence, str(leaf_spec)))
     return plan
-
-
-_ARRAYS = (
-    jax.Array
-    | jax.Ref
-    | np.ndarray
-    | np.generic
-    | bool
-    | int
-    | float
-    | complex
-    | jax.ShapeDtypeStruct
-)
 
 
 def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
@@ -212,16 +203,39 @@ def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
     counts = shards_by_axis(placement.sharding)
     shards = _shards_by_process(placement.sharding, array.ndim)
     for axis, by_process in shards.items():
-        local_shards, shard_sets = by_process[jax.process_index()], set(by_process.values())
+        n_local, shard_sets = len(by_process[jax.process_index()]), set(by_process.values())
         if len(shard_sets) == 1:
             continue  # every process has the full axis
+        size, n_shards = sizes[axis], counts[axis]
+        name, terms = terms_of_axis(placement.expression, axis, array.ndim)
         # the sets must have the same size and must not overlap
-        n_local = len(local_shards)
         is_even = all(len(shard_set) == n_local for shard_set in shard_sets)
-        if not is_even or len(shard_sets) * n_local != counts[axis]:
-            raise _uneven_error(placement, axis, array, by_process)
-        if sizes[axis] % n_local:
-            raise _indivisible_error(placement, axis, array, n_local, spec, context)
+        if not is_even or len(shard_sets) * n_local != n_shards:
+            numbers = {p: ', '.join(map(str, sorted(local))) for p, local in by_process.items()}
+            raise placement.expression.error(
+                f"axis '{name}' is split unevenly across processes, so its global size is unknown",
+                terms,
+                code='processes',
+                **{p: f'shards {text}' for p, text in group_processes(numbers).items()},
+                instead='use jax.make_array_from_callback',
+            )
+        if size % n_local:
+            leaf_spec = as_leaf_spec(spec)
+            rules = context.axis_rules if leaf_spec.expression.short else ()
+            replicates = leaf_spec.on_indivisible == 'replicate' or any(
+                rule.replicates_indivisible for rule in rules if rule.name == name
+            )
+            note = "indivisible='replicate' is ignored: processes have different rows"
+            raise placement.expression.error(
+                f"axis '{name}' (local size {size}) is not divisible by {n_local}, "
+                'the number of local shards',
+                terms,
+                code='not-divisible',
+                process=jax.process_index(),
+                global_size=f'{size * n_shards // n_local} in {n_shards} shards',
+                works_with=f'multiples of {n_local}',
+                **({'note': note} if replicates else {}),
+            )
         sizes[axis] *= len(shard_sets)
     global_shape = tuple(sizes)
     return _LocalArray(array, global_shape, resolve(spec, global_shape, context).sharding)
@@ -240,53 +254,6 @@ def _shards_by_process(sharding: NamedSharding, ndim: int) -> dict[int, dict[int
             so_far = shards[axis].get(process, frozenset[int]())
             shards[axis][process] = so_far | {index[axis].start}
     return shards
-
-
-def _indivisible_error(
-    placement: Placement, axis: int, array: Any, n_local: int, spec: AnySpec, context: Context
-) -> EinshardError:
-    size, n_shards = array.shape[axis], shards_by_axis(placement.sharding)[axis]
-    name, terms = terms_of_axis(placement.expression, axis, array.ndim)
-    leaf_spec = as_leaf_spec(spec)
-    rules = context.axis_rules if leaf_spec.expression.short else ()
-    replicates = leaf_spec.on_indivisible == 'replicate' or any(
-        rule.replicates_indivisible for rule in rules if rule.name == name
-    )
-    return placement.expression.error(
-        f"axis '{name}' (local size {size}) is not divisible by {n_local}, "
-        'the number of local shards',
-        terms,
-        code='not-divisible',
-        process=jax.process_index(),
-        global_size=f'{size * n_shards // n_local} in {n_shards} shards',
-        works_with=f'multiples of {n_local}',
-        **{'note': "indivisible='replicate' is ignored: processes have different rows"}
-        if replicates
-        else {},
-    )
-
-
-def _uneven_error(
-    placement: Placement, axis: int, array: Any, shards: Mapping[int, frozenset[int]]
-) -> EinshardError:
-    name, terms = terms_of_axis(placement.expression, axis, array.ndim)
-    numbers = {process: ', '.join(map(str, sorted(local))) for process, local in shards.items()}
-    return placement.expression.error(
-        f"axis '{name}' is split unevenly across processes, so its global size is unknown",
-        terms,
-        code='processes',
-        **{process: f'shards {text}' for process, text in group_processes(numbers).items()},
-        instead='use jax.make_array_from_callback',
-    )
-
-
-def _build(local: _LocalArray) -> Any:
-    if isinstance(local.array, jax.ShapeDtypeStruct):
-        return local.array.update(shape=local.global_shape, sharding=local.sharding)
-    array = local.array
-    if isinstance(array, jax.Array) and array.sharding.memory_kind != 'device':
-        array = as_host(array)  # JAX cannot slice an array in host memory
-    return jax.make_array_from_process_local_data(local.sharding, array, local.global_shape)
 
 
 def _error_sentence(error: Exception) -> str:
