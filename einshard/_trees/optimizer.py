@@ -16,21 +16,12 @@ from .._errors import EinshardError, plural, public
 from .._sharding.context import Context
 from .._sharding.leaf_spec import REPLICATED, AnySpec
 from .._sharding.mesh import MeshLike
-from .._sharding.scopes import current_context, mesh_scope
+from .._sharding.scopes import current_context
 from .._text import array_text, first_of
 from .free_axes import ZERO, AxisMap, MeshAxes, Shape, check_mesh_axes, read_mesh_axes, state_specs
 from .paths import leaf_paths, leaf_text, path_and_array
 from .rules import Rules
-from .specs import (
-    ArgumentOrder,
-    Spec,
-    check_specs,
-    context_of,
-    leaf_specs,
-    meshes_of,
-    shape_of,
-    without_values,
-)
+from .specs import ArgumentOrder, Spec, check_specs, leaf_specs, meshes_of, shape_of, without_values
 
 if TYPE_CHECKING:
     from .table import Table
@@ -93,8 +84,7 @@ def for_optimizer(
 
 
 _ORDER = ArgumentOrder(
-    'for_optimizer takes the model parameters first, then their spec',
-    'for_optimizer(params, spec)',
+    'for_optimizer takes the model parameters first, then their spec', 'for_optimizer(params, spec)'
 )
 
 
@@ -141,12 +131,9 @@ class StateSpec:
 
     def table(self, tree: Any, *, mesh: MeshLike | None = None) -> Table:
         """Shows how each leaf of an optimizer state is sharded, with totals, like `Rules.table`."""
-        context = context_of(self, current_context(mesh))
-        with mesh_scope(context.mesh):
-            rules_and_specs = self.find_all(leaf_paths(tree), jtu.tree_leaves(tree))
         from .table import make_table  # with pages and HTML, which other uses do not need
 
-        return make_table(tree, rules_and_specs, [], context)
+        return make_table(self, tree, mesh)
 
     def find_all(
         self, paths: Sequence[str], leaves: Sequence[Any]

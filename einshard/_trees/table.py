@@ -14,12 +14,13 @@ import jax.tree_util as jtu
 from .._errors import EinshardError, combine_errors, plural, quoted
 from .._page import Column, Page, Section, page_text
 from .._page_html import page_html
-from .._sharding.context import Context
 from .._sharding.leaf_spec import AnySpec, with_memory_kind
+from .._sharding.mesh import MeshLike
 from .._sharding.resolve import resolve
+from .._sharding.scopes import current_context, mesh_scope
 from .._text import first_of, format_bytes, shape_text
 from .paths import leaf_paths, leaf_text
-from .specs import check_registered_pytree
+from .specs import check_registered_pytree, context_of
 
 _HEADS = ('path', 'array', 'rule', 'placement', 'shard')
 _COLUMNS = (*map(Column, _HEADS), Column('per device', right=True))
@@ -151,29 +152,32 @@ class Table:
 
 
 def make_table(
-    tree: Any,
-    rules_and_specs: Sequence[tuple[int | str | None, AnySpec | None]],
-    patterns: Sequence[re.Pattern[str]],
-    context: Context,
+    spec: Any, tree: Any, mesh: MeshLike | None, patterns: Sequence[re.Pattern[str]] = ()
 ) -> Table:
     """Builds the table of a pytree.
 
-    `rules_and_specs` has a (rule, spec) pair for each leaf. A rule is an index into `patterns`, or
-    a word such as 'default'.
+    Args:
+        spec: `Rules` or a `StateSpec`, whose `find_all` returns a (rule, spec) pair for each leaf.
+            A rule is an index into `patterns`, or a word such as 'default'.
     """
-    paths = leaf_paths(tree)
+    context, paths = context_of(spec, current_context(mesh)), leaf_paths(tree)
+    with mesh_scope(context.mesh):
+        rules_and_specs: Sequence[tuple[int | str | None, AnySpec | None]] = spec.find_all(
+            paths, jtu.tree_leaves(tree)
+        )
     rows: list[Row] = []
     errors: list[EinshardError] = []
-    for path, leaf, (rule, spec) in zip(paths, jtu.tree_leaves(tree), rules_and_specs, strict=True):
-        aval = None if rule == 'not an array' else _aval(leaf, path, spec)
+    leaves = zip(paths, jtu.tree_leaves(tree), rules_and_specs, strict=True)
+    for path, leaf, (rule, leaf_spec) in leaves:
+        aval = None if rule == 'not an array' else _aval(leaf, path, leaf_spec)
         if aval is None:
             continue
         name = patterns[rule].pattern if isinstance(rule, int) else str(rule)
         shape, itemsize = tuple(aval.shape), aval.dtype.itemsize
         placement, expression, shard_shape = None, None, shape
-        if spec is not None:
+        if leaf_spec is not None:
             try:
-                placement = resolve(spec, shape, context, owner='Rules')
+                placement = resolve(leaf_spec, shape, context, owner='Rules')
             except EinshardError as error:
                 errors.append(error.about(array=leaf_text(path, aval), rule=f"'{name}'"))
                 continue
