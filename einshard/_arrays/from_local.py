@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.tree_util as jtu
@@ -98,17 +97,53 @@ def from_local(batch: Any, spec: Spec, *, mesh: MeshLike | None = None, check: b
     device_mesh = _device_mesh(context.lowering_mesh)
     if not device_mesh.is_multi_process:
         return einshard(batch, spec, mesh=mesh)
-    plan = _make_plan(batch, leaves, spec, context)
-    if check:
-        # on every call: if only new shapes were checked, a process with a new shape would wait
-        # forever for a process with an old one
+    # 1. Plan the global arrays. Keep the first error: raising it would hang other processes.
+    arrays: dict[int, tuple[Any, tuple[int, ...], NamedSharding]] = {}  # by leaf index
+    planned: list[PlannedArray] = []
+    specs: Sequence[AnySpec | None] = [None] * len(leaves)
+    own, first_error = set[int](), None
+    try:
+        specs = leaf_specs(batch, leaves, spec, context.mesh)
+        own = leaves_with_own_spec(batch, spec)
+    except Exception as error:  # callables in specs may raise anything
+        planned.append((_error_sentence(error), ''))
+        first_error = error
+    for i, (path, leaf, leaf_spec) in enumerate(zip(leaf_paths(batch), leaves, specs, strict=True)):
+        if leaf_spec is None:
+            continue
+        array, label, sentence = leaf, 'array', ''
         try:
-            check_same_plan(plan.descriptions, device_mesh)
+            if kind_of(type(leaf)) == 'other':
+                check_registered_pytree(leaf)
+                if i not in own:
+                    continue
+                label = 'got'
+                raise not_an_array(path, leaf)
+            if isinstance(leaf, jax.Ref):
+                raise EinshardError(
+                    'from_local takes arrays, not a jax.Ref',
+                    code='array',
+                    facts={'instead': 'pass an array x: jax.new_ref(from_local(x, ...))'},
+                )
+            array = leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else as_host(leaf)
+            arrays[i] = array, *_global_array(array, leaf_spec, context)
+        except Exception as error:
+            sentence = f': {_error_sentence(error)}'
+            if isinstance(error, EinshardError):
+                error = error.about(**{label: leaf_text(path, array)})
+            first_error = first_error or error
+        planned.append((leaf_text(path, array) + sentence, str(leaf_spec)))
+    # 2. Compare the plans, on every call: if only new shapes were checked, a process with a new
+    #    shape would wait forever for a process with an old one.
+    if check:
+        try:
+            check_same_plan(planned, device_mesh)
         except EinshardError as error:
-            raise error from plan.first_error
-    if plan.first_error is not None:
-        raise plan.first_error
-    for i, (array, global_shape, sharding) in plan.arrays.items():
+            raise error from first_error
+    if first_error is not None:
+        raise first_error
+    # 3. Build the arrays.
+    for i, (array, global_shape, sharding) in arrays.items():
         if isinstance(array, jax.ShapeDtypeStruct):
             leaves[i] = array.update(shape=global_shape, sharding=sharding)
             continue
@@ -130,57 +165,10 @@ def _device_mesh(mesh: AnyMesh) -> Mesh:
     return mesh
 
 
-class _LocalArray(NamedTuple):
-    array: Any
-    global_shape: tuple[int, ...]
-    sharding: NamedSharding
-
-
-@dataclass(slots=True)
-class _Plan:
-    arrays: dict[int, _LocalArray] = field(default_factory=dict[int, _LocalArray])  # by leaf index
-    descriptions: list[PlannedArray] = field(default_factory=list[PlannedArray])
-    first_error: Exception | None = None
-
-
-def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) -> _Plan:
-    """Plans the global arrays. Stores the first error: raising it would hang other processes."""
-    plan = _Plan()
-    try:
-        specs = leaf_specs(batch, leaves, spec, context.mesh)
-    except Exception as error:  # callables in specs may raise anything
-        return _Plan(descriptions=[(_error_sentence(error), '')], first_error=error)
-    own = leaves_with_own_spec(batch, spec)
-    for i, (path, leaf, leaf_spec) in enumerate(zip(leaf_paths(batch), leaves, specs, strict=True)):
-        if leaf_spec is None:
-            continue
-        array, label, sentence = leaf, 'array', ''
-        try:
-            if kind_of(type(leaf)) == 'other':
-                check_registered_pytree(leaf)
-                if i not in own:
-                    continue
-                label = 'got'
-                raise not_an_array(path, leaf)
-            if isinstance(leaf, jax.Ref):
-                raise EinshardError(
-                    'from_local takes arrays, not a jax.Ref',
-                    code='array',
-                    facts={'instead': 'pass an array x: jax.new_ref(from_local(x, ...))'},
-                )
-            array = leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else as_host(leaf)
-            plan.arrays[i] = _local_array(array, leaf_spec, context)
-        except Exception as error:
-            sentence = f': {_error_sentence(error)}'
-            if isinstance(error, EinshardError):
-                error = error.about(**{label: leaf_text(path, array)})
-            plan.first_error = plan.first_error or error
-        plan.descriptions.append((leaf_text(path, array) + sentence, str(leaf_spec)))
-    return plan
-
-
-def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
-    """Finds the global shape and sharding of a local array."""
+def _global_array(
+    array: Any, spec: AnySpec, context: Context
+) -> tuple[tuple[int, ...], NamedSharding]:
+    """Returns the global shape and the sharding of a local array."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         raise EinshardError(
             'the array is already global: its shards are on several processes',
@@ -238,7 +226,7 @@ def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
             )
         sizes[axis] *= len(shard_sets)
     global_shape = tuple(sizes)
-    return _LocalArray(array, global_shape, resolve(spec, global_shape, context).sharding)
+    return global_shape, resolve(spec, global_shape, context).sharding
 
 
 @cached

@@ -114,10 +114,7 @@ class Program:
         """Jits the function. Traces it if its out_shardings depend on the shapes of the result."""
         # 1. the options of jit. The keys are left out without a spec, so that JAX decides.
         self.out_shardings = self.result_shardings(values, context)
-        options: dict[str, Any] = {
-            **self.setup.jit_options,
-            'static_argnums': tuple(self.static),
-        }
+        options: dict[str, Any] = {**self.setup.jit_options, 'static_argnums': tuple(self.static)}
         donated = self.positions(self.setup.declaration.donated)
         if donated:
             options['donate_argnums'] = tuple(donated)

@@ -238,10 +238,7 @@ def _check_not_async() -> None:
 
 
 def check_option(
-    option: str,
-    value: object,
-    choices: Sequence[str] = ('error', 'replicate'),
-    **facts: str,
+    option: str, value: object, choices: Sequence[str] = ('error', 'replicate'), **facts: str
 ) -> None:
     if not isinstance(value, str) or value not in choices:
         *others, last = map(repr, choices)

@@ -42,9 +42,7 @@ def solve_sizes(sizes: Mapping[str, int], n_devices: int, call: str) -> dict[str
     unknown = [name for name, size in sizes.items() if size == -1]
     if len(unknown) > 1:
         raise EinshardError(
-            'only one mesh axis may have size -1',
-            code='mesh',
-            facts={'got': _text(sizes)},
+            'only one mesh axis may have size -1', code='mesh', facts={'got': _text(sizes)}
         )
     given_sizes = {name: size for name, size in sizes.items() if size != -1}
     product = math.prod(given_sizes.values())

@@ -131,10 +131,7 @@ def make_placement(spec: AnySpec, shape: Shape | int | None, context: Context) -
 
 
 def _fits_as_it_is(
-    partition: PartitionSpec,
-    shape: Shape | int | None,
-    memory_kind: str | None,
-    context: Context,
+    partition: PartitionSpec, shape: Shape | int | None, memory_kind: str | None, context: Context
 ) -> bool:
     """Whether a PartitionSpec fits the array and the mesh, so that it needs no letters.
 

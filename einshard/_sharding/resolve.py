@@ -161,10 +161,7 @@ def _about_spec(error: EinshardError, spec: AnySpec) -> EinshardError:
 
 
 def _with_working_fix(
-    error: EinshardError,
-    spec: AnySpec,
-    shape: Shape | int | None,
-    context: Context,
+    error: EinshardError, spec: AnySpec, shape: Shape | int | None, context: Context
 ) -> EinshardError:
     """Tests the fix of an error, and replaces or removes it if it fails.
 
