@@ -288,7 +288,7 @@ def test_no_mesh_is_suggested_for_many_mesh_axes():
     names = 'abcdefghijkl'
     assert refusal(show, ' '.join(f'{name}@{name}' for name in names[:6])).fix is not None
     # private: to see that it is not called
-    with patch('einshard._draw.draw._factorizations') as factorizations:
+    with patch('einshard._draw.draw.factorizations') as factorizations:
         assert refusal(show, ' '.join(f'{name}@{name}' for name in names)).fix is None
     factorizations.assert_not_called()  # there are 1.35 million
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from placed import struct
 
 from einshard import EinshardError, Rules, device_mesh, einshard, expect_placements, topology
@@ -50,6 +51,19 @@ def test_arrays_that_are_sharded_otherwise(mesh):
     placed['layers']['w']['3'] = np.ones((4, 8))
     with pytest.raises(EinshardError, match=r'1 of 10 arrays is replicated(.|\n)*in host memory'):
         expect_placements(placed, RULES, mesh)
+
+
+def test_gradients_that_are_not_reduced():
+    mesh = device_mesh(jax.devices()[:4], axis_types=AxisType.Explicit, tensor=4)
+    replicated = einshard(np.ones((4, 8)), '* i o', mesh=mesh)
+    with pytest.raises(EinshardError, match=r"'a b -> 4 a b', not 'a b -> a b =@tensor'"):
+        expect_placements(replicated, '=@tensor i o', mesh)
+
+
+def test_a_shape_without_a_sharding(mesh):
+    shapes = jax.eval_shape(model)
+    with pytest.raises(EinshardError, match="w/0: without a sharding, not 'a b -> a b@tensor'"):
+        expect_placements(shapes, RULES, mesh)
 
 
 def test_one_device_is_not_a_mesh(mesh):

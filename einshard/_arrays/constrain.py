@@ -39,6 +39,7 @@ from .._sharding.placement import Placement
 from .._sharding.program_mesh import device_mismatch_error
 from .._sharding.tracing import is_staging, user_stacklevel
 from .._text import first_line
+from .device_put import identity
 from .reshard import reshard
 
 # The expressions of the constraints that `plan` has traced so far, or None outside its traces.
@@ -168,7 +169,7 @@ def sharding_rejected_by_jit(x: Any, in_shardings: Any) -> Sharding | None:
     if is_staging():
         return None
     try:
-        jax.jit(_identity, in_shardings=in_shardings)(x)
+        jax.jit(identity, in_shardings=in_shardings)(x)
     except ValueError:
         return _inspect_sharding(x)
     return None
@@ -189,7 +190,7 @@ def batched_sharding(x: Any) -> tuple[Sharding, int]:
     The tracer itself shows neither how many batch axes its value has, nor where they are.
     """
     values = [x]
-    probe: Any = jax.custom_batching.custom_vmap(_identity)
+    probe: Any = jax.custom_batching.custom_vmap(identity)
 
     @probe.def_vmap
     def batched(_: int, in_batched: Sequence[bool], value: Any) -> tuple[Any, bool]:
@@ -223,10 +224,6 @@ def reshard_traced(x: Any, sharding: NamedSharding, replicated: Any) -> Any:
         return _constrain_in_jit(x, sharding)
     except ValueError:
         return _constrain_in_jit(jax.device_put(x, replicated), sharding)
-
-
-def _identity(x: Any) -> Any:
-    return x
 
 
 def _sharding_in_context(x: Any, placement: Placement) -> NamedSharding:

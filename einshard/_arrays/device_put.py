@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -21,6 +21,8 @@ from .._sharding.mesh import (
 from .._sharding.tracing import is_tracing
 from .._trees.specs import reject_masked_array
 from .reshard import reshard
+
+T = TypeVar('T')
 
 
 def is_placed(x: Any, sharding: NamedSharding) -> bool:
@@ -165,7 +167,7 @@ def _put_global(x: Any, sharding: NamedSharding, donate: bool) -> Any:
     if isinstance(x, jax.Array):
         is_weak = not is_key and x.weak_type and not x.committed
     if is_weak:
-        return jax.jit(_identity, out_shardings=sharding)(x)
+        return jax.jit(identity, out_shardings=sharding)(x)
     full = x if is_key else as_host(x)
     # without dtype=, this fails in a process that has no device of the mesh
     return jax.make_array_from_callback(
@@ -173,7 +175,7 @@ def _put_global(x: Any, sharding: NamedSharding, donate: bool) -> Any:
     )
 
 
-def _identity(x: Any) -> Any:
+def identity(x: T) -> T:
     return x
 
 

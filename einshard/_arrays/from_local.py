@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar, overload
+from collections.abc import Sequence
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.tree_util as jtu
@@ -19,7 +18,6 @@ from .._notation.layout import terms_of_axis
 from .._sharding.context import Context
 from .._sharding.leaf_spec import AnySpec, as_leaf_spec
 from .._sharding.mesh import AnyMesh, MeshLike, is_partial, mesh_fact, process_count, shards_by_axis
-from .._sharding.placement import Placement
 from .._sharding.resolve import resolve
 from .._sharding.scopes import current_context
 from .._sharding.tracing import is_tracing
@@ -32,7 +30,7 @@ from .._trees.specs import (
     not_an_array,
 )
 from .device_put import as_host
-from .place import check_dtype, einshard
+from .place import check_dtype, einshard, kind_of
 from .process_agreement import PlannedArray, check_has_device, check_same_plan, group_processes
 
 T = TypeVar('T')
@@ -99,18 +97,59 @@ def from_local(batch: Any, spec: Spec, *, mesh: MeshLike | None = None, check: b
     device_mesh = _device_mesh(context.lowering_mesh)
     if not device_mesh.is_multi_process:
         return einshard(batch, spec, mesh=mesh)
-    plan = _make_plan(batch, leaves, spec, context)
-    if check:
-        # on every call: if only new shapes were checked, a process with a new shape would wait
-        # forever for a process with an old one
+    # 1. Plan the global arrays. Keep the first error: raising it would hang other processes.
+    arrays: dict[int, tuple[Any, tuple[int, ...], NamedSharding]] = {}  # by leaf index
+    planned: list[PlannedArray] = []
+    specs: Sequence[AnySpec | None] = [None] * len(leaves)
+    own, first_error = set[int](), None
+    try:
+        specs = leaf_specs(batch, leaves, spec, context.mesh)
+        own = leaves_with_own_spec(batch, spec)
+    except Exception as error:  # callables in specs may raise anything
+        planned.append((_error_sentence(error), ''))
+        first_error = error
+    for i, (path, leaf, leaf_spec) in enumerate(zip(leaf_paths(batch), leaves, specs, strict=True)):
+        if leaf_spec is None:
+            continue
+        array, label, sentence = leaf, 'array', ''
         try:
-            check_same_plan(plan.descriptions, device_mesh)
+            if kind_of(type(leaf)) == 'other':
+                check_registered_pytree(leaf)
+                if i not in own:
+                    continue
+                label = 'got'
+                raise not_an_array(path, leaf)
+            if isinstance(leaf, jax.Ref):
+                raise EinshardError(
+                    'from_local takes arrays, not a jax.Ref',
+                    code='array',
+                    facts={'instead': 'pass an array x: jax.new_ref(from_local(x, ...))'},
+                )
+            array = leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else as_host(leaf)
+            arrays[i] = array, *_global_array(array, leaf_spec, context)
+        except Exception as error:
+            sentence = f': {_error_sentence(error)}'
+            if isinstance(error, EinshardError):
+                error = error.about(**{label: leaf_text(path, array)})
+            first_error = first_error or error
+        planned.append((leaf_text(path, array) + sentence, str(leaf_spec)))
+    # 2. Compare the plans, on every call: if only new shapes were checked, a process with a new
+    #    shape would wait forever for a process with an old one.
+    if check:
+        try:
+            check_same_plan(planned, device_mesh)
         except EinshardError as error:
-            raise error from plan.first_error
-    if plan.first_error is not None:
-        raise plan.first_error
-    for i, local in plan.arrays.items():
-        leaves[i] = _build(local)
+            raise error from first_error
+    if first_error is not None:
+        raise first_error
+    # 3. Build the arrays.
+    for i, (array, global_shape, sharding) in arrays.items():
+        if isinstance(array, jax.ShapeDtypeStruct):
+            leaves[i] = array.update(shape=global_shape, sharding=sharding)
+            continue
+        if isinstance(array, jax.Array) and array.sharding.memory_kind != 'device':
+            array = as_host(array)  # JAX cannot slice an array in host memory
+        leaves[i] = jax.make_array_from_process_local_data(sharding, array, global_shape)
     return jtu.tree_unflatten(treedef, leaves)
 
 
@@ -126,70 +165,10 @@ def _device_mesh(mesh: AnyMesh) -> Mesh:
     return mesh
 
 
-class _LocalArray(NamedTuple):
-    array: Any
-    global_shape: tuple[int, ...]
-    sharding: NamedSharding
-
-
-@dataclass(slots=True)
-class _Plan:
-    arrays: dict[int, _LocalArray] = field(default_factory=dict[int, _LocalArray])  # by leaf index
-    descriptions: list[PlannedArray] = field(default_factory=list[PlannedArray])
-    first_error: Exception | None = None
-
-
-def _make_plan(batch: Any, leaves: Sequence[Any], spec: Spec, context: Context) -> _Plan:
-    """Plans the global arrays. Stores the first error: raising it would hang other processes."""
-    plan = _Plan()
-    try:
-        specs = leaf_specs(batch, leaves, spec, context.mesh)
-    except Exception as error:  # callables in specs may raise anything
-        return _Plan(descriptions=[(_error_sentence(error), '')], first_error=error)
-    own = leaves_with_own_spec(batch, spec)
-    for i, (path, leaf, leaf_spec) in enumerate(zip(leaf_paths(batch), leaves, specs, strict=True)):
-        if leaf_spec is None:
-            continue
-        array, label, sentence = leaf, 'array', ''
-        try:
-            if not isinstance(leaf, _ARRAYS):
-                check_registered_pytree(leaf)
-                if i not in own:
-                    continue
-                label = 'got'
-                raise not_an_array(path, leaf)
-            if isinstance(leaf, jax.Ref):
-                raise EinshardError(
-                    'from_local takes arrays, not a jax.Ref',
-                    code='array',
-                    facts={'instead': 'pass an array x: jax.new_ref(from_local(x, ...))'},
-                )
-            array = leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else as_host(leaf)
-            plan.arrays[i] = _local_array(array, leaf_spec, context)
-        except Exception as error:
-            sentence = f': {_error_sentence(error)}'
-            if isinstance(error, EinshardError):
-                error = error.about(**{label: leaf_text(path, array)})
-            plan.first_error = plan.first_error or error
-        plan.descriptions.append((leaf_text(path, array) + sentence, str(leaf_spec)))
-    return plan
-
-
-_ARRAYS = (
-    jax.Array
-    | jax.Ref
-    | np.ndarray
-    | np.generic
-    | bool
-    | int
-    | float
-    | complex
-    | jax.ShapeDtypeStruct
-)
-
-
-def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
-    """Finds the global shape and sharding of a local array."""
+def _global_array(
+    array: Any, spec: AnySpec, context: Context
+) -> tuple[tuple[int, ...], NamedSharding]:
+    """Returns the global shape and the sharding of a local array."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         raise EinshardError(
             'the array is already global: its shards are on several processes',
@@ -212,19 +191,42 @@ def _local_array(array: Any, spec: AnySpec, context: Context) -> _LocalArray:
     counts = shards_by_axis(placement.sharding)
     shards = _shards_by_process(placement.sharding, array.ndim)
     for axis, by_process in shards.items():
-        local_shards, shard_sets = by_process[jax.process_index()], set(by_process.values())
+        n_local, shard_sets = len(by_process[jax.process_index()]), set(by_process.values())
         if len(shard_sets) == 1:
             continue  # every process has the full axis
+        size, n_shards = sizes[axis], counts[axis]
+        name, terms = terms_of_axis(placement.expression, axis, array.ndim)
         # the sets must have the same size and must not overlap
-        n_local = len(local_shards)
         is_even = all(len(shard_set) == n_local for shard_set in shard_sets)
-        if not is_even or len(shard_sets) * n_local != counts[axis]:
-            raise _uneven_error(placement, axis, array, by_process)
-        if sizes[axis] % n_local:
-            raise _indivisible_error(placement, axis, array, n_local, spec, context)
+        if not is_even or len(shard_sets) * n_local != n_shards:
+            numbers = {p: ', '.join(map(str, sorted(local))) for p, local in by_process.items()}
+            raise placement.expression.error(
+                f"axis '{name}' is split unevenly across processes, so its global size is unknown",
+                terms,
+                code='processes',
+                **{p: f'shards {text}' for p, text in group_processes(numbers).items()},
+                instead='use jax.make_array_from_callback',
+            )
+        if size % n_local:
+            leaf_spec = as_leaf_spec(spec)
+            rules = context.axis_rules if leaf_spec.expression.short else ()
+            replicates = leaf_spec.on_indivisible == 'replicate' or any(
+                rule.replicates_indivisible for rule in rules if rule.name == name
+            )
+            note = "indivisible='replicate' is ignored: processes have different rows"
+            raise placement.expression.error(
+                f"axis '{name}' (local size {size}) is not divisible by {n_local}, "
+                'the number of local shards',
+                terms,
+                code='not-divisible',
+                process=jax.process_index(),
+                global_size=f'{size * n_shards // n_local} in {n_shards} shards',
+                works_with=f'multiples of {n_local}',
+                **({'note': note} if replicates else {}),
+            )
         sizes[axis] *= len(shard_sets)
     global_shape = tuple(sizes)
-    return _LocalArray(array, global_shape, resolve(spec, global_shape, context).sharding)
+    return global_shape, resolve(spec, global_shape, context).sharding
 
 
 @cached
@@ -240,53 +242,6 @@ def _shards_by_process(sharding: NamedSharding, ndim: int) -> dict[int, dict[int
             so_far = shards[axis].get(process, frozenset[int]())
             shards[axis][process] = so_far | {index[axis].start}
     return shards
-
-
-def _indivisible_error(
-    placement: Placement, axis: int, array: Any, n_local: int, spec: AnySpec, context: Context
-) -> EinshardError:
-    size, n_shards = array.shape[axis], shards_by_axis(placement.sharding)[axis]
-    name, terms = terms_of_axis(placement.expression, axis, array.ndim)
-    leaf_spec = as_leaf_spec(spec)
-    rules = context.axis_rules if leaf_spec.expression.short else ()
-    replicates = leaf_spec.on_indivisible == 'replicate' or any(
-        rule.replicates_indivisible for rule in rules if rule.name == name
-    )
-    return placement.expression.error(
-        f"axis '{name}' (local size {size}) is not divisible by {n_local}, "
-        'the number of local shards',
-        terms,
-        code='not-divisible',
-        process=jax.process_index(),
-        global_size=f'{size * n_shards // n_local} in {n_shards} shards',
-        works_with=f'multiples of {n_local}',
-        **{'note': "indivisible='replicate' is ignored: processes have different rows"}
-        if replicates
-        else {},
-    )
-
-
-def _uneven_error(
-    placement: Placement, axis: int, array: Any, shards: Mapping[int, frozenset[int]]
-) -> EinshardError:
-    name, terms = terms_of_axis(placement.expression, axis, array.ndim)
-    numbers = {process: ', '.join(map(str, sorted(local))) for process, local in shards.items()}
-    return placement.expression.error(
-        f"axis '{name}' is split unevenly across processes, so its global size is unknown",
-        terms,
-        code='processes',
-        **{process: f'shards {text}' for process, text in group_processes(numbers).items()},
-        instead='use jax.make_array_from_callback',
-    )
-
-
-def _build(local: _LocalArray) -> Any:
-    if isinstance(local.array, jax.ShapeDtypeStruct):
-        return local.array.update(shape=local.global_shape, sharding=local.sharding)
-    array = local.array
-    if isinstance(array, jax.Array) and array.sharding.memory_kind != 'device':
-        array = as_host(array)  # JAX cannot slice an array in host memory
-    return jax.make_array_from_process_local_data(local.sharding, array, local.global_shape)
 
 
 def _error_sentence(error: Exception) -> str:

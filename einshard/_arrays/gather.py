@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._errors import EinshardError, public
 from .._sharding.mesh import device_mesh, is_partial
 from .._trees.paths import leaf_paths, leaf_text
-from .device_put import without_partial_axes
+from .device_put import identity, without_partial_axes
 from .process_agreement import check_has_device
 
 T = TypeVar('T')
@@ -68,7 +68,7 @@ def gather(tree: Any) -> Any:
     for i, sharding in shardings.items():
         groups.setdefault(tuple(sharding.mesh.devices.flat), []).append(i)
     for group in groups.values():  # jit needs arrays with the same order of devices
-        replicate = jax.jit(_identity, out_shardings={i: shardings[i] for i in group})
+        replicate = jax.jit(identity, out_shardings={i: shardings[i] for i in group})
         arrays |= replicate({i: remote[i] for i in group})
     for i, leaf in remote.items():  # after the programs, for which other processes wait
         try:
@@ -93,10 +93,6 @@ def _plain_array(leaf: Any) -> Any:
         if is_partial(leaf.sharding):
             leaf = without_partial_axes(leaf, _replicated_sharding(leaf))
     return leaf
-
-
-def _identity(arrays: T) -> T:
-    return arrays
 
 
 def _replicated_sharding(x: Any) -> NamedSharding:

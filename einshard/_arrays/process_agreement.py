@@ -63,7 +63,20 @@ def check_same_plan(
                 'expected': 'the same axes, and the same order of devices, in every process',
             },
         )
-    raise _mismatch_error({p: text.split('\0') for p, text in texts.items()}, expected)
+    # a description of each process's array (or of the lack of one), and the expression, which is
+    # missing if there is no array or the description is long
+    planned = {p: text.split('\0') for p, text in texts.items()}
+    expressions = {expression for _, *rest in planned.values() for expression in rest}
+    if len(expressions) == 1:
+        texts = {p: array for p, (array, *_) in planned.items()}
+    else:
+        texts = {p: ' as '.join([array, *map(repr, rest)]) for p, (array, *rest) in planned.items()}
+    raise EinshardError(
+        'the processes are about to build different arrays',
+        code='processes',
+        expression=min(expressions) if len(expressions) == 1 else None,
+        facts={**group_processes(texts), **expected},
+    )
 
 
 def check_same_contents(arrays: Sequence[tuple[PlannedArray, Any]], mesh: Mesh) -> None:
@@ -136,39 +149,14 @@ def _mesh_of_rows(mesh: Mesh) -> Mesh:
     return Mesh(grid, ('row', 'column'), axis_types=(AxisType.Auto,) * 2)
 
 
-def _mismatch_error(
-    planned: Mapping[int, Sequence[str]], expected: Mapping[str, str]
-) -> EinshardError:
-    """Returns the error for an array that differs between processes.
-
-    `planned` maps each process to two texts: a description of its array (or of the lack of one),
-    and the expression. The second text is missing if there is no array or the description is long.
-    """
-    expressions = {expression for _, *rest in planned.values() for expression in rest}
-    if len(expressions) == 1:
-        texts = {process: array for process, (array, *_) in planned.items()}
-    else:
-        texts = {p: ' as '.join([array, *map(repr, rest)]) for p, (array, *rest) in planned.items()}
-    return EinshardError(
-        'the processes are about to build different arrays',
-        code='processes',
-        expression=min(expressions) if len(expressions) == 1 else None,
-        facts={**group_processes(texts), **expected},
-    )
-
-
 def check_has_device(mesh: Mesh) -> None:
     """Raises if this process has no device in the mesh."""
     if not mesh.local_devices:
+        processes = sorted({device.process_index for device in mesh.devices.flat})
         raise EinshardError(
             f'process {jax.process_index()} has no device in the mesh',
             code='processes',
-            facts={
-                'mesh': mesh_fact(mesh),
-                'devices are in': process_text(
-                    sorted({d.process_index for d in mesh.devices.flat})
-                ),
-            },
+            facts={'mesh': mesh_fact(mesh), 'devices are in': process_text(processes)},
         )
 
 

@@ -20,13 +20,8 @@ from .._functions.error_notes import is_sharding_type_error
 from .._sharding.mesh import partition_spec, spec_axes
 from .._sharding.tracing import is_tracing
 from .._text import array_text, first_line, name_of
-from .._trees.paths import (
-    argument_path,
-    common_suffix_length,
-    leaves_with_paths,
-    result_path,
-)
-from .comparison import ComparedRow, Comparison, Reference, compare, key_data
+from .._trees.paths import argument_path, common_suffix_length, leaves_with_paths, result_path
+from .comparison import ComparedRow, Comparison, compare, key_data
 from .one_device import (
     Arrays,
     Call,
@@ -216,30 +211,22 @@ class _Check:
         program = OneDeviceProgram(self.call.name, self.mesh, leaves, self.single.arrays)
         rounding = largest_rounding(program.jaxpr, self.n_devices, self.device.platform)
         arguments = self._arguments(rounding)
-        expected, *perturbed = [program(arrays) for arrays in arguments]
-        self._check_shapes(results, expected)
+        runs = [program(arrays) for arrays in arguments]
+        shapes = [[x.shape for x in arrays] for arrays in (map(key_data, results), runs[0])]
+        if shapes[0] != shapes[1]:
+            sentence = f'{self.call.name} returns arrays of different shapes on one device'
+            labels = 'on all devices', 'on one device'
+            if self.has_reference:
+                sentence = f'{self.call.name} and its reference return arrays of different shapes'
+                labels = 'function', 'reference'
+            raise EinshardError(sentence, facts=dict(zip(labels, map(str, shapes), strict=True)))
         gathered = [gather(arrays) for arrays in arguments]
         rows: list[ComparedRow] = []
         for i, (path, result) in enumerate(zip(paths, results, strict=True)):
             updated = self._updated_argument(path, result)
-            before, *perturbed_before = [0 if updated is None else x[updated] for x in gathered]
-            reference = Reference(expected[i], [x[i] for x in perturbed], before, perturbed_before)
-            rows.append(compare(path, result, reference, rounding))
+            before = [0 if updated is None else arrays[updated] for arrays in gathered]
+            rows.append(compare(path, result, [run[i] for run in runs], before, rounding))
         return rows
-
-    def _check_shapes(self, found: Sequence[Any], expected: Sequence[Any]) -> None:
-        found_shapes = [key_data(x).shape for x in found]
-        expected_shapes = [x.shape for x in expected]
-        if found_shapes == expected_shapes:
-            return
-        if self.has_reference:
-            sentence = f'{self.call.name} and its reference return arrays of different shapes'
-            labels = 'function', 'reference'
-        else:
-            sentence = f'{self.call.name} returns arrays of different shapes on one device'
-            labels = 'on all devices', 'on one device'
-        facts = {labels[0]: str(found_shapes), labels[1]: str(expected_shapes)}
-        raise EinshardError(sentence, facts=facts)
 
     def gradients(self, results: Arrays) -> list[ComparedRow]:
         """Compares the gradients of a weighted sum of `results` with those on one device."""
@@ -268,25 +255,18 @@ class _Check:
             raise EinshardError(
                 f'{self.call.name} cannot be differentiated',
                 code='tracing',
-                facts={
-                    'JAX says': first_line(error),
-                    'try': 'check_same(..., gradients=False)',
-                },
+                facts={'JAX says': first_line(error), 'try': 'check_same(..., gradients=False)'},
             ) from error
         name, single = self.call.name, self.single
         program = OneDeviceProgram(name, self.mesh, single.gradients, single.arrays, weights_on_one)
         rounding = largest_rounding(program.jaxpr, self.n_devices, self.device.platform)
         arguments = self._arguments(rounding)
-        expected, *perturbed = [program(arrays, weights_on_one) for arrays in arguments]
-        return [
-            compare(
-                f'gradient of {self.call.paths[i]}',
-                found[i],
-                Reference(expected[i], [x[i] for x in perturbed], 0, [0] * len(perturbed)),
-                rounding,
-            )
-            for i in self.call.float_indices
-        ]
+        runs = [program(arrays, weights_on_one) for arrays in arguments]
+        rows: list[ComparedRow] = []
+        for i in self.call.float_indices:
+            path, computed = f'gradient of {self.call.paths[i]}', [run[i] for run in runs]
+            rows.append(compare(path, found[i], computed, [0] * len(runs), rounding))
+        return rows
 
     def _arguments(self, rounding: Rounding) -> list[Arrays]:
         """Returns the arguments on one device, followed by perturbed copies of them."""
@@ -324,18 +304,14 @@ def _perturb(arrays: Arrays, unit: float, seed: int) -> Arrays:
 
 def _make_error(comparison: Comparison, has_reference: bool) -> DifferentResults:
     wrong = [row for row in comparison.rows if not row.same]
-
-    def difference(row: ComparedRow) -> str:
+    facts: dict[str, str] = {}
+    for row in wrong[:_MAX_ROWS]:
+        differs = f'differs by {row.difference:.1e} relative to the {row.relative_to}'
         if row.relative_to == 'elements':
-            return f'differs in {row.difference:.1e} of the elements'
-        return f'differs by {row.difference:.1e} relative to the {row.relative_to}'
-
-    facts = {
-        row.path: f'{row.array} {difference(row)}; '
-        f'tolerance: {row.tolerance:.1e} ({row.because})'
-        f'{"; its replicas differ" * row.replicas_differ}'
-        for row in wrong[:_MAX_ROWS]
-    }
+            differs = f'differs in {row.difference:.1e} of the elements'
+        tolerance = f'tolerance: {row.tolerance:.1e} ({row.because})'
+        replicas = '; its replicas differ' * row.replicas_differ
+        facts[row.path] = f'{row.array} {differs}; {tolerance}{replicas}'
     if len(wrong) > _MAX_ROWS:
         facts['and'] = f'{len(wrong) - _MAX_ROWS} more'
     devices = plural(comparison.n_devices, 'device')

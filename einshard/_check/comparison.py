@@ -94,21 +94,15 @@ class Comparison(Display):
 
     def _page(self) -> Page:
         verdict = 'same results as' if self.same else 'different results than'
-        rows = tuple(
-            (
-                row.path,
-                row.array,
-                f'{row.difference:.1e}',
-                row.relative_to,
-                f'{row.tolerance:.1e}',
-                row.because,
-            )
-            for row in self.rows
-        )
+        rows: list[tuple[str, ...]] = []
+        for row in self.rows:
+            difference, tolerance = f'{row.difference:.1e}', f'{row.tolerance:.1e}'
+            of = row.path, row.array
+            rows.append((*of, difference, row.relative_to, tolerance, row.because))
         noise = ', '.join(row.path for row in self.rows if row.is_noise and row.same)
         notes = [f'not compared, because of large rounding errors: {noise}'] * bool(noise)
         title = f'{self.name} on {plural(self.n_devices, "device")}: {verdict} on one device'
-        return Page(title, (Section('', _COLUMNS, rows, (*self.notes, *notes)),))
+        return Page(title, (Section('', _COLUMNS, tuple(rows), (*self.notes, *notes)),))
 
 
 _COLUMNS = (
@@ -121,32 +115,25 @@ _COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class Reference:
-    """An array computed on one device.
+def compare(
+    path: str, found: jax.Array, computed: Sequence[Any], before: Sequence[Any], rounding: Rounding
+) -> ComparedRow:
+    """Compares an array with the same array on one device.
 
-    Attributes:
-        value: the array.
-        perturbed: the array as computed from each perturbed copy of the arguments.
-        before: the argument that the array updates, or the number 0 if it updates none.
-        perturbed_before: `before` in each perturbed copy of the arguments.
+    Args:
+        computed: that array, and then as computed from each perturbed copy of the arguments.
+        before: in each of these, the argument that the array updates, or 0 if it updates none.
     """
-
-    value: Any
-    perturbed: Sequence[Any]
-    before: Any
-    perturbed_before: Sequence[Any]
-
-
-def compare(path: str, found: jax.Array, reference: Reference, rounding: Rounding) -> ComparedRow:
     value, *replicas = _copies(found)
     array = f'{found.dtype}{shape_text(found.shape)}'
-    expected = _as_wide_numpy(reference.value)
-    change = expected - reference.before
+    expected = _as_wide_numpy(computed[0])
+    change, *perturbed = [
+        _as_wide_numpy(after) - old for after, old in zip(computed, before, strict=True)
+    ]
     if jnp.issubdtype(found.dtype, jnp.inexact):
         # if the array equals `before`, differences are relative to its largest element
         scale = _largest(change) or _largest(expected)
-        is_update = not isinstance(reference.before, int) and _largest(change)
+        is_update = not isinstance(before[0], int) and _largest(change)
         relative_to = 'largest change' if is_update else 'largest element'
         # each of the two arrays is rounded to its dtype
         rounding_error = 2 * rounding_unit(found.dtype) * _largest(expected)
@@ -156,12 +143,9 @@ def compare(path: str, found: jax.Array, reference: Reference, rounding: Roundin
     else:
         relative_to, tolerance, because = 'elements', 0.0, 'integers'
         distance = _fraction_different
-    rounding_changes = [
-        distance(_as_wide_numpy(after) - before, change)
-        for after, before in zip(reference.perturbed, reference.perturbed_before, strict=True)
-    ]
-    if _SAFETY * max(rounding_changes, default=0.0) > tolerance:
-        tolerance, because = _SAFETY * max(rounding_changes), 'rounding of arguments'
+    rounding_change = max((distance(other, change) for other in perturbed), default=0.0)
+    if _SAFETY * rounding_change > tolerance:
+        tolerance, because = _SAFETY * rounding_change, 'rounding of arguments'
     disagreement = max((distance(replica, value) for replica in replicas), default=0.0)
     difference = max(distance(value, expected), disagreement)
     differ = disagreement > tolerance

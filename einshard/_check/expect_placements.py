@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.tree_util as jtu
@@ -13,26 +13,12 @@ from jax.sharding import Sharding
 from .._arrays.place import einshard
 from .._errors import EinshardError, plural, public
 from .._sharding.describe import describe
-from .._sharding.mesh import MeshLike
+from .._sharding.mesh import MeshLike, are_equivalent
 from .._text import first_of, format_bytes
 from .._trees.paths import leaves_with_paths, path_text
 from .._trees.specs import Spec
 
 _MAX_SHOWN = 5
-
-
-class _Misplaced(NamedTuple):
-    """An array that is placed otherwise than expected.
-
-    Attributes:
-        text: what is there, and what is expected.
-        is_replicated: whether each device holds all of it, though the spec shards it.
-        more: the bytes that a device holds in addition.
-    """
-
-    text: str
-    is_replicated: bool
-    more: int
 
 
 @public
@@ -63,20 +49,28 @@ def expect_placements(model: Any, spec: Spec, mesh: MeshLike | None = None) -> N
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_array(x) else x for x in leaves]
     expected = jtu.tree_leaves(einshard(treedef.unflatten(structs), spec, mesh=mesh))
     paths = [path_text(path) for path, _ in leaves_with_paths(model)]
-    found = [
-        misplaced
-        for path, x, struct in zip(paths, leaves, expected, strict=True)
-        if _is_array(x) and (misplaced := _compare(path, x, struct.sharding)) is not None
-    ]
-    if not found:
+    texts, n_replicated, more = list[str](), 0, 0
+    for path, x, struct in zip(paths, leaves, expected, strict=True):
+        if not _is_array(x) or struct.sharding is None:
+            continue
+        found: Sharding | None = getattr(x, 'sharding', None)
+        if found is not None and are_equivalent(found, struct.sharding, len(x.shape)):
+            continue
+        size = held = prod(x.shape)
+        should = prod(struct.sharding.shard_shape(x.shape))
+        now = 'in host memory' if isinstance(x, np.ndarray) else 'without a sharding'
+        if found is not None:
+            held, now = prod(found.shard_shape(x.shape)), f"'{_placement(x, found)}'"
+        texts.append(f"{path}: {now}, not '{_placement(x, struct.sharding)}'")
+        n_replicated += held == size > should
+        more += (held - should) * x.dtype.itemsize
+    if not texts:
         return
-    n_arrays, n = sum(map(_is_array, leaves)), len(found)
-    replicated = [each for each in found if each.is_replicated]
-    more = sum(each.more for each in found)
+    n_arrays, n = sum(map(_is_array, leaves)), len(texts)
     each = f': {format_bytes(more)} more on each device' if more > 0 else ''
     what = 'are replicated though the rules shard them'
-    if len(replicated) < n:
-        part = f', {len(replicated)} of which {what}' if replicated else ''
+    if n_replicated < n:
+        part = f', {n_replicated} of which {what}' if n_replicated else ''
         what = f'are not placed as the rules say{part}'
     if n == 1:
         what = what.replace('are ', 'is ', 1).replace(' them', ' it')
@@ -84,7 +78,7 @@ def expect_placements(model: Any, spec: Spec, mesh: MeshLike | None = None) -> N
         f'{n} of {plural(n_arrays, "array")} {what}{each}',
         code='placed-differently',
         facts={
-            'arrays': first_of([each.text for each in found], _MAX_SHOWN),
+            'arrays': first_of(texts, _MAX_SHOWN),
             'instead': 'einshard(model, rules) moves them; or restore and create them with these '
             'shardings',
         },
@@ -93,21 +87,6 @@ def expect_placements(model: Any, spec: Spec, mesh: MeshLike | None = None) -> N
 
 def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
-
-
-def _compare(path: str, x: Any, expected: Sharding | None) -> _Misplaced | None:
-    """Compares the placement of an array; None if it is as expected, or nothing is expected."""
-    if expected is None:
-        return None
-    found: Sharding | None = getattr(x, 'sharding', None)
-    if found is not None and found.is_equivalent_to(expected, x.ndim):
-        return None
-    held = prod(x.shape if found is None else found.shard_shape(x.shape))
-    should = prod(expected.shard_shape(x.shape))
-    now = 'in host memory' if found is None else f"'{_placement(x, found)}'"
-    text = f"{path}: {now}, not '{_placement(x, expected)}'"
-    is_replicated = held == prod(x.shape) > should
-    return _Misplaced(text, is_replicated, (held - should) * x.dtype.itemsize)
 
 
 def _placement(x: Any, sharding: Sharding) -> str:

@@ -173,18 +173,6 @@ def sharding_on(sharding: Any, device: Device) -> NamedSharding:
     return NamedSharding(shrink_mesh(sharding.mesh, single_mesh), spec)
 
 
-@contextmanager
-def _use_mesh(mesh: Any) -> Generator[None, None, None]:
-    """Sets the mesh of expressions. If `jax.set_mesh` is in use, replaces its mesh too."""
-    ambient = ambient_mesh()
-    with ExitStack() as stack:
-        if ambient is not None:
-            mesh = shrink_mesh(ambient, mesh)
-            stack.enter_context(jax.set_mesh(mesh))
-        stack.enter_context(one_device_scope(mesh))
-        yield
-
-
 class OneDeviceProgram:
     """A function of arrays, compiled for one device.
 
@@ -219,8 +207,13 @@ class OneDeviceProgram:
     @contextmanager
     def _on_one_device(self) -> Generator[None, None, None]:
         """Sets the mesh, and marks errors as coming from the run on one device."""
+        mesh: Any = self._mesh
         try:
-            with _use_mesh(self._mesh):
+            with ExitStack() as stack:
+                if (ambient := ambient_mesh()) is not None:  # of `jax.set_mesh`
+                    mesh = shrink_mesh(ambient, mesh)
+                    stack.enter_context(jax.set_mesh(mesh))
+                stack.enter_context(one_device_scope(mesh))
                 yield
         except EinshardError as error:
             if self._name in error.sentence:

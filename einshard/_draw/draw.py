@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +14,7 @@ from .._errors import EinshardError
 from .._notation.counts import prime_factors
 from .._notation.expression import ELLIPSIS, Expression, parse
 from .._notation.layout import as_count, axis_positions, lay_out, no_mesh_text, spec_entries
+from .._notation.repairs import factorizations
 from .._working_fixes import with_working_fix
 from .blocks import blocks_on_mesh
 from .caption import describe_device_order, describe_shards
@@ -57,9 +58,22 @@ def draw_expression(
         shape: the shape of the array; if None, '...' stands for no axes.
         n_devices: the number of devices. Default: the product of the counts.
     """
-    if any(term.mesh_axes for term in expression.right):
+    terms = [term for term in expression.right if term.mesh_axes]
+    if terms:
         given = None if n_devices is None else _device_count(expression, n_devices)
-        raise _no_mesh_error(expression, shape, given)
+        mesh, sentence = _find_mesh(expression, shape, given), no_mesh_text(terms)
+        if mesh is None or any(map(as_count, terms)):
+            raise expression.error(
+                sentence, terms, code='mesh', expected='devices=mesh, a Mesh or AbstractMesh'
+            )
+        sizes = ' '.join(f'{axis}={n}' for axis, n in mesh.items())
+        raise expression.error(
+            sentence,
+            terms,
+            code='mesh',
+            on_the_command_line=f"einshard show '{expression.text}' --mesh {sizes}",
+            fix=f'devices=AbstractMesh({(*mesh.values(),)}, {(*mesh,)})',
+        )
     n_devices = _device_count(expression, n_devices)
     ndim = drawn_ndim(expression, shape)
     try:
@@ -116,26 +130,6 @@ def _device_count(expression: Expression, devices: Any) -> int:
     return n_devices
 
 
-def _no_mesh_error(
-    expression: Expression, shape: tuple[int, ...] | None, n_devices: int | None
-) -> EinshardError:
-    terms = [term for term in expression.right if term.mesh_axes]
-    sentence = no_mesh_text(terms)
-    mesh = _find_mesh(expression, shape, n_devices)
-    if mesh is None or any(map(as_count, terms)):
-        return expression.error(
-            sentence, terms, code='mesh', expected='devices=mesh, a Mesh or AbstractMesh'
-        )
-    sizes = ' '.join(f'{axis}={n}' for axis, n in mesh.items())
-    return expression.error(
-        sentence,
-        terms,
-        code='mesh',
-        on_the_command_line=f"einshard show '{expression.text}' --mesh {sizes}",
-        fix=f'devices=AbstractMesh({(*mesh.values(),)}, {(*mesh,)})',
-    )
-
-
 def _find_mesh(
     expression: Expression, shape: tuple[int, ...] | None, n_devices: int | None
 ) -> Mapping[str, int] | None:
@@ -154,7 +148,7 @@ def _find_mesh(
     n_ways = math.prod(math.comb(e + len(names) - 1, e) for e in exponents)
     if n_ways > _MAX_FACTORIZATIONS:
         return None
-    by_spread = sorted(_factorizations(n, len(names)), key=lambda s: (max(s) - min(s), -s[0]))
+    by_spread = sorted(factorizations(n, len(names)), key=lambda s: (max(s) - min(s), -s[0]))
     for sizes in by_spread:
         mesh = dict(zip(names, sizes, strict=True))
         with suppress(EinshardError):
@@ -163,21 +157,8 @@ def _find_mesh(
     return None
 
 
-def _factorizations(n: int, length: int) -> Iterator[tuple[int, ...]]:
-    """Yields the ways to write n as a product of `length` factors, in every order."""
-    if length == 1:
-        yield (n,)
-        return
-    for first in (factor for factor in range(1, n + 1) if n % factor == 0):
-        for others in _factorizations(n // first, length - 1):
-            yield first, *others
-
-
 def check_drawable(n_devices: int, ndim: int, expression: str | None = None) -> None:
-    for n, limit, what in (
-        (n_devices, _MAX_DEVICES, 'devices'),
-        (ndim, _MAX_DIMS, 'dimensions'),
-    ):
+    for n, limit, what in ((n_devices, _MAX_DEVICES, 'devices'), (ndim, _MAX_DIMS, 'dimensions')):
         if n > limit:
             raise EinshardError(
                 f'a picture of {n} {what} would be too large',

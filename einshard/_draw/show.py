@@ -10,15 +10,15 @@ from typing import Any, TypeGuard, TypeVar, overload
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 
 from .._errors import EinshardError, plural, printable, public
 from .._explain.report import Report
 from .._explain.report_rows import ArrayRow
-from .._notation.expression import Expression, axis_letters, parse
+from .._notation.expression import axis_letters, parse
 from .._sharding.describe import Description, describe, describe_named, sharding_of, signs_of
 from .._sharding.leaf_spec import split_memory_kind
-from .._sharding.mesh import MeshLike, is_canonical_mesh, spec_axes
+from .._sharding.mesh import UNCONSTRAINED, MeshLike, is_canonical_mesh, spec_axes
 from .._sharding.resolve import resolve
 from .._sharding.scopes import ambient_mesh, current_context
 from .._text import array_text
@@ -40,15 +40,11 @@ def show(
 ) -> Picture: ...
 @overload
 def show(
-    x_or_expression: Any,
-    shape: Sequence[int] | None = None,
-    devices: int | MeshLike | None = None,
+    x_or_expression: Any, shape: Sequence[int] | None = None, devices: int | MeshLike | None = None
 ) -> Picture | Gallery: ...
 @public
 def show(
-    x_or_expression: Any,
-    shape: Sequence[int] | None = None,
-    devices: int | MeshLike | None = None,
+    x_or_expression: Any, shape: Sequence[int] | None = None, devices: int | MeshLike | None = None
 ) -> Picture | Gallery:
     """Draws which devices hold which block of an array.
 
@@ -165,22 +161,19 @@ def _gallery(
 
 
 def _draw_text(text: str, shape: tuple[int, ...] | None, devices: int | MeshLike | None) -> Picture:
-    expression, memory_kind = split_memory_kind(text)
-    picture = _draw_expression(parse(expression), shape, devices)
-    words = picture.words if memory_kind is None else (*picture.words, f'in {memory_kind}')
-    return Picture(picture.blocks, words)
-
-
-def _draw_expression(
-    expression: Expression, shape: tuple[int, ...] | None, devices: int | MeshLike | None
-) -> Picture:
+    written, memory_kind = split_memory_kind(text)
+    expression = parse(written)
     if devices is None:
         devices = ambient_mesh()
-    if not isinstance(devices, Mesh | AbstractMesh) and not _is_device_sequence(devices):
-        return draw_expression(expression, shape, devices)
-    ndim = drawn_ndim(expression, shape)
-    placement = resolve(expression.text, ndim if shape is None else shape, current_context(devices))
-    return _draw_named_sharding(placement.sharding, axis_names(expression, ndim), shape)
+    if isinstance(devices, Mesh | AbstractMesh) or _is_device_sequence(devices):
+        ndim = drawn_ndim(expression, shape)
+        context = current_context(devices)
+        placement = resolve(expression.text, ndim if shape is None else shape, context)
+        picture = _draw_named_sharding(placement.sharding, axis_names(expression, ndim), shape)
+    else:
+        picture = draw_expression(expression, shape, devices)
+    words = picture.words if memory_kind is None else (*picture.words, f'in {memory_kind}')
+    return Picture(picture.blocks, words)
 
 
 def _draw_value(x: Any, shape: tuple[int, ...] | None) -> Picture:
@@ -238,7 +231,13 @@ def _draw_named_sharding(
 ) -> Picture:
     mesh = sharding.mesh
     axis_sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    entries = _entries(sharding, len(names))
+    entries = spec_axes(sharding.spec)
+    if UNCONSTRAINED in entries:
+        raise EinshardError(
+            'the sharding has unconstrained axes, which are left to the compiler',
+            facts={'sharding': sharding.spec},
+        )
+    entries += [()] * (len(names) - len(entries))
     for i, size in enumerate(shape or ()):
         n_shards = math.prod(axis_sizes[axis] for axis in entries[i])
         if size % n_shards:
@@ -247,26 +246,8 @@ def _draw_named_sharding(
                 code='not-divisible',
                 facts={'sharding': sharding.spec},
             )
-    return draw(
-        axis_sizes,
-        entries,
-        names,
-        shape,
-        dtype=dtype,
-        named=not is_canonical_mesh(mesh),
-        signs=signs_of(sharding),
-    )
-
-
-def _entries(sharding: NamedSharding, ndim: int) -> list[tuple[Any, ...]]:
-    """Returns the mesh axes that shard each array axis."""
-    entries = spec_axes(sharding.spec)
-    if (PartitionSpec.UNCONSTRAINED,) in entries:
-        raise EinshardError(
-            'the sharding has unconstrained axes, which are left to the compiler',
-            facts={'sharding': sharding.spec},
-        )
-    return entries + [()] * (ndim - len(entries))
+    named, signs = not is_canonical_mesh(mesh), signs_of(sharding)
+    return draw(axis_sizes, entries, names, shape, dtype=dtype, named=named, signs=signs)
 
 
 def _draw_other_sharding(sharding: Sharding, shape: tuple[int, ...], dtype: str) -> Picture:

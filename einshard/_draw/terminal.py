@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -64,7 +64,13 @@ def text_lines(blocks: Blocks, width: int) -> list[Line]:
         if lines:
             lines.append([])
         drawn = [_slice_lines(boxes, n) for n in indices]
-        lines += [_side_by_side(pieces, boxes.width) for pieces in zip(*drawn, strict=True)]
+        for pieces in zip(*drawn, strict=True):
+            line: Line = []
+            for piece in pieces:
+                width_of_piece = sum(display_width(text) for text, _ in piece)
+                gap: Line = [('  ', None)] if line else []
+                line += [*gap, *piece, (' ' * (boxes.width - width_of_piece), None)]
+            lines.append(line)
     return lines
 
 
@@ -194,16 +200,6 @@ def _rule(corners: str, boxes: _Boxes) -> str:
     return left + between.join(['─' * boxes.box_width] * len(boxes.column_labels)) + right
 
 
-def _side_by_side(pieces: Iterable[Line], width: int) -> Line:
-    joined: Line = []
-    for piece in pieces:
-        if joined:
-            joined.append(('  ', None))
-        joined += piece
-        joined.append((' ' * (width - sum(display_width(text) for text, _ in piece)), None))
-    return joined
-
-
 def _table_lines(blocks: Blocks, width: int) -> Iterator[Line]:
     """Draws a table with a row for each block; the last column lists the devices of the block.
 
@@ -217,32 +213,28 @@ def _table_lines(blocks: Blocks, width: int) -> Iterator[Line]:
     for i, row in enumerate(rows):
         if i == 1:
             yield [('─' * sum(widths), None)]
-        cells = zip(row, widths, strict=True)
-        yield [(_left(f' {text}', width), device) for (text, device), width in cells]
+        line: Line = []
+        for (text, device), width in zip(row, widths, strict=True):
+            line.append((f' {text}{" " * (width - 1 - display_width(text))}', device))
+        yield line
 
 
 def _table(blocks: Blocks, axes: Sequence[int]) -> tuple[list[Line], list[int]]:
     """Returns the rows, with the headings first, and the column widths."""
-    headings: Line = [*((blocks.names[axis], None) for axis in axes), ('devices', None)]
-    rows = [headings, *(_table_row(blocks, axes, block) for block in _shown_rows(blocks.n_blocks))]
+    rows: list[Line] = [[*((blocks.names[axis], None) for axis in axes), ('devices', None)]]
+    for block in _shown_rows(blocks.n_blocks):
+        if block is None:
+            n = blocks.n_blocks - _FIRST_ROWS - _LAST_ROWS
+            rows.append([*[('..', None)] * len(axes), (f'{n} more', None)])
+            continue
+        row: Line = []
+        for axis in axes:
+            part = block // math.prod(blocks.parts[axis + 1 :]) % blocks.parts[axis]
+            row.append((blocks.part_label(axis, part), None))
+        devices = blocks.holders(block)
+        rows.append([*row, (blocks.devices_label(devices), devices[0])])
     texts = zip(*([text for text, _ in row] for row in rows), strict=True)
     return rows, [max(map(display_width, column)) + 2 for column in texts]
-
-
-def _table_row(blocks: Blocks, axes: Sequence[int], block: int | None) -> Line:
-    if block is None:
-        n = blocks.n_blocks - _FIRST_ROWS - _LAST_ROWS
-        return [*[('..', None)] * len(axes), (f'{n} more', None)]
-    devices = blocks.holders(block)
-    labels: list[str] = []
-    for axis in axes:
-        part = block // math.prod(blocks.parts[axis + 1 :]) % blocks.parts[axis]
-        labels.append(blocks.part_label(axis, part))
-    return [*((label, None) for label in labels), (blocks.devices_label(devices), devices[0])]
-
-
-def _left(text: str, width: int) -> str:
-    return text + ' ' * (width - display_width(text))
 
 
 def _in_margin(text: str, boxes: _Boxes) -> str:

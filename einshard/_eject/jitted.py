@@ -18,7 +18,6 @@ from .._explain.stages import Stages
 from .._functions.parameters import CallSignature
 from .._functions.program import Program
 from .._functions.value_spec import ValueSpec
-from .._per_device.per_device import per_device
 from .._program.jaxpr.graph import Op, flatten
 from .._program.jaxpr.names import dims_of_vmap
 from .._sharding.mesh import AnyMesh, partial_axes, partition_spec, spec_axes, unreduced_kind
@@ -51,8 +50,7 @@ def jit_function(stages: Stages, writer: Writer, tables: Tables) -> list[str]:
     if program is None or traced is None:
         return []
     setup, static = program.setup, program.static
-    # per_device wraps the user's function in one that is defined in the module of per_device
-    if getattr(setup.function, '__globals__', {}).get('__name__') == per_device.__module__:
+    if setup.options.is_per_device:
         raise EinshardError(
             f"to_jax cannot convert '{setup.name}', a per_device function",
             facts={'instead': 'jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)'},

@@ -61,11 +61,12 @@ def find_path_rules(
         EinshardError: leaves with different shardings have the same path.
     """
     groups = _grouped(leaves, pattern_indices or [''] * len(leaves))
-    kept = {i for i, group in groups.items() if isinstance(i, int) and _is_uniform(group)}
+    kept = {i for i, g in groups.items() if isinstance(i, int) and len({s for _, s in g}) == 1}
     rest = {path for i, group in groups.items() if i not in kept for path, _ in group}
     rules = [rule for rule, paths in _merged_rules(leaves) if not rest.isdisjoint(paths)]
     rules += [(pattern, groups[i][0][1]) for i, pattern in enumerate(patterns) if i in kept]
-    if all(_find_sharding(rules, path) == sharding for path, sharding in leaves):
+    found = [next(s for pattern, s in rules if re.search(pattern, path)) for path, _ in leaves]
+    if found == [sharding for _, sharding in leaves]:
         return rules
     counts = Counter(path for path, _ in leaves)
     raise EinshardError(
@@ -150,14 +151,6 @@ def _grouped(values: Sequence[V], keys: Sequence[K]) -> dict[K, list[V]]:
     return groups
 
 
-def _is_uniform(leaves: Sequence[Leaf]) -> bool:
-    return len({sharding for _, sharding in leaves}) == 1
-
-
-def _find_sharding(rules: Sequence[PathRule], path: str) -> NamedSharding | None:
-    return next(sharding for pattern, sharding in rules if re.search(pattern, path))
-
-
 class Tables:
     """Lists of path rules, each assigned to a variable of the written code.
 
@@ -200,14 +193,17 @@ class Tables:
         # the lists have PartitionSpecs if all shardings have the same mesh and default memory
         meshes = {s.mesh if s and has_default_memory(s) else None for s in shardings}
         (mesh,) = meshes if len(meshes) == 1 else [None]
-        write, value, result = self._writer.sharding, 'sharding', 'sharding'
+        value, result = 'sharding', 'sharding'
         if mesh:
-            write, value = _spec_of, 'spec'
-            result = f'NamedSharding({self._writer.mesh(mesh)}, spec)'
+            value, result = 'spec', f'NamedSharding({self._writer.mesh(mesh)}, spec)'
         parts: list[str] = []
         for name, rules in self._tables.items():
-            pairs = tuple(Brackets('(', (raw_string(p), write(s))) for p, s in rules)
-            parts.append(statement(Brackets(f'{name} = [', pairs, ']')))
+            pairs: list[Code] = []
+            for pattern, sharding in rules:
+                write = self._writer.sharding
+                code = spec_code(sharding.spec) if mesh and sharding else write(sharding)
+                pairs.append(Brackets('(', (raw_string(pattern), code)))
+            parts.append(statement(Brackets(f'{name} = [', tuple(pairs), ']')))
         first_lines = ''.join(f'        {line}\n' for line in early_returns)
         function = _FUNCTION.format(
             early_returns=first_lines,
@@ -216,8 +212,3 @@ class Tables:
             result=result,
         )
         return [*parts, function]
-
-
-def _spec_of(sharding: NamedSharding | None) -> Code:
-    assert sharding is not None
-    return spec_code(sharding.spec)

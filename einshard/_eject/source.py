@@ -6,7 +6,7 @@ import ast
 import itertools
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -105,14 +105,10 @@ def module(header: str, parts: Sequence[str]) -> str:
     used = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
     found = ((text, [n for n in names.split() if n in used]) for names, text in _IMPORTS.items())
     imports = '\n'.join(text.format(', '.join(names)) for text, names in found if names)
-    return f'{comment(header)}\n{_spaced([imports, *parts])}\n'
-
-
-def _spaced(parts: Iterable[str]) -> str:
-    """Joins parts with one blank line between them, or two before and after functions."""
-    kept = list(filter(None, parts))
-    gaps = [
-        '\n\n\n' if any(line.startswith('def ') for line in f'{a}\n{b}'.split('\n')) else '\n\n'
-        for a, b in itertools.pairwise(kept)
-    ]
-    return ''.join(text for pair in zip(kept, [*gaps, ''], strict=True) for text in pair)
+    text = comment(header)
+    for before, part in itertools.pairwise(['', *filter(None, [imports, *parts])]):
+        # one blank line between parts, two before and after functions, none after the header
+        is_function = re.search('^def ', f'{before}\n{part}', re.MULTILINE)
+        text += ('\n\n\n' if is_function else '\n\n') if before else '\n'
+        text += part
+    return f'{text}\n'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.tree_util as jtu
@@ -96,7 +96,14 @@ def to_jax(
             are not given, or the function is a `per_device` function.
     """
     if isinstance(what, Plan):
-        _reject_arguments_of_plan(args, kwargs, mesh, shape)
+        given = ['arguments'] if args or kwargs else []
+        given += [f'{name}=' for name, x in (('mesh', mesh), ('shape', shape)) if x is not None]
+        if given:
+            raise EinshardError(
+                'a Plan already has its arguments and mesh',
+                code='mesh',
+                facts={'got': ', '.join(given), 'expected': 'to_jax(plan)'},
+            )
         if what.is_of_step:
             raise EinshardError(
                 f'{what.name} has no axis names of its own, so its plan is no code of them',
@@ -127,19 +134,6 @@ def to_jax(
     program = stages.program
     target = current_context(mesh).lowering_mesh if program is None else program.mesh
     return _write_function(stages, target, stages.name or 'a traced function')
-
-
-def _reject_arguments_of_plan(
-    args: Sequence[Any], kwargs: Mapping[str, Any], mesh: object, shape: object
-) -> None:
-    given = ['arguments'] if args or kwargs else []
-    given += [f'{name}=' for name, x in (('mesh', mesh), ('shape', shape)) if x is not None]
-    if given:
-        raise EinshardError(
-            'a Plan already has its arguments and mesh',
-            code='mesh',
-            facts={'got': ', '.join(given), 'expected': 'to_jax(plan)'},
-        )
 
 
 def _write_sharding(spec: Any, args: Sequence[Any], shape: Any, context: Context) -> str:

@@ -86,7 +86,18 @@ class expect_collectives:
         return self
 
     def __exit__(self, raised: object, *_: object) -> None:
-        in_order = self._leave()
+        blocks = [block for block, _ in _thread.entered]
+        in_order = blocks[-1:] == [self]
+        if self in blocks:
+            unwatch(self._check)
+            i = len(blocks) - 1 - blocks[::-1].index(self)
+            limits_context = _thread.entered.pop(i)[1]
+            if in_order:
+                limits_context.__exit__(None, None, None)
+            else:
+                # the next inner block is still open; on exit, it restores the limits from before
+                # this block
+                _thread.entered[i] = _thread.entered[i][0], limits_context
         if raised is not None:
             return
         if not in_order:
@@ -100,21 +111,6 @@ class expect_collectives:
                 'the collectives of this block were not checked: '
                 'jax.monitoring.clear_event_listeners was called in it'
             )
-
-    def _leave(self) -> bool:
-        """Exits the block, and returns whether it was the innermost block of this thread."""
-        blocks = [block for block, _ in _thread.entered]
-        if self not in blocks:
-            return False
-        unwatch(self._check)
-        i = len(blocks) - 1 - blocks[::-1].index(self)
-        _, limits_context = _thread.entered.pop(i)
-        if i == len(_thread.entered):
-            limits_context.__exit__(None, None, None)
-            return True
-        # the next inner block is still open; on exit, it restores the limits from before this block
-        _thread.entered[i] = _thread.entered[i][0], limits_context
-        return False
 
     def _check(self, name: str, programs: Sequence[Any]) -> None:
         if not programs:

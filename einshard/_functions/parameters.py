@@ -247,6 +247,7 @@ class Declaration:
         specs: {label: parsed spec}, for `Parameters.spec_for`.
         static, donated: the labels of static and of donated parameters.
         is_annotated: whether the specs come from annotations.
+        array_defaults: the defaults with arrays of parameters that have a spec.
     """
 
     def __init__(
@@ -271,14 +272,12 @@ class Declaration:
         self.specs = {name: self._read(name, spec) for name, spec in specs.items()}
         self.result = ValueSpec(parameters.function, None, self._read('out=', out))
         # `flatten_call` passes these defaults as arguments, so that they are sharded
-        self._defaults = {
-            name: parameter.default
-            for name, parameter in parameters.signature.parameters.items()
-            if self.specs.get(name) is not None
-            and any(
-                isinstance(x, jax.Array | np.ndarray) for x in jtu.tree_leaves(parameter.default)
-            )
-        }
+        self.array_defaults: dict[str, Any] = {}
+        for name, parameter in parameters.signature.parameters.items():
+            leaves = jtu.tree_leaves(parameter.default)
+            has_arrays = any(isinstance(x, jax.Array | np.ndarray) for x in leaves)
+            if has_arrays and self.specs.get(name) is not None:
+                self.array_defaults[name] = parameter.default
         self._arguments: dict[CallSignature, tuple[ValueSpec, ...]] = {}
 
     def flatten_call(
@@ -290,22 +289,20 @@ class Declaration:
         that have a spec and a default with arrays: positional-only ones after `args`, others by
         keyword.
         """
-        if self._defaults:
+        if self.array_defaults:
             names, positional_only = self.parameters.names, self.parameters.positional_only
             args = [*args]
             for name in names[len(args) : len(positional_only)]:
-                if name not in self._defaults:
+                if name not in self.array_defaults:
                     break  # later ones cannot be passed without it
                 args.append(self._default(name))
             given = {*names[: len(args)], *positional_only, *kwargs}
-            by_keyword = {name: self._default(name) for name in self._defaults if name not in given}
+            by_keyword = {
+                name: self._default(name) for name in self.array_defaults if name not in given
+            }
             kwargs = {**by_keyword, **kwargs}
         call, order = self.parameters.flatten_call(len(args), kwargs)
         return call, order, [*args, *map(kwargs.__getitem__, order)]
-
-    @property
-    def has_array_defaults(self) -> bool:
-        return bool(self._defaults)
 
     def arguments(self, call: CallSignature) -> tuple[ValueSpec, ...]:
         value_specs = self._arguments.get(call)
@@ -340,7 +337,7 @@ class Declaration:
 
     def _default(self, name: str) -> Any:
         """Returns the default of a parameter, or a copy if jit donates the argument."""
-        default = self._defaults[name]
+        default = self.array_defaults[name]
         if name not in self.donated:
             return default
         return jtu.tree_map(

@@ -205,8 +205,17 @@ def _check_devices(program: Program, argument: ValueSpec, path: Sequence[Any], l
     else:
         return
     device, *others = leaf_devices
+    declaration, label = program.setup.declaration, str(argument.name)
     # the path is part of the name only if other leaves of the argument have a spec
-    name = str(argument.name) if argument.spec is None else argument.leaf_name(path)
+    name = label if argument.spec is None else argument.leaf_name(path)
+    own = declaration.parameters.names[: declaration.parameters.n_self]  # which have no spec
+    if label in own or declaration.is_annotated or not declaration.specs:
+        value = label if argument.spec is None else f'{label}{jtu.keystr(tuple(path))}'
+        fix = _einshard_call(program, value, REPLICATED)
+    else:
+        must_reshard = not (_is_unsharded(leaf.sharding) or program.setup.options.reshard)
+        reshard = ', and reshard=True,' if must_reshard else ''
+        fix = f"'{REPLICATED}' instead of None{reshard} in the decorator, to replicate it"
     raise EinshardError(
         f'argument {name!r} has no spec and is committed to {where}',
         code='placed-differently',
@@ -214,7 +223,7 @@ def _check_devices(program: Program, argument: ValueSpec, path: Sequence[Any], l
             'array': argument.leaf_text(path, leaf),
             'placement': describe(leaf) if others else f'on {device}',
             **({'outside the mesh': _devices_text(outside)} if outside else {}),
-            'try': _replication_fix(program, argument, path, leaf),
+            'try': fix,
         },
     ) from None
 
@@ -227,20 +236,6 @@ def _devices_text(devices: Collection[Any]) -> str:
     """Formats devices as 'cpu:8, cpu:9'. `str(device)` depends on the version of JAX."""
     in_order = sorted(devices, key=lambda device: (device.platform, device.id))
     return first_of([f'{device.platform}:{device.id}' for device in in_order], 8)
-
-
-def _replication_fix(
-    program: Program, argument: ValueSpec, path: Sequence[Any], leaf: jax.Array
-) -> str:
-    declaration, label = program.setup.declaration, str(argument.name)
-    parameters = declaration.parameters
-    is_self = label in parameters.names[: parameters.n_self]  # which cannot have a spec
-    if is_self or declaration.is_annotated or not declaration.specs:
-        value = label if argument.spec is None else f'{label}{jtu.keystr(tuple(path))}'
-        return _einshard_call(program, value, REPLICATED)
-    must_reshard = not (_is_unsharded(leaf.sharding) or program.setup.options.reshard)
-    reshard = ', and reshard=True,' if must_reshard else ''
-    return f"'{REPLICATED}' instead of None{reshard} in the decorator, to replicate it"
 
 
 def _einshard_call(program: Program, name: str, spec: str) -> str:

@@ -98,9 +98,10 @@ class Program:
         self.wrapper = self._with_names(self._make_wrapper())
         self._eval_shape = jax.jit(self.wrapper, static_argnums=tuple(self.static)).eval_shape
         self._budget = setup.budget
-        if self.mesh.size == 1 and self._dynamic_in_shardings:
-            # the in_shardings keep the program on this device
-            self._budget = setup.budget and setup.budget.on_one_device()
+        # the in_shardings keep the program on one device, which has no collectives
+        is_on_one_device = self.mesh.size == 1 and bool(self._dynamic_in_shardings)
+        if setup.budget and is_on_one_device and setup.budget.limits.memory is None:
+            self._budget = None
         self.without_spec = [
             i
             for i, shardings in enumerate(self.in_shardings if self._budget else ())
@@ -113,10 +114,7 @@ class Program:
         """Jits the function. Traces it if its out_shardings depend on the shapes of the result."""
         # 1. the options of jit. The keys are left out without a spec, so that JAX decides.
         self.out_shardings = self.result_shardings(values, context)
-        options: dict[str, Any] = {
-            **self.setup.jit_options,
-            'static_argnums': tuple(self.static),
-        }
+        options: dict[str, Any] = {**self.setup.jit_options, 'static_argnums': tuple(self.static)}
         donated = self.positions(self.setup.declaration.donated)
         if donated:
             options['donate_argnums'] = tuple(donated)
@@ -214,11 +212,16 @@ class Program:
 
     def is_for(self, values: Sequence[Any], context: Context) -> bool:
         """Whether the shardings of this program are right for a call with these values."""
-        return (
-            self.matches_arguments(values, context)
-            and shardings_of(values, self.without_spec) == self.shardings_without_spec
-            and self._matches_result(values, context)
-        )
+        if not self.matches_arguments(values, context):
+            return False
+        if shardings_of(values, self.without_spec) != self.shardings_without_spec:
+            return False
+        if self.result.needs_leaves(context):
+            try:
+                self._eval_shape(*values)  # the wrapper compares the shardings
+            except WrongShardings:
+                return False
+        return True
 
     def matches_arguments(self, values: Sequence[Any], context: Context) -> bool:
         """Whether the specs give these arguments the shardings in `in_shardings`."""
@@ -228,15 +231,6 @@ class Program:
             for argument, value, shardings in rows
             if argument.needs_leaves(context)
         )
-
-    def _matches_result(self, values: Sequence[Any], context: Context) -> bool:
-        """Whether the result for these arguments has the shardings in `out_shardings`."""
-        if self.result.needs_leaves(context):
-            try:
-                self._eval_shape(*values)  # the wrapper compares the shardings
-            except WrongShardings:
-                return False
-        return True
 
     def check_devices(self, values: Sequence[Any]) -> None:
         """Raises if the function is called in a program that runs on other devices."""

@@ -233,10 +233,6 @@ class Budget:
         self.limits = limits
         self._warned = False
 
-    def on_one_device(self) -> Budget | None:
-        """Returns None if there is no memory limit: one device has no collectives."""
-        return None if self.limits.memory is None else self
-
     def check(self, compiled: Any, sharded_by: Callable[[Any], ShardedBy] | None) -> None:
         limits = self.limits
         if limits.collectives is not None:
@@ -271,6 +267,7 @@ class Budget:
         )
 
 
+@dataclass(eq=False)
 class CheckedJit:
     """A jitted function that checks the limits on collectives and memory of its programs.
 
@@ -285,29 +282,22 @@ class CheckedJit:
     checks its program if any trace is unchecked, or if a failed check replaced the function.
     """
 
-    def __init__(
-        self,
-        budget: Budget,
-        function: Callable[..., Any],
-        sharded_by: Callable[[Sequence[Any], Any], ShardedBy],
-        mesh: Callable[[], Any],
-        options: Mapping[str, Any],
-        nested: Callable[..., Any],
-    ):
-        self._budget = budget
-        self._function = function
-        self._sharded_by = sharded_by
-        self._mesh = mesh
-        self._options = options
-        self._nested = nested
+    budget: Budget
+    function: Callable[..., Any]
+    sharded_by: Callable[[Sequence[Any], Any], ShardedBy]
+    mesh: Callable[[], Any]
+    options: Mapping[str, Any]
+    nested: Callable[..., Any]
+
+    def __post_init__(self) -> None:
         # stored, so that callers can compare it with `is`: each `self._call` is a new object
         self.call = self._call
         self._reset()
 
     def _call(self, *values: Any) -> Any:
         if is_tracing():
-            self._budget.warn_unchecked()
-            return self._nested(*values)
+            self.budget.warn_unchecked()
+            return self.nested(*values)
         jitted = self._jitted
         if not jitted.first_is_checked:
             listen()
@@ -335,13 +325,13 @@ class CheckedJit:
 
     def _reset(self) -> None:
         """Replaces the jitted function, so that all programs are checked again."""
-        self._jitted = _Jitted(self._budget, self._function, self._options)
+        self._jitted = _Jitted(self.budget, self.function, self.options)
 
     def _check(self, jitted: _Jitted, values: Sequence[Any]) -> None:
         # no lock: tracing runs user code, which may wait for a thread that calls this function
         try:
             compiled = jitted.function.trace(*values).lower().compile()
-            self._budget.check(compiled, functools.partial(self._sharded_by, values))
+            self.budget.check(compiled, functools.partial(self.sharded_by, values))
         except BaseException:
             self._reset()
             raise
@@ -352,15 +342,15 @@ class CheckedJit:
 
         JAX keeps no program of a stopped call, so no other thread can run it.
         """
-        sharded_by = functools.partial(self._sharded_by, values)
+        sharded_by = functools.partial(self.sharded_by, values)
         if program is not None:
             shardings = [x.sharding for x in jtu.tree_leaves(values) if isinstance(x, jax.Array)]
-            shardings.append(NamedSharding(self._mesh(), PartitionSpec()))
+            shardings.append(NamedSharding(self.mesh(), PartitionSpec()))
             result = jitted.function.eval_shape(*values)
-            self._budget.check(_Loaded(program, shardings, result), sharded_by)
+            self.budget.check(_Loaded(program, shardings, result), sharded_by)
         # another jitted function, whose program no other thread can run before it is checked
-        again = _Jitted(self._budget, self._function, self._options).function
-        self._budget.check(again.trace(*values).lower().compile(), sharded_by)
+        again = _Jitted(self.budget, self.function, self.options).function
+        self.budget.check(again.trace(*values).lower().compile(), sharded_by)
         this_thread.calls.append(None)
         try:
             return jitted.function(*values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh
 
@@ -14,11 +14,8 @@ from .._sharding.context import AxisRule, Context, Fallback, changed, with_rules
 from .._sharding.mesh import AnyMesh, MeshLike
 from .._sharding.scopes import current_context, is_mesh_in_context
 from .._sharding.tracing import is_tracing
-from .parameters import CallSignature, Declaration
+from .parameters import Declaration
 from .promise import Budget, Promise
-
-# Given an error, a call and its values, returns the error without fixes that do not work for them.
-TryFixes: TypeAlias = Callable[[EinshardError, CallSignature, Sequence[Any]], EinshardError]
 
 
 class Options(NamedTuple):
@@ -34,7 +31,7 @@ class Options(NamedTuple):
     # whether calls in traces leave a mapped axis of `jax.vmap` as it is, where `jax.jit` with
     # `in_shardings` replicates it
     keeps_mapped_axes: bool = False
-    try_fixes: TryFixes | None = None  # for errors of spec functions
+    is_per_device: bool = False  # whether `per_device` made the specs, as functions
 
     @property
     def are_default(self) -> bool:

@@ -183,11 +183,7 @@ def check_traceable(function: Any) -> None:
 
 
 def decorate(
-    function: Any,
-    in_specs: Sequence[Spec],
-    out: Spec,
-    named: Mapping[str, Any],
-    options: Options,
+    function: Any, in_specs: Sequence[Spec], out: Spec, named: Mapping[str, Any], options: Options
 ) -> Any:
     """Decorates a function as `sharded` does. `named` has specs, and options of `jax.jit`."""
     if isinstance(function, staticmethod | classmethod):

@@ -113,7 +113,7 @@ class ShardedFunction(Generic[P, R]):
         return self if instance is None else BoundMethod(self, instance)
 
     def __repr__(self) -> str:
-        decorator = 'sharded' if self._setup.options.try_fixes is None else 'per_device'
+        decorator = 'per_device' if self._setup.options.is_per_device else 'sharded'
         return f'<{decorator} function {self._setup.name}>'
 
     def __reduce__(self) -> str:
@@ -129,14 +129,14 @@ class ShardedFunction(Generic[P, R]):
     @public
     def lower(self, /, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """Like `jax.jit(f).lower`. Does not check `collectives=` or `memory=`."""
-        if kwargs or self._setup.declaration.has_array_defaults:
+        if kwargs or self._setup.declaration.array_defaults:
             return self._trace_as_called(args, kwargs).lower()
         return self._call(args, kwargs, lambda program: program.jitted.lower)
 
     @public
     def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
         """Like `jax.jit(f).trace`."""
-        if kwargs or self._setup.declaration.has_array_defaults:
+        if kwargs or self._setup.declaration.array_defaults:
             return self._trace_as_called(args, kwargs)
         return self._call(args, kwargs, lambda program: program.jitted.trace)
 
@@ -177,14 +177,7 @@ class ShardedFunction(Generic[P, R]):
         _, order, _ = self._setup.declaration.flatten_call(args, kwargs)
 
         def get_method(program: Program) -> Callable[..., Any]:
-            def trace(*values: Any) -> jax.stages.Traced:
-                placed: Sequence[Any] = values
-                context = self._setup.context()
-                if is_tracing():  # otherwise, `_call` has placed them
-                    placed = place_arguments(program, values, context, running=False)
-                return trace_as_called(program, len(args), kwargs, order, placed, context)
-
-            return trace
+            return functools.partial(trace_as_called, program, len(args), kwargs, order)
 
         return self._call(args, kwargs, get_method)
 
@@ -259,15 +252,9 @@ class ShardedFunction(Generic[P, R]):
         )
         if get_method is _run and not needs_slow_path:
             key = (len(args), *kwargs) if kwargs else len(args)
-            constrains_result = program.constrains_result
             dynamic = self._dynamic(call) if self._setup.has_modules.is_set() else None
-            self._fast_path[key] = (
-                program.runnable,
-                order,
-                constrains_result,
-                program.compared,
-                dynamic,
-            )
+            entry = program.runnable, order, program.constrains_result, program.compared, dynamic
+            self._fast_path[key] = entry
             _concrete_types.update(type(x) for x in values if isinstance(x, jax.Array))
         return join(result) if get_method is _run else result
 
@@ -289,9 +276,9 @@ class ShardedFunction(Generic[P, R]):
         try:
             return self._programs.find(call, values, context)
         except EinshardError as error:
-            try_fixes = self._setup.options.try_fixes
-            tried = try_fixes(error, call, values) if try_fixes else error
-            raise tried from error.__cause__
+            # in `per_device`, a fix for one array may not fit the expressions of the others
+            is_per_device = self._setup.options.is_per_device
+            raise (error.with_fix(None) if is_per_device else error) from error.__cause__
 
     def _retry(
         self,

@@ -7,18 +7,14 @@ from typing import Any
 
 import jax
 
-from .._sharding.context import Context
+from .._sharding.tracing import is_tracing
+from .place_arguments import place_arguments
 from .program import Program
 from .value_spec import as_struct
 
 
 def trace_as_called(
-    program: Program,
-    n_args: int,
-    keywords: Collection[str],
-    order: Sequence[str],
-    values: Sequence[Any],
-    context: Context,
+    program: Program, n_args: int, keywords: Collection[str], order: Sequence[str], *values: Any
 ) -> jax.stages.Traced:
     """Traces a call with `n_args` positional arguments and `keywords`.
 
@@ -27,6 +23,9 @@ def trace_as_called(
     defaults contain arrays. Values between these and the first `n_args` are such defaults of
     positional-only parameters.
     """
+    context = program.setup.context()
+    if is_tracing():  # otherwise, `ShardedFunction` has placed them
+        values = tuple(place_arguments(program, values, context, running=False))
     n_positional = len(values) - len(order)
     names = dict(enumerate(order, n_positional))
     structs = [

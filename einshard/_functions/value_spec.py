@@ -86,7 +86,15 @@ class ValueSpec:
         except EinshardError as error:
             # An error with the fact 'function' comes from a callable spec of `per_device`, and is
             # about the mesh, not about this value.
-            raise (error if 'function' in error.facts else self._with_owner(error, value)) from None
+            if 'function' in error.facts:
+                raise
+            owner = 'the result' if self.name is None else f"parameter '{self.name}'"
+            error = error.about(spec_of=f'{owner} of {self.function}')
+            is_list = isinstance(self.spec, list | tuple) and jtu.all_leaves([value])
+            if is_list and self.name is not None:
+                hint = 'pass the specs one by one, not as a list: one for each parameter'
+                error = EinshardError(**error.parts(facts={**error.facts, 'instead': hint}))
+            raise error from None
         placements: list[LeafPlacement] = []
         errors: list[EinshardError] = []
         for (path, leaf), spec in zip(leaves_with_paths(value), specs, strict=True):
@@ -182,15 +190,6 @@ class ValueSpec:
             return None if spec is None else resolve(spec, None, context).sharding
         except EinshardError as error:
             raise error.about(function=self.function) from None
-
-    def _with_owner(self, error: EinshardError, value: Any) -> EinshardError:
-        if self.name is None:
-            return error.about(spec_of=f'the result of {self.function}')
-        error = error.about(spec_of=f"parameter '{self.name}' of {self.function}")
-        if isinstance(self.spec, list | tuple) and jtu.all_leaves([value]):
-            hint = 'pass the specs one by one, not as a list: one for each parameter'
-            error = EinshardError(**error.parts(facts={**error.facts, 'instead': hint}))
-        return error
 
 
 def as_struct(leaf: Any, placement: Placement) -> jax.ShapeDtypeStruct:

@@ -64,7 +64,18 @@ def solve_counts(
     if not stars and product != n:
         raise _wrong_product(expression, terms, product, n, devices)
     if n % product:
-        raise _not_a_multiple(expression, terms, product, n, devices)
+        counted, ratio = [term for term in terms if term.factor > 1], ''
+        if len(stars) > 1:
+            ratio = f', and {quoted(map(str, stars))} must have {_ratio_text(stars)}'
+        raise expression.error(
+            _indivisible(n, counted, devices) + ratio,
+            counted,
+            code='device-count',
+            fix=repairs(expression, n) if devices.total > 1 else None,
+            **devices.hints,
+            devices=devices.fact(),
+            works_with=_works_with(product * devices.taken, len(stars)),
+        )
     star_value = _root(n // product, len(stars)) if stars else 1
     if star_value is None:
         counted = [term for term in terms if term.factor > 1 and not term.star]
@@ -159,25 +170,6 @@ def _wrong_product(
         fix=repairs(expression, n),
         **devices.hints,
         devices=fact,
-    )
-
-
-def _not_a_multiple(
-    expression: Expression, terms: Sequence[Term], product: int, n: int, devices: Devices
-) -> EinshardError:
-    counted = [term for term in terms if term.factor > 1]
-    stars = [term for term in terms if term.star]
-    ratio = ''
-    if len(stars) > 1:
-        ratio = f', and {quoted(map(str, stars))} must have {_ratio_text(stars)}'
-    return expression.error(
-        _indivisible(n, counted, devices) + ratio,
-        counted,
-        code='device-count',
-        fix=repairs(expression, n) if devices.total > 1 else None,
-        **devices.hints,
-        devices=devices.fact(),
-        works_with=_works_with(product * devices.taken, len(stars)),
     )
 
 

@@ -152,7 +152,14 @@ def _parse(text: str, where: str = '') -> Expression:
         left = tuple(Term(term.name, span=term.span) for term in right if term.name is not None)
         expression = Expression(left, right, short=True, text=text)
         _check_right(expression, where)
-        _check_short(expression, where)
+        if repeated := _repeated(right):
+            raise expression.error(
+                f"axis '{repeated[0].name}' appears {len(repeated)} times{where}; "
+                'it can appear only once',
+                repeated,
+                code='axis-names',
+                to_shard_an_axis_twice="repeat it after '->', as in 'i o -> i2 o4 i2'",
+            )
         return expression
     ((start, end),) = arrows
     left, right = _terms(text, 0, start), _terms(text, end, len(text))
@@ -202,18 +209,6 @@ def _term(text: str, start: int, end: int) -> Term:
         sentence = f"'{text[start:end]}' has count 0; counts must be at least 1"
         raise syntax_error(sentence, text, (start, end))
     return Term(name or None, int(count) if count else None, star, mesh_axes, sign, (start, end))
-
-
-def _check_short(expression: Expression, where: str) -> None:
-    repeated = _repeated(expression.right)
-    if repeated:
-        raise expression.error(
-            f"axis '{repeated[0].name}' appears {len(repeated)} times{where}; "
-            'it can appear only once',
-            repeated,
-            code='axis-names',
-            to_shard_an_axis_twice="repeat it after '->', as in 'i o -> i2 o4 i2'",
-        )
 
 
 def _check_left(expression: Expression) -> None:

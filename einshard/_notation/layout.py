@@ -200,7 +200,20 @@ def _lay_out(
     """Returns the layout without checking the sizes of axes."""
     mesh_axis_terms = [term for term in expression.right if term.mesh_axes]
     other_terms = [term for term in expression.right if not term.mesh_axes]
-    by_mesh_axes = _splits_by_mesh_axes(expression, mesh_axis_terms, positions, axis_sizes)
+    if mesh_axis_terms and axis_sizes is None:
+        as_counts = [(term, count) for term in mesh_axis_terms if (count := as_count(term))]
+        raise expression.error(
+            no_mesh_text(mesh_axis_terms),
+            mesh_axis_terms,
+            code='mesh',
+            fix=Suggestion(with_terms(expression, as_counts[:1])) if as_counts else None,
+            expected="mesh=mesh or 'with jax.set_mesh(mesh):'",
+        )
+    by_mesh_axes: list[Split] = []
+    for term in mesh_axis_terms:
+        sizes = [_axis_size(expression, term, axis, axis_sizes or {}) for axis in term.mesh_axes]
+        axis = None if term.name is None else positions[term.name]
+        by_mesh_axes.append(Split(math.prod(sizes), axis, term.mesh_axes, term.sign))
     taken = math.prod(split.count for split in by_mesh_axes)
     if (by_mesh_axes or replicates_by_default) and not any(term.is_counted for term in other_terms):
         return Layout(tuple(by_mesh_axes))
@@ -223,40 +236,15 @@ def _lay_out(
     return Layout((*first, *merge_neighbors(rest)))
 
 
-def _splits_by_mesh_axes(
-    expression: Expression,
-    mesh_axis_terms: Sequence[Term],
-    positions: Mapping[str, int],
-    axis_sizes: Mapping[str, int] | None,
-) -> list[Split]:
-    if not mesh_axis_terms:
-        return []
-    if axis_sizes is None:
-        counts = [(term, count) for term in mesh_axis_terms if (count := as_count(term))]
-        raise expression.error(
-            no_mesh_text(mesh_axis_terms),
-            mesh_axis_terms,
-            code='mesh',
-            fix=Suggestion(with_terms(expression, counts[:1])) if counts else None,
-            expected="mesh=mesh or 'with jax.set_mesh(mesh):'",
-        )
-    splits: list[Split] = []
-    for term in mesh_axis_terms:
-        sizes = [_axis_size(expression, term, axis, axis_sizes) for axis in term.mesh_axes]
-        axis = None if term.name is None else positions[term.name]
-        splits.append(Split(math.prod(sizes), axis, term.mesh_axes, term.sign))
-    return splits
-
-
 def _axis_size(expression: Expression, term: Term, axis: str, sizes: Mapping[str, int]) -> int:
     if axis in sizes:
         return sizes[axis]
-    used = {name for other in expression.right for name in other.mesh_axes}
     count = as_count(term)
     meant, instead = count, ''
     if count:
         instead = count_hint(count)
     else:
+        used = {name for other in expression.right for name in other.mesh_axes}
         free = sizes.keys() - used
         names = re.findall(r'\w+', axis)  # 'data+tp' means '(data,tp)'
         if len(names) == 1 or not {*names} <= free:

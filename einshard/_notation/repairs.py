@@ -74,7 +74,7 @@ def _with_other_counts(expression: Expression, n: int) -> list[str]:
 
     can_add = all(term.name for term in terms)
     stars = [term for term in terms if term.star]
-    ways = itertools.islice(_factorizations(n, len(terms) + can_add), _MAX_FACTORIZATIONS)
+    ways = itertools.islice(factorizations(n, len(terms) + can_add), _MAX_FACTORIZATIONS)
     texts: list[str] = []
 
     def trades_shards_for_replicas(counts: Sequence[int]) -> bool:
@@ -107,14 +107,14 @@ def with_terms(expression: Expression, replacements: Sequence[tuple[Term, object
     return text.strip()
 
 
-def _factorizations(n: int, k: int) -> Iterator[tuple[int, ...]]:
-    """Yields the ways to write n as an ordered product of k numbers."""
+def factorizations(n: int, k: int) -> Iterator[tuple[int, ...]]:
+    """Yields the ways to write n as a product of k numbers, in every order."""
     if k == 1:
         yield (n,)
         return
     for first in range(1, n + 1):
         if n % first == 0:
-            yield from ((first, *rest) for rest in _factorizations(n // first, k - 1))
+            yield from ((first, *rest) for rest in factorizations(n // first, k - 1))
 
 
 _MAX_FACTORIZATIONS = 5000  # 4096 devices for five terms have 1820

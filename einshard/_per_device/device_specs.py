@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,6 +49,30 @@ def expression_of(spec: Any) -> Any:
     return leaf_spec if leaf_spec.partition is None else LeafSpec(leaf_spec.expression)
 
 
+def _read(spec: Spec, owner: str, label: str | None, found: list[SpecAxes]) -> Spec:
+    """Reads the spec of a parameter, or of the result, and adds its expressions to `found`."""
+    try:
+        check_specs(spec, expected=_SPECS)
+    except EinshardError as error:
+        raise error.about(spec_of=owner) from None
+    for path, leaf in jtu.tree_leaves_with_path(spec, is_leaf=is_none):
+        if label is not None:
+            owner = f"parameter '{'/'.join([label, path_text(path)]).rstrip('/')}'"
+        elif path:
+            owner = f"the result '{path_text(path)}'"
+        if callable(leaf):
+            raise EinshardError(
+                'per_device takes expressions, not callables or Rules',
+                code='spec',
+                facts={'spec of': owner, 'got': repr(leaf)},
+            )
+        if leaf is not None:
+            spec_axes = SpecAxes(owner, expression_of(leaf).expression)
+            spec_axes.check_signs()
+            found.append(spec_axes)
+    return jtu.tree_map(expression_of, spec, is_leaf=is_none)
+
+
 class DeviceSpecs:
     """The specs of a per-device function, whose expressions each call resolves on a mesh.
 
@@ -82,39 +106,14 @@ class DeviceSpecs:
             specs = self.parameters.assign(in_specs, named_specs)
             self.specs: dict[str, Spec] = {}
             self.static = self.parameters.pop_labels({**jit_options}, 'static')
-            self.spec_axes = tuple(self._read([*specs.items(), (None, out)]))
+            spec_axes: list[SpecAxes] = []
+            for label, spec in specs.items():
+                self.specs[label] = _read(spec, f"parameter '{label}'", label, spec_axes)
+            self.out = _read(out, 'the result', None, spec_axes)
+            self.spec_axes = tuple(spec_axes)
             self.parameters.check_required(self.specs, self.static, _TO_REPLICATE)
         except EinshardError as error:
             raise error.about(function=self.name) from None
-
-    def _read(self, specs: Iterable[tuple[str | None, Spec]]) -> Iterator[SpecAxes]:
-        """Sets `self.specs` and `self.out`, and yields each of their expressions."""
-        for label, spec in specs:
-            owner = 'the result' if label is None else f"parameter '{label}'"
-            try:
-                check_specs(spec, expected=_SPECS)
-            except EinshardError as error:
-                raise error.about(spec_of=owner) from None
-            for path, leaf in jtu.tree_leaves_with_path(spec, is_leaf=is_none):
-                if label is not None:
-                    owner = f"parameter '{'/'.join([label, path_text(path)]).rstrip('/')}'"
-                elif path:
-                    owner = f"the result '{path_text(path)}'"
-                if callable(leaf):
-                    raise EinshardError(
-                        'per_device takes expressions, not callables or Rules',
-                        code='spec',
-                        facts={'spec of': owner, 'got': repr(leaf)},
-                    )
-                if leaf is not None:
-                    spec_axes = SpecAxes(owner, expression_of(leaf).expression)
-                    spec_axes.check_signs()
-                    yield spec_axes
-            leaf_specs = jtu.tree_map(expression_of, spec, is_leaf=is_none)
-            if label is None:
-                self.out = leaf_specs
-            else:
-                self.specs[label] = leaf_specs
 
     def optional(self) -> dict[str, None]:
         """Returns None for each parameter that has a default and no spec, as `sharded` requires.

@@ -78,10 +78,7 @@ def explain_different_sizes(
 
 
 def explain_unknown_axis(
-    function: str,
-    resolver: Resolver,
-    mapped: Callable[..., Any],
-    arguments: Sequence[Any],
+    function: str, resolver: Resolver, mapped: Callable[..., Any], arguments: Sequence[Any]
 ) -> EinshardError | None:
     """Returns an error if a collective uses a mesh axis that does not exist or is not manual.
 
@@ -95,16 +92,14 @@ def explain_unknown_axis(
         # with check_vma, JAX raises AssertionError or KeyError instead of NameError
         unchecked = mapped(out_specs=PartitionSpec(), check_vma=False)
         jax.eval_shape(unchecked, *arguments)
+        return None
     except NameError as error:
         axis = unbound_axis(error)
-        return _unknown_axis_error(function, resolver, axis) if axis else None
-    except Exception:
-        return None  # the caller reraises JAX's error
-    return None
-
-
-def _unknown_axis_error(function: str, resolver: Resolver, axis: str) -> EinshardError:
-    facts = {'mesh axes': mesh_text(resolver.axes) or 'none'}
+    except Exception:  # the caller reraises JAX's error
+        return None
+    if axis is None:
+        return None
+    facts = {'function': function, 'mesh axes': mesh_text(resolver.axes) or 'none'}
     if resolver.axes.keys() - resolver.manual:
         facts['axis_names='] = quoted(sorted(resolver.manual))
     sentence = f"{function} uses mesh axis '{axis}', but the mesh has no such axis"
@@ -116,4 +111,4 @@ def _unknown_axis_error(function: str, resolver: Resolver, axis: str) -> Einshar
         facts['note'] = 'if a mesh is passed or in context, collectives use its axis names'
         if axis in resolver.joint.named_sizes:
             facts[f"'{axis}' is sharded over"] = resolver.mesh_axes_of(axis)
-    return EinshardError(sentence, facts={'function': function, **facts})
+    return EinshardError(sentence, facts=facts)

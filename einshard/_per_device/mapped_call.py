@@ -77,7 +77,15 @@ def call_shard_map(
     )
     mapped, arrays = functools.partial(shard_map, body), [*arguments.values()]
     try:
-        out_specs, shapes = _out_specs(specs, resolver, mapped, arrays)
+        if resolver.size_one_axes or any(map(resolver.needs_rank, jtu.tree_leaves(specs.out))):
+            # traces the body for the ranks of its results; any out_specs give the same ranks
+            shapes = jax.eval_shape(mapped(out_specs=PartitionSpec(), check_vma=False), *arrays)
+            leaves = _result_leaves(specs, resolver, shapes)
+            found = [resolver.result_spec(spec, ndim) for spec, ndim in leaves]
+            out_specs = jtu.tree_unflatten(jtu.tree_structure(shapes), found)
+        else:
+            shapes = None
+            out_specs = jtu.tree_map(lambda spec: resolver.partition_spec(spec, None), specs.out)
         if not resolver.size_one_axes:
             return join(mapped(out_specs=out_specs, check_vma=check_vma)(*arrays))
         mapped = functools.partial(shard_map, body_without_scalars)
@@ -130,19 +138,6 @@ def _argument_specs(specs: DeviceSpecs, resolver: Resolver, label: str, value: A
                 },
             )
     return jtu.tree_unflatten(treedef, found)
-
-
-def _out_specs(
-    specs: DeviceSpecs, resolver: Resolver, mapped: Callable[..., Any], arrays: Sequence[Any]
-) -> tuple[Any, Any]:
-    """Returns the specs of the results, and arrays of their ranks if the body was traced."""
-    if resolver.size_one_axes or any(map(resolver.needs_rank, jtu.tree_leaves(specs.out))):
-        # traces the body for the ranks of its results; any out_specs give the same ranks
-        shapes = jax.eval_shape(mapped(out_specs=PartitionSpec(), check_vma=False), *arrays)
-        leaves = _result_leaves(specs, resolver, shapes)
-        found = [resolver.result_spec(spec, ndim) for spec, ndim in leaves]
-        return jtu.tree_unflatten(jtu.tree_structure(shapes), found), shapes
-    return jtu.tree_map(lambda spec: resolver.partition_spec(spec, None), specs.out), None
 
 
 def _result_leaves(

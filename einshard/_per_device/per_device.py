@@ -132,8 +132,7 @@ def per_device(
                 collectives=collectives,
                 check_processes=check_processes,
                 keeps_mapped_axes=bool(specs.manual),
-                # a fix for one array may not fit the expressions of the others
-                try_fixes=lambda error, *_: error.with_fix(None),
+                is_per_device=True,
             ),
         )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from .._cache import cached
 from .._errors import EinshardError, quoted
@@ -22,6 +22,7 @@ from .._sharding.mesh import (
     entry_axes,
     is_canonical_mesh,
     partition_spec,
+    reshaped,
     sizes_of,
     spec_axes,
 )
@@ -189,12 +190,7 @@ def make_resolver(
     if uses_array_names:
         # without any expression, the error about None as a spec is that of the argument
         joint = joint_mesh(specs, n_devices) if specs else replicated
-        names, shape = tuple(joint.mesh_shape), tuple(joint.mesh_shape.values())
-        types = (AxisType.Auto,) * len(names)
-        if isinstance(mesh, AbstractMesh):
-            mesh = AbstractMesh(shape, names, axis_types=types)
-        else:
-            mesh = Mesh(mesh.devices.reshape(shape), names, axis_types=types)
+        mesh = reshaped(mesh, tuple(joint.mesh_shape), tuple(joint.mesh_shape.values()))
     else:
         by_count = tuple(spec for spec in specs if not spec.uses)
         has_counts = any(spec.defines or spec.lists_replicas for spec in by_count)

@@ -211,25 +211,24 @@ class Contractor:
         Raises:
             EinshardError: if the propagation does not run.
         """
+        placed, found = self.result if is_result_placed else None, list[Choice]()
         try:
-            return tuple(dict.fromkeys(self._choices(self.result if is_result_placed else None)))
+            variants = Variants(self._lower().compiler_ir('stablehlo'))
+            ways = [self._ask(variants, self.operands, placed)]
+            targets = (operands for operands in self._targets() if operands != ways[0].operands)
+            ways += [self._ask(variants, operands, placed) for operands in targets]
+            for way in ways:
+                found.append(way.choice)
+                by_name = way.product.by_name
+                # a partial sum may also be reduce-scattered along an axis
+                for name in by_name if way.partial and placed is None else ():
+                    result = way.product.sharded({**by_name, name: (*by_name[name], *way.partial)})
+                    if self._divides(result) and self._is_in_order(result.by_name[name]):
+                        found.append(self._ask(variants, way.operands, result).choice)
         except NotPropagated as error:
             sentence = "parallelism needs Shardy, XLA's propagation, which did not run"
             raise self.contraction.error(sentence, because=error) from None
-
-    def _choices(self, placed: Array | None) -> Iterator[Choice]:
-        variants = Variants(self._lower().compiler_ir('stablehlo'))
-        ways = [self._ask(variants, self.operands, placed)]
-        targets = (operands for operands in self._targets() if operands != ways[0].operands)
-        ways += [self._ask(variants, operands, placed) for operands in targets]
-        for way in ways:
-            yield way.choice
-            by_name = way.product.by_name
-            # a partial sum may also be reduce-scattered along an axis
-            for name in by_name if way.partial and placed is None else ():
-                result = way.product.sharded({**by_name, name: (*by_name[name], *way.partial)})
-                if self._divides(result) and self._is_in_order(result.by_name[name]):
-                    yield self._ask(variants, way.operands, result).choice
+        return tuple(dict.fromkeys(found))
 
     def _divides(self, array: Array) -> bool:
         """Whether the mesh axes of each array axis divide its size, if that is known."""

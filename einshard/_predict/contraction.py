@@ -143,54 +143,29 @@ def result_shape(contraction: Contraction, shapes: Sequence[Sequence[int]]) -> t
             f'but got {plural(len(shapes), "array")}',
             code='axis-names',
         )
-    sizes: dict[str, tuple[int, ...]] = {}
-    first_operand: dict[str, int] = {}
-    for i, shape in enumerate(shapes):
-        for name, size in _sizes_by_name(contraction, i, tuple(shape)).items():
-            first_size = sizes.setdefault(name, size)
-            if first_size != size:
-                raise _size_mismatch(contraction, name, first_size, first_operand[name], size, i)
-            first_operand.setdefault(name, i)
-    return tuple(size for name in contraction.result.names for size in sizes[name])
-
-
-def _sizes_by_name(
-    contraction: Contraction, i: int, shape: tuple[int, ...]
-) -> dict[str, tuple[int, ...]]:
-    """Maps each axis of operand `i` to its size, as a 1-tuple, and '...' to all its sizes."""
-    operand = contraction.operands[i]
-    try:
-        positions = axis_positions(operand, len(shape))
-    except EinshardError as error:
-        raise contraction.error(error.sentence, error.spans, code=error.code, operand=i) from None
-    n_unnamed = len(shape) - len(positions)
-    sizes: dict[str, tuple[int, ...]] = {}
-    for at, name in enumerate(operand.names):
-        is_named = name != ELLIPSIS
-        sizes[name] = (shape[positions[name]],) if is_named else shape[at : at + n_unnamed]
-    return sizes
-
-
-def _size_mismatch(
-    contraction: Contraction,
-    name: str,
-    first_size: tuple[int, ...],
-    first: int,
-    size: tuple[int, ...],
-    i: int,
-) -> EinshardError:
-    terms = [term for operand in contraction.operands for term in operand.right]
-    spans = [term.span for term in terms if term.name == name]
-    if name == ELLIPSIS:
-        sentence = (
-            f"'...' stands for sizes {first_size} in operand {first}, but {size} in operand {i}"
-        )
-        return contraction.error(sentence, spans, code='axis-names')
-    return contraction.error(
-        f"axis '{name}' has size {first_size[0]} in operand {first}, but {size[0]} in operand {i}",
-        spans,
-        code='axis-names',
-    )
+    # the size of each axis, as a 1-tuple, or all sizes of '...'; and the first operand with them
+    found: dict[str, tuple[tuple[int, ...], int]] = {}
+    for i, (operand, shape) in enumerate(zip(contraction.operands, shapes, strict=True)):
+        try:
+            positions = axis_positions(operand, len(shape))
+        except EinshardError as error:
+            sentence, code = error.sentence, error.code
+            raise contraction.error(sentence, error.spans, code=code, operand=i) from None
+        n_unnamed = len(shape) - len(positions)
+        for at, name in enumerate(operand.names):
+            start, n = (at, n_unnamed) if name == ELLIPSIS else (positions[name], 1)
+            size = tuple(shape[start : start + n])
+            first_size, first = found.setdefault(name, (size, i))
+            if first_size == size:
+                continue
+            is_named = name != ELLIPSIS
+            what = f"axis '{name}' has size" if is_named else "'...' stands for sizes"
+            one, other = (first_size[0], size[0]) if is_named else (first_size, size)
+            sentence = f'{what} {one} in operand {first}, but {other} in operand {i}'
+            terms = [term for operand in contraction.operands for term in operand.right]
+            spans = [term.span for term in terms if term.name == name]
+            raise contraction.error(sentence, spans, code='axis-names')
+    return tuple(size for name in contraction.result.names for size in found[name][0])
 
 
 def _between_commas(text: str, end: int) -> Iterable[Span]:

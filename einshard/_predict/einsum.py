@@ -104,8 +104,18 @@ def einsum(expression: str, *arrays: Any, mesh: MeshLike | None = None, **option
     tracing = is_tracing()
     # jit eager calls, so that XLA can compute the sum in the result's sharding
     contract = _contract if tracing else _jitted
-    if isinstance(options.get('optimize'), list | tuple):
-        options['optimize'] = _hashable_path(options['optimize'])
+    path = options.get('optimize')
+    if isinstance(path, list | tuple):  # jit needs a hashable one
+        steps = [tuple(step) if isinstance(step, list | tuple) else (step,) for step in path]
+        if not all(isinstance(operand, int) for step in steps for operand in step):
+            raise EinshardError(
+                f'optimize= must be a strategy or a contraction path, not {path!r}',
+                facts={
+                    'expected': "'greedy', 'optimal', or the operands of each step: "
+                    '[(0, 1), (0, 1)]'
+                },
+            )
+        options['optimize'] = tuple(steps)
     subscripts = contraction.numpy_subscripts()
     scope = jax.named_scope(einsum_scope(contraction.plain())) if tracing else nullcontext()
     with scope:
@@ -152,18 +162,6 @@ def _with_working_fix(
     if isinstance(fix, RuleSuggestion) and works(lambda: with_rule(fix)):
         return kept.with_fix(fix)
     return kept
-
-
-def _hashable_path(path: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    steps = [tuple(step) if isinstance(step, list | tuple) else (step,) for step in path]
-    if not all(isinstance(operand, int) for step in steps for operand in step):
-        raise EinshardError(
-            f'optimize= must be a strategy or a contraction path, not {path!r}',
-            facts={
-                'expected': "'greedy', 'optimal', or the operands of each step: [(0, 1), (0, 1)]"
-            },
-        )
-    return tuple(steps)
 
 
 def _contract(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from .._errors import EinshardError, quoted
@@ -23,31 +23,38 @@ def mesh_and_operands(
     If the einsum names mesh axes, `counts` has their sizes. If not, `counts` has the number of
     shards of array axes.
     """
-    if contraction.mesh_axes:
-        named = _mesh_axis_sizes(contraction, counts)
-        n_left = _n_left(contraction, named, n_devices)
-        names = (name for i in itertools.count() if (name := f'd{i}') not in named)
+    if mesh_axes := contraction.mesh_axes:
+        by_keyword = {n: counts[n] for n in contraction.names if n in counts.keys() - mesh_axes}
+        if by_keyword:
+            raise _two_placements_error(contraction, by_keyword)
+        missing = [axis for axis in mesh_axes if axis not in counts]
+        if missing:
+            what, how = 'size of mesh axis', 'a keyword argument'
+            if len(missing) > 1:
+                what, how = 'sizes of mesh axes', 'keyword arguments'
+            raise contraction.error(
+                f'parallelism needs the {what} {quoted(missing)} as {how}',
+                example=', '.join(f'{axis}=4' for axis in missing),
+            )
+        n_left = _n_left(contraction, counts, n_devices)
+        names = (name for i in itertools.count() if (name := f'd{i}') not in counts)
         # one mesh axis per prime factor, so that a count in the einsum can use some of them
         unnamed = dict(zip(names, prime_factors(n_left), strict=False))
-        return unnamed | named, contraction.operands
+        return {**unnamed, **counts}, contraction.operands
     if any(map(is_placed, contraction.arrays)):
         if counts:
             raise _two_placements_error(contraction, counts)
         return _mesh_from_placements(contraction, n_devices), contraction.operands
     mesh_shape = {name: count for name, count in counts.items() if count > 1}
     n_replicas = _n_left(contraction, mesh_shape, n_devices)
-    operands = tuple(_shard_by_name(operand, mesh_shape) for operand in contraction.operands)
+    # each array axis is sharded over the mesh axis of the same name, if there is one
+    operands: list[Expression] = []
+    for operand in contraction.operands:
+        axes_of = {name: (name,) for name in operand.names if name in mesh_shape}
+        terms = (replace(x, mesh_axes=axes_of.get(str(x.name), ())) for x in operand.right)
+        operands.append(replace(operand, right=tuple(terms)))
     # no array axis can be called '*'
-    return {'*': n_replicas, **mesh_shape} if n_replicas > 1 else mesh_shape, operands
-
-
-def _shard_by_name(operand: Expression, mesh_shape: Mapping[str, int]) -> Expression:
-    """Shards each array axis over the mesh axis of the same name, if there is one."""
-    terms = (
-        replace(term, mesh_axes=(str(term.name),)) if term.name in mesh_shape else term
-        for term in operand.right
-    )
-    return replace(operand, right=tuple(terms))
+    return {'*': n_replicas, **mesh_shape} if n_replicas > 1 else mesh_shape, tuple(operands)
 
 
 def _n_left(contraction: Contraction, counts: Mapping[str, int], n_devices: int | None) -> int:
@@ -71,12 +78,12 @@ def array_axes_of(array: Expression, mesh_shape: Mapping[str, int]) -> dict[str,
     layout = lay_out(array, len(array.names), math.prod(mesh_shape.values()), mesh_shape)
     fitted = fit(layout, mesh_shape)
     if fitted is None:
-        grid = _grid_text(split.count for split in layout.splits if not split.mesh_axes)
+        counts = [split.count for split in layout.splits if not split.mesh_axes]
         raise array.error(
             'the counts do not match the mesh axes',
             [term for term in array.right if term.is_counted],
             code='device-count',
-            device_grid=grid,
+            device_grid=' x '.join(map(str, counts)),
             mesh=mesh_text(mesh_shape),
             axis_order='unnamed axes (d0, d1, ...), then the axes given by keyword',
             expected=f'in this order, {COUNTS_THAT_FIT}',
@@ -87,24 +94,6 @@ def array_axes_of(array: Expression, mesh_shape: Mapping[str, int]) -> dict[str,
         if split.axis is not None
         for axis in axes
     }
-
-
-def _mesh_axis_sizes(contraction: Contraction, counts: Mapping[str, int]) -> dict[str, int]:
-    mesh_axes = contraction.mesh_axes
-    array_axes = counts.keys() - mesh_axes
-    by_keyword = {name: counts[name] for name in contraction.names if name in array_axes}
-    if by_keyword:
-        raise _two_placements_error(contraction, by_keyword)
-    missing = [axis for axis in mesh_axes if axis not in counts]
-    if missing:
-        what, how = 'size of mesh axis', 'a keyword argument'
-        if len(missing) > 1:
-            what, how = 'sizes of mesh axes', 'keyword arguments'
-        raise contraction.error(
-            f'parallelism needs the {what} {quoted(missing)} as {how}',
-            example=', '.join(f'{axis}=4' for axis in missing),
-        )
-    return dict(counts)
 
 
 def _two_placements_error(contraction: Contraction, counts: Mapping[str, int]) -> EinshardError:
@@ -130,8 +119,9 @@ def _mesh_from_placements(contraction: Contraction, n_devices: int | None) -> di
     grids: dict[str, str] = {}
     for array in placed:
         layout = lay_out(array, len(array.names), n_devices)
-        products.update(itertools.accumulate((s.count for s in layout.splits), operator.mul))
-        grids[f"'{placement_text(array)}'"] = _grid_text(split.count for split in layout.splits)
+        counts = [split.count for split in layout.splits]
+        products.update(itertools.accumulate(counts, operator.mul))
+        grids[f"'{placement_text(array)}'"] = ' x '.join(map(str, counts))
     pairs = list(itertools.pairwise(sorted(products)))
     if any(after % before for before, after in pairs):
         raise contraction.error(
@@ -141,7 +131,3 @@ def _mesh_from_placements(contraction: Contraction, n_devices: int | None) -> di
             **{f'device grid of {text}': grid for text, grid in grids.items()},
         )
     return {f'd{i}': after // before for i, (before, after) in enumerate(pairs)}
-
-
-def _grid_text(counts: Iterable[int]) -> str:
-    return ' x '.join(map(str, counts))

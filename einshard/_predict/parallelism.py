@@ -91,17 +91,21 @@ class Parallelism(Display):
         return f'{self.einsum}   on {plural(math.prod(self.devices.values()), "device")}'
 
     def _summary(self) -> tuple[str, ...]:
-        axes = f'free: {_names_text(self.free)}; reduced: {_names_text(self.reduced)}'
-        return axes, _KIND_TEXTS[self.kind], *self.conflicts
+        free, reduced = (', '.join(names) or 'none' for names in (self.free, self.reduced))
+        return f'free: {free}; reduced: {reduced}', _KIND_TEXTS[self.kind], *self.conflicts
+
+    def _marked_choices(self) -> Iterator[tuple[str, list[str]]]:
+        """Yields the lines of each choice, and its number, '1. ', if there are several."""
+        for number, choice in enumerate(self.choices, 1):
+            lines = [f'each device multiplies {choice.block}', *str(choice).split('\n')]
+            yield f'{number}. ' if len(self.choices) > 1 else '', lines
 
     def _sections(self) -> Iterator[Section]:
         yield Section('', lines=self._summary())
         operands = tuple((f'operand {i}', text) for i, text in enumerate(self.operands))
         yield Section('', (Column('array'), Column('placement')), operands)
-        for number, choice in enumerate(self.choices, 1):
-            mark = f'{number}. ' if len(self.choices) > 1 else ''
-            title = f'{mark}each device multiplies {choice.block}'
-            yield Section(title, lines=tuple(str(choice).split('\n')))
+        for mark, (title, *steps) in self._marked_choices():
+            yield Section(f'{mark}{title}', lines=tuple(steps))
 
     def _text(self, width: int | None) -> str:
         lines = [
@@ -109,15 +113,9 @@ class Parallelism(Display):
             *(f'  {line}' for line in self._summary()),
             *(f"  operand {i}: '{text}'" for i, text in enumerate(self.operands)),
         ]
-        for number, choice in enumerate(self.choices, 1):
-            first, *rest = [f'each device multiplies {choice.block}', *str(choice).split('\n')]
-            mark = f'  {number}. ' if len(self.choices) > 1 else '  '
-            lines += [f'{mark}{first}', *(' ' * len(mark) + line for line in rest)]
+        for mark, (title, *steps) in self._marked_choices():
+            lines += [f'  {mark}{title}', *(f'  {" " * len(mark)}{step}' for step in steps)]
         return '\n'.join(lines)
-
-
-def _names_text(names: Sequence[str]) -> str:
-    return ', '.join(names) or 'none'
 
 
 class Chain(Display, tuple[Parallelism, ...]):
@@ -266,9 +264,16 @@ def _analyze(contraction: Contraction, n_devices: int | None, *options: Any) -> 
     conflicts = tuple(_find_conflicts(contractor))
     operands = contractor.operands
     sharded = {name for array in operands for name, axes in array.by_name.items() if axes}
+    is_free = not sharded.isdisjoint(contraction.result.names)
+    is_reduced = not sharded.isdisjoint(contraction.contracted)
+    kind: Kind = 'data parallelism' if is_free else 'replicated'
+    if conflicts:
+        kind = 'resharding'
+    elif is_reduced:
+        kind = 'hybrid' if is_free else 'tensor parallelism'
     return Parallelism(
         contraction.plain(),
-        _kind(sharded, contraction, bool(conflicts)),
+        kind,
         contractor.user_mesh,
         contraction.result.names,
         contraction.contracted,
@@ -302,15 +307,6 @@ def _place(
                     code='not-divisible',
                 )
     return contractor
-
-
-def _kind(sharded: set[str], contraction: Contraction, has_conflicts: bool) -> Kind:
-    if has_conflicts:
-        return 'resharding'
-    free, reduced = sharded & set(contraction.result.names), sharded & set(contraction.contracted)
-    if free and reduced:
-        return 'hybrid'
-    return 'data parallelism' if free else 'tensor parallelism' if reduced else 'replicated'
 
 
 def _check_supported(contraction: Contraction) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,9 +18,8 @@ from .leaf_spec import AnySpec, as_leaf_spec
 class AppliedRules(NamedTuple):
     expression: Expression  # with placements from the rules, and without ignored mesh axes
     missing_axes: tuple[str, ...] = ()  # named in it or an applied rule, but not in the mesh
-    replicate_indivisible: frozenset[str] = (
-        frozenset()
-    )  # array axes to replicate if they are not divisible
+    # array axes to replicate if they are not divisible
+    replicate_indivisible: frozenset[str] = frozenset()
 
 
 def apply_axis_rules(
@@ -104,24 +103,21 @@ def _apply_to_terms(
         axes = tuple(a for a in term.mesh_axes if a not in taken or axis_sizes.get(a) != 1)
         used.update(axes)
         pairs[i] = replace(term, mesh_axes=axes), rule
-    rule_names = dict.fromkeys(rule.name for rule in rules)
-    for name, i in index_of.items():
-        if name not in rule_names:
-            _check_spelling(expression, expression.right[i], rule_names)
+    names = dict.fromkeys(rule.name for rule in rules)
+    for term in expression.right:
+        if term != Term(term.name) or term.name is None or term.name in names:
+            continue
+        for name in names:
+            if name not in expression.names and _is_misspelled(term.name, name):
+                start, end = term.span
+                raise expression.error(
+                    f"axis '{term.name}' has no rule, but '{name}' has one",
+                    [term],
+                    code='axis-rules',
+                    fix=Suggestion(f'{expression.text[:start]}{name}{expression.text[end:]}'),
+                    to_leave_it_unsharded=f"axis_rules({term.name}='')",
+                )
     return pairs
-
-
-def _check_spelling(expression: Expression, term: Term, rule_names: Collection[str]) -> None:
-    name, (start, end) = str(term.name), term.span
-    for other in rule_names:
-        if other not in expression.names and _is_misspelled(name, other):
-            raise expression.error(
-                f"axis '{name}' has no rule, but '{other}' has one",
-                [term],
-                code='axis-rules',
-                fix=Suggestion(f'{expression.text[:start]}{other}{expression.text[end:]}'),
-                to_leave_it_unsharded=f"axis_rules({name}='')",
-            )
 
 
 def _is_misspelled(name: str, other: str) -> bool:

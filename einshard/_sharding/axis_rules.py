@@ -184,7 +184,18 @@ class axis_rules:
             )
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        _check_function(function)
+        decorated: Any = function
+        if isinstance(decorated, type | staticmethod) or not callable(decorated):
+            what, instead = type(decorated).__name__, 'decorate a function'
+            if isinstance(decorated, type):
+                what, instead = f'class {decorated.__name__}', 'decorate its methods'
+            elif isinstance(decorated, staticmethod | classmethod | property):
+                instead = f'put axis_rules below @{what}'
+            raise EinshardError(
+                f'axis_rules must decorate a function, not {what}',
+                code='axis-rules',
+                facts={'instead': instead},
+            )
         kind = deferred_kind(function)
         if kind:
             name = getattr(function, '__name__', repr(function))
@@ -226,25 +237,8 @@ def _check_not_async() -> None:
         )
 
 
-def _check_function(function: Any) -> None:
-    if isinstance(function, type | staticmethod) or not callable(function):
-        decorated, instead = type(function).__name__, 'decorate a function'
-        if isinstance(function, type):
-            decorated, instead = f'class {function.__name__}', 'decorate its methods'
-        elif isinstance(function, staticmethod | classmethod | property):
-            instead = f'put axis_rules below @{decorated}'
-        raise EinshardError(
-            f'axis_rules must decorate a function, not {decorated}',
-            code='axis-rules',
-            facts={'instead': instead},
-        )
-
-
 def check_option(
-    option: str,
-    value: object,
-    choices: Sequence[str] = ('error', 'replicate'),
-    **facts: str,
+    option: str, value: object, choices: Sequence[str] = ('error', 'replicate'), **facts: str
 ) -> None:
     if not isinstance(value, str) or value not in choices:
         *others, last = map(repr, choices)

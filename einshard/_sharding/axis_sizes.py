@@ -13,7 +13,6 @@ from .._notation.counts import TOO_MANY, huge_text
 from .._notation.words import is_mesh_axis
 
 _MAX_SHOWN = 5
-_RESERVED = re.compile(r'd\d+')
 
 
 def solve_sizes(sizes: Mapping[str, int], n_devices: int, call: str) -> dict[str, int]:
@@ -22,14 +21,28 @@ def solve_sizes(sizes: Mapping[str, int], n_devices: int, call: str) -> dict[str
     `call` is the first part of suggested fixes, such as 'device_mesh('.
     """
     for name, size in sizes.items():
-        _check_axis(name, size)
+        if not isinstance(size, Integral) or isinstance(size, bool) or (size < 1 and size != -1):
+            raise EinshardError(
+                f'the size of mesh axis {name!r} must be a positive integer or -1, not {size!r}',
+                code='mesh',
+            )
+        if not is_mesh_axis(name):
+            raise EinshardError(
+                f'{name!a} is not a valid mesh axis name',
+                code='mesh',
+                facts={
+                    'expected': "a name without spaces, '(', ')', ',', '@', '*' and '->', in NFC"
+                },
+            )
+        if re.fullmatch(r'd\d+', name):
+            raise EinshardError(
+                f"{name!r} is reserved for einshard's own meshes; use another name", code='mesh'
+            )
     sizes = {name: int(size) for name, size in sizes.items()}  # converts NumPy integers
     unknown = [name for name, size in sizes.items() if size == -1]
     if len(unknown) > 1:
         raise EinshardError(
-            'only one mesh axis may have size -1',
-            code='mesh',
-            facts={'got': _text(sizes)},
+            'only one mesh axis may have size -1', code='mesh', facts={'got': _text(sizes)}
         )
     given_sizes = {name: size for name, size in sizes.items() if size != -1}
     product = math.prod(given_sizes.values())
@@ -41,24 +54,6 @@ def solve_sizes(sizes: Mapping[str, int], n_devices: int, call: str) -> dict[str
     if n_devices % product or (not unknown and product != n_devices):
         raise _size_error(sizes, given_sizes, n_devices, call)
     return {name: n_devices // product if size == -1 else size for name, size in sizes.items()}
-
-
-def _check_axis(name: str, size: object) -> None:
-    if not isinstance(size, Integral) or isinstance(size, bool) or (size < 1 and size != -1):
-        raise EinshardError(
-            f'the size of mesh axis {name!r} must be a positive integer or -1, not {size!r}',
-            code='mesh',
-        )
-    if not is_mesh_axis(name):
-        raise EinshardError(
-            f'{name!a} is not a valid mesh axis name',
-            code='mesh',
-            facts={'expected': "a name without spaces, '(', ')', ',', '@', '*' and '->', in NFC"},
-        )
-    if _RESERVED.fullmatch(name):
-        raise EinshardError(
-            f"{name!r} is reserved for einshard's own meshes; use another name", code='mesh'
-        )
 
 
 def _size_error(
@@ -76,7 +71,11 @@ def _size_error(
             if product < n_devices
             else f'{_text(sizes)} need{s} {product} devices, but there are only {n_devices}'
         )
-    fitting = sorted(_fitting_sizes(sizes, n_devices), key=lambda fit: _distance(sizes, fit))
+
+    def distance(other: Mapping[str, int]) -> float:
+        return sum(abs(math.log(other[name] / n)) for name, n in sizes.items() if n != -1)
+
+    fitting = sorted(_fitting_sizes(sizes, n_devices), key=distance)
     # unlike other fixes, these are not tried: `solve_sizes` accepts any sizes that use all devices
     facts = {'sizes that fit': '; '.join(map(_text, fitting[:_MAX_SHOWN]))}
     if len(given_sizes) == len(sizes) and product < n_devices and call == 'device_mesh(':
@@ -104,10 +103,6 @@ def _fitting_sizes(sizes: Mapping[str, int], n_devices: int) -> Iterator[dict[st
     first, *others = requested
     candidates.append({first: n_devices, **dict.fromkeys(others, 1)})
     yield from {tuple(found.items()): found for found in candidates}.values()
-
-
-def _distance(sizes: Mapping[str, int], other: Mapping[str, int]) -> float:
-    return sum(abs(math.log(other[name] / size)) for name, size in sizes.items() if size != -1)
 
 
 def _text(sizes: Mapping[str, int]) -> str:

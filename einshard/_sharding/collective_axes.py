@@ -64,10 +64,6 @@ def mesh_axes_between(pairs: Sequence[tuple[int, int]], mesh: AnyMesh) -> tuple[
     return tuple(map(str, itertools.compress(mesh.axis_names, differ)))
 
 
-def pairs_of_groups(groups: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    return [(first, other) for first, *others in groups for other in others]
-
-
 def sharding_of_blocks(blocks: Sequence[Sequence[int]], mesh: AnyMesh) -> NamedSharding | None:
     """Returns the sharding on `mesh` that assigns these blocks to devices, or None if none does.
 
@@ -153,7 +149,8 @@ def along_text(
     if not (groups and meshes):
         return ''
     # the pairs of a permute need not connect all devices along its axes
-    axes = mesh_axes_between(pairs or pairs_of_groups(groups), meshes[0])
+    of_groups = [(first, other) for first, *others in groups for other in others]
+    axes = mesh_axes_between(pairs or of_groups, meshes[0])
     text = axes_text(axes, meshes[0], sharded_by)
     return text if pairs or text in ('', 'all') else f'part of {text}'
 

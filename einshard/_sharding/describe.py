@@ -133,9 +133,20 @@ def describe_named(
 def _describe_with_notes(
     sharding: NamedSharding, ndim: int | None, names: Sequence[str] | None, *notes: str
 ) -> Description:
+    """Adds notes on unconstrained and partial axes and the memory kind: ' (in pinned_host)'."""
     axes, rest = _axis_names(sharding, ndim, names)
     named = write(map(Term, (*axes, *rest)), (*_terms_by_name(sharding, axes), *map(Term, rest)))
-    return Description(f'{named.text}{_notes(sharding, *notes)}')
+    listed = [*notes]
+    if None in _entries(sharding):
+        listed.append('with unconstrained axes')
+    unreduced, reduced = (', '.join(sorted(map(str, axes))) for axes in partial_axes(sharding))
+    if unreduced:
+        listed.append(f'with partial {unreduced_kind(sharding.spec)}s over {unreduced}')
+    if reduced:
+        listed.append(f'with gradients unreduced over {reduced}')
+    if sharding.memory_kind not in (None, 'device'):
+        listed.append(f'in {sharding.memory_kind}')
+    return Description(f'{named.text} ({"; ".join(listed)})' if listed else named.text)
 
 
 def describe_in(
@@ -248,15 +259,10 @@ def _fits_counts(sharding: NamedSharding) -> bool:
 
 def _device_grid(sharding: NamedSharding) -> list[Split]:
     array_axis = {axis: i for i, entry in enumerate(_entries(sharding)) for axis in entry or ()}
-    mesh = sharding.mesh
-    sizes = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
-    signs = signs_of(sharding)
+    sizes, signs = sharding.mesh.shape, signs_of(sharding)
+    axes = [axis for axis, size in sizes.items() if size > 1]
     return merge_neighbors(
-        [
-            Split(size, array_axis.get(axis), sign=signs.get(axis, ''))
-            for axis, size in sizes
-            if size > 1
-        ]
+        [Split(sizes[axis], array_axis.get(axis), sign=signs.get(axis, '')) for axis in axes]
     )
 
 
@@ -264,18 +270,3 @@ def signs_of(sharding: NamedSharding) -> dict[Any, str]:
     """Maps each unreduced mesh axis to '+', and each reduced mesh axis to '='."""
     unreduced, reduced = partial_axes(sharding)
     return dict.fromkeys(unreduced, '+') | dict.fromkeys(reduced, '=')
-
-
-def _notes(sharding: NamedSharding, *others: str) -> str:
-    """Describes unconstrained and partial axes and the memory kind, as in ' (in pinned_host)'."""
-    notes = [*others]
-    if None in _entries(sharding):
-        notes.append('with unconstrained axes')
-    unreduced, reduced = (', '.join(sorted(map(str, axes))) for axes in partial_axes(sharding))
-    if unreduced:
-        notes.append(f'with partial {unreduced_kind(sharding.spec)}s over {unreduced}')
-    if reduced:
-        notes.append(f'with gradients unreduced over {reduced}')
-    if sharding.memory_kind not in (None, 'device'):
-        notes.append(f'in {sharding.memory_kind}')
-    return f' ({"; ".join(notes)})' if notes else ''

@@ -113,6 +113,4 @@ def gpu_forms() -> dict[str, str]:
     return {'GPUs': ', '.join(GPUS), **_CLUSTERS}
 
 
-_CLUSTERS = {
-    'GPU clusters': "NVLink domains x GPUs in each: 'h100:8', 'h100:4x8', 'gb200:2x72'",
-}
+_CLUSTERS = {'GPU clusters': "NVLink domains x GPUs in each: 'h100:8', 'h100:4x8', 'gb200:2x72'"}

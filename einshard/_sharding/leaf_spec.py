@@ -79,29 +79,18 @@ def split_memory_kind(text: str) -> tuple[str, str | None]:
 
 def as_leaf_spec(spec: AnySpec | NamedSharding | PartitionSpec) -> LeafSpec:
     """Parses or converts a spec. Equal specs give the same object."""
-    if isinstance(spec, LeafSpec):
-        return spec
+    return spec if isinstance(spec, LeafSpec) else _read(spec)
+
+
+@cached
+def _read(spec: str | NamedSharding | PartitionSpec) -> LeafSpec:
     if isinstance(spec, str):
-        return _parse_spec(spec)
-    return _from_sharding(spec) if isinstance(spec, NamedSharding) else _from_partition(spec)
-
-
-@cached
-def _parse_spec(text: str) -> LeafSpec:
-    text, memory_kind = split_memory_kind(text)
-    return LeafSpec(parse(text), memory_kind)
-
-
-@cached
-def _from_sharding(sharding: NamedSharding) -> LeafSpec:
-    mesh = sharding.mesh
-    default = NamedSharding(mesh, PartitionSpec()).memory_kind
-    memory_kind = None if sharding.memory_kind == default else sharding.memory_kind
-    return replace(_from_partition(sharding.spec), memory_kind=memory_kind, mesh=mesh)
-
-
-@cached
-def _from_partition(spec: PartitionSpec) -> LeafSpec:
+        text, memory_kind = split_memory_kind(spec)
+        return LeafSpec(parse(text), memory_kind)
+    if isinstance(spec, NamedSharding):
+        default = NamedSharding(spec.mesh, PartitionSpec()).memory_kind
+        memory_kind = None if spec.memory_kind == default else spec.memory_kind
+        return replace(_read(spec.spec), memory_kind=memory_kind, mesh=spec.mesh)
     kind = unreduced_kind(spec)
     if kind != 'sum':
         raise EinshardError(

@@ -97,11 +97,12 @@ def named_mesh(mesh: AnyMesh, axes: Mapping[str, int], call: str) -> AnyMesh:
     `call` is the first part of suggested fixes, such as 'device_mesh('.
     """
     sizes = solve_sizes(axes, mesh.size, call)
-    return _named_mesh(mesh, tuple(sizes), tuple(sizes.values()))
+    return reshaped(mesh, tuple(sizes), tuple(sizes.values()))
 
 
 @cached
-def _named_mesh(mesh: AnyMesh, names: tuple[str, ...], sizes: tuple[int, ...]) -> AnyMesh:
+def reshaped(mesh: AnyMesh, names: tuple[str, ...], sizes: tuple[int, ...]) -> AnyMesh:
+    """Returns a mesh of the same devices with other axes, all of the type of its first one."""
     types = (mesh.axis_types[0],) * len(sizes)
     if isinstance(mesh, AbstractMesh):
         return AbstractMesh(sizes, names, axis_types=types)
@@ -167,29 +168,18 @@ def _mesh_of_devices(devices: tuple[Device, ...], axis_type: AxisType) -> Mesh:
     in_order = tuple(sorted(devices, key=position))
     if in_order != devices:
         return _mesh_of_devices(in_order, axis_type)
-    return _mesh_of_sizes(in_order, axis_sizes_of(list(map(position, in_order))), axis_type)
-
-
-@cached
-def reshape_canonical_mesh(mesh: AnyMesh, sizes: tuple[int, ...]) -> AnyMesh:
-    axis_type = mesh.axis_types[0]
-    if isinstance(mesh, AbstractMesh):
-        return _abstract_device_mesh(mesh.size, axis_type, sizes)
-    return _mesh_of_sizes(tuple(mesh.devices.flat), sizes, axis_type)
-
-
-def _mesh_of_sizes(
-    devices: tuple[Device, ...], sizes: tuple[int, ...], axis_type: AxisType
-) -> Mesh:
+    sizes = axis_sizes_of(list(map(position, devices)))
     grid = np.array(devices, dtype=object).reshape(sizes)
     return Mesh(grid, _canonical_names(sizes), axis_types=(axis_type,) * len(sizes))
 
 
+def reshape_canonical_mesh(mesh: AnyMesh, sizes: tuple[int, ...]) -> AnyMesh:
+    return reshaped(mesh, _canonical_names(sizes), sizes)
+
+
 @cached
-def _abstract_device_mesh(
-    n_devices: int, axis_type: AxisType, sizes: tuple[int, ...] | None = None
-) -> AbstractMesh:
-    sizes = sizes or prime_factors(n_devices) or (1,)
+def _abstract_device_mesh(n_devices: int, axis_type: AxisType) -> AbstractMesh:
+    sizes = prime_factors(n_devices) or (1,)
     return AbstractMesh(sizes, _canonical_names(sizes), axis_types=(axis_type,) * len(sizes))
 
 

@@ -24,16 +24,8 @@ from .._notation.layout import (
 )
 from .._notation.words import SIGNS
 from .apply_axis_rules import AppliedRules, apply_axis_rules
-from .context import (
-    Context,
-    context_on,
-)
-from .leaf_spec import (
-    AnySpec,
-    LeafSpec,
-    as_leaf_spec,
-    with_ndim,
-)
+from .context import Context, context_on
+from .leaf_spec import AnySpec, LeafSpec, as_leaf_spec, with_ndim
 from .mesh import (
     UNCONSTRAINED,
     AnyMesh,
@@ -140,10 +132,7 @@ def make_placement(spec: AnySpec, shape: Shape | int | None, context: Context) -
 
 
 def _fits_as_it_is(
-    partition: PartitionSpec,
-    shape: Shape | int | None,
-    memory_kind: str | None,
-    context: Context,
+    partition: PartitionSpec, shape: Shape | int | None, memory_kind: str | None, context: Context
 ) -> bool:
     """Whether a PartitionSpec fits the array and the mesh, so that it needs no letters.
 
@@ -212,22 +201,6 @@ def _lay_out_rules(
 
     The counts of '* batch2 d' do not match mesh axes of sizes 2 and 4, those of 'batch2 d *' do.
     """
-    layout = _lay_out(applied, spec, shape, context)
-    right, star = applied.expression.right, Term(star=True)
-    if right[:1] != (star,) or star in spec.expression.right or _fits(layout, context):
-        return applied, layout
-    moved = applied._replace(expression=write_short([*right[1:], star]))
-    moved_layout = _lay_out(moved, spec, shape, context)
-    return (moved, moved_layout) if _fits(moved_layout, context) else (applied, layout)
-
-
-def _fits(layout: Layout, context: Context) -> bool:
-    return lower(layout, context.lowering_mesh, context.mesh_is_ambient) is not None
-
-
-def _lay_out(
-    applied: AppliedRules, spec: LeafSpec, shape: Shape | int | None, context: Context
-) -> Layout:
     mesh = context.lowering_mesh
     axis_sizes = sizes_of(mesh)
     if mesh.axis_types and not axis_sizes:
@@ -238,18 +211,32 @@ def _lay_out(
             mesh=mesh_fact(mesh),
             instead='shard arrays before shard_map',
         )
-    return lay_out(
-        applied.expression,
-        shape,
-        math.prod(axis_sizes.values()),
-        axis_sizes if context.mesh else None,
-        replicates_by_default=is_users_mesh(context),
-        replicate_indivisible='replicate' in (spec.on_indivisible, context.indivisible)
-        or applied.replicate_indivisible,
-        # types on Explicit axes have no uneven shards
-        pad_indivisible=context.indivisible == 'pad' and AxisType.Explicit not in mesh.axis_types,
-        hints=_device_facts(mesh, context),
-    )
+
+    def attempt(expression: Expression) -> Layout:
+        return lay_out(
+            expression,
+            shape,
+            math.prod(axis_sizes.values()),
+            axis_sizes if context.mesh else None,
+            replicates_by_default=is_users_mesh(context),
+            replicate_indivisible='replicate' in (spec.on_indivisible, context.indivisible)
+            or applied.replicate_indivisible,
+            # types on Explicit axes have no uneven shards
+            pad_indivisible=context.indivisible == 'pad'
+            and AxisType.Explicit not in mesh.axis_types,
+            hints=_device_facts(mesh, context),
+        )
+
+    layout = attempt(applied.expression)
+    right, star = applied.expression.right, Term(star=True)
+    if right[:1] != (star,) or star in spec.expression.right:
+        return applied, layout
+    if lower(layout, mesh, context.mesh_is_ambient) is None:
+        moved = write_short([*right[1:], star])
+        moved_layout = attempt(moved)
+        if lower(moved_layout, mesh, context.mesh_is_ambient) is not None:
+            return applied._replace(expression=moved), moved_layout
+    return applied, layout
 
 
 def is_users_mesh(context: Context) -> bool:

@@ -13,11 +13,7 @@ from jax.sharding import Mesh, PartitionSpec, get_abstract_mesh
 
 from .._cache import cached
 from .._errors import EinshardError, plural
-from .mesh import (
-    AnyMesh,
-    is_reordered,
-    mesh_fact,
-)
+from .mesh import AnyMesh, is_reordered, mesh_fact
 from .scopes import innermost_scope
 from .tracing import is_staging, user_stacklevel
 
@@ -67,23 +63,12 @@ def device_mismatch_error(mesh: AnyMesh, values: Iterable[Any]) -> EinshardError
         meshes: list[AnyMesh] = [aval.sharding.mesh for aval in types]
     else:  # `sharded` may reshard its arguments, but their traced types name the old mesh
         meshes = [program_mesh]
-    for other in (get_abstract_mesh(), *meshes):
-        if not other.empty and _have_other_devices_or_order(mesh, other):
-            return _error(mesh, other) if is_staging() else None
-    return None
-
-
-@cached
-def _have_other_devices_or_order(mesh: AnyMesh, other: AnyMesh) -> bool:
-    if isinstance(mesh, Mesh) and isinstance(other, Mesh):
-        return tuple(mesh.devices.flat) != tuple(other.devices.flat)
-    return mesh.size != other.size
-
-
-def _error(mesh: AnyMesh, other: AnyMesh) -> EinshardError:
-    n, n_program = mesh.size, other.size
-    sentence = f'the mesh has {plural(n, "device")}, but the program runs on {n_program}'
-    if n == n_program:
+    others = [x for x in (get_abstract_mesh(), *meshes) if not x.empty]
+    other = next((x for x in others if _have_other_devices_or_order(mesh, x)), None)
+    if other is None or not is_staging():
+        return None
+    sentence = f'the mesh has {plural(mesh.size, "device")}, but the program runs on {other.size}'
+    if mesh.size == other.size:
         sentence = (
             'the mesh has the devices of the program in a different order'
             if is_reordered(mesh, other)
@@ -98,3 +83,10 @@ def _error(mesh: AnyMesh, other: AnyMesh) -> EinshardError:
             'instead': 'use the mesh of the program; arrays are replicated over unused mesh axes',
         },
     )
+
+
+@cached
+def _have_other_devices_or_order(mesh: AnyMesh, other: AnyMesh) -> bool:
+    if isinstance(mesh, Mesh) and isinstance(other, Mesh):
+        return tuple(mesh.devices.flat) != tuple(other.devices.flat)
+    return mesh.size != other.size

@@ -13,20 +13,8 @@ from .._notation.hints import mesh_axes_hint, spacing_hint
 from .._working_fixes import keep_working_suggestions, with_working_fix, works
 from .apply_axis_rules import fix_in_axis_rules
 from .context import Context, changed
-from .leaf_spec import (
-    AnySpec,
-    LeafSpec,
-    as_leaf_spec,
-    unconstrained_error,
-    with_expression,
-)
-from .mesh import (
-    MeshLike,
-    device_mesh,
-    is_canonical_mesh,
-    partition_text,
-    sizes_of,
-)
+from .leaf_spec import AnySpec, LeafSpec, as_leaf_spec, unconstrained_error, with_expression
+from .mesh import MeshLike, device_mesh, is_canonical_mesh, partition_text, sizes_of
 from .placement import (
     Placement,
     Shape,
@@ -146,10 +134,19 @@ def find_placement(
     except EinshardError as error:
         error = _about_spec(_with_working_fix(error, spec, shape, context), spec)
         return error.with_fix(fix_in_axis_rules(error.fix, error, spec, context))
-    leaf_spec = as_leaf_spec(spec)
+    # a valid expression may still be a likely typo, if the expression that was meant works
+    leaf_spec, warning = as_leaf_spec(spec), None
+
+    def attempt(text: str) -> Placement:
+        return make_placement(with_expression(leaf_spec, text), shape, context)
+
     if leaf_spec.partition is not None:
         return placement
-    warning = _typo_warning(leaf_spec, shape, context, placement.replicated_by_default)
+    if placement.replicated_by_default:
+        names = [name for name, size in sizes_of(context.lowering_mesh).items() if size > 1]
+        warning = mesh_axes_hint(leaf_spec.expression, names, attempt)
+    elif not may_use_rules(leaf_spec.expression, context):
+        warning = spacing_hint(leaf_spec.expression, attempt)
     if warning is None:
         return placement
     values = (getattr(placement, field.name) for field in fields(placement))
@@ -163,27 +160,8 @@ def _about_spec(error: EinshardError, spec: AnySpec) -> EinshardError:
     return error.about(rule=spec.rule) if isinstance(spec, LeafSpec) and spec.rule else error
 
 
-def _typo_warning(
-    spec: LeafSpec, shape: Shape | int | None, context: Context, replicated_by_default: bool
-) -> str | None:
-    """Returns a warning with a tested fix if a spec is likely a typo, although it is valid."""
-
-    def attempt(text: str) -> Placement:
-        return make_placement(with_expression(spec, text), shape, context)
-
-    if replicated_by_default:
-        names = [name for name, size in sizes_of(context.lowering_mesh).items() if size > 1]
-        return mesh_axes_hint(spec.expression, names, attempt)
-    if may_use_rules(spec.expression, context):
-        return None
-    return spacing_hint(spec.expression, attempt)
-
-
 def _with_working_fix(
-    error: EinshardError,
-    spec: AnySpec,
-    shape: Shape | int | None,
-    context: Context,
+    error: EinshardError, spec: AnySpec, shape: Shape | int | None, context: Context
 ) -> EinshardError:
     """Tests the fix of an error, and replaces or removes it if it fails.
 

@@ -31,15 +31,7 @@ from .context import (
     make_context,
     with_rules,
 )
-from .mesh import (
-    AnyMesh,
-    MeshLike,
-    check_mesh,
-    device_mesh,
-    has_equal_axes,
-    mesh_fact,
-    shrink_mesh,
-)
+from .mesh import AnyMesh, MeshLike, check_mesh, device_mesh, has_equal_axes, mesh_fact, shrink_mesh
 from .tracing import is_tracing
 
 

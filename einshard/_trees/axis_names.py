@@ -93,7 +93,8 @@ def rules_from_names(tree: Any, is_excluded: Callable[[str], object]) -> list[tu
             try:
                 expression = _short_form(names, len(leaf.shape))
             except EinshardError as error:
-                errors.append(error.about(array=leaf_text(path, leaf), names=_names_text(names)))
+                text = ', '.join(quoted(axis) if axis else 'None' for axis in names)
+                errors.append(error.about(array=leaf_text(path, leaf), names=text))
         groups[pattern].append((path, expression))
     if errors:
         error = combine_errors(errors)
@@ -154,10 +155,6 @@ def _is_axis_name(word: str) -> bool:
         return word != ELLIPSIS and parse(word).right == (Term(word),)
     except EinshardError:
         return False
-
-
-def _names_text(names: MetadataNames) -> str:
-    return ', '.join(quoted(axis) if axis else 'None' for axis in names)
 
 
 def _names(node: Any) -> Sequence[Any] | None:

@@ -105,11 +105,7 @@ def state_specs(
 
 
 def _add_mesh_axes(
-    free: Sequence[Any],
-    entries: Sequence[Entry],
-    shape: Shape,
-    mesh: AnyMesh,
-    all_or_none: bool,
+    free: Sequence[Any], entries: Sequence[Entry], shape: Shape, mesh: AnyMesh, all_or_none: bool
 ) -> list[Entry]:
     """Adds the mesh axes in `free` to `entries`, which lists mesh axes for each array axis.
 
@@ -186,10 +182,7 @@ def read_mesh_axes(value: object, option: Option) -> MeshAxes:
         raise EinshardError(
             f'{option.name} {option.expected}, not {reprlib.repr(value)}',
             code='spec',
-            facts={
-                'examples': ', '.join(examples),
-                'to use all devices': option.usage_for_all,
-            },
+            facts={'examples': ', '.join(examples), 'to use all devices': option.usage_for_all},
         )
     return tuple(names)
 

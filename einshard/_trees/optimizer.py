@@ -16,21 +16,12 @@ from .._errors import EinshardError, plural, public
 from .._sharding.context import Context
 from .._sharding.leaf_spec import REPLICATED, AnySpec
 from .._sharding.mesh import MeshLike
-from .._sharding.scopes import current_context, mesh_scope
+from .._sharding.scopes import current_context
 from .._text import array_text, first_of
 from .free_axes import ZERO, AxisMap, MeshAxes, Shape, check_mesh_axes, read_mesh_axes, state_specs
 from .paths import leaf_paths, leaf_text, path_and_array
 from .rules import Rules
-from .specs import (
-    ArgumentOrder,
-    Spec,
-    check_specs,
-    context_of,
-    leaf_specs,
-    meshes_of,
-    shape_of,
-    without_values,
-)
+from .specs import ArgumentOrder, Spec, check_specs, leaf_specs, meshes_of, shape_of, without_values
 
 if TYPE_CHECKING:
     from .table import Table
@@ -93,8 +84,7 @@ def for_optimizer(
 
 
 _ORDER = ArgumentOrder(
-    'for_optimizer takes the model parameters first, then their spec',
-    'for_optimizer(params, spec)',
+    'for_optimizer takes the model parameters first, then their spec', 'for_optimizer(params, spec)'
 )
 
 
@@ -141,12 +131,9 @@ class StateSpec:
 
     def table(self, tree: Any, *, mesh: MeshLike | None = None) -> Table:
         """Shows how each leaf of an optimizer state is sharded, with totals, like `Rules.table`."""
-        context = context_of(self, current_context(mesh))
-        with mesh_scope(context.mesh):
-            rules_and_specs = self.find_all(leaf_paths(tree), jtu.tree_leaves(tree))
         from .table import make_table  # with pages and HTML, which other uses do not need
 
-        return make_table(tree, rules_and_specs, [], context)
+        return make_table(self, tree, mesh)
 
     def find_all(
         self, paths: Sequence[str], leaves: Sequence[Any]
@@ -182,7 +169,17 @@ class StateSpec:
                 of = '' if i is None else f' (its parameter is {array_text(self._leaves[i])})'
                 unmatched.append(f'{path_and_array(path, leaf)}{of}')
         if unmatched:
-            raise self._no_parameter_error(unmatched)
+            known = [path_and_array(path, self._leaves[i]) for path, i in self._by_path.items()]
+            verb = 'matches' if len(unmatched) == 1 else 'match'
+            raise EinshardError(
+                f'{plural(len(unmatched), "array")} {verb} no parameter by path and shape',
+                code='rules',
+                facts={
+                    'arrays': first_of(unmatched, 8),
+                    'parameters': first_of(known, 3) or 'none',
+                    'try': "default='... -> * ...' in for_optimizer, to replicate such arrays",
+                },
+            )
         return result
 
     def _specs_of_parameters(self, spec: Spec) -> Sequence[AnySpec | None]:
@@ -196,18 +193,14 @@ class StateSpec:
         key = path, shape
         try:
             return self._matches[key]
-        except KeyError:
-            return remember(self._matches, key, next(self._find_parameters(path, shape), None))
-
-    def _find_parameters(
-        self, path: str, shape: Shape
-    ) -> Iterator[tuple[int, tuple[AxisMap, ...]]]:
+        except KeyError:  # not `in`, because another thread may empty the cache
+            pass
         for param_path, other_keys in _subpaths(path):
             i = self._by_path.get(param_path)
-            if i is not None:
-                axis_maps = _axis_maps(self._leaves[i].shape, shape, other_keys)
-                if axis_maps:
-                    yield i, axis_maps
+            axis_maps = () if i is None else _axis_maps(self._leaves[i].shape, shape, other_keys)
+            if i is not None and axis_maps:
+                return remember(self._matches, key, (i, axis_maps))
+        return remember(self._matches, key, None)
 
     def _spec_of(
         self,
@@ -241,19 +234,6 @@ class StateSpec:
                 'where spec is one of the specs above'
                 if path
                 else 'pass one of the specs above for this array',
-            },
-        )
-
-    def _no_parameter_error(self, unmatched: Sequence[str]) -> EinshardError:
-        parameters = [path_and_array(path, self._leaves[i]) for path, i in self._by_path.items()]
-        return EinshardError(
-            f'{plural(len(unmatched), "array")} {"matches" if len(unmatched) == 1 else "match"} '
-            'no parameter by path and shape',
-            code='rules',
-            facts={
-                'arrays': first_of(unmatched, 8),
-                'parameters': first_of(parameters, 3) or 'none',
-                'try': "default='... -> * ...' in for_optimizer, to replicate such arrays",
             },
         )
 

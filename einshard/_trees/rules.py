@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import jax.tree_util as jtu
-
 from .._cache import cached, remember
 from .._errors import EinshardError, combine_errors, plural, public, quoted
 from .._notation.layout import axis_positions
@@ -26,19 +24,10 @@ from .._sharding.leaf_spec import (
     with_ndim,
 )
 from .._sharding.mesh import MeshLike
-from .._sharding.scopes import current_context, mesh_scope
 from .._text import first_of
 from .axis_names import rules_from_names
-from .paths import leaf_paths, leaf_text, path_and_array
-from .specs import (
-    Spec,
-    check_registered_pytree,
-    check_signature,
-    context_of,
-    is_function,
-    meshes_of,
-    shape_of,
-)
+from .paths import leaf_text, path_and_array
+from .specs import Spec, check_registered_pytree, check_signature, is_function, meshes_of, shape_of
 
 if TYPE_CHECKING:
     from .table import Table
@@ -216,7 +205,19 @@ class Rules:
                 if rules_and_specs[-1][0] is None:
                     unmatched.append((path, leaf))
         if unmatched:
-            raise self._unmatched_error(unmatched)
+            patterns, path = [pattern for pattern, _ in self.rules], unmatched[0][0]
+            near = difflib.get_close_matches(path, patterns, n=3, cutoff=0.3)
+            verb = 'matches' if len(unmatched) == 1 else 'match'
+            raise EinshardError(
+                f'{plural(len(unmatched), "path")} {verb} no rule',
+                code='rules',
+                facts={
+                    'paths': first_of([path_and_array(*pair) for pair in unmatched], 8),
+                    **({'nearest rules': quoted(near)} if near else {}),
+                    **_anchor_note(patterns, path),
+                    'expected': "a rule for every path, or default='... -> * ...'",
+                },
+            )
         if errors:
             raise combine_errors(errors) from None
         return rules_and_specs
@@ -273,12 +274,9 @@ class Rules:
         Uses only shapes and dtypes, and allocates no arrays. The table prints as text, and as HTML
         in notebooks. `mesh` is as for `make_sharding`; an `AbstractMesh` needs no devices.
         """
-        context = context_of(self, current_context(mesh))
-        with mesh_scope(context.mesh):
-            rules_and_specs = self.find_all(leaf_paths(tree), jtu.tree_leaves(tree))
         from .table import make_table  # with pages and HTML, which other uses do not need
 
-        return make_table(tree, rules_and_specs, self.patterns, context)
+        return make_table(self, tree, mesh, self.patterns)
 
     def _check_rules_match(self, paths: tuple[str, ...]) -> None:
         """Raises if no rule matches any path. With `strict`, raises if a rule matches no path.
@@ -302,20 +300,6 @@ class Rules:
                 facts['to use default= for all leaves'] = 'pass the default spec instead of Rules'
             raise EinshardError(f'{subject} path of the tree', code='rules', facts=facts)
         remember(self._checked_paths, paths, None, limit=256)
-
-    def _unmatched_error(self, leaves: Sequence[tuple[str, Any]]) -> EinshardError:
-        shown = [path_and_array(path, leaf) for path, leaf in leaves]
-        patterns = [pattern for pattern, _ in self.rules]
-        near = difflib.get_close_matches(leaves[0][0], patterns, n=3, cutoff=0.3)
-        facts = {'paths': first_of(shown, 8)}
-        if near:
-            facts['nearest rules'] = quoted(near)
-        facts |= _anchor_note(patterns, leaves[0][0])
-        facts['expected'] = "a rule for every path, or default='... -> * ...'"
-        verb = 'matches' if len(leaves) == 1 else 'match'
-        return EinshardError(
-            f'{plural(len(leaves), "path")} {verb} no rule', code='rules', facts=facts
-        )
 
 
 def _anchor_note(patterns: Sequence[str], path: str) -> dict[str, str]:

@@ -31,11 +31,7 @@ Spec: TypeAlias = Any
 
 
 def leaf_specs(
-    tree: Any,
-    leaves: Sequence[Any],
-    spec: Spec,
-    mesh: AnyMesh | None = None,
-    treedef: Any = None,
+    tree: Any, leaves: Sequence[Any], spec: Spec, mesh: AnyMesh | None = None, treedef: Any = None
 ) -> Sequence[AnySpec | None]:
     """Returns the spec of each leaf of `tree`, or None for a leaf without a spec.
 
@@ -61,16 +57,13 @@ def leaf_specs(
         subtree_leaves = leaves if is_single else jtu.tree_leaves(subtree)
         subtree_paths = paths[len(specs) : len(specs) + len(subtree_leaves)]
         with mesh_scope(mesh):
-            if hasattr(prefix_leaf, 'for_tree'):  # type annotations with specs
-                by_type = zip(
-                    prefix_leaf.for_tree(subtree), subtree_paths, subtree_leaves, strict=True
-                )
-                specs += [call_spec(spec, path, leaf) for spec, path, leaf in by_type]
-            elif hasattr(prefix_leaf, 'for_leaves'):  # Rules: one error for all leaves
+            if hasattr(prefix_leaf, 'for_leaves'):  # Rules: one error for all leaves
                 specs += prefix_leaf.for_leaves(subtree_paths, subtree_leaves)
-            else:
-                pairs = zip(subtree_paths, subtree_leaves, strict=True)
-                specs += [call_spec(prefix_leaf, path, leaf) for path, leaf in pairs]
+                continue
+            own = [prefix_leaf] * len(subtree_leaves)
+            if hasattr(prefix_leaf, 'for_tree'):  # type annotations with specs
+                own = prefix_leaf.for_tree(subtree)
+            specs += map(call_spec, own, subtree_paths, subtree_leaves)
     return specs
 
 
@@ -380,7 +373,7 @@ def _mismatch(spec: Spec, tree: Any, path: tuple[Any, ...]) -> EinshardError | N
         return None
     spec_children, tree_children = _children(spec), _children(tree)
     where = f"at '{path_text(path)}'" if path else 'at the root'
-    keys, tree_keys = ([_key(child) for child in node] for node in (spec_children, tree_children))
+    keys, tree_keys = ([path_text(p) for p, _ in xs] for xs in (spec_children, tree_children))
     if type(spec) is not type(tree) or keys != tree_keys:
         return EinshardError(
             f'the specs do not match the tree: {where}, '
@@ -425,10 +418,6 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
     """Returns (key path, child) pairs. The only child of a leaf is itself, with path ()."""
     children, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda other: other is not node)
     return children
-
-
-def _key(child: tuple[Any, Any]) -> str:
-    return path_text(child[0])
 
 
 def _node_text(node: Any, keys: Sequence[str]) -> str:

@@ -14,13 +14,13 @@ import jax.tree_util as jtu
 from .._errors import EinshardError, combine_errors, plural, quoted
 from .._page import Column, Page, Section, page_text
 from .._page_html import page_html
-from .._sharding.context import Context
 from .._sharding.leaf_spec import AnySpec, with_memory_kind
-from .._sharding.placement import Placement
+from .._sharding.mesh import MeshLike
 from .._sharding.resolve import resolve
+from .._sharding.scopes import current_context, mesh_scope
 from .._text import first_of, format_bytes, shape_text
 from .paths import leaf_paths, leaf_text
-from .specs import check_registered_pytree
+from .specs import check_registered_pytree, context_of
 
 _HEADS = ('path', 'array', 'rule', 'placement', 'shard')
 _COLUMNS = (*map(Column, _HEADS), Column('per device', right=True))
@@ -107,20 +107,13 @@ class Table:
         return page_html(self._page())
 
     def _page(self) -> Page:
-        rows = tuple(
-            (
-                row.path,
-                f'{row.dtype}{shape_text(row.shape)}',
-                row.rule,
-                row.expression or 'no spec',
-                shape_text(row.shard_shape),
-                format_bytes(row.bytes),
-            )
-            for row in self.rows
-        )
-        return Page(
-            '', (Section('', _COLUMNS, rows, has_rule=True), Section('', lines=self._notes()))
-        )
+        rows: list[tuple[str, ...]] = []
+        for row in self.rows:
+            array, shard = f'{row.dtype}{shape_text(row.shape)}', shape_text(row.shard_shape)
+            spec = row.expression or 'no spec'
+            rows.append((row.path, array, row.rule, spec, shard, format_bytes(row.bytes)))
+        table = Section('', _COLUMNS, tuple(rows), has_rule=True)
+        return Page('', (table, Section('', lines=self._notes())))
 
     def _notes(self) -> tuple[str, ...]:
         notes = [
@@ -159,49 +152,58 @@ class Table:
 
 
 def make_table(
-    tree: Any,
-    rules_and_specs: Sequence[tuple[int | str | None, AnySpec | None]],
-    patterns: Sequence[re.Pattern[str]],
-    context: Context,
+    spec: Any, tree: Any, mesh: MeshLike | None, patterns: Sequence[re.Pattern[str]] = ()
 ) -> Table:
     """Builds the table of a pytree.
 
-    `rules_and_specs` has a (rule, spec) pair for each leaf. A rule is an index into `patterns`, or
-    a word such as 'default'.
+    Args:
+        spec: `Rules` or a `StateSpec`, whose `find_all` returns a (rule, spec) pair for each leaf.
+            A rule is an index into `patterns`, or a word such as 'default'.
     """
-    paths = leaf_paths(tree)
+    context, paths = context_of(spec, current_context(mesh)), leaf_paths(tree)
+    with mesh_scope(context.mesh):
+        rules_and_specs: Sequence[tuple[int | str | None, AnySpec | None]] = spec.find_all(
+            paths, jtu.tree_leaves(tree)
+        )
     rows: list[Row] = []
     errors: list[EinshardError] = []
-    for path, leaf, (rule, spec) in zip(paths, jtu.tree_leaves(tree), rules_and_specs, strict=True):
-        aval = None if rule == 'not an array' else _aval(leaf, path, spec)
+    leaves = zip(paths, jtu.tree_leaves(tree), rules_and_specs, strict=True)
+    for path, leaf, (rule, leaf_spec) in leaves:
+        aval = None if rule == 'not an array' else _aval(leaf, path, leaf_spec)
         if aval is None:
             continue
         name = patterns[rule].pattern if isinstance(rule, int) else str(rule)
-        placement = None
-        if spec is not None:
+        shape, itemsize = tuple(aval.shape), aval.dtype.itemsize
+        placement, expression, shard_shape = None, None, shape
+        if leaf_spec is not None:
             try:
-                placement = resolve(spec, tuple(aval.shape), context, owner='Rules')
+                placement = resolve(leaf_spec, shape, context, owner='Rules')
             except EinshardError as error:
                 errors.append(error.about(array=leaf_text(path, aval), rule=f"'{name}'"))
                 continue
-        rows.append(_row(path, aval, name, placement))
+            sharding = placement.sharding
+            expression = with_memory_kind(placement.expression.text, sharding.memory_kind)
+            shard_shape = sharding.shard_shape(shape)
+        rows.append(
+            Row(
+                path=path,
+                shape=shape,
+                dtype=str(aval.dtype),
+                rule=name,
+                expression=expression,
+                shard_shape=shard_shape,
+                bytes=math.prod(shard_shape) * itemsize,
+                total_bytes=math.prod(shape) * itemsize,
+                replicated_axes=placement.replicated_axes if placement else (),
+                missing_axes=placement.missing_axes if placement else (),
+            )
+        )
     if errors:
         raise combine_errors(errors) from None
-    rules = [rule for rule, _ in rules_and_specs]
-    unused, shadowed, unneeded = _find_unused_rules(patterns, paths, rules)
-    return Table(tuple(rows), context.lowering_mesh.size, unused, shadowed, unneeded)
-
-
-def _find_unused_rules(
-    patterns: Sequence[re.Pattern[str]], paths: Sequence[str], rules: Sequence[int | str | None]
-) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """Returns `unused`, `shadowed` and `unneeded` of a Table. `rules` has one rule per path."""
-    unused: list[str] = []
-    shadowed: list[tuple[str, str]] = []
-    unneeded: list[str] = []
+    unused, shadowed, unneeded = list[str](), list[tuple[str, str]](), list[str]()
     for i, pattern in enumerate(patterns):
-        pairs = zip(paths, rules, strict=True)
-        rules_of_matches = [rule for path, rule in pairs if pattern.search(path)]
+        pairs = zip(paths, rules_and_specs, strict=True)
+        rules_of_matches = [rule for path, (rule, _) in pairs if pattern.search(path)]
         applied = [rule for rule in rules_of_matches if isinstance(rule, int)]
         if not rules_of_matches:
             unused.append(pattern.pattern)
@@ -209,7 +211,8 @@ def _find_unused_rules(
             unneeded.append(pattern.pattern)
         elif applied and i not in applied:
             shadowed.append((pattern.pattern, patterns[applied[0]].pattern))
-    return tuple(unused), tuple(shadowed), tuple(unneeded)
+    n_devices = context.lowering_mesh.size
+    return Table(tuple(rows), n_devices, tuple(unused), tuple(shadowed), tuple(unneeded))
 
 
 def _aval(leaf: Any, path: str, spec: AnySpec | None) -> Any:
@@ -226,24 +229,3 @@ def _aval(leaf: Any, path: str, spec: AnySpec | None) -> Any:
             raise EinshardError(f'JAX does not support dtype {leaf.dtype}', code='array')
         except EinshardError as error:
             raise error.about(array=leaf_text(path, leaf)) from None
-
-
-def _row(path: str, aval: Any, rule: str, placement: Placement | None) -> Row:
-    shape = tuple(aval.shape)
-    shard_shape = placement.sharding.shard_shape(shape) if placement else shape
-    itemsize = aval.dtype.itemsize
-    expression = None
-    if placement:
-        expression = with_memory_kind(placement.expression.text, placement.sharding.memory_kind)
-    return Row(
-        path=path,
-        shape=shape,
-        dtype=str(aval.dtype),
-        rule=rule,
-        expression=expression,
-        shard_shape=shard_shape,
-        bytes=math.prod(shard_shape) * itemsize,
-        total_bytes=math.prod(shape) * itemsize,
-        replicated_axes=placement.replicated_axes if placement else (),
-        missing_axes=placement.missing_axes if placement else (),
-    )
