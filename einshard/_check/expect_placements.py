@@ -26,12 +26,12 @@ class _Misplaced(NamedTuple):
 
     Attributes:
         text: what is there, and what is expected.
-        is_replicated: whether each device holds all of it, though the spec shards it.
+        is_unsharded: whether a device holds all of it, though the spec shards it.
         more: the bytes that a device holds in addition.
     """
 
     text: str
-    is_replicated: bool
+    is_unsharded: bool
     more: int
 
 
@@ -57,7 +57,7 @@ def expect_placements(model: Any, spec: Spec, mesh: MeshLike | None = None) -> N
 
     Raises:
         EinshardError: an array is placed otherwise; the message counts them, says how much more
-            each device holds, and lists the first paths. Or `spec` does not fit the model.
+            a device holds, and lists the first paths. Or `spec` does not fit the model.
     """
     leaves, treedef = jtu.tree_flatten(model)
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_array(x) else x for x in leaves]
@@ -71,12 +71,12 @@ def expect_placements(model: Any, spec: Spec, mesh: MeshLike | None = None) -> N
     if not found:
         return
     n_arrays, n = sum(map(_is_array, leaves)), len(found)
-    replicated = [each for each in found if each.is_replicated]
+    unsharded = [each for each in found if each.is_unsharded]
     more = sum(each.more for each in found)
-    each = f': {format_bytes(more)} more on each device' if more > 0 else ''
-    what = 'are replicated though the rules shard them'
-    if len(replicated) < n:
-        part = f', {len(replicated)} of which {what}' if replicated else ''
+    each = f': {format_bytes(more)} more on a device' if more > 0 else ''
+    what = 'are not sharded though the rules shard them'
+    if len(unsharded) < n:
+        part = f', {len(unsharded)} of which {what}' if unsharded else ''
         what = f'are not placed as the rules say{part}'
     if n == 1:
         what = what.replace('are ', 'is ', 1).replace(' them', ' it')
@@ -106,8 +106,8 @@ def _compare(path: str, x: Any, expected: Sharding | None) -> _Misplaced | None:
     should = prod(expected.shard_shape(x.shape))
     now = 'in host memory' if found is None else f"'{_placement(x, found)}'"
     text = f"{path}: {now}, not '{_placement(x, expected)}'"
-    is_replicated = held == prod(x.shape) > should
-    return _Misplaced(text, is_replicated, (held - should) * x.dtype.itemsize)
+    is_unsharded = held == prod(x.shape) > should
+    return _Misplaced(text, is_unsharded, (held - should) * x.dtype.itemsize)
 
 
 def _placement(x: Any, sharding: Sharding) -> str:
