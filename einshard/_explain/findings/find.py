@@ -80,6 +80,10 @@ def find_findings(facts: Facts) -> tuple[tuple[Finding, ...], tuple[Finding, ...
             # a suggestion is a change that `search/` has compiled
             facts.found.append(replace(found, suggestion='', reason=facts.reason_of(rows)))
     notes = [note for diagnose in _NOTES for note in diagnose(facts)]
+    moved = {name for note in notes if note.kind == 'moved elements' for name in note.explains}
+    notes = [
+        n for n in notes if n.kind != 'gathered for an operation' or not moved >= {*n.explains}
+    ]
 
     def order(found: Finding) -> tuple[bool, float, int]:
         exposed = sum(facts.exposed.get(name, 0.0) for name in found.explains)
