@@ -70,11 +70,12 @@ def _size_error(
         sentence = f'the number of devices ({n_devices}) is not divisible by {divisor}'
     else:
         s = 's' if len(sizes) == 1 else ''
+        there_are = 'there is' if n_devices == 1 else 'there are'
         sentence = (
             f'{_text(sizes)} use{s} only {product} of {n_devices} devices; '
             'the sizes must use all of them'
             if product < n_devices
-            else f'{_text(sizes)} need{s} {product} devices, but there are only {n_devices}'
+            else f'{_text(sizes)} need{s} {product} devices, but {there_are} only {n_devices}'
         )
     fitting = sorted(_fitting_sizes(sizes, n_devices), key=lambda fit: _distance(sizes, fit))
     # unlike other fixes, these are not tried: `solve_sizes` accepts any sizes that use all devices
