@@ -131,7 +131,9 @@ class Words:
             return f"change {_asked(source)} in {line} to '{placement}'{mapped}"
         is_short = source and len(source) < 60 and '\n' not in source
         what = f'`{source}`' if is_short else 'the value'
-        return f"constrain {what} in {line}: einshard(..., '{placement}'){mapped}"
+        # '... -> ...' names no mesh axis, so its error without a mesh does not say what is missing
+        mesh = ', mesh=mesh' if mapped else ''
+        return f"constrain {what} in {line}: einshard(..., '{placement}'{mesh}){mapped}"
 
     def _seen(self, edit: Constrain | ReplaceConstraint) -> tuple[str, str]:
         """The placement of a value as its expression sees it, and what else to write."""
