@@ -111,9 +111,11 @@ class EinshardError(ValueError):
 def combine_errors(errors: Sequence[EinshardError]) -> EinshardError:
     """Returns the first error, with a fact 'also' that lists the arrays of the other errors.
 
-    Errors whose sentence differs from that of the first error are listed with their sentence.
+    Errors whose sentence differs from that of the first error are listed with their sentence. If
+    there is no mesh, says only that: without a mesh, specs that need none have other errors.
     """
-    first, *others = errors
+    no_mesh = [error for error in errors if error.sentence.endswith('but there is no mesh')]
+    first, *others = no_mesh[:1] or errors
     if not others:
         return first
     also: list[str] = []

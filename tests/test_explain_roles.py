@@ -475,6 +475,26 @@ ENTRY %main (p: pred[], x: f32[8]) -> f32[8] {
     assert Origins().of(graph.outputs[0]) == ({1}, True)  # the sum, and x of the other branch
 
 
+@pytest.mark.parametrize('platform', PLATFORMS)
+def test_sums_of_activations_before_an_embedding(platform):
+    """The gradient of a table is a scatter, which XLA expands to a loop over its rows."""
+    mesh = mesh_for(platform, data=2, tensor=4)
+    shape = shaper(mesh)
+    d, f = 128, 512
+
+    def loss(params, tokens):
+        x = params['table'][tokens]
+        x = x / jnp.sqrt((x**2).mean(-1, keepdims=True))  # its gradient has x itself
+        x = x + jax.nn.relu(x @ params['up']) @ params['down']
+        return (x**4).mean()
+
+    up, down = shape(d, f, spec=[None, 'tensor']), shape(f, d, spec=['tensor'])
+    params = {'table': shape(256, d), 'up': up, 'down': down}
+    report = trained(sgd(loss), params, shape(16, 64, spec=['data'], dtype='int32'))
+    found = {(c.along, c.role) for c in report.collectives}
+    assert found == {('tensor', 'activations'), ('data', 'gradients')}
+
+
 # --- executions and columns ---------------------------------------------------------------------
 
 

@@ -705,16 +705,44 @@ def test_a_split_of_a_sharded_axis_is_noted_whatever_was_tried(tries):
 
     x, out = shape((4096, 2048), 'data'), shape((2048, 2048), 'tensor')
     w = shape((2048, 3 * 2048), None, 'tensor')
+    report = explain(by_split, x, w, out, tries=tries)
     (note, *others) = [
         note
-        for note in explain(by_split, x, w, out, tries=tries).notes
-        if note.kind == 'moved elements'
+        for note in report.notes
+        if note.kind in ('moved elements', 'gathered for an operation')
     ]
     assert not others
+    permutes = [c for c in report.collectives if c.kind == 'collective-permute']
+    assert len({c.mesh_axes for c in permutes}) == 2  # some steps involve only some devices
+    assert note.bytes == sum(c.total_bytes for c in permutes)
     assert note.source.endswith(modules.line_of(by_split, 'jnp.split'))
     assert 'collective-permute of activations along tensor' in note.text
     assert 'the split at' in note.reason
+    assert note.reason.endswith('give the parts an axis of their own')
     w = shape((2048, 3, 2048), None, None, 'tensor')
     report = explain(by_axis, x, w, out, tries=tries)
     assert 'moved elements' not in {note.kind for note in report.notes}
     assert {c.kind for c in report.collectives} == {'all-reduce'}
+
+
+def test_a_suggestion_has_the_reason_of_what_it_lowers():
+    """The line of the split also has the larger sum of the gradient of x."""
+    mesh = mesh_of(data=2, tensor=4)
+    shape = struct_on(mesh)
+
+    def loss(params, x):
+        def layer(x, w):
+            q, k, v = jnp.split(x @ w['qkv'], 3, axis=-1)
+            return x + (jax.nn.relu(q) * k + v) @ w['out'], None
+
+        return (jax.lax.scan(layer, x, params)[0] ** 2).mean()
+
+    def step(params, x):
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params, x))
+
+    qkv, out = shape((4, 128, 384), None, None, 'tensor'), shape((4, 128, 128), None, 'tensor')
+    jitted = jax.jit(step, donate_argnums=0)
+    report = explain(jitted, {'qkv': qkv, 'out': out}, shape((1024, 128), 'data'))
+    [finding] = report.findings
+    assert 'collective-permute' in finding.text
+    assert 'the split at' in finding.reason

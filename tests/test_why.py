@@ -166,7 +166,7 @@ def written_by_hand(x):
     struct((16, 64), 'data'),
     struct((4, 64, 64), None, 'data', 'model'),
     names=('x', 'layers'),
-    says='layers has data on axis 0',
+    says='layers has data on axis 1',
     kind='all-gather',
 )
 def weights_of_a_loop(x, layers):

@@ -43,13 +43,13 @@ def expect_placements(model: Any, spec: Spec, mesh: MeshLike | None = None) -> N
 
     Raises:
         EinshardError: an array is placed otherwise; the message counts them, says how much more
-            each device holds, and lists the first paths. Or `spec` does not fit the model.
+            a device holds, and lists the first paths. Or `spec` does not fit the model.
     """
     leaves, treedef = jtu.tree_flatten(model)
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_array(x) else x for x in leaves]
     expected = jtu.tree_leaves(einshard(treedef.unflatten(structs), spec, mesh=mesh))
     paths = [path_text(path) for path, _ in leaves_with_paths(model)]
-    texts, n_replicated, more = list[str](), 0, 0
+    texts, n_unsharded, more = list[str](), 0, 0
     for path, x, struct in zip(paths, leaves, expected, strict=True):
         if not _is_array(x) or struct.sharding is None:
             continue
@@ -62,15 +62,15 @@ def expect_placements(model: Any, spec: Spec, mesh: MeshLike | None = None) -> N
         if found is not None:
             held, now = prod(found.shard_shape(x.shape)), f"'{_placement(x, found)}'"
         texts.append(f"{path}: {now}, not '{_placement(x, struct.sharding)}'")
-        n_replicated += held == size > should
+        n_unsharded += held == size > should
         more += (held - should) * x.dtype.itemsize
     if not texts:
         return
     n_arrays, n = sum(map(_is_array, leaves)), len(texts)
-    each = f': {format_bytes(more)} more on each device' if more > 0 else ''
-    what = 'are replicated though the rules shard them'
-    if n_replicated < n:
-        part = f', {n_replicated} of which {what}' if n_replicated else ''
+    each = f': {format_bytes(more)} more on a device' if more > 0 else ''
+    what = 'are not sharded though the rules shard them'
+    if n_unsharded < n:
+        part = f', {n_unsharded} of which {what}' if n_unsharded else ''
         what = f'are not placed as the rules say{part}'
     if n == 1:
         what = what.replace('are ', 'is ', 1).replace(' them', ' it')

@@ -109,9 +109,12 @@ def _sends(reading: Reading, bounds: Bounds) -> Iterator[Cost]:
     for c in reading.collectives:
         if c.total_bytes:
             reshard = next((reshard_of[node] for node in c.nodes if node in reshard_of), None)
-            groups[c.source, c.column, c.mesh_axes, c.kind, c.role, c.of, reshard].append(c)
+            # not mesh_axes: XLA exchanges what a split moves in steps, some of which involve only
+            # some of the devices of an axis
+            groups[c.source, c.column, c.along, c.kind, c.role, c.of, reshard].append(c)
     for (*_, reshard), several in groups.items():
         first, n_bytes = several[0], sum(c.total_bytes for c in several)
+        mesh_axes = {axis for c in several for axis in c.mesh_axes}
         # in inference, data arguments have the role of weights too
         paths = first_of(fold_paths(first.of), 3) if first.role == 'weights' else ''
         of = f' of {paths or first.role}' if first.role else ''
@@ -126,7 +129,7 @@ def _sends(reading: Reading, bounds: Bounds) -> Iterator[Cost]:
             sum(seconds.get(c.along, 0) * c.total_bytes / sent[c.along] for c in several),
             first.source or '',
             first.column,
-            tuple(sorted(first.mesh_axes, key=lambda a: order.index(a) if a in order else -1)),
+            tuple(sorted(mesh_axes, key=lambda a: order.index(a) if a in order else -1)),
             first.role,
             first.of,
             n_bytes,

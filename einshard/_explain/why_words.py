@@ -145,20 +145,23 @@ class Words:
             return self.constraint(found.operation).rstrip(',')
         return 'an unknown place'
 
-    def value(self, value: Value) -> str:
-        """The user's name of an argument, also after casts and slices, or a value's line."""
+    def named(self, value: Value) -> tuple[str, Value]:
+        """The user's name of an argument, also after casts and slices, or a value's line.
+
+        And the argument itself: a stacked weight has an axis more than its slice for one layer.
+        """
         at, seen = value, set[Value]()
         while at not in seen:
             seen.add(at)
             if at.argument is not None or at.result is not None:
-                return at.name
+                return at.name, at
             op = at.producer
             if op is None or op.kind not in _SAME or not op.operands:
                 break
             if op.kind == LOOP and op.operands[1] is not at:
-                return f'the carry of {self.operation(op)}'
+                return f'the carry of {self.operation(op)}', value
             at = op.operands[0]
-        return self.value_at(at)
+        return self.value_at(at), value
 
     def value_at(self, value: Value) -> str:
         if value.argument is not None or value.result is not None:
@@ -190,8 +193,9 @@ class Words:
 
     def has(self, value: Value, axis: Axis) -> str:
         """For example "params/w has tensor on axis 1, from your constraint at model.py:9"."""
-        name, found = self.value(value), origin(self.program, value, axis)
-        text = f'{name} has {_AXIS} on axis {value.dimension(axis)}'
+        (name, named), found = self.named(value), origin(self.program, value, axis)
+        shown = value if named.dimension(axis) is None else named
+        text = f'{name} has {_AXIS} on axis {shown.dimension(axis)}'
         is_own = found.value is not None and found.value.name == name
         return text if is_own else f'{text}, from {self.origin(found)}'
 
@@ -210,7 +214,8 @@ class Words:
         if c.kind == WHOLE:
             return f'{has}; {what} needs that axis unsharded'
         if c.kind == MOVED:
-            return f'{has}; {what} moves elements along that axis'
+            advice = ': give the parts an axis of their own' * (' split at ' in what)
+            return f'{has}; {what} moves elements along that axis{advice}'
         if op.kind == CONSTRAINT:
             return f'{has}; {self.constraint(op)} {asks}'
         if op.kind == PROGRAM_RESULT and result is not None:

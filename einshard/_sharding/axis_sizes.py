@@ -65,11 +65,12 @@ def _size_error(
         sentence = f'the number of devices ({n_devices}) is not divisible by {divisor}'
     else:
         s = 's' if len(sizes) == 1 else ''
+        there_are = 'there is' if n_devices == 1 else 'there are'
         sentence = (
             f'{_text(sizes)} use{s} only {product} of {n_devices} devices; '
             'the sizes must use all of them'
             if product < n_devices
-            else f'{_text(sizes)} need{s} {product} devices, but there are only {n_devices}'
+            else f'{_text(sizes)} need{s} {product} devices, but {there_are} only {n_devices}'
         )
 
     def distance(other: Mapping[str, int]) -> float:

@@ -96,8 +96,20 @@ def named_mesh(mesh: AnyMesh, axes: Mapping[str, int], call: str) -> AnyMesh:
 
     `call` is the first part of suggested fixes, such as 'device_mesh('.
     """
-    sizes = solve_sizes(axes, mesh.size, call)
+    try:
+        sizes = solve_sizes(axes, mesh.size, call)
+    except EinshardError as error:
+        raise error.about(**simulation_fact(mesh)) from None
     return reshaped(mesh, tuple(sizes), tuple(sizes.values()))
+
+
+def simulation_fact(mesh: AnyMesh) -> dict[str, str]:
+    """Returns how to simulate devices, for errors about their number, if JAX has one CPU device."""
+    has_one_device = mesh.size == 1 and isinstance(mesh, Mesh) and jax.device_count() == 1
+    if not has_one_device or jax.default_backend() != 'cpu':
+        return {}
+    simulated = 'XLA_FLAGS=--xla_force_host_platform_device_count=8'
+    return {'to_simulate_devices': f'set {simulated} before JAX starts'}
 
 
 @cached

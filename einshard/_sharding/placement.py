@@ -7,8 +7,7 @@ import reprlib
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._cache import cached
 from .._errors import EinshardError, quoted
@@ -35,6 +34,7 @@ from .mesh import (
     named_sharding,
     partition_spec,
     reshape_canonical_mesh,
+    simulation_fact,
     sizes_of,
     spec_axes,
 )
@@ -292,17 +292,8 @@ def with_unconstrained(sharding: NamedSharding, spec: LeafSpec) -> NamedSharding
 
 
 def _device_facts(mesh: AnyMesh, context: Context) -> dict[str, str]:
-    """Returns facts for errors about the number of devices.
-
-    Shows the axes of a user's mesh. If JAX has only one CPU device, shows how to simulate more.
-    """
-    if is_users_mesh(context):
-        return {'mesh': mesh_fact(mesh)}
-    has_one_device = mesh.size == 1 and isinstance(mesh, Mesh) and jax.device_count() == 1
-    if not has_one_device or jax.default_backend() != 'cpu':
-        return {}
-    simulated = 'XLA_FLAGS=--xla_force_host_platform_device_count=8'
-    return {'to_simulate_devices': f'set {simulated} before JAX starts'}
+    """Returns facts for errors about the number of devices, with the axes of a user's mesh."""
+    return {'mesh': mesh_fact(mesh)} if is_users_mesh(context) else simulation_fact(mesh)
 
 
 def check_types(expression: object, shape: object, memory_kind: object) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from .._cache import cached, remember
 from .._errors import EinshardError, combine_errors, plural, public, quoted
 from .._notation.layout import axis_positions
+from .._notation.words import ELLIPSIS
 from .._sharding.axis_rules import check_flag, check_option
 from .._sharding.context import Fallback
 from .._sharding.leaf_spec import (
@@ -25,6 +26,7 @@ from .._sharding.leaf_spec import (
 )
 from .._sharding.mesh import MeshLike
 from .._text import first_of
+from .._working_fixes import works
 from .axis_names import rules_from_names
 from .paths import leaf_text, path_and_array
 from .specs import Spec, check_registered_pytree, check_signature, is_function, meshes_of, shape_of
@@ -388,7 +390,20 @@ def _spec_for(spec: Spec, path: str, leaf: Any, pattern: re.Pattern[str] | None)
     try:
         return _fit_to_rank(leaf_spec, len(leaf.shape))
     except EinshardError as error:
-        raise error.about(**(_part_of_word_note(pattern, path) if pattern else {})) from None
+        if stacked := _stacked_note(leaf_spec, len(leaf.shape)):
+            error = error.with_fix(None)  # 'o* ...', which would shard the layers
+        notes = _part_of_word_note(pattern, path) if pattern else {}
+        raise error.about(**notes, **stacked) from None
+
+
+def _stacked_note(spec: LeafSpec, ndim: int) -> dict[str, str]:
+    """Says what the spec of one layer is for layers that are stacked for `jax.lax.scan`."""
+    if spec.partition is not None or ndim <= len(spec.expression.names):
+        return {}
+    sides = spec.expression.text.split('->')
+    text = ' -> '.join(f'{ELLIPSIS} {side.strip()}' for side in sides)
+    fits = works(lambda: _fit_to_rank(as_leaf_spec(text), ndim))
+    return {'for_stacked_layers': f"'{text}'"} if fits else {}
 
 
 @cached

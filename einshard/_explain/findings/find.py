@@ -79,6 +79,10 @@ def find_findings(facts: Facts) -> tuple[tuple[Finding, ...], tuple[Finding, ...
             rows = (c for c in facts.collectives if c.name in found.explains)
             facts.found.append(replace(found, reason=facts.reason_of(rows)))
     notes = [note for diagnose in _NOTES for note in diagnose(facts)]
+    moved = {name for note in notes if note.kind == 'moved elements' for name in note.explains}
+    notes = [
+        n for n in notes if n.kind != 'gathered for an operation' or not moved >= {*n.explains}
+    ]
 
     def order(found: Finding) -> tuple[bool, float, int]:
         exposed = sum(facts.exposed.get(name, 0.0) for name in found.explains)

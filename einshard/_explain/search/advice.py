@@ -263,6 +263,7 @@ class Advice:
             for c in facts.collectives
             if (c.source or '') == cost.line and c.mesh_axes.intersection(cost.mesh_axes)
         ]
+        rows = [c for c in rows if c.kind == cost.kind] or rows
         reason = '' if cost.n_repeats else facts.reason_of(rows)
         source = source or facts.function_source  # moves of arguments and results have no line
         return Finding(kind, text, source, n_bytes, suggestion, names, accepted.tried, reason)

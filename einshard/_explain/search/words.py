@@ -74,7 +74,10 @@ class Words:
         if returned:
             paths = [each.path for each in facts.results]
             texts += code_to_place(returned, paths, '{name} = {spec}')
-            texts.append('of the results: sharded(..., out=result), or out_shardings= of jax.jit')
+            pin = 'sharded(..., out=result), or out_shardings= of jax.jit'
+            if facts.stages.is_equinox:  # eqx.filter_jit has no out_shardings=
+                pin = f'return einshard(..., result{mesh})'
+            texts.append(f'of the results: {pin}')
         through = [each for each in edits if isinstance(each, MoveThrough)]
         return texts + [self._through(each) for each in through if isinstance(each.what[1], int)]
 

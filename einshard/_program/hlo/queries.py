@@ -334,6 +334,7 @@ def output_uses(graph: Graph) -> Mapping[Node, frozenset[int]]:
 
 _SLICE = re.compile(r'\[(\d+):(\d+)')
 _DIMENSION = re.compile(r'dimensions=\{(\d+)\}')
+_SCATTER = re.compile(r'/scatter[a-z_-]*$')
 
 
 def _parts(joined: Node, operand: Node, outputs: Collection[Node]) -> list[Node]:
@@ -376,6 +377,8 @@ def _bits(mask: int) -> Iterator[int]:
 def _keeps(user: Node, node: Node) -> bool:
     if user.opcode in NUMBERS:
         return node in user.inputs[NUMBERS[user.opcode]]
+    if user.opcode == 'exit':  # XLA for TPUs and CPUs expands a scatter to a loop
+        return not _SCATTER.search(user.op.op_name)
     if user.opcode not in STOPS:
         return True
     if user.opcode != 'custom-call':
