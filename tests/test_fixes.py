@@ -605,8 +605,7 @@ def test_a_constraint_that_a_function_under_vmap_can_have(length, is_nested):
     finding = report.findings[0]
     which = 'the outermost jax.vmap' if is_nested else 'the jax.vmap'
     placement, options = '... -> ...', {'spmd_axis_name': 'data'}
-    # without mesh=, '... -> ...' is on the mesh in context, or an error that does not say why
-    said = f", mesh=mesh), and spmd_axis_name='data' in {which} around it"
+    said = f", and spmd_axis_name='data' in {which} around it"
     if length == 64:
         placement, options, said = 'a b -> a@data b', {}, ''
     expected = f"einshard(..., '{placement}', mesh=mesh){said}"
