@@ -63,6 +63,8 @@ def test_several_slices():
     assert slices == [0] * 4 + [1] * 4 + [2] * 4
     assert topology('v5e:2x2', n_slices=3) is mesh
     assert topology('v5e:2x2').size == 4
+    assert topology('3*v5e:2x2') is topology('1*v5e:2x2', n_slices=3) is mesh
+    assert topology('2*v5e-4', data=2, tensor=4).axis_sizes == (2, 4)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +72,7 @@ def test_several_slices():
     [
         ('V9:2x2', "'V9' is not a TPU generation"),
         ('v5e', "'v5e' is not a valid topology name"),
+        ('0*v5e:4x4', "'0*v5e:4x4' is not a valid topology name"),
         ('tpu7x-16', "'tpu7x-16' is not a valid topology name"),
         ('', "'' is not a valid topology name"),
         ('v5e:16', "'v5e:16' has 1 dimension, but v5e slices have 2"),

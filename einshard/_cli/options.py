@@ -6,6 +6,7 @@ import argparse
 import functools
 import inspect
 import json
+import re
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -108,9 +109,14 @@ def mesh_axis(text: str) -> tuple[str, int]:
     """Reads a mesh axis: ('data', 4) for 'data=4'."""
     name, _, size = text.partition('=')
     if not name or not size.isdecimal() or int(size) == 0:
+        several = re.fullmatch(r'\w+=[1-9]\d*([ ,]+\w+=[1-9]\d*)+', text)
+        hint = (
+            f'write --mesh {re.sub("[ ,]+", " ", text)}'
+            if several
+            else 'put other arguments before it'
+        )
         raise argparse.ArgumentTypeError(
-            f'{text!r} is not a mesh axis with its size, such as data=4 '
-            '(put the expression before --mesh)'
+            f'{text!r} is not a mesh axis with its size, such as data=4 ({hint})'
         )
     return name, int(size)
 
