@@ -94,8 +94,21 @@ def check_arguments(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str
                 'parameters': str(shown)[1:-1] or 'none',
                 'arguments': format_call(args, kwargs),
                 **(_partial_fact(name, missing[1]) if missing and missing[1] in _OPTIONS else {}),
+                **_unpacked_fact(signature, args, kwargs),
             },
         ) from None
+
+
+def _unpacked_fact(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, str]:
+    """Says to unpack a tuple, if its values match the parameters."""
+    for i, arg in enumerate(args):
+        if isinstance(arg, tuple | list):
+            with suppress(TypeError):
+                signature.bind(*args[:i], *arg, *args[i + 1 :], **kwargs)
+                return {'instead': f'write * before argument {i + 1}, which has {len(arg)} values'}
+    return {}
 
 
 # options of explain, plan, to_jax and assert_collectives: parameters of a function with these names
