@@ -483,14 +483,17 @@ def test_an_update_compares_nothing(project, option, monkeypatch, capsys):
     assert not (project / '.einshard').exists()
 
 
-_SLICES = 'v5e:2x4', 'v6e:4x2', 'v5p:2x2x2', 'v4:2x2x1', 'v3:2x2', 'tpu7x:2x2x1'
+_SLICES = 'v5e:2x4', '2*v5e:2x2', 'v6e:4x2', 'v5p:2x2x2', 'v4:2x2x1', 'v3:2x2', 'tpu7x:2x2x1'
 
 
 def test_meshes_that_fit_their_targets(tmp_path):
     targets = ['cpu:8', 'h100:8', 'h100:2x4', 'gb200:2x4', 'rtx6000pro:8', *_SLICES]
     (tmp_path / 'pyproject.toml').write_text(CONFIG.replace('["cpu:8"]', str(targets)))
-    (step,) = read_config(tmp_path).steps
+    config = read_config(tmp_path)
+    (step,) = config.steps
     assert step.targets == targets
+    assert config.file(step, '2*v5e:2x2').name == f'{step.name}@2x-v5e-2x2.json'
+    assert "--topology '2*v5e:2x2' --mesh" in step.command('2*v5e:2x2')
 
 
 @pytest.mark.parametrize('name', _SLICES)

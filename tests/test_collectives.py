@@ -445,6 +445,31 @@ def test_asynchronous_computation_is_one_collective():
     assert (c.op_name, c.source) == ('jit(f)/here', '/home/user/model.py:12')
 
 
+def test_sparse_cores_in_a_dump():
+    """As libtpu dumps it: the operands come with the update, and a custom call sends."""
+    computations = (
+        '%on_core (a: f32[8,4]) -> f32[2,4] {\n'
+        '  %a = f32[8,4]{1,0} parameter(0)\n'
+        '  ROOT %z = f32[2,4]{1,0} reduce-scatter(%a), replica_groups={{0,1,2,3}}, '
+        'dimensions={0}, to_apply=%add\n}\n\n'
+        '%wrapped (y: f32[8,4]) -> f32[2,4] {\n'
+        '  %y = f32[8,4]{1,0} parameter(0)\n'
+        '  ROOT %call = f32[2,4]{1,0} custom-call(%y), custom_call_target="TODO", '
+        'called_computations={%on_core}\n}\n'
+    )
+    text = module(
+        '%s = ((), (), s32[]) async-start(), calls=%wrapped, '
+        'metadata={op_name="jit(f)/here" stack_frame_id=2}',
+        '%w = f32[8,4]{1,0} negate(%x)',
+        '%u = ((f32[8,4]{1,0}), f32[2,4]{1,0}) async-update(%s, %x)',
+        'ROOT %d = f32[2,4]{1,0} async-done(%u)',
+        computations=computations,
+    )
+    [c] = read_collectives(text)
+    check_asynchronous(c, 'reduce-scatter', 'f32[2,4]')
+    assert c.source == '/home/user/model.py:12'
+
+
 @pytest.mark.parametrize(('strategy', 'n'), [('ONE_SHOT', 3), ('TWO_SHOT', 2 * 3 / 4)])
 def test_kernel_of_a_gpu(strategy, n):
     """In one shot, each of 4 devices reads the arrays of 3 others; in two, as in a ring."""

@@ -39,6 +39,10 @@ def weights():
     return {'kernel': jnp.zeros((32, 64))}
 
 
+def both():
+    return jnp.zeros((16, 32)), weights()
+
+
 def rated(x):
     return 2 * x['rate']
 
@@ -200,6 +204,20 @@ def test_arguments(capsys, model, text, array):
     assert (row['path'], f'{row["dtype"]}[{shape}]') == ('x', array)
 
 
+def test_values_of_a_tuple_are_arguments(capsys, model):
+    options = '--devices 8 --tries 0 --json'
+    one_by_one = printed(
+        capsys, f'explain {model}:layer --args f32[16,32] {model}:weights {options}'
+    )
+    assert printed(capsys, f'explain {model}:layer --args *{model}:both {options}') == one_by_one
+    assert refused(capsys, f'explain {model}:layer --args {model}:both {options}').endswith(
+        'instead:    write * before argument 1, which has 2 values'
+    )
+    assert refused(capsys, f'explain {model}:layer --args *{model}:weights {options}') == (
+        f"'*{model}:weights' is not a tuple, but dict"
+    )
+
+
 @pytest.mark.parametrize('text', ["{'rate': 0.1}", "x={'rate': 0.1}"])
 def test_a_dict_with_a_colon_is_a_value(capsys, model, text):
     found = json.loads(printed(capsys, f'explain {model}:rated --json --args', text))
@@ -285,8 +303,8 @@ BAD_INPUT = [
     (
         'explain MODEL:layr',
         "module 'MODEL' has no 'layr'\n"
-        '  module has: Config, Net, config, init, layer, loss, net, plain, rated, rules, shapes, '
-        'weights',
+        '  module has: Config, Net, both, config, init, layer, loss, net, plain, rated, rules, '
+        'shapes, weights',
     ),
     ('explain MODEL:Config.siez', "module 'MODEL' has no 'Config.siez'\n  Config has: size"),
     ('explain MODEL:config.lr', "module 'MODEL' has no 'config.lr'\n  config has: rate, size"),

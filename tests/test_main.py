@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -205,7 +206,11 @@ def test_errors_are_printed(arguments, error, capsys):
     [
         (['a -> a4', '--mesh', 'tp'], "'tp' is not a mesh axis with its size, such as data=4"),
         (['a -> a4', '--mesh', 'tp=0'], "'tp=0' is not a mesh axis with its size"),
-        (['--mesh', 'tp=4', 'a -> a4'], 'put the expression before --mesh'),
+        (['--mesh', 'tp=4', 'a -> a4'], '(put other arguments before it)'),
+        (
+            ['a', '--mesh', 'x=2,y=4'],
+            "'x=2,y=4' is not a mesh axis with its size, such as data=4 (write --mesh x=2 y=4)",
+        ),
         (['a -> a4', '--shape', 'x'], "invalid int value: 'x'"),
         (['a -> a*', '--devices', '-4'], "--devices: '-4' is not a positive integer"),
         (['a -> a4', '--devices', '4', '--mesh', 'tp=4'], 'not allowed with argument'),
@@ -223,6 +228,11 @@ def test_no_arguments_print_the_help(capsys):
     assert capsys.readouterr().out == printed
     for word in ('usage: python -m einshard', '--shape', '--devices', '--mesh', 'examples:'):
         assert word in printed
+    commands = {
+        path.name.removesuffix('_command.py')
+        for path in (ROOT / 'einshard/_cli').glob('*_command.py')
+    } - {'show'}
+    assert set(re.findall(r'  python -m einshard (\w+) --help', printed)) == commands
 
 
 # --- output that cannot be written, and sizes that are too large ----------------------------------

@@ -15,7 +15,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
-from placed import struct
+from placed import struct, struct_on
 from refusal import refusal
 
 from einshard import (
@@ -63,6 +63,8 @@ def test_several_slices():
     assert slices == [0] * 4 + [1] * 4 + [2] * 4
     assert topology('v5e:2x2', n_slices=3) is mesh
     assert topology('v5e:2x2').size == 4
+    assert topology('3*v5e:2x2') is topology('1*v5e:2x2', n_slices=3) is mesh
+    assert topology('2*v5e-4', data=2, tensor=4).axis_sizes == (2, 4)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +72,7 @@ def test_several_slices():
     [
         ('V9:2x2', "'V9' is not a TPU generation"),
         ('v5e', "'v5e' is not a valid topology name"),
+        ('0*v5e:4x4', "'0*v5e:4x4' is not a valid topology name"),
         ('tpu7x-16', "'tpu7x-16' is not a valid topology name"),
         ('', "'' is not a valid topology name"),
         ('v5e:16', "'v5e:16' has 1 dimension, but v5e slices have 2"),
@@ -102,6 +105,19 @@ def test_without_libtpu(monkeypatch):
         "  topology: 'v5e:2x4'\n"
         '  install:  pip install libtpu'
     )
+
+
+def test_programs_that_jax_0_10_cannot_read():
+    bf16 = struct_on(topology('tpu7x:2x2x1', data=4, model=2))
+    x = bf16((8192, 4096), 'data', 'model', dtype=jnp.bfloat16)
+    w = bf16((4096, 16384), 'data', 'model', dtype=jnp.bfloat16)
+    report = explain(jax.jit(lambda x, w: jax.nn.relu(x @ w) @ w.T), x, w, tries=0)
+    sent = {(c.kind, c.along): c.total_bytes for c in report.collectives}
+    assert sent == {
+        ('all-gather', 'data'): 4096 * 8192 * 2 * 3 // 4,
+        ('all-reduce', 'model'): 2048 * 4096 * 2,
+        ('all-gather', 'model'): 2048 * 4096 * 2 // 2,
+    }
 
 
 VARIABLES = {

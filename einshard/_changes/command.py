@@ -17,7 +17,7 @@ from .._errors import EinshardError, quoted
 from .._progress import progress
 from .base import Base, merge_base, repository, tracked_files
 from .compare import Change, ReportDict, compare, with_suggestions
-from .config import Config, Step, read_config
+from .config import Config, Step, file_name, read_config
 from .text import as_json, as_markdown, as_text
 
 
@@ -164,7 +164,7 @@ def _page(options: Options, step: Step, target: str) -> str:
         return ''
     folder = Path(options.save)
     folder.mkdir(parents=True, exist_ok=True)
-    return str((folder / f'{step.name}@{target.replace(":", "-")}.html').resolve())
+    return str((folder / f'{file_name(step, target)}.html').resolve())
 
 
 def _status(changes: Sequence[Change]) -> int:

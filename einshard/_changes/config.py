@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 from .._chips.table import TPUS
 from .._errors import EinshardError, plural, quoted
 from .._sharding.gpu_names import is_gpu_name, read_gpu_name
-from .._sharding.tpu_names import topology_name
+from .._sharding.tpu_names import split_slices, topology_name
 
 # what `fail_on` and --fail-on may name
 KINDS = {
@@ -56,7 +57,7 @@ class Step:
         """The command that explains this step."""
         kind, _, n = target.partition(':')
         mesh = ' '.join(f'{axis}={size}' for axis, size in self.mesh.items())
-        where = f'--devices {n}' if kind == 'cpu' else f'--topology {target}'
+        where = f'--devices {n}' if kind == 'cpu' else f'--topology {shlex.quote(target)}'
         if mesh:
             where = f'--mesh {mesh}' if kind == 'cpu' else f'{where} --mesh {mesh}'
         texts = [*self.args, *(f'{name}={text}' for name, text in self.kwargs.items())]
@@ -81,7 +82,12 @@ class Config:
     steps: Sequence[Step]
 
     def file(self, step: Step, target: str) -> Path:
-        return self.reports / f'{step.name}@{target.replace(":", "-")}.json'
+        return self.reports / f'{file_name(step, target)}.json'
+
+
+def file_name(step: Step, target: str) -> str:
+    """'train@2x-v5e-4x4' for the target '2*v5e:4x4'."""
+    return f'{step.name}@{target.replace("*", "x-").replace(":", "-")}'
 
 
 def read_config(folder: Path) -> Config:
@@ -181,8 +187,9 @@ def _numbers_of_devices(target: str) -> tuple[int, ...]:
         return (int(n),)
     if is_gpu_name(target):
         return (prod(map(int, read_gpu_name(target)[1].split('x'))),)
-    generation, _, sizes = topology_name(target).partition(':')
-    n_chips = prod(map(int, re.findall(r'\d+', sizes)))
+    n_slices, name = split_slices(target)
+    generation, _, sizes = topology_name(name).partition(':')
+    n_chips = n_slices * prod(map(int, re.findall(r'\d+', sizes)))
     # chips of two TensorCores have one device, as v5p, or two, as v4
     return tuple(n_chips * n for n in range(1, TPUS[generation].cores + 1))
 

@@ -145,14 +145,14 @@ def as_markdown(changes: Sequence[Change], base: Base | None) -> str:
 
 def _table_row(change: Change) -> str:
     if change.status == 'error':
-        first = change.error.splitlines()[0]
-        return f'| {_cell(change.step.name)} | {change.target} | error: {_cell(first)} | | | |'
-    cells = [_figure(figure) for figure in change.figures]
-    return f'| {_cell(change.step.name)} | {change.target} | {" | ".join(map(_cell, cells))} |'
+        cells = [f'error: {change.error.splitlines()[0]}', '', '', '']
+    else:
+        cells = [_figure(figure) for figure in change.figures]
+    return f'| {" | ".join(map(_cell, (change.step.name, change.target, *cells)))} |'
 
 
 def _markdown_details(change: Change) -> list[str]:
-    title = f'**{change.step.name}** on {change.target}'
+    title = f'**{change.step.name}** on {_cell(change.target)}'
     if change.status == 'error':
         return ['', f'{title} could not be compiled:', '', *_fenced(change.error)]
     if change.status == 'versions':

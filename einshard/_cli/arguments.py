@@ -43,13 +43,20 @@ def read_arguments(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Reads arguments such as 'f32[8]' and 'rate=0.1' into positional and keyword arguments.
 
+    '*model:shapes' is each value of a tuple.
     A function in `texts` is given the mesh if it has a parameter `mesh`. It runs inside of
     `jax.set_mesh(mesh)` if `enter`.
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for text in texts:
-        if keyword := _KEYWORD.fullmatch(text):
+        if text.startswith('*'):
+            values = _read_argument(text[1:], mesh, enter)
+            if not isinstance(values, tuple | list):
+                kind = type(values).__name__
+                raise EinshardError(f"'{text}' is not a tuple, but {kind}", code='command')
+            args += values
+        elif keyword := _KEYWORD.fullmatch(text):
             kwargs[keyword[1]] = _read_argument(keyword[2], mesh, enter)
         else:
             args.append(_read_argument(text, mesh, enter))

@@ -6,6 +6,7 @@ import argparse
 import functools
 import inspect
 import json
+import re
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,8 +24,8 @@ from .arguments import abstract_mesh, read_arguments
 
 ARGUMENT_HELP = (
     "arguments of the call: 'f32[8,128]' for an array, a Python number, or module:name for a "
-    'value, or for a function that returns one, or its shapes with shardings; name=... passes an '
-    'argument by keyword'
+    'value, or for a function that returns one, or its shapes with shardings; *module:name passes '
+    'each value of a tuple, and name=... an argument by keyword'
 )
 
 # --- parsers ------------------------------------------------------------------------------------
@@ -108,9 +109,14 @@ def mesh_axis(text: str) -> tuple[str, int]:
     """Reads a mesh axis: ('data', 4) for 'data=4'."""
     name, _, size = text.partition('=')
     if not name or not size.isdecimal() or int(size) == 0:
+        several = re.fullmatch(r'\w+=[1-9]\d*([ ,]+\w+=[1-9]\d*)+', text)
+        hint = (
+            f'write --mesh {re.sub("[ ,]+", " ", text)}'
+            if several
+            else 'put other arguments before it'
+        )
         raise argparse.ArgumentTypeError(
-            f'{text!r} is not a mesh axis with its size, such as data=4 '
-            '(put the expression before --mesh)'
+            f'{text!r} is not a mesh axis with its size, such as data=4 ({hint})'
         )
     return name, int(size)
 

@@ -21,6 +21,8 @@ other commands ('show' may be omitted):
   {prog} profile --help     run a function, and report on it with measured times
   {prog} why --help         say why a function has its collectives
   {prog} plan --help        find the sharding of a function
+  {prog} compare --help     compile a function for several targets and sizes
+  {prog} check --help       say what a change of the code does to its programs
   {prog} move --help        show what it costs to move arrays to other placements
   {prog} table --help       show how rules shard the arrays of a model
   {prog} eject --help       write a sharding as plain JAX

@@ -94,6 +94,7 @@ def check_arguments(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str
                 'parameters': str(shown)[1:-1] or 'none',
                 'arguments': format_call(args, kwargs),
                 **(_partial_fact(name, missing[1]) if missing and _is_option(missing[1]) else {}),
+                **_unpacked_fact(signature, args, kwargs),
             },
         ) from None
 
@@ -102,6 +103,18 @@ def _is_option(name: str) -> bool:
     """Whether a function that passes `kwargs` on, such as explain, takes this keyword itself."""
     found = (inspect.signature(function).parameters for function in PUBLIC)
     return any({name, 'kwargs'} <= parameters.keys() for parameters in found)
+
+
+def _unpacked_fact(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, str]:
+    """Says to unpack a tuple, if its values match the parameters."""
+    for i, arg in enumerate(args):
+        if isinstance(arg, tuple | list):
+            with suppress(TypeError):
+                signature.bind(*args[:i], *arg, *args[i + 1 :], **kwargs)
+                return {'instead': f'write * before argument {i + 1}, which has {len(arg)} values'}
+    return {}
 
 
 def _partial_fact(name: str, option: str) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Reads programs that do not compile because they do not fit into the memory of a device.
 
 The TPU compiler raises RESOURCE_EXHAUSTED only after optimization. So this module compiles a second
-time, and makes the compiler dump the optimized program and the sizes of its buffers.
+time, and makes the compiler dump the optimized program and the sizes of its buffers. It does so for
+programs that JAX cannot read, too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import math
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled, Lowered
 
 from .._errors import EinshardError
+from .._functions.promise import program_text
 from .._program.hlo.groups import read_groups
 from .._program.hlo.text import HloModule, Instruction
 from .._program.private_jax import compile_options, devices_of, kept_arguments
@@ -157,6 +159,23 @@ def read_sizes(buffers: str) -> Any:
         ):
             sizes[kind] += int(size) * included
     return SimpleNamespace(**{f'{kind}_size_in_bytes': n for kind, n in sizes.items()})
+
+
+def text_of(name: str, compiled: Any, lower: Callable[[], Lowered]) -> str:
+    """Returns the text of a compiled program.
+
+    JAX 0.10 cannot read the async-update instructions of several operands that libtpu 0.0.52 writes
+    for tpu7x and v5p. libtpu dumps these programs as text, for which they are compiled again.
+    """
+    try:
+        return program_text(name, compiled)
+    except jax.errors.JaxRuntimeError:
+        with tempfile.TemporaryDirectory() as folder:
+            compile_with_dumps(lower(), folder)
+            text = newest_dump(folder, '.after_optimizations')
+        if not text:
+            raise
+        return text
 
 
 # --- dumps of the compiler ------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from .cuda_plugin import describe_gpus
 from .gpu_names import gpu_forms, is_gpu_name, read_gpu_name
 from .libtpu import describe_slice, has_libtpu
 from .mesh import device_mesh, named_mesh, types_text
-from .tpu_names import check_size, known_names, not_offered, topology_name
+from .tpu_names import check_size, known_names, not_offered, split_slices, topology_name
 from .tracing import user_stacklevel
 
 
@@ -42,7 +42,7 @@ def topology(
         name: one of
 
             - TPU generation and chips along each dimension, such as 'v5e:4x4' or 'v5p:2x2x2'. A
-              chip of v2, v3, v4 or tpu7x may have two devices.
+              chip of v2, v3, v4 or tpu7x may have two devices. '2*v5e:4x4' is two slices.
             - a Cloud accelerator type with its default shape, such as 'v5litepod-16' (16 chips,
               v5e:4x4) or 'v5p-128' (128 TensorCores, 64 chips, v5p:4x4x4).
             - GPU, NVLink domains and GPUs in each: 'h100:4x8' is four machines with eight H100s;
@@ -73,6 +73,14 @@ def topology(
         raise EinshardError(
             f'n_slices= must be a positive integer, not {n_slices!r}', code='topology'
         )
+    count, one = split_slices(name)
+    if count > 1 and n_slices > 1:
+        raise EinshardError(
+            f"'{name}' has the number of slices, and so has n_slices={n_slices}",
+            code='topology',
+            fix=f"topology('{one}', n_slices={n_slices})",
+        )
+    name, n_slices = one, max(count, n_slices)
     if is_gpu_name(name):
         mesh = _gpu_mesh(name, n_slices)
     else:

@@ -33,6 +33,12 @@ def topology_name(name: str) -> str:
         raise error.with_fix(_corrected_name(name)) from None
 
 
+def split_slices(name: str) -> tuple[int, str]:
+    """Splits '2*v5e:4x4' into the number of slices and the name of one; 'v5e:4x4' is one slice."""
+    many, star, one = name.partition('*')
+    return (int(many), one) if star and re.fullmatch('[1-9][0-9]{0,5}', many) else (1, name)
+
+
 def not_offered(name: str) -> str | None:
     """Returns a warning about a shape that libtpu knows, but that Google Cloud does not offer.
 
@@ -150,7 +156,7 @@ def known_names() -> dict[str, str]:
     by_ndim = [', '.join(name for name, tpu in TPUS.items() if tpu.ndim == n) for n in (2, 3)]
     cloud = [*_CLOUD]
     return {
-        '2D slices': f"{by_ndim[0]}; for example 'v5e:4x4'",
+        '2D slices': f"{by_ndim[0]}; for example 'v5e:4x4', or '2*v5e:4x4' for two",
         '3D slices': f"{by_ndim[1]}; for example 'v5p:2x2x2'",
         'Cloud accelerator types': f"{cloud[0]} to {cloud[-1]}; for example 'v5p-128', "
         "'v5litepod-16'",

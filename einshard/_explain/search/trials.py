@@ -204,8 +204,10 @@ class Trials:
         options: Mapping[str, Any] | None = None,
     ) -> Reading:
         """Compiles for the target."""
-        compiled = traced.lower().compile(compiler_options=options and dict(options))
-        return read('the program', compiled, **self._fields(self.facts.used_arguments, program))
+        lowered = traced.lower()
+        compiled = lowered.compile(compiler_options=options and dict(options))
+        fields = self._fields(self.facts.used_arguments, program)
+        return read('the program', compiled, lambda: lowered, **fields)
 
     def _fields(self, kept: Sequence[int], program: FlatJaxpr | None) -> dict[str, Any]:
         facts = self.facts

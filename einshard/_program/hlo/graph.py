@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from .opcodes import SOURCES
+from .opcodes import COLLECTIVES, SOURCES
 from .text import ArrayType, HloModule, Instruction, LineErrors, Unreadable
 
 
@@ -295,8 +295,7 @@ class Graph:
                 elif opcode.endswith(('-update', '-done')) and op.operands[0] in started:
                     at = started.pop(op.operands[0])
                     assert at.op is not None
-                    [callee] = at.op.callees['called_computations']
-                    result = yield at.op, callee, operands[1:], at
+                    result = yield at.op, self._inlined(at.op), operands[1:], at
                 elif opcode.endswith(('-update', '-done')) and not _is_node(values, op.operands[0]):
                     result = operands[0]
                 else:
@@ -312,8 +311,13 @@ class Graph:
     def _inlined(self, op: Instruction) -> str:
         """Returns the computation that replaces an instruction, or ''.
 
-        Not those that reduce, sort and scatter apply to each element, nor those of custom calls.
+        Not those that reduce, sort and scatter apply to each element, nor those of custom calls,
+        but for a collective that libtpu runs on the sparse cores of a TPU.
         """
+        if op.opcode == 'custom-call':
+            (name,) = op.callees.get('called_computations', ('',))[:1]
+            ops = self.program.computations[name] if name else ()
+            return name if any(each.opcode in COLLECTIVES for each in ops) else ''
         if op.opcode in ('fusion', 'call') or op.opcode.endswith('-start'):
             callees = op.callees
             for attribute in ('calls', 'called_computations', 'to_apply'):
