@@ -181,6 +181,24 @@ def test_arguments_that_are_placed():
     assert found.best.seconds[1] <= as_it_is.seconds[1]
 
 
+def test_the_step_as_it_is_may_be_the_best():
+    """Its code has a bare PartitionSpec, and `plan` has the mesh, which is in no context."""
+    mesh = device_mesh(EIGHT.devices, data=8)
+
+    @jax.jit
+    def step(w, x):
+        def loss(w):
+            return (jax.lax.with_sharding_constraint(x @ w, P('data')) ** 2).mean()
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    w = jax.ShapeDtypeStruct((64, 64), np.float32, sharding=NamedSharding(mesh, P()))
+    x = jax.ShapeDtypeStruct((4096, 64), np.float32, sharding=NamedSharding(mesh, P('data')))
+    found = plan(step, w, x, mesh=mesh, compilations=1, chip='TPU v5e')
+    assert found.best.candidate.is_given
+    assert "x = einshard(x, 'a b -> a@data b', mesh=mesh)" in str(found)
+
+
 @pytest.mark.parametrize('given', [pytest.param(True, marks=pytest.mark.slow), False])
 def test_code_that_names_mesh_axes_keeps_the_mesh(given):
     mesh = Mesh(EIGHT.devices.reshape(4, 2), ('data', 'tensor'))

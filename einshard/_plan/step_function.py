@@ -174,11 +174,14 @@ class StepFunction(Function):
         return [moved[i] for i in range(len(self.step.facts.arguments))]
 
     def _as_given(self) -> list[NamedSharding]:
-        call, replicated = self.given.call, NamedSharding(self.given_mesh, PartitionSpec())
+        replicated = NamedSharding(self.given_mesh, PartitionSpec())
         by_jit: Sequence[Any] = ()
-        if call is not None and self.is_placed:
-            given = call.eqn.params['in_shardings']
-            by_jit = [given[call.arguments[leaf]] for leaf in call.dynamic]
+        if self.is_placed:
+            with self.scope(self.as_it_is):  # the code may have bare PartitionSpecs
+                call = self.given.call
+            if call is not None:
+                given = call.eqn.params['in_shardings']
+                by_jit = [given[call.arguments[leaf]] for leaf in call.dynamic]
         leaves = jtu.tree_leaves(self.given_structs)
         structs = [x.sharding for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
         each = itertools.zip_longest(structs, by_jit)
