@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -37,13 +37,23 @@ def _axis_names(axes: Sequence[Axis]) -> list[str]:
 
 def shard_text(placements: Mapping[str, str]) -> str:
     """Formats {'w': 'x y*'} as "shard w with 'x y*'"."""
-    by_placement: dict[str, list[str]] = {}
-    for path, placement in placements.items():
-        by_placement.setdefault(placement, []).append(path)
-    texts: list[str] = []
-    for placement, paths in by_placement.items():
-        texts.append(f"{first_of(fold_paths(paths), 3)} with '{placement}'")
+    texts = [f"{paths} with '{placement}'" for placement, paths in _by_placement(placements)]
     return f'shard {", ".join(texts)}' if texts else ''
+
+
+def partition_text(specs: Mapping[str, PartitionSpec]) -> str:
+    """Formats {'w': P(None, 'y')} as "P(None, 'y') for w"."""
+    codes = {path: f'P({", ".join(map(repr, spec))})' for path, spec in specs.items()}
+    return ', '.join(f'{code} for {paths}' for code, paths in _by_placement(codes))
+
+
+def _by_placement(placements: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yields each placement with its paths."""
+    found: dict[str, list[str]] = {}
+    for path, placement in placements.items():
+        found.setdefault(placement, []).append(path)
+    for placement, paths in found.items():
+        yield placement, first_of(fold_paths(paths), 3)
 
 
 def source_of(span: Span) -> str | None:

@@ -22,7 +22,7 @@ from ..._program.jaxpr.spans import Span
 from ..._program.traced.propagated import CONSTRAINT, Operation
 from ..._sharding.mesh import is_canonical_mesh
 from ..._text import short_source
-from ..findings.expressions import expression_of, shard_text, source_of
+from ..findings.expressions import expression_of, partition_text, shard_text, source_of
 from ..findings.facts import Facts
 from ..findings.next_call import next_arguments
 from ..findings.values import Axes, Axis, mesh_entries
@@ -66,6 +66,9 @@ class Words:
         assert facts.mesh is not None
         mesh = '' if is_canonical_mesh(facts.mesh) else ', mesh=mesh'
         texts = [shard_text(moved or returned)] if moved or returned else []
+        if mesh and (of_arguments := placements(edits)[0]):
+            specs = {facts.arguments[i].path: to.spec for i, to in of_arguments.items()}
+            texts.append(f'as PartitionSpecs: {partition_text(specs)}')
         call = '{name} = einshard({name}, {spec}' + mesh + ')'
         texts += code_to_place(moved, [each.path for each in facts.arguments], call)
         given, (arguments, _) = self._given('in_shardings'), placements(edits)
