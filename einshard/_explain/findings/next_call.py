@@ -9,6 +9,7 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding
 
 from ..._program.hlo.hbm_traffic import Copied, find_copied, min_hbm_bytes
+from ..._program.jaxpr.flops import eqn_flops
 from ..._text import first_of, format_bytes
 from ..fold_layers import fold_paths
 from ..report_rows import ArrayRow, Finding
@@ -212,9 +213,9 @@ def dense_groups(facts: Facts) -> Iterator[Finding]:
     needed: dict[str, int] = defaultdict(int)
     groups: dict[str, int] = {}
     for op in facts.traced.ops if facts.traced else ():
-        if op.primitive.startswith('ragged_dot') and op.rule.einsum and op.site.frames:
+        if op.primitive == 'ragged_dot_general' and op.site.frames:
             line = op.site.frames[0].source
-            flops = op.rule.einsum.flops * (op.site.runs or 1) * max(op.site.n_shards, 1)
+            flops = eqn_flops(op.eqn) * (op.site.runs or 1) * max(op.site.n_shards, 1)
             needed[line] += flops // facts.n_devices
             groups[line] = op.eqn.invars[2].aval.shape[-1]
     for line, flops in needed.items():

@@ -184,8 +184,8 @@ def axes_of_values(
                     learn(v, value)
     # what passes values into and out of loops has no place in the source
     for op in traced.ops:
-        for i, d, o, e in op.rule.links if op.primitive in _LINKS else ():
-            old, new = op.ins[i], op.outs[o]
+        for d, e in op.links if op.primitive in _LINKS else ():
+            [old], [new] = op.ins, op.outs
             if old in found and new is not None:
                 axes = [*found.get(new, (Axis(),) * len(traced.values[new].shape))]
                 if axes[e] == Axis():

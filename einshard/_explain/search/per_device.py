@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 
 from ..._program.edits.per_device import RunPerDevice
 from ..._program.hlo.collective import Collective
+from ..._program.jaxpr.batch_axes import BatchAxis, batch_axes
 from ..._program.jaxpr.graph import Op
-from ..._program.jaxpr.op_sharding_rule import BatchAxis, batch_axes
 from ..._program.jaxpr.two_levels import axis_in_place, code_in_two_levels
 from ..._sharding.mesh import is_canonical_mesh
 from ..._text import format_bytes, shape_text, short_source

@@ -105,7 +105,7 @@ class Trials:
                     return None
                 traced = edited.function.trace(*edited.args, **edited.kwargs)
                 self.is_traced = True
-                program = flatten(traced.jaxpr, keep_unused=True)
+                program = flatten(traced.jaxpr)
                 reading = self._compile(traced, program)
                 bounds = reading.bounds_on(self.chip)
             except Exception as error:  # the ShardingTypeError of a trace has no public name

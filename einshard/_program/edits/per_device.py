@@ -12,8 +12,8 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ..._sharding.mesh import partition_spec
+from ..jaxpr.batch_axes import BatchAxis, batch_axes
 from ..jaxpr.graph import Site
-from ..jaxpr.op_sharding_rule import BatchAxis, batch_axes
 from ..jaxpr.spans import Frames, Span
 from ..jaxpr.two_levels import run_in_two_levels
 from .draft import Draft
