@@ -115,31 +115,18 @@ class Op:
         return [value for value in self.outs if value is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class Scan:
-    """A `jax.lax.scan`.
-
-    Attributes:
-        sums: the elements of the carry to which the body only adds, after an iteration. None for a
-            scalar.
-    """
-
-    eqn: Any
-    sums: tuple[int | None, ...]
-
-
 @dataclass(slots=True)
 class FlatJaxpr:
     """A program whose loops, branches and calls are flattened.
 
     Attributes:
         values: all arrays. Operations refer to them by index.
-        scans: inner ones first.
+        sums: the equations of scans that only add to an array of the carry, inner ones first.
         arguments, results: indices into `values`; None for a scalar.
     """
 
     values: list[Variable] = field(default_factory=list[Variable])
-    scans: list[Scan] = field(default_factory=list[Scan])
+    sums: list[Any] = field(default_factory=list[Any])
     ops: list[Op] = field(default_factory=list[Op])
     arguments: list[int | None] = field(default_factory=list[int | None])
     results: list[int | None] = field(default_factory=list[int | None])
@@ -269,8 +256,8 @@ class _Flattener:
         self.carry(results[:n_carry], outs[:n_carry])
         for old, new in zip(results[n_carry:], outs[n_carry:], strict=True):
             self.connect('scan_output', old, new, (0, 1))
-        sums = tuple(results[i] for i in _indices_of_sums(body, n_consts, n_carry))
-        self.program.scans.append(Scan(eqn, sums))
+        if any(results[i] is not None for i in _indices_of_sums(body, n_consts, n_carry)):
+            self.program.sums.append(eqn)
         return outs
 
     def while_loop(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
