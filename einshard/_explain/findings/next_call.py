@@ -141,7 +141,8 @@ def copied_donations(facts: Facts) -> Iterator[Finding]:
 def unused_donations(facts: Facts) -> Iterator[Finding]:
     """Notes large donated arguments whose memory no result reuses, and why."""
     reasons: dict[str, list[int]] = defaultdict(list)
-    reused = _reused(facts)
+    aliased = facts.graph.program.aliases.values()
+    reused = {facts.used_arguments[n] for n in aliased if n < len(facts.used_arguments)}
     for i in _donated(facts):
         argument = facts.arguments[i]
         if i in reused or argument.sharding is None:
@@ -197,12 +198,6 @@ def _donated(facts: Facts) -> list[int]:
     stage = facts.stages.traced or facts.stages.lowered
     leaves = [] if stage is None else jtu.tree_leaves(stage.args_info)
     return [i for i, leaf in enumerate(leaves) if leaf.donated and i < len(facts.arguments)]
-
-
-def _reused(facts: Facts) -> set[int]:
-    """Returns the arguments whose memory a result reuses."""
-    parameters = facts.graph.program.aliases.values()
-    return {facts.used_arguments[n] for n in parameters if n < len(facts.used_arguments)}
 
 
 def dense_groups(facts: Facts) -> Iterator[Finding]:
