@@ -20,6 +20,7 @@ from einshard._changes.command import Options, check
 from einshard._changes.compare import compare
 from einshard._changes.config import Step, read_config
 from einshard._changes.text import MARK, MAX_LENGTH, as_markdown, as_text
+from einshard._cli.check_step import function_at
 
 ROOT = Path(__file__).parents[1]
 MIB = 2**20
@@ -605,3 +606,9 @@ def test_the_action_runs_in_a_bare_environment(project, tmp_path):
     done = subprocess.run([sys.executable, str(script)], cwd=project, env=environment, check=False)
     assert done.returncode == 0
     assert summary.read_text().startswith(f'{MARK}\n### einshard: 0 of 1 program changed')
+
+
+def test_the_function_of_a_line_in_a_long_expression(tmp_path):
+    file = tmp_path / 'long.py'
+    file.write_text(f'def f():\n    return {" + ".join(["1"] * 1_200)}\n')
+    assert function_at(f'{file}:2') == 'f'

@@ -151,7 +151,7 @@ def marked(function):
 def path_to(function, call):
     """Returns the path of the marked expression through all calls of the user."""
     span = marked(function)
-    for op in flatten(call.jaxpr, keep_unused=True).ops:
+    for op in flatten(call.jaxpr).ops:
         if span in op.site.frames and not op.site.is_backward:
             return op.site.frames[op.site.frames.index(span) :]
     raise AssertionError('the expression is not evaluated')
@@ -286,7 +286,7 @@ def placed(x, w, scores=('data', None, 'tensor'), residual=('data', 'tensor', No
 
 def constraints_of(call):
     """Returns the call paths of constraints, each with the number of times it is evaluated."""
-    ops = flatten(call.jaxpr, keep_unused=True).ops
+    ops = flatten(call.jaxpr).ops
     return Counter(
         op.site.frames
         for op in ops
@@ -361,9 +361,7 @@ def test_functions_stay_shared_where_nothing_or_the_same_changes():
 
     call = read_call(jax.jit(loss), (x, w['square']), {}, jax.tree.structure(0))
     paths = dict.fromkeys(
-        op.site.frames
-        for op in flatten(call.jaxpr, keep_unused=True).ops
-        if op.primitive == 'dot_general'
+        op.site.frames for op in flatten(call.jaxpr).ops if op.primitive == 'dot_general'
     )
     assert len(paths) == 3
     # only in `block`, whose products have other paths
@@ -456,7 +454,7 @@ CALL = call_of(step, *given())
 
 def paths_of(*primitives):
     """The call paths of operations of the forward pass, in order."""
-    ops = flatten(CALL.jaxpr, keep_unused=True).ops
+    ops = flatten(CALL.jaxpr).ops
     found = [op for op in ops if op.primitive in primitives and not op.site.is_backward]
     return [*dict.fromkeys(op.site.frames for op in found)]
 

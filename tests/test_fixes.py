@@ -354,6 +354,21 @@ def test_interrupted_search_keeps_what_helps(monkeypatch):
     assert len(more.findings) >= len(report.findings)
 
 
+def test_what_the_compiler_of_the_target_refuses_is_said(monkeypatch):
+    read = trials.Trials._read
+
+    def refusing(self, traced, program=None, options=None):
+        if program is None:  # for the target
+            raise RuntimeError('INTERNAL: refused')
+        return read(self, traced, program, options)
+
+    monkeypatch.setattr(trials.Trials, '_read', refusing)
+    report = explain(jax.jit(train(layers)), WEIGHTS, TABLE, REPLICATED, tries=4)
+    assert report.total == ()
+    (note,) = [note for note in report.notes if note.kind == 'not tried']
+    assert note.text == 'a change that helps does not compile for cpu: INTERNAL: refused'
+
+
 def test_seconds_are_said(monkeypatch):
     report = explain(jax.jit(train(layers)), WEIGHTS, TABLE, REPLICATED, seconds=0)
     assert report.findings == ()

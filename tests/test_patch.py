@@ -983,3 +983,9 @@ def test_results_that_were_tried_with_arguments(tmp_path, monkeypatch):
     after = load(applied(patch, folder, folder / 'model.py'), 'decode_after')
     moved = explain(after.step, *after.arguments(P(None, 'data', 'tensor')), tries=0)
     assert moved.network_bytes == finding.tried.network_bytes < 0.1 * report.network_bytes
+
+
+def test_a_file_that_is_too_deep_for_python_is_not_read(tmp_path):
+    file = tmp_path / 'deep.py'
+    file.write_text(f'x = {" + ".join(["1"] * 100_000)}\n')
+    assert read_source(str(file)) is None

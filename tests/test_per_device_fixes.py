@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from einshard import device_mesh, explain, make_sharding, per_device
-from einshard._program.jaxpr.op_sharding_rule import batch_axes
+from einshard._program.jaxpr.batch_axes import batch_axes
 
 lax, linalg = jax.lax, jax.lax.linalg
 

@@ -19,7 +19,7 @@ from refusal import refusal
 
 from einshard import EinshardError, Rules, device_mesh, einshard, sharded
 from einshard._chips.table import as_chip
-from einshard._explain.partition import Worker
+from einshard._explain.partition import Worker, compile_in_worker
 
 # private: the order of a search with costs known beforehand, and the programs of the worker
 from einshard._plan.candidate import Candidate, Evaluation
@@ -95,6 +95,12 @@ def test_finds_the_best_within_the_budget():
     assert kinds.count('compiler') <= 5
     assert len(set(calls)) == len(calls)  # nothing is compiled twice
     assert run()[1] == calls  # deterministic
+
+
+def test_compiles_equal_candidates_once():
+    search, calls = run(candidates=[*ALL[:4], *ALL[:4]])
+    assert len(search.evaluated) == 4
+    assert [source for source, _ in calls].count('partitioner') == 4
 
 
 def test_compiles_all_of_a_small_space_once():
@@ -445,6 +451,24 @@ def test_the_next_program_starts_a_process_and_an_interrupt_ends_it(worker, monk
         evaluate(worker, [candidate(batch='x')])
     with pytest.raises(ProcessLookupError):
         os.kill(*started, 0)
+
+
+def test_an_interrupt_leaves_no_response_for_the_next_request(monkeypatch):
+    submit = Worker.submit
+
+    def interrupted(self, request):
+        submit(self, request)
+        raise KeyboardInterrupt
+
+    def moved(n):
+        stages = ((2,), ((0,),)), ((2,), ((),))
+        return compile_in_worker(2, {'shape': (n,), 'dtype': 'float32', 'stages': stages})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, 'submit', interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            moved(8)
+    assert 'f32[16]' in moved(16).text
 
 
 PROGRAM_WITH_WORKER = """

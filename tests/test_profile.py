@@ -30,7 +30,7 @@ from einshard._profile.events import read_events
 from einshard._profile.form import difference
 from einshard._profile.match import find_programs
 from einshard._profile.trace import read_trace
-from einshard._profile.wire import fields, messages, text
+from einshard._program.hlo.wire import fields, messages, text
 
 ROOT = Path(einshard.__file__).parents[1]
 HERE = Path(__file__).parent

@@ -10,9 +10,10 @@ from jax.sharding import PartitionSpec as P
 from modules import line_of
 from placed import struct_on
 
-from einshard._explain.why import find_reasons, full_names, why_value
+from einshard._explain.why import find_reasons, why_value
 from einshard._program.hlo.find_collectives import find_collectives
 from einshard._program.hlo.graph import Graph
+from einshard._program.hlo.sources import full_names
 from einshard._program.hlo.text import HloModule as Text
 from einshard._program.traced import shardy
 from einshard._program.traced.read import read_program

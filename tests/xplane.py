@@ -116,7 +116,7 @@ def cut(data):
     from jax.profiler import ProfileData
 
     from einshard._profile.trace import read_planes
-    from einshard._profile.wire import fields, messages, text
+    from einshard._program.hlo.wire import fields, messages, text
 
     def without(message, numbers, inside=None):
         kept = b''

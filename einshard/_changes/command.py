@@ -71,7 +71,9 @@ def check(options: Options, folder: Path) -> Checked:
         text = json.dumps(as_json(changes, base), indent=2) if options.json else as_text(changes)
         if options.markdown is not None:
             Path(options.markdown).write_text(as_markdown(changes, base), encoding='utf-8')
-    return Checked(text, _status(changes))
+    if any(change.status == 'error' for change in changes):
+        return Checked(text, 2)
+    return Checked(text, 3 if any(c.fails & c.step.fail_on for c in changes) else 0)
 
 
 def _jobs(config: Config, options: Options) -> Iterator[tuple[Step, str]]:
@@ -165,12 +167,6 @@ def _page(options: Options, step: Step, target: str) -> str:
     folder = Path(options.save)
     folder.mkdir(parents=True, exist_ok=True)
     return str((folder / f'{file_name(step, target)}.html').resolve())
-
-
-def _status(changes: Sequence[Change]) -> int:
-    if any(change.status == 'error' for change in changes):
-        return 2
-    return 3 if any(change.fails & change.step.fail_on for change in changes) else 0
 
 
 class _Failed(Exception):

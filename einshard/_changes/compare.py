@@ -190,10 +190,6 @@ def _memory(report: ReportDict) -> float | None:
     return Memory(**memory).total
 
 
-def _bound(report: ReportDict) -> float | None:
-    return max((bound['seconds'] for bound in report['bounds']), default=None)
-
-
 def _resource(report: ReportDict) -> str:
     largest = max(report['bounds'], key=lambda bound: bound['seconds'], default=None)
     return '' if largest is None else f'{largest["resource"]} {largest["along"]}'.strip()
@@ -207,7 +203,7 @@ def _exposed(report: ReportDict) -> float | None:
 _FIGURES: Mapping[str, Callable[[ReportDict], float | None]] = {
     'bytes': lambda report: report['network_bytes'],
     'memory': _memory,
-    'bound': _bound,
+    'bound': lambda report: max((b['seconds'] for b in report['bounds']), default=None),
     'exposed': _exposed,
 }
 

@@ -87,20 +87,19 @@ def _functions(file: str) -> list[tuple[int, int, str]]:
     """Returns (first line, last line, name) of each function in a file, inner ones first."""
     try:
         tree = ast.parse(Path(file).read_bytes())
-    except (OSError, SyntaxError, ValueError):
+    except (OSError, RecursionError, SyntaxError, ValueError):
         return []
     found: list[tuple[int, int, str]] = []
-
-    def visit(node: ast.AST, name: str) -> None:
+    pending: list[tuple[ast.AST, str]] = [(tree, '')]
+    while pending:  # not recursive: a sum of 1,000 terms is nested as deep
+        node, name = pending.pop()
         for child in ast.iter_child_nodes(node):
             inner = name
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 inner = f'{name}.{child.name}'.lstrip('.')
                 if not isinstance(child, ast.ClassDef):
                     found.append((child.lineno, child.end_lineno or child.lineno, inner))
-            visit(child, inner)
-
-    visit(tree, '')
+            pending.append((child, inner))
     return sorted(found, key=lambda each: each[1] - each[0])
 
 

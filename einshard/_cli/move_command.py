@@ -54,13 +54,10 @@ def run(arguments: Sequence[str]) -> str:
     options = parser.parse_args(arguments)
     mesh = mesh_of(options.devices, options.mesh, options.topology)
     [tree], _ = read_arguments([options.tree], mesh)
-    spec = load(options.spec) if _is_name(options.spec) else options.spec
+    is_name = ':' in options.spec and '->' not in options.spec
+    spec = load(options.spec) if is_name else options.spec
     if is_plain_function(spec) and not is_spec_function(spec):
         spec = call_with_mesh(spec, options.spec, mesh)
     report = explain_move(tree, spec, mesh)
     save_report(report, options)
     return text_of(report, options)
-
-
-def _is_name(text: str) -> bool:
-    return ':' in text and '->' not in text

@@ -198,7 +198,7 @@ def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
     assert jaxpr is not None
     # On Explicit axes, `sharded` reshards arguments with specs before the function uses them.
     # Omit these reshards, because the written code places the arguments.
-    program = flatten(jaxpr, keep_unused=True)
+    program = flatten(jaxpr)
     specs = zip(program.arguments, stages.argument_specs() or (), strict=False)
     resharded = {argument for argument, spec in specs if spec is not None}
     found: dict[tuple[str, str], str] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,26 +94,21 @@ def answer(facts: Facts, where: Collective | str) -> Why:
         place = where.name
     else:
         place = where
-        rows = [c for c in facts.collectives if _is_at(c, place)]
+        rows = [
+            c
+            for c in facts.collectives
+            if any(f'/{line}'.endswith(f'/{place}') for line in (c.source, c.called_at) if line)
+        ]
     values = () if isinstance(where, Collective) else why_value(program, place, facts.joined_axes)
     if not rows and not values:
-        raise _nothing_at(place, facts.collectives)
+        lines = dict.fromkeys(short_source(c.source) for c in facts.collectives if c.source)
+        raise EinshardError(
+            f"the program has no collective and no value at '{place}'",
+            code='argument',
+            facts={
+                'expected': 'a row of report.collectives, a line such as model.py:34, or the path '
+                'of an argument or result',
+                'lines of collectives': first_of([*lines], 5) or 'none',
+            },
+        )
     return Why(tuple(facts.reasons[c.name] for c in rows), values, note)
-
-
-def _is_at(row: Collective, place: str) -> bool:
-    lines = (row.source, row.called_at)
-    return any(line is not None and (line == place or line.endswith(f'/{place}')) for line in lines)
-
-
-def _nothing_at(place: str, rows: Sequence[Collective]) -> EinshardError:
-    lines = dict.fromkeys(short_source(row.source) for row in rows if row.source)
-    return EinshardError(
-        f"the program has no collective and no value at '{place}'",
-        code='argument',
-        facts={
-            'expected': 'a row of report.collectives, a line such as model.py:34, or the path of '
-            'an argument or result',
-            'lines of collectives': first_of([*lines], 5) or 'none',
-        },
-    )

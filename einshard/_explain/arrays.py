@@ -96,15 +96,12 @@ def _make_array(
     path: str, leaf: Any, sharding: Sharding | None, spec: AnySpec | None
 ) -> ProgramArray:
     shape = tuple(leaf.shape)
+    memory = None if spec is None else as_leaf_spec(spec).memory_kind
     lacks_memory = sharding is not None and sharding.memory_kind is None
-    is_on_host = lacks_memory and spec is not None and _is_on_host(spec)
+    is_on_host = lacks_memory and memory == 'pinned_host'
     return ProgramArray(
         path, shape, leaf.dtype, sharding, _axis_names(spec, len(shape)), is_on_host
     )
-
-
-def _is_on_host(spec: AnySpec) -> bool:
-    return as_leaf_spec(spec).memory_kind == 'pinned_host'
 
 
 def find_names(
@@ -168,14 +165,12 @@ def array_row(array: ProgramArray, meshes: Sequence[AnyMesh]) -> ArrayRow:
         path=array.path,
         shape=shape,
         dtype=str(array.dtype),
-        placement=_placement(array, meshes),
+        placement=with_memory_kind(
+            _text(array, meshes), 'pinned_host' if array.is_on_host else None
+        ),
         bytes=0 if sharding is None else math.prod(shard_shape) * array.dtype.itemsize,
         sharded=is_partial_sum or shard_shape != shape,
     )
-
-
-def _placement(array: ProgramArray, meshes: Sequence[AnyMesh]) -> str:
-    return with_memory_kind(_text(array, meshes), 'pinned_host' if array.is_on_host else None)
 
 
 def _text(array: ProgramArray, meshes: Sequence[AnyMesh]) -> str:

@@ -178,7 +178,7 @@ def read_facts(
         memory = replace(simulated.memory, capacity=capacity)
     traced = None
     if stages.jaxpr is not None and len(devices) > 1:
-        traced = flatten(stages.jaxpr, keep_unused=True)
+        traced = flatten(stages.jaxpr)
     return Facts(
         program=program,
         memory=memory,

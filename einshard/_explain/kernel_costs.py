@@ -25,7 +25,7 @@ def read_kernel_costs(costs: Any, program: HloModule, jaxpr: Any) -> Mapping[str
         return {}
     given = _checked(costs)
     targets = {target_of(op) for ops in program.computations.values() for op in ops} - {''}
-    traced = None if jaxpr is None else flatten(jaxpr, keep_unused=True)
+    traced = None if jaxpr is None else flatten(jaxpr)
     scopes = set[str]() if traced is None else scopes_of(traced)
     for name in given:
         if name not in scopes | targets:

@@ -10,14 +10,15 @@ import jax
 import numpy as np
 
 from .._errors import EinshardError, plural
-from .._profile.events import UNKNOWN, Events, read_events
+from .._profile.events import UNKNOWN, read_events
 from .._profile.form import source_lines, unpack
 from .._profile.join import CONTAINER, Subject, find_kinds, find_parts, find_sends
 from .._profile.match import Match, find_programs, only_one
 from .._profile.measured import Measured
 from .._profile.rows import find_lines, find_rows, find_spans, find_totals
 from .._profile.trace import Trace, read_trace
-from .._program.cost.timeline import async_phases, flops_by_op, line_of, rows_by_op
+from .._program.cost.timeline import flops_by_op, line_of, rows_by_op
+from .._program.hlo.find_collectives import async_phases
 from .._text import first_of
 from .collectives import payload_text
 from .reading import Reading
@@ -57,34 +58,6 @@ def measure(reading: Reading, path: str | os.PathLike[str], program: int | None)
     match = only_one(ran)
     events = found[match.name]
     assert events is not None
-    return _measured(reading, subject, trace, match, events)
-
-
-def _subject(reading: Reading) -> Subject:
-    program, collectives = reading.program, reading.collectives
-    phases = async_phases(program)
-    ops = {op.name: op for ops in program.computations.values() for op in ops}
-    return Subject(
-        entry=[op.name for op in program.computations[program.entry]],
-        rows=collectives,
-        labels=[payload_text([row], True) for row in collectives],
-        row_of=rows_by_op(collectives),
-        dones=frozenset(
-            op.name
-            for op in (ops.values() if phases else ())
-            if op.opcode == 'fusion'
-            and any(phases.get(name) == 'Done' for name in op.callees.get('calls', ()))
-        ),
-        line=lambda name: line_of(program, ops[name]) if name in ops else '',
-        flops={name: [*each.values()] for name, each in flops_by_op(reading.graph).items()},
-        devices=list(reading.devices),
-        chip=reading.chip,
-    )
-
-
-def _measured(
-    reading: Reading, subject: Subject, trace: Trace, match: Match, events: Events
-) -> Measured:
     # 1. which device of the program each one of the trace is
     places = _places(reading.devices, [device.ordinal for device in events.devices])
     # 2. what each event is; containers, such as a loop, hold others
@@ -111,7 +84,9 @@ def _measured(
     slowest = int(parts.sum(2).mean(1).argmax())
     of_slowest = parts.sum(2)[slowest]
     run = int(np.abs(of_slowest - np.median(of_slowest)).argmin())
-    joined = _joined_share(events)
+    took = [(device.end - device.start, device.op != UNKNOWN) for device in events.devices]
+    known = sum(float(seconds[is_known].sum()) for seconds, is_known in took)
+    joined = known / (sum(float(seconds.sum()) for seconds, _ in took) or 1.0)
     measured = find_rows(subject, sends, events.n_runs, places)
     if n_idle := len(subject.rows) - len(measured):
         notes.append(
@@ -140,10 +115,26 @@ def _measured(
     )
 
 
-def _joined_share(events: Events) -> float:
-    took = [(device.end - device.start, device.op != UNKNOWN) for device in events.devices]
-    total = sum(float(seconds.sum()) for seconds, _ in took)
-    return sum(float(seconds[is_known].sum()) for seconds, is_known in took) / (total or 1.0)
+def _subject(reading: Reading) -> Subject:
+    program, collectives = reading.program, reading.collectives
+    phases = async_phases(program)
+    ops = {op.name: op for ops in program.computations.values() for op in ops}
+    return Subject(
+        entry=[op.name for op in program.computations[program.entry]],
+        rows=collectives,
+        labels=[payload_text([row], True) for row in collectives],
+        row_of=rows_by_op(collectives),
+        dones=frozenset(
+            op.name
+            for op in (ops.values() if phases else ())
+            if op.opcode == 'fusion'
+            and any(phases.get(name) == 'Done' for name in op.callees.get('calls', ()))
+        ),
+        line=lambda name: line_of(program, ops[name]) if name in ops else '',
+        flops={name: [*each.values()] for name, each in flops_by_op(reading.graph).items()},
+        devices=list(reading.devices),
+        chip=reading.chip,
+    )
 
 
 def _lines_of_both(subject: Subject, trace: Trace, match: Match) -> Callable[[str], str]:

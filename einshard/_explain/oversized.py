@@ -84,9 +84,15 @@ def compile_stages(stages: Stages) -> Compiled | Oversized:
 
 def _read_oversized(lowered: Lowered, available: int) -> Oversized | None:
     """Compiles again and reads the compiler's dumps. Returns None if they cannot be read."""
-    kept, meshes = _arguments_and_meshes(lowered)
+    # the devices may be known only from `in_shardings=` or from constraints
+    options, devices, kept = compile_options(lowered), devices_of(lowered), kept_arguments(lowered)
+    given = (options[f'{name}_shardings'] for name in ('in', 'out', 'intermediate'))
+    meshes = [s.mesh for each in given for s in each if isinstance(s, NamedSharding)]
+    meshes += [options['context_mesh'], device_mesh(devices)]
+    # the partitioner numbers the devices in this order
+    meshes = [m for m in meshes if isinstance(m, Mesh) and [*m.devices.flat] == devices]
     with tempfile.TemporaryDirectory() as folder:
-        compile_with_dumps(lowered, folder)
+        _compile_with_dumps(lowered, folder)
         before = newest_dump(folder, 'before_*spmd-partitioning*')
         # for a single device, there is no partitioning
         before = before or newest_dump(folder, '.before_optimizations')
@@ -102,7 +108,7 @@ def _read_oversized(lowered: Lowered, available: int) -> Oversized | None:
     results, out_tree = jtu.tree_flatten(lowered.out_info)
     arrays = [(op, [len(leaves[i].shape)]) for i, op in zip(kept, parameters, strict=True)]
     arrays.append((program.root, [len(result.shape) for result in results]))
-    for mesh in meshes:
+    for mesh in dict.fromkeys(meshes):
         shardings = [s for op, ndims in arrays for s in read_shardings(op, ndims, mesh)]
         if None not in shardings:
             break
@@ -121,24 +127,6 @@ def _read_oversized(lowered: Lowered, available: int) -> Oversized | None:
         read_sizes(buffers),
         available,
     )
-
-
-def _arguments_and_meshes(lowered: Lowered) -> tuple[Sequence[int], Sequence[Mesh]]:
-    """Returns the indices of the argument leaves that JAX keeps, and meshes of all its devices.
-
-    The devices may be known only from `in_shardings=` or from constraints.
-    """
-    options, devices = compile_options(lowered), devices_of(lowered)
-    shardings = (
-        *options['in_shardings'],
-        *options['out_shardings'],
-        *options['intermediate_shardings'],
-    )
-    meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
-    meshes += [options['context_mesh'], device_mesh(devices)]
-    # the partitioner numbers the devices in this order
-    found = [m for m in meshes if isinstance(m, Mesh) and [*m.devices.flat] == devices]
-    return kept_arguments(lowered), list(dict.fromkeys(found))
 
 
 def read_sizes(buffers: str) -> Any:
@@ -171,7 +159,7 @@ def text_of(name: str, compiled: Any, lower: Callable[[], Lowered]) -> str:
         return program_text(name, compiled)
     except jax.errors.JaxRuntimeError:
         with tempfile.TemporaryDirectory() as folder:
-            compile_with_dumps(lower(), folder)
+            _compile_with_dumps(lower(), folder)
             text = newest_dump(folder, '.after_optimizations')
         if not text:
             raise
@@ -181,14 +169,13 @@ def text_of(name: str, compiled: Any, lower: Callable[[], Lowered]) -> str:
 # --- dumps of the compiler ------------------------------------------------------------------------
 
 
-def compile_with_dumps(lowered: Lowered, folder: str) -> None:
-    """Compiles again, and makes XLA dump the program to `folder` at several stages."""
+def _compile_with_dumps(lowered: Lowered, folder: str) -> None:
     options = {
         'xla_dump_to': folder,
         'xla_dump_hlo_as_text': True,
         'xla_dump_hlo_pass_re': 'spmd-partitioning',
     }
-    # a program that does not fit into the memory of a device is dumped before compilation fails
+    # what does not fit into the memory of a device is dumped before compilation fails
     with contextlib.suppress(jax.errors.JaxRuntimeError), progress('compiling again'):
         lowered.compile(compiler_options=options)
 

@@ -120,8 +120,12 @@ def compile_in_worker(n_devices: int, request: dict[str, Any]) -> Compiled:
     """
     with _lock:
         worker = _workers.setdefault(n_devices, Worker(n_devices))
-        worker.submit(request)
-        compiled = worker.result()
+        try:
+            worker.submit(request)
+            compiled = worker.result()
+        except BaseException:  # a response that is left unread would be that of the next request
+            worker.close()
+            raise
     if isinstance(compiled, str):
         raise ValueError(compiled)
     return compiled

@@ -91,6 +91,14 @@ class Reading:
     @functools.cached_property
     def collectives(self) -> Sequence[Collective]:
         """The collectives, with what they send and along which axes."""
+        ids = () if self.is_simulated else [device.id for device in self.devices]
+        found: Sequence[Collective] = find_collectives(self.graph, ids)
+        if self.is_simulated:
+            # what has no line gets that of the call in the worker
+            found = [
+                replace(c, source=None, column=0) if (c.source or '').startswith(WORKER_FILE) else c
+                for c in target_collectives(self.graph, found)
+            ]
 
         # 256 devices have long groups, which many collectives share
         @functools.cache
@@ -108,16 +116,7 @@ class Reading:
                 along=along(c.device_groups, c.pairs),
                 mesh_axes=axes_of(c.device_groups),
             )
-            for c in self._find_collectives()
-        ]
-
-    def _find_collectives(self) -> Sequence[Collective]:
-        if not self.is_simulated:
-            return find_collectives(self.graph, [device.id for device in self.devices])
-        # what has no line gets that of the call in the worker
-        return [
-            replace(c, source=None, column=0) if (c.source or '').startswith(WORKER_FILE) else c
-            for c in target_collectives(self.graph, find_collectives(self.graph))
+            for c in found
         ]
 
     @functools.cached_property

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from math import prod
 
 from .._program.hlo.collective import KINDS, PERMUTE, Collective
-from .._program.hlo.queries import MOVES, strip
+from .._program.hlo.opcodes import MOVES
+from .._program.hlo.queries import reached, strip
+from .._program.hlo.sources import full_names
 from .._program.traced.conflicts import (
     DISAGREE,
     DROPPED,
@@ -276,7 +278,9 @@ class _Why:
                 )
                 for op, at in self._near(row, names).items()
                 for c in self.conflicts(op, axis)
-                if c.kind in kinds and _resolves(row.kind, c)
+                if c.kind in kinds
+                # XLA gathers what each device found of an argmax; it sums up everything else
+                and (row.kind != 'all-gather' or c.kind != REDUCE or len(op.results) > 1)
             ]
         return self.known[key]
 
@@ -368,12 +372,6 @@ def _sizes_of(row: Collective) -> list[frozenset[int]]:
     return [frozenset[int]().union(*pairs)]
 
 
-def _resolves(kind: str, c: Conflict) -> bool:
-    """Whether a collective may resolve a conflict of a kind that it resolves."""
-    # XLA gathers what each device found of an argmax; it sums up everything else
-    return kind != 'all-gather' or c.kind != REDUCE or len(c.operation.results) > 1
-
-
 def _possible_sizes(program: Propagated, kind: str, c: Conflict) -> frozenset[int]:
     """The sizes of collectives that may resolve a conflict.
 
@@ -390,25 +388,18 @@ def _possible_sizes(program: Propagated, kind: str, c: Conflict) -> frozenset[in
 
 def _users(value: Value) -> list[Operation]:
     """Returns the users of a value, also inside and after loops and inner functions."""
-    found, seen, pending = list[Operation](), {value}, [value]
-    for at in pending:
-        for user, _ in at.users:
-            found.append(user)
-            inner = user.results if user.kind in PASSING else ()
-            pending += [v for v in inner if v not in seen]
-            seen.update(inner)
-    return found
+
+    def passed(at: Value) -> list[Value]:
+        return [v for user, _ in at.users if user.kind in PASSING for v in user.results]
+
+    return [user for at in reached([value], passed) for user, _ in at.users]
 
 
 def _producers(value: Value) -> list[Operation]:
-    found, seen, pending = list[Operation](), {value}, [value]
-    for at in pending:
-        if at.producer is not None:
-            found.append(at.producer)
-            outer = at.producer.operands if at.producer.kind in PASSING else ()
-            pending += [v for v in outer if v not in seen]
-            seen.update(outer)
-    return found
+    def passed(at: Value) -> list[Value]:
+        return at.producer.operands if at.producer and at.producer.kind in PASSING else []
+
+    return [at.producer for at in reached([value], passed) if at.producer is not None]
 
 
 def _is_requested(c: Conflict) -> bool:
@@ -424,31 +415,3 @@ def _is_requested(c: Conflict) -> bool:
         and any(is_asked(user) or user.kind == PROGRAM_RESULT for user, _ in value.users)
         for value in constrained
     )
-
-
-def full_names(op_name: str) -> list[str]:
-    """Returns the JAX operations of an `op_name`, in which XLA may have combined several.
-
-    >>> from einshard._explain.why import full_names
-    >>> full_names('(jit(f)/mul:jit(f)/(dot_general:reduce_sum))')
-    ['jit(f)/mul', 'jit(f)/dot_general', 'jit(f)/reduce_sum']
-    """
-    names = dict[str, None]()
-    pending = [('', op_name)]
-    while pending:
-        before, text = pending.pop(0)
-        depth, start = 0, 0
-        for i, character in enumerate(text):
-            depth += (character == '(') - (character == ')')
-            if depth == 0 and character in '/:':
-                if character == ':':
-                    pending[:0] = [(before, text[:i]), (before, text[i + 1 :])]
-                    break
-                start = i + 1
-        else:
-            last = text[start:]
-            if last.startswith('(') and last.endswith(')'):
-                pending.insert(0, (before + text[:start], last[1:-1]))
-            elif text:
-                names[before + text] = None
-    return list(names)

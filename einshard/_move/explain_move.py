@@ -252,12 +252,10 @@ class _Cost:
             known = route if route.collectives else compile_route(transfer.move, route.through)
             found += known.collectives if known is not None else ()
         n = len(transfer.all_devices)
-        return found + [_permute(pair, size, n) for pair, size in self.pieces.items()]
-
-
-def _permute(pair: tuple[int, int], n_bytes: int, n_devices: int) -> Collective:
-    array = (ArrayType('s8', (n_bytes,)),)
-    return Collective(PERMUTE, 'piece', array, array, (pair,), (pair,), n_devices)
+        for pair, size in self.pieces.items():
+            array = (ArrayType('s8', (size,)),)
+            found.append(Collective(PERMUTE, 'piece', array, array, (pair,), (pair,), n))
+        return found
 
 
 def _row(cost: _Cost, group: Sequence[Job], path: str) -> MoveRow:

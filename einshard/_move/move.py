@@ -260,7 +260,10 @@ def make_groups(
     key: Any = None  # of the group
     grown = used = 0  # by results so far, and by this group
     for job in sorted(jobs, key=lambda job: job.transfer.new_bytes - job.transfer.old_bytes):
-        own = _program_key(job, kept)
+        # arrays with equal keys can move with one program; none has the key of one that is cut
+        transfer, own = job.transfer, id(job)
+        if transfer.is_same and transfer.move is not None:
+            own = transfer.devices, id(job.array) in kept
         if group and (own != key or used + job.growth > min(limit_of_group, limit - grown)):
             yield group
             grown += sum(j.transfer.new_bytes - j.transfer.old_bytes * donate for j in group)
@@ -270,14 +273,6 @@ def make_groups(
         used += job.growth
     if group:
         yield group
-
-
-def _program_key(job: Job, kept: set[int]) -> Any:
-    """Arrays with equal keys can move with one program; none has the key of one that is cut."""
-    move = job.transfer.move
-    if not job.transfer.is_same or move is None:
-        return id(job)
-    return job.transfer.devices, id(job.array) in kept
 
 
 # --- moving --------------------------------------------------------------------------------------

@@ -79,7 +79,9 @@ def refined(*several: Placed) -> list[Placed]:
 
     Meshes such as 3 x 4 and 4 x 3 have no common refinement. Then each is refined alone.
     """
-    marks = sorted({mark for placed in several for mark in _marks(placed.sizes)})
+    # how many devices come after each mesh axis, and before the first
+    sizes_of = [placed.sizes for placed in several]
+    marks = sorted({prod(sizes[i:]) for sizes in sizes_of for i in range(len(sizes) + 1)})
     if any(large % small for small, large in pairwise(marks)):
         return [refined(placed)[0] for placed in several]
     sizes: list[int] = []
@@ -103,8 +105,3 @@ def refined(*several: Placed) -> list[Placed]:
         )
         for placed in several
     ]
-
-
-def _marks(sizes: Sequence[int]) -> Iterator[int]:
-    """Yields how many devices come after each mesh axis, and before the first."""
-    return (prod(sizes[i:]) for i in range(len(sizes) + 1))

@@ -179,7 +179,10 @@ def finished(job: Job, x: Any) -> Any:
 
 def send_pieces(job: Job, donate: bool) -> Any:
     """Moves one array to other devices: each piece by itself, and none through the host."""
-    if job.route is not None and job.route is not _stays(job):
+    move = job.transfer.move
+    # else, the shards on the source devices are the pieces already
+    is_moved = move is None or move.before != move.after
+    if job.route is not None and is_moved:
         [x], is_own = run_program([job], donate), True
     else:
         x, is_own = _prepared(job, donate)
@@ -193,12 +196,6 @@ def send_pieces(job: Job, donate: bool) -> Any:
             placed.append(_joined(parts, counts))
     jax.block_until_ready(placed)
     return jax.make_array_from_single_device_arrays(job.shape, job.target, placed)
-
-
-def _stays(job: Job) -> Route | None:
-    """Returns the route if the shards on the source devices are the pieces already."""
-    move = job.transfer.move
-    return job.route if move is not None and move.before == move.after else None
 
 
 def _piece(shard: Any, piece: Piece, device: Device, is_own: bool) -> Any:

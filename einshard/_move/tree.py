@@ -71,7 +71,12 @@ def read_tree(tree: Any, spec: Spec, mesh: MeshLike | None, *, only_shapes: bool
         kind = kind_of(type(leaf))
         try:
             if kind == 'tracer' or (tracing and kind in ('array', 'numpy')):
-                raise _traced_error(leaf)
+                raise EinshardError(
+                    f'{array_text(leaf)} is traced, and only arrays outside of a traced function '
+                    'can be moved',
+                    code='tracing',
+                    facts={'instead': _EXPLAIN_SHOWS},
+                )
             placement = placement_of_leaf(leaf, kind, leaf_spec, find)
             if placement is None:
                 own = leaves_with_own_spec(tree, spec) if own is None else own
@@ -134,14 +139,6 @@ def _sharding_facts(sharding: Any) -> dict[str, str]:
     if not isinstance(sharding, NamedSharding):
         return {'sharding': type(sharding).__name__}
     return {'sharding': partition_text(sharding.spec), 'mesh': mesh_fact(sharding.mesh)}
-
-
-def _traced_error(leaf: Any) -> EinshardError:
-    return EinshardError(
-        f'{array_text(leaf)} is traced, and only arrays outside of a traced function can be moved',
-        code='tracing',
-        facts={'instead': _EXPLAIN_SHOWS},
-    )
 
 
 def _check_here(mesh: Any) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .._chips.chip import Chip
 from .._errors import EinshardError
 from .._explain.collectives import Collectives
-from .._explain.explain import explain_stages
+from .._explain.explain import explain_stages, read_facts
 from .._explain.partition import (
     Compiled,
     Worker,
@@ -25,7 +25,7 @@ from .._explain.partition import (
     compile_in_worker,
     export,
 )
-from .._explain.reading import read_simulated
+from .._explain.reading import Reading, read_simulated
 from .._explain.report import Report
 from .._explain.stages import Stages
 from .._explain.trace_call import trace_call
@@ -35,6 +35,8 @@ from .._sharding.mesh import partition_spec
 from .._trees.axis_names import MetadataNames
 from .._trees.paths import leaves_with_paths, path_text
 from .candidate import Candidate, CostSource, Evaluation
+
+_T = TypeVar('_T')
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,13 @@ class Function:
         return export(stages, candidate.mesh, self.mesh_of(candidate).axis_types)
 
     def report(self, candidate: Candidate) -> Report:
-        """Compiles the function for the target, and reports on it as `explain` does.
+        """Compiles the function for the target, and reports on it as `explain` does."""
+        return self._compiled(candidate, explain_stages)
 
-        For CPUs, what XLA's partitioner makes of it for the chip is reported, as plans are ranked.
+    def _compiled(self, candidate: Candidate, read: Callable[..., _T]) -> _T:
+        """Compiles the function for the target, and reads it.
+
+        For CPUs, what XLA's partitioner makes of it for the chip is read, as plans are ranked.
         """
         stages, simulated = self.trace(candidate), None
         with self.scope(candidate):
@@ -83,25 +89,16 @@ class Function:
                 with suppress(Exception):
                     request, _ = self.export(stages, candidate)
                     simulated = compile_in_worker(self.devices.size, request)
-            return explain_stages(stages, self.chip, simulated=simulated)
+            return read(stages, self.chip, simulated=simulated)
 
     def evaluate(self, candidate: Candidate) -> Evaluation:
         try:
-            report = self.report(candidate)
+            facts = self._compiled(candidate, read_facts)
         except EinshardError as error:
             says = error.facts.get('the compiler says', '')
             text = f'{str(error).splitlines()[0]}: {says}'.strip(': ')
             return _failed(candidate, 'compiler', text)
-        return Evaluation(
-            candidate,
-            'compiler',
-            bounds=report.bounds,
-            memory=report.memory and report.memory.total,
-            sent=report.collectives.bytes_by('along'),
-            sent_by=report.collectives.bytes_by('kind', 'role'),
-            counts=dict(report.collectives.counts),
-            step=report.reading.step,
-        )
+        return _evaluation(candidate, 'compiler', facts, facts.step)
 
     def evaluate_all(self, candidates: Iterable[Candidate]) -> Generator[Evaluation, None, None]:
         yield from map(self.evaluate, candidates)
@@ -191,9 +188,18 @@ class Partitioner:
             except Exception:  # the program may have a TPU kernel or a host callback
                 return function.evaluate(candidate)
             self._worker.submit(request)
-            return _sent_program(candidate, stages, kept, request)
         except EinshardError as error:
             return _failed(candidate, 'partitioner', str(error))
+        traced: Any = stages.traced
+        arguments = leaves_with_paths(traced.args_info)
+        used = [arguments[i] for i in kept]
+        results = enumerate(leaves_with_paths(traced.out_info))
+        return _SentProgram(
+            candidate,
+            [(f'{path[1]}/{path_text(path[2:])}', str(leaf.dtype)) for path, leaf in used],
+            {i: f'result/{path_text(path)}' for i, (path, _) in results},
+            request,
+        )
 
     def _receive(self, pending: deque[_SentProgram | Evaluation]) -> Evaluation:
         program = pending.popleft()
@@ -236,30 +242,22 @@ class _SentProgram:
             inputs=self.inputs,
             outputs=self.outputs,
         )
-        collectives = Collectives(reading.collectives)
-        return Evaluation(
-            self.candidate,
-            'partitioner',
-            bounds=reading.bounds,
-            memory=compiled.memory and compiled.memory.total,
-            sent=collectives.bytes_by('along'),
-            sent_by=collectives.bytes_by('kind', 'role'),
-            counts=collectives.counts,
-        )
+        return _evaluation(self.candidate, 'partitioner', reading)
 
 
-def _sent_program(
-    candidate: Candidate, stages: Stages, kept: Sequence[int], request: dict[str, Any]
-) -> _SentProgram:
-    traced: Any = stages.traced
-    arguments = leaves_with_paths(traced.args_info)
-    results = leaves_with_paths(traced.out_info)
-    used = [arguments[i] for i in kept]
-    return _SentProgram(
+def _evaluation(
+    candidate: Candidate, costs_from: CostSource, reading: Reading, step: float | None = None
+) -> Evaluation:
+    collectives = Collectives(reading.collectives)
+    return Evaluation(
         candidate,
-        [(f'{path[1]}/{path_text(path[2:])}', str(leaf.dtype)) for path, leaf in used],
-        {i: f'result/{path_text(path)}' for i, (path, _) in enumerate(results)},
-        request,
+        costs_from,
+        bounds=reading.bounds,
+        memory=reading.memory and reading.memory.total,
+        sent=collectives.bytes_by('along'),
+        sent_by=collectives.bytes_by('kind', 'role'),
+        counts=collectives.counts,
+        step=step,
     )
 
 

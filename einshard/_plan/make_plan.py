@@ -28,7 +28,16 @@ def make_plan(search: PlanSearch, model: Model, function: Function) -> Plan:
             facts={'instead': 'pass a larger seconds='},
         )
     if choices[0].error:
-        raise _no_plan_compiles(choices, model)
+        ((error, n_plans),) = Counter(one.error for one in choices).most_common(1)
+        example = next(one.candidate for one in choices if one.error == error)
+        raise EinshardError(
+            f'{model.name} does not compile with any of the {plural(len(choices), "plan")} tried',
+            code='does-not-compile',
+            facts={
+                'the compiler says': error,
+                'plans with this error': f'{n_plans} of {len(choices)}, such as {example}',
+            },
+        )
     best = choices[0].candidate
     if isinstance(function, StepFunction):
         code = tuple(function.code(best))
@@ -51,20 +60,6 @@ def make_plan(search: PlanSearch, model: Model, function: Function) -> Plan:
         notes=tuple(_notes(choices, search, model, function)),
         warnings=tuple(_warnings(choices[0], search, model)),
         _function=function,
-    )
-
-
-def _no_plan_compiles(choices: Sequence[Evaluation], model: Model) -> EinshardError:
-    counts = Counter(one.error for one in choices)
-    ((error, n_plans),) = counts.most_common(1)
-    example = next(one.candidate for one in choices if one.error == error)
-    return EinshardError(
-        f'{model.name} does not compile with any of the {plural(len(choices), "plan")} tried',
-        code='does-not-compile',
-        facts={
-            'the compiler says': error,
-            'plans with this error': f'{n_plans} of {len(choices)}, such as {example}',
-        },
     )
 
 

@@ -25,8 +25,8 @@ from .._program.private_jax import kept_arguments
 from .._program.traced.axis_classes import AxisClasses, Dim
 from .._program.traced.outline import PRODUCTS, Place
 from .._program.traced.propagated import Axes
-from .._program.traced.shardy import NotPropagated, resize_meshes
-from .._program.traced.variants import Variants
+from .._program.traced.shardy import NotPropagated
+from .._program.traced.variants import Variants, resize_meshes
 from .._trees.paths import argument_path, path_and_array
 from .candidate import Candidate
 from .model import Array, ArrayNames, AxisNames, Model

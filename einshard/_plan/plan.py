@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from math import inf
 from typing import Any, NamedTuple, TypeAlias, get_args
@@ -21,7 +21,7 @@ from .._sharding.axis_rules import AxisPlacement, check_option
 from .._sharding.mesh import MeshLike, is_canonical_mesh, mesh_fact
 from .._sharding.scopes import current_context, mesh_scope
 from .._text import name_of
-from .candidate import Candidate, Objective
+from .candidate import Objective
 from .evaluate import Function, Partitioner, as_sharded, copy_sharded, has_rules
 from .make_plan import make_plan
 from .model import Model
@@ -192,32 +192,19 @@ def _plan(
     if isinstance(function, StepFunction) and not pin:  # the step as it is does not count
         given = [function.as_it_is, *given]
         options = options._replace(compilations=options.compilations + 1)
-    return make_plan(_searched(function, ranked, given, options), model, function)
-
-
-def _searched(
-    function: Function,
-    candidates: Sequence[Candidate],
-    user_candidates: Sequence[Candidate],
-    options: _Options,
-) -> PlanSearch:
     # for CPUs, the partitioner is already the compiler of the target
-    is_cpu = function.devices.devices.flat[0].platform == 'cpu'
+    is_cpu = devices.devices.flat[0].platform == 'cpu'
     with closing(Partitioner(function)) as partitioner:
         search = PlanSearch(
-            candidates=candidates,
-            user_candidates=user_candidates,
+            candidates=ranked,
+            user_candidates=given,
             partitioner=partitioner.evaluate_all,
             compiler=None if is_cpu else function.evaluate_all,
-            objective=options.objective,
-            limit=options.limit,
-            compilations=options.compilations,
-            target_compilations=options.target_compilations,
-            seconds=options.seconds,
+            **options._asdict(),
         )
         with progress(search.progress_text):
             search.run()
-    return search
+    return make_plan(search, model, function)
 
 
 def _devices(mesh: MeshLike | None) -> Mesh:

@@ -201,6 +201,7 @@ def is_neighbor(one: Candidate, other: Candidate) -> bool:
 
 def _mix_shapes(ranked: Sequence[Candidate], n: int) -> list[Candidate]:
     """Chooses n candidates, alternating between the best of all and the best of each mesh shape."""
+    ranked = list(dict.fromkeys(ranked))
     by_shape: dict[object, list[Candidate]] = {}
     for candidate in ranked:
         by_shape.setdefault(candidate.mesh, []).append(candidate)

@@ -83,15 +83,15 @@ class Space:
         return tuple(sizes.values()), tuple(names for names, _ in sizes)
 
     def candidate(self, point: Point) -> Candidate:
-        axes = {name: self._mesh_axes_of(point, name) for name in self.model.sizes}
+        sizes, name_sets = point
+        pairs = [*zip(self.mesh_axes, name_sets, strict=False)]
+        axes = {
+            name: tuple(axis for axis, names in pairs if name in names) for name in self.model.sizes
+        }
         return Candidate(
-            tuple(zip(self.mesh_axes, point[0], strict=False)),
+            tuple(zip(self.mesh_axes, sizes, strict=False)),
             tuple((axes | dict(self.pinned)).items()),  # a pin '@(y,x)' keeps this order
         )
-
-    def _mesh_axes_of(self, point: Point, name: str) -> tuple[str, ...]:
-        pairs = zip(self.mesh_axes, point[1], strict=False)
-        return tuple(axis for axis, names in pairs if name in names)
 
     def batch_names(self) -> frozenset[str]:
         """Returns the first axis name of each data array, such as 'batch'."""

@@ -9,10 +9,10 @@ from typing import Any
 from jax.sharding import Mesh, PartitionSpec
 
 from .._explain.findings.facts import Facts
-from .._explain.findings.next_call import next_arguments, weights_of_gradients
 from .._explain.local_devices import asked_texts
 from .._explain.search.edits import edits_of, variants_of
-from .._explain.search.groups import Group, Named, find_groups
+from .._explain.search.groups import Group
+from .._explain.search.proposals import groups_of
 from .._explain.search.trials import Trials
 from .._program.cost.score import Score
 from .._program.edits.call import JittedCall
@@ -22,7 +22,7 @@ from .._program.traced.propagated import Axes
 from .._trees.axis_names import MetadataNames
 from .candidate import Candidate
 from .model import Array, Model
-from .named_classes import Names, name_classes
+from .named_classes import name_classes
 from .scores import Scores, placed
 
 # constraints that bring a step as near to the score of all as this are enough
@@ -62,11 +62,8 @@ class Step(Scores):
         self.facts, self.trials = facts, Trials(facts, call)
         super().__init__(facts.mesh, self.trials.chip, is_kept)
         self.variants = variants = variants_of(call, facts.mesh)
+        groups = groups_of(facts, variants)
         paths = [array.path for array in facts.arguments]
-        replaced = {**next_arguments(facts), **weights_of_gradients(facts)}
-        named = Named(paths, [array.path for array in facts.results], facts.data, replaced)
-        groups = find_groups(variants, named)
-        variants.fold(group.sites for group in groups)
         given = {i: names for i, names in enumerate(labels) if names is not None}
         self._values = [group for group in groups if group.kind == 'value' and constraints]
         self.named = name_classes(variants, paths, facts.data, groups, given)
@@ -84,7 +81,7 @@ class Step(Scores):
         weights = {
             p.index
             for p, names in self.named.names.items()
-            if p.kind == 'argument' and not _is_data(names)
+            if p.kind == 'argument' and 'batch' not in names
         }
         arrays: list[Array] = []
         for i, array in enumerate(facts.arguments):
@@ -201,7 +198,3 @@ class Step(Scores):
         each = [(self.seconds(candidate, [*held, group]), group) for group in groups]
         least = min((seconds for seconds, _ in each), default=inf)
         return next((pair for pair in each if pair[0] <= _EQUAL * least), None)
-
-
-def _is_data(names: Names) -> bool:
-    return 'batch' in names

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._chips.chip import Chip
@@ -39,7 +38,7 @@ from .candidate import Candidate
 from .evaluate import Function
 from .source import mesh_call, suffix_rules
 from .step import Step
-from .tracing import metadata_of_traced
+from .tracing import metadata_of_traced, without_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +310,7 @@ def _meshes_of_code(
     fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[set[Mesh], bool]:
     """The meshes with named axes in code, and whether `in_shardings=` places arguments."""
-    args, kwargs = jtu.tree_map(_shape, (tuple(args), dict(kwargs)))
+    args, kwargs = jtu.tree_map(without_values, (tuple(args), dict(kwargs)))
     stages = trace_call(fn, args, kwargs, mesh=None)
     found, is_placed = set[Mesh](), False
     if stages.call is not None:
@@ -321,13 +320,6 @@ def _meshes_of_code(
         found = {mesh for eqn in stages.jaxpr.eqns for mesh in _meshes_of(eqn)}
     named = {mesh for mesh in found if mesh.size > 1 and not is_canonical_mesh(mesh)}
     return named, is_placed
-
-
-def _shape(leaf: Any) -> Any:
-    """An argument without its values and devices. Returns what is no array unchanged."""
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    return leaf
 
 
 def _meshes_of(eqn: Any) -> Iterator[Mesh]:
@@ -364,7 +356,7 @@ def _trace_on(
     replicated = NamedSharding(mesh, PartitionSpec())
 
     def struct(leaf: Any) -> Any:
-        shape, given = _shape(leaf), getattr(leaf, 'sharding', None)
+        shape, given = without_values(leaf), getattr(leaf, 'sharding', None)
         if is_placed or not isinstance(shape, jax.ShapeDtypeStruct):
             return shape
         is_on = keep and isinstance(given, NamedSharding) and given.mesh == mesh

@@ -96,11 +96,11 @@ def _trace(
     fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Stages, tuple[Sequence[Any], Mapping[str, Any]]]:
     """Traces a function, and also returns the arguments with a ShapeDtypeStruct for each array."""
-    args, kwargs = jtu.tree_map(_struct, (tuple(args), dict(kwargs)))
+    args, kwargs = jtu.tree_map(without_values, (tuple(args), dict(kwargs)))
     return trace_call(fn, args, kwargs, mesh=None), (args, kwargs)
 
 
-def _struct(leaf: Any) -> Any:
+def without_values(leaf: Any) -> Any:
     """Returns the shape and dtype of an array. Returns other leaves unchanged."""
     if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from .._program.hlo.opcodes import COLLECTIVES
 from .._program.hlo.sources import Sources
-from .wire import WireValue, fields, messages, numbers, text
+from .._program.hlo.wire import WireValue, fields, messages, numbers, text
 
 
 class Op(NamedTuple):

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .._errors import EinshardError
+from .._program.hlo.wire import Truncated, fields, messages, text
 from .form import Form, read_form
-from .wire import Truncated, fields, messages, text
 
 _FILE = '*.xplane.pb'
 _METADATA = '/host:metadata'

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from ..._program.jaxpr.graph import FlatJaxpr
 from ..._program.jaxpr.names import names_in
@@ -138,17 +138,15 @@ def _constraints(
         sharding, ndim, reason = params['sharding'], len(traced.values[result].shape), None
         if is_unused:
             reason = _RESULT_UNUSED
-        elif before in shardings and _are_equal(shardings[before], sharding, ndim):
+        elif before in shardings and (
+            (old := shardings[before]) == sharding or old.is_equivalent_to(sharding, ndim)
+        ):
             text = sharding
             if isinstance(sharding, NamedSharding):
                 text = describe_named(sharding, ndim)
             reason = f"the value is already '{text}', so this constraint has no effect"
         shardings[result] = sharding
         yield stack, reason
-
-
-def _are_equal(before: Sharding, sharding: Sharding, ndim: int) -> bool:
-    return before == sharding or before.is_equivalent_to(sharding, ndim)
 
 
 def _has_no_effect_in_jit(sharding: NamedSharding) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from ..._program.hlo.collective import Collective
 from ..._program.hlo.opcodes import FREE
-from ..._program.hlo.text import Instruction
 from ..._text import format_seconds
 from ..estimate import refusal
 from ..report_rows import Finding
@@ -56,22 +55,13 @@ def exposed_communication(facts: Facts) -> Iterator[Finding]:
 def _reason(facts: Facts, row: Collective) -> str:
     """Says where a collective stands in the schedule."""
     op = row.nodes[0].op
-    ops = _computation_of(facts, row)
+    computations = facts.graph.program.computations.values()
+    ops = next((ops for ops in computations if any(each.name == op.name for each in ops)), [])
     is_synchronous = not op.opcode.endswith('-start') and row.nodes[0].scope.fusion is None
     what = 'it is synchronous' if is_synchronous else 'little is computed between start and end'
     names = [each.name for each in ops]
     after = ops[names.index(op.name) + 1 :] if op.name in names else []
-    is_last = not any(each.opcode not in FREE and not _is_end(each) for each in after)
+    is_last = all(each.opcode in FREE or each.opcode.endswith('-done') for each in after)
     if after and is_last and row.nodes[0].loop is not None:
         return f'{what}, at the end of the body of a loop'
     return what
-
-
-def _computation_of(facts: Facts, row: Collective) -> list[Instruction]:
-    name = row.nodes[0].op.name
-    computations = facts.graph.program.computations.values()
-    return next((ops for ops in computations if any(op.name == name for op in ops)), [])
-
-
-def _is_end(op: Instruction) -> bool:
-    return op.opcode.endswith('-done')

@@ -110,12 +110,19 @@ def gathered_operations(
                     if v is not None
                     for dim, axis in enumerate(values[v])
                     if axes & {*axis.mesh_axes}
-                    and (op.primitive not in _SLICES or (i, dim) in op.rule.unsharded)
+                    and (op.primitive not in _SLICES or _changes_size(op, i, dim))
                 ]
                 if sharded and found.isdisjoint(c.name for c in mine):
                     found.update(c.name for c in mine)
                     yield mine, op, *sharded[0], values
                     break
+
+
+def _changes_size(op: Op, i: int, dim: int) -> bool:
+    """Whether an operation changes the size of an axis of an operand."""
+    shape = op.eqn.invars[i].aval.shape
+    shapes = (v.aval.shape for v in op.eqn.outvars)
+    return any(len(new) == len(shape) and new[dim] != shape[dim] for new in shapes)
 
 
 def _own_line(facts: Facts, collective: Collective) -> Iterator[tuple[str, int]]:

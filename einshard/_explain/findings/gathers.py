@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from jax.sharding import NamedSharding
-
 from ..._program.hlo.collective import Collective
 from ..._program.hlo.find_collectives import count_executions
 from ..._program.hlo.graph import Loop
@@ -16,51 +14,30 @@ from ..._sharding.collective_axes import sharding_of_blocks
 from ..._sharding.describe import describe_named
 from ..._sharding.mesh import AnyMesh
 from ..._text import first_of, format_bytes, short_source
-from ..arrays import ProgramArray
 from ..fold_layers import fold_paths
 from ..report_rows import Finding
 from .facts import Facts
 
 
-def reshard_text(
-    reshard: Reshard, meshes: Sequence[AnyMesh], argument: ProgramArray | None = None
-) -> str:
-    """Describes the reshard of an argument, or of another array."""
+def reshard_text(reshard: Reshard, meshes: Sequence[AnyMesh]) -> str:
+    """Describes the reshard of an array."""
     n_blocks = prod(len(set(indices)) for indices in reshard.before)
-    # is_full: whether the result is the global array, not a shard of it
-    what, is_full = str(reshard.array), n_blocks == len(reshard.before[0])
-    names: tuple[str, ...] | None = None
-    if argument is not None:
-        same_shape = argument.shape == reshard.array.shape
-        names = argument.names if same_shape else None
-        what, is_full = f'{argument.path}, {what},', is_full or same_shape
-    change = ''
-    if is_full and (placements := before_and_after(reshard, meshes)):
-        ndim = len(reshard.array.shape)
-        before, after = (describe_named(each, ndim, names) for each in placements)
-        change = f" from '{before}' to '{after}'"
-        if before == after:
-            change = f" from '{before}' back to '{before}'"
+    # whether the result is the global array, not a shard of it
+    is_full = n_blocks == len(reshard.before[0])
+    change, ndim = '', len(reshard.array.shape)
+    for mesh in meshes if is_full else ():
+        ends = [sharding_of_blocks(blocks, mesh) for blocks in (reshard.before, reshard.after)]
+        if None not in ends:
+            before, after = (describe_named(each, ndim) for each in ends if each is not None)
+            change = f" from '{before}' to '{after}'"
+            if before == after:
+                change = f" from '{before}' back to '{before}'"
+            break
     via = 'a full all-gather' if is_full else f'an all-gather among {n_blocks} devices'
     return (
-        f'{what} is resharded{change} via {via} (involuntary full rematerialization): '
+        f'{reshard.array} is resharded{change} via {via} (involuntary full rematerialization): '
         f'{format_bytes(reshard.array.bytes)}'
     )
-
-
-def before_and_after(
-    reshard: Reshard, meshes: Sequence[AnyMesh]
-) -> tuple[NamedSharding, NamedSharding] | None:
-    """Returns the shardings of an array before it is all-gathered, and after it is sliced again.
-
-    Returns None if no mesh fits both shardings.
-    """
-    for mesh in meshes:
-        before = sharding_of_blocks(reshard.before, mesh)
-        after = sharding_of_blocks(reshard.after, mesh)
-        if before is not None and after is not None:
-            return before, after
-    return None
 
 
 def gathered_for_each_call(facts: Facts) -> Iterator[Finding]:

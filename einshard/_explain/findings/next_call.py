@@ -9,6 +9,7 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding
 
 from ..._program.hlo.hbm_traffic import Copied, find_copied, min_hbm_bytes
+from ..._program.jaxpr.flops import eqn_flops
 from ..._text import first_of, format_bytes
 from ..fold_layers import fold_paths
 from ..report_rows import ArrayRow, Finding
@@ -128,7 +129,8 @@ def copied_donations(facts: Facts) -> Iterator[Finding]:
 def unused_donations(facts: Facts) -> Iterator[Finding]:
     """Notes large donated arguments whose memory no result reuses, and why."""
     reasons: dict[str, list[int]] = defaultdict(list)
-    reused = _reused(facts)
+    aliased = facts.graph.program.aliases.values()
+    reused = {facts.used_arguments[n] for n in aliased if n < len(facts.used_arguments)}
     for i in _donated(facts):
         argument = facts.arguments[i]
         if i in reused or argument.sharding is None:
@@ -186,12 +188,6 @@ def _donated(facts: Facts) -> list[int]:
     return [i for i, leaf in enumerate(leaves) if leaf.donated and i < len(facts.arguments)]
 
 
-def _reused(facts: Facts) -> set[int]:
-    """Returns the arguments whose memory a result reuses."""
-    parameters = facts.graph.program.aliases.values()
-    return {facts.used_arguments[n] for n in parameters if n < len(facts.used_arguments)}
-
-
 def dense_groups(facts: Facts) -> Iterator[Finding]:
     """Notes ragged products that the compiler runs as dense ones over all groups."""
     compiled: dict[str, int] = defaultdict(int)
@@ -200,9 +196,9 @@ def dense_groups(facts: Facts) -> Iterator[Finding]:
     needed: dict[str, int] = defaultdict(int)
     groups: dict[str, int] = {}
     for op in facts.traced.ops if facts.traced else ():
-        if op.primitive.startswith('ragged_dot') and op.rule.einsum and op.site.frames:
+        if op.primitive == 'ragged_dot_general' and op.site.frames:
             line = op.site.frames[0].source
-            flops = op.rule.einsum.flops * (op.site.runs or 1) * max(op.site.n_shards, 1)
+            flops = eqn_flops(op.eqn) * (op.site.runs or 1) * max(op.site.n_shards, 1)
             needed[line] += flops // facts.n_devices
             groups[line] = op.eqn.invars[2].aval.shape[-1]
     for line, flops in needed.items():

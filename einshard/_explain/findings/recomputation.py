@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
+from ..._program.jaxpr.flops import eqn_flops
 from ..._text import format_bytes, format_flops, short_source
 from ..report_rows import Finding
 from .facts import Facts
@@ -34,21 +35,22 @@ def recomputed_products(facts: Facts) -> Iterator[Finding]:
     flops, expected = Counter[str](), Counter[str]()
     sizes = {True: 0, False: 0}  # by whether the matmul has batch axes
     for op in facts.traced.ops:
-        if op.primitive not in _PRODUCTS or op.rule.einsum is None or not op.arrays_out:
+        if op.primitive not in _PRODUCTS or not op.arrays_out:
             continue
         line, runs = line_of(op.eqn), op.site.runs or 1
         result = facts.traced.values[op.arrays_out[0]]
         # without a shard_map, shapes are those of all devices
         n = 1 if op.site.n_shards else facts.n_devices
-        expected[line] += op.rule.einsum.flops * runs // n
+        n_flops = eqn_flops(op.eqn) * runs // n
+        expected[line] += n_flops
         if not op.site.is_recomputed:
             continue
-        flops[line] += op.rule.einsum.flops * runs // n
+        flops[line] += n_flops
         sharded = {} if op.site.n_shards else mesh.shape
         names = {name for axis in facts.axes[op.arrays_out[0]] for name in axis.mesh_axes}
         n_shards = math.prod(sharded.get(name, 1) for name in names)
-        left, right = op.rule.einsum.indices[:2]
-        has_batch = any(i in left and i in right for i in op.rule.einsum.out)
+        is_dot = op.primitive == 'dot_general'
+        has_batch = is_dot and any(op.eqn.params['dimension_numbers'][1])
         sizes[has_batch] += result.bytes * runs // n_shards
     # XLA may have merged them with those of the forward pass
     flops = {line: n for line, n in flops.items() if compiled[line] > 0.99 * expected[line]}

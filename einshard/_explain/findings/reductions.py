@@ -55,11 +55,11 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
     Omits weights that are sharded over the same mesh axes: without the all-reduces, the loop would
     carry unsharded gradients, which take the memory that sharding saves.
     """
-    # {line of a scan: its length}; scalars, such as the loss, are not in `sums`
+    # {line of a scan: its length}; those that only add up scalars, such as the loss, are left out
     loops = {
-        line_of(scan.eqn): scan.eqn.params['length']
-        for scan in (facts.traced.scans if facts.traced else ())
-        if scan.eqn.params['length'] > 1 and any(v is not None for v in scan.sums)
+        line_of(scan): scan.params['length']
+        for scan in (facts.traced.sums if facts.traced else ())
+        if scan.params['length'] > 1
     }
     found: dict[tuple[str, str], list[Collective]] = {}
     for row in facts.unexplained:

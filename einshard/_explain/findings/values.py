@@ -166,7 +166,8 @@ def axes_of_values(
     for operation in program.operations:
         primitive = operation.path.rpartition('/')[2]
         frame = next((f for f in operation.frames if is_user_file(f.file)), None)
-        is_last = operation.kind not in _PREPARING or operation.kind in _same_kind(primitive)
+        own = 'convert' if primitive == 'convert_element_type' else primitive
+        is_last = operation.kind not in _PREPARING or operation.kind == own
         if frame is not None and operation.results and operation.kind not in PASSING and is_last:
             key = primitive, operation.results[0].shape, frame.place, frame.column
             groups[key][1].append(operation)
@@ -184,8 +185,8 @@ def axes_of_values(
                     learn(v, value)
     # what passes values into and out of loops has no place in the source
     for op in traced.ops:
-        for i, d, o, e in op.rule.links if op.primitive in _LINKS else ():
-            old, new = op.ins[i], op.outs[o]
+        for d, e in op.links if op.primitive in _LINKS else ():
+            [old], [new] = op.ins, op.outs
             if old in found and new is not None:
                 axes = [*found.get(new, (Axis(),) * len(traced.values[new].shape))]
                 if axes[e] == Axis():
@@ -196,10 +197,6 @@ def axes_of_values(
 
 
 _LINKS = ('carry', 'scan_input', 'scan_output')
-
-
-def _same_kind(primitive: str) -> tuple[str, ...]:
-    return {'convert_element_type': ('convert',)}.get(primitive, (primitive,))
 
 
 def unused_mesh_axes(op: Operation, program: Propagated) -> list[str]:

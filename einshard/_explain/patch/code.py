@@ -177,7 +177,7 @@ def pieces_of(chosen: Iterable[Option]) -> dict[Source, list[Piece]]:
 def constraints(jaxpr: Any) -> Counter[Any]:
     """Counts the constraints of a program, by shape and sharding."""
     found = Counter[Any]()
-    for op in flatten(jaxpr, keep_unused=True).ops:
+    for op in flatten(jaxpr).ops:
         if op.primitive in _CONSTRAINTS:
             params, (out,) = op.eqn.params, op.eqn.outvars
             sharding = params.get('sharding', params.get('dst_sharding'))
@@ -195,7 +195,7 @@ def operations(jaxpr: Any) -> Counter[Any]:
     """Counts all other operations of a program, by the types of their results."""
     return Counter(
         (op.primitive, *((out.aval.shape, out.aval.dtype) for out in op.eqn.outvars))
-        for op in flatten(jaxpr, keep_unused=True).ops
+        for op in flatten(jaxpr).ops
         if op.primitive not in _CONSTRAINTS and op.eqn is not None
     )
 

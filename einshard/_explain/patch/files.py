@@ -160,8 +160,8 @@ class Source:
 def _read(path: Path, stamp: tuple[int, int]) -> Source | None:
     try:
         return Source(path)
-    except (OSError, SyntaxError, ValueError):
-        return None
+    except (OSError, RecursionError, SyntaxError, ValueError):
+        return None  # a sum of 3,000 terms is too deep for `ast`
 
 
 def read_source(file: str) -> Source | None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from ..._program.hlo.sources import is_user_file
-from ..._program.jaxpr.spans import Span
+from ..._program.jaxpr.spans import Span, spans_of
 from ..._sharding.scopes import current_context, fresh_traces
 from .files import read_source
 from .scope import Scope, visible
@@ -76,13 +76,9 @@ def observe(
     positions: dict[int, tuple[types.CodeType, list[Span | None]]] = {}
     here = inspect.currentframe()
 
-    def spans_of(code: types.CodeType) -> list[Span | None]:
+    def known(code: types.CodeType) -> list[Span | None]:
         if id(code) not in positions:
-            known = [
-                None if None in each else Span(code.co_filename, each[0], each[2], each[1], each[3])  # type: ignore[reportArgumentType]
-                for each in code.co_positions()
-            ]
-            positions[id(code)] = code, known
+            positions[id(code)] = code, spans_of(code)
         return positions[id(code)][1]
 
     def on_return(frame: types.FrameType, event: str, _: Any) -> None:
@@ -91,7 +87,7 @@ def observe(
         ran.setdefault(id(frame.f_code), frame.f_code)
         if frame.f_code.co_filename not in files:
             return
-        inside = {*spans_of(frame.f_code)}
+        inside = {*known(frame.f_code)}
         for span in spans:
             if span in inside:
                 add(frame, span)
@@ -101,7 +97,7 @@ def observe(
         outer = frame.f_back
         while outer is not None and outer is not here:
             if is_user_file(outer.f_code.co_filename):
-                at = spans_of(outer.f_code)[outer.f_lasti // 2]
+                at = known(outer.f_code)[outer.f_lasti // 2]
                 if at is not None:
                     stack.append((outer, at))
             outer = outer.f_back
@@ -123,9 +119,8 @@ def observe(
 
 def _variables(frame: types.FrameType, last: Any) -> list[tuple[str, Mapping[str, Any]]]:
     """Returns the variables of a function, and of the functions around it that still run."""
-    found: list[tuple[str, Mapping[str, Any]]] = []
-    found.append((frame.f_code.co_name, dict(frame.f_locals)))
     code = frame.f_code
+    found: list[tuple[str, Mapping[str, Any]]] = [(code.co_name, dict(frame.f_locals))]
     outer = frame.f_back
     while outer is not None and outer is not last:
         if any(each is code for each in outer.f_code.co_consts):

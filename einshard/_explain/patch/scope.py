@@ -135,7 +135,9 @@ class Scope:
         values = [*self._values()]
         values += [(text, self._read(node)) for text, node in _meant(self.source.tree)]
         known = [text for text, value in values if _is_mesh(value, mesh, other_types)]
-        given = {name for each in self.functions for name in _parameters(each)} & {*self.names}
+        bound = [pair for each in self.functions for pair in bindings(each).items()]
+        parameters = {name for name, nodes in bound if isinstance(nodes[0], ast.arg)}
+        given = parameters & {*self.names}
         unknown = {name for name, value in self.names.items() if value is UNKNOWN}
         around = [each for function in self.functions for each in _meant(function)]
         found = {text for text, _ in around if _name(text) in unknown}
@@ -193,10 +195,6 @@ class Scope:
 
 def _name(expression: str) -> str:
     return expression.partition('.')[0].partition('[')[0].partition('(')[0]
-
-
-def _parameters(function: ast.AST) -> list[str]:
-    return [name for name, nodes in bindings(function).items() if isinstance(nodes[0], ast.arg)]
 
 
 def _entries(value: Any) -> Iterator[tuple[str, Any]]:

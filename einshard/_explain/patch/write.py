@@ -390,7 +390,8 @@ def _constrained(change: Change, scope: Scope, node: ast.AST) -> Option:
     source = scope.source
     opened, closed, assumed, imports = _wrapping(change, scope)
     if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name | ast.Attribute):
-        operator = _operator(source, node)
+        between = source.utf8[source.end(node.target) : source.start(node.value)].decode()
+        operator = between.partition('=')[0].strip()
         target = source.segment(node.target)
         begin = f'{target} = {opened}{target} {operator} ('
         value = source.start(node.value), source.end(node.value)
@@ -403,11 +404,6 @@ def _constrained(change: Change, scope: Scope, node: ast.AST) -> Option:
     else:
         raise Missing('it is not an expression')
     return Option(tuple((source, each) for each in (*pieces, *imports)), assumed=assumed)
-
-
-def _operator(source: Source, node: ast.AugAssign) -> str:
-    between = source.utf8[source.end(node.target) : source.start(node.value)].decode()
-    return between.partition('=')[0].strip()
 
 
 def _only(scope: Scope, operand: ast.expr) -> Option:

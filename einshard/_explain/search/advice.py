@@ -133,7 +133,7 @@ class Advice:
                 lines.append(search.summary)
             notes += self._not_tried(search)
         findings, notes = self._others(found, rules, notes)
-        if search is not None and not findings and not lines:
+        if search is not None and not (findings or lines or search.refused):
             lines.append(self._nothing_found(search))
         return replace(
             report, findings=findings, notes=notes, total=tuple(lines) or report.total, fixes=self
@@ -154,6 +154,10 @@ class Advice:
         if ended and search.accepted:
             n = len(ended)
             return [Finding('not tried', f'{plural(n, "change")} dropped: {ended[0]}')]
+        if search.refused:
+            kind = self._report.device_kind
+            text = f'a change that helps does not compile for {kind}: {search.refused}'
+            return [Finding('not tried', text)]
         if search.accepted or not search.failed or search.has_compiled:
             return []
         # the most promising change, or one after which JAX names what to write

@@ -74,7 +74,7 @@ def variants_of(call: JittedCall, mesh: Mesh, moves: bool = False) -> Variants:
     Raises:
         NotPropagated: if Shardy cannot read it.
     """
-    program = flatten(call.jaxpr, keep_unused=True)
+    program = flatten(call.jaxpr)
     # types determine the shardings of values on Explicit axes
     is_explicit = AxisType.Explicit in mesh.axis_types
     ops = [op for op in program.ops if op.site.frames and not (op.site.n_shards or is_explicit)]

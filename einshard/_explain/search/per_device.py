@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from math import prod
@@ -10,9 +9,8 @@ from math import prod
 from jax.sharding import Mesh
 
 from ..._program.edits.per_device import RunPerDevice
-from ..._program.hlo.collective import Collective
+from ..._program.jaxpr.batch_axes import BatchAxis, batch_axes
 from ..._program.jaxpr.graph import Op
-from ..._program.jaxpr.op_sharding_rule import BatchAxis, batch_axes
 from ..._program.jaxpr.two_levels import axis_in_place, code_in_two_levels
 from ..._sharding.mesh import is_canonical_mesh
 from ..._text import format_bytes, shape_text, short_source
@@ -20,10 +18,10 @@ from ..findings.expressions import expression_of, source_of
 from ..findings.facts import Facts
 from ..findings.gathered_axes import along_of, gathered_operations, operand_text
 from ..findings.values import Axes, Axis
-from ..report_rows import Figures, Finding
+from ..report_rows import Finding
+from .proposals import MIN_GAIN
 from .trials import Trials, as_tried
 
-_MIN_GAIN = 0.03  # of the sum of the bounds, as for other changes
 _MAX_TRIES = 4
 
 
@@ -40,100 +38,85 @@ def try_per_device(trials: Trials) -> list[tuple[Finding, RunPerDevice]]:
     for collectives, op, v, dim, values in sorted(
         gathered, key=lambda one: -sum(c.total_bytes for c in one[0])
     ):
+        made = {(one.span, one.primitive) for _, one in found}
+        if (op.site.frames[0], op.primitive) in made:
+            continue
         sent = {name for c in collectives for name in c.mesh_axes}
-        span, (dim_along, along) = op.site.frames[0], along_of(facts, op, values)
-        if (span, op.primitive) in {(one.span, one.primitive) for _, one in found}:
-            continue
-        if along and n_tried < _MAX_TRIES:  # also where the gather is over its batch
-            n_tried += 1
-            change = RunPerDevice(
-                span, op.primitive, _sharded(op, values), facts.mesh, along, dim_along
-            )
-            after = trials.on_target([*(one for _, one in found), change])
-            if after is not None and after.bound <= (1 - _MIN_GAIN) * before.bound:
-                text = operand_text(facts.traced.values[v], op, values[v], dim)
-                suggestion = _in_two_levels(facts, op, values, dim_along, along)
-                finding = _finding(collectives, op, text, suggestion, after, before)
-                found.append((finding, change))
-                before = after
-                continue
-        if sent.isdisjoint(name for _, entry in _sharded(op, values) for name in entry):
-            for axes in itertools.islice(_moved(facts, op, values, sent), _MAX_TRIES - n_tried):
-                n_tried += 1
-                change = RunPerDevice(op.site.frames[0], op.primitive, axes, facts.mesh)
-                after = trials.on_target([*(one for _, one in found), change])
-                # XLA itself moves the axis of a sort
-                if (
-                    after is not None
-                    and after.bound <= (1 - _MIN_GAIN) * before.bound
-                    and after.network_bytes <= (1 - _MIN_GAIN) * before.network_bytes
-                ):
-                    text, suggestion = (
-                        operand_text(facts.traced.values[v], op, values[v], dim),
-                        _moving(facts, op, axes),
-                    )
-                    found.append(
-                        (_finding(collectives, op, text, suggestion, after, before), change)
-                    )
-                    before = after
-                    break
-            continue
-        # the gather may only move on to the next operation of this kind, as between an FFT and its
-        # inverse
-        same = {
-            (other.site.frames[0], _sharded(other, values)): other
-            for other in reversed(facts.traced.ops)
-            if other.primitive == op.primitive
-            and other.site.frames
-            and not other.site.is_backward
-            and _sharded(other, values)
-        }
-        several = [op, *(other for other in same.values() if other.site.frames != op.site.frames)]
-        for ops in [[op]] + [several] * (len(several) > 1):
-            changes = [
-                RunPerDevice(one.site.frames[0], one.primitive, _sharded(one, values), facts.mesh)
-                for one in ops
-            ]
-            made = {(change.span, change.primitive) for _, change in found}
-            changes = [one for one in changes if (one.span, one.primitive) not in made]
-            if not changes or n_tried == _MAX_TRIES:
+        ways = _ways(facts, op, v, dim, values, sent)
+        for changes, text, suggestion, sends_less in ways:
+            if n_tried == _MAX_TRIES:
                 break
             n_tried += 1
+            changes = [one for one in changes if (one.span, one.primitive) not in made]
             after = trials.on_target([*(one for _, one in found), *changes])
-            if after is None or after.bound > (1 - _MIN_GAIN) * before.bound:
+            if after is None or after.bound > (1 - MIN_GAIN) * before.bound:
                 continue
-            array, what = facts.traced.values[v], op.primitive.replace('_', ' ')
-            along = ', '.join(name for _, entry in changes[0].axes for name in entry)
-            text = (
-                f'{what} of {array.dtype}{shape_text(array.shape)}, of which {along} shards only '
-                'batch axes, is gathered:'
+            if sends_less and after.network_bytes > (1 - MIN_GAIN) * before.network_bytes:
+                continue
+            n_bytes = sum(c.total_bytes for c in collectives)
+            finding = Finding(
+                'gathered for an operation',
+                f'{text} {format_bytes(n_bytes)} sent',
+                op.site.frames[0].source,
+                n_bytes,
+                suggestion,
+                tuple(c.name for c in collectives),
+                as_tried(before, after),
             )
-            suggestion = ', and '.join(_suggestion(facts, one, values) for one in ops)
-            finding = _finding(collectives, op, text, suggestion, after, before)
             found += [(finding, change) for change in changes]
             before = after
             break
     return found
 
 
-def _finding(
-    collectives: Sequence[Collective],
-    op: Op,
-    text: str,
-    suggestion: str,
-    after: Figures,
-    before: Figures,
-) -> Finding:
-    n_bytes = sum(c.total_bytes for c in collectives)
-    return Finding(
-        'gathered for an operation',
-        f'{text} {format_bytes(n_bytes)} sent',
-        op.site.frames[0].source,
-        n_bytes,
-        suggestion,
-        tuple(c.name for c in collectives),
-        as_tried(before, after),
+def _ways(
+    facts: Facts, op: Op, v: int, dim: int, values: Sequence[Axes], sent: set[str]
+) -> Iterator[tuple[Sequence[RunPerDevice], str, str, bool]]:
+    """Yields the ways to run an operation per device, those that keep more in place first.
+
+    For each, the changes, what is gathered, what to write, and whether it also has to send less.
+
+    Args:
+        v, dim: an operand and its axis that is gathered.
+        sent: the mesh axes of the gathers.
+    """
+    assert isinstance(facts.mesh, Mesh)
+    assert facts.traced is not None
+    mesh, span, sharded = facts.mesh, op.site.frames[0], _sharded(op, values)
+    array = facts.traced.values[v]
+    text = operand_text(array, op, values[v], dim)
+    dim_along, along = along_of(facts, op, values)
+    if along:  # also where the gather is over its batch
+        change = RunPerDevice(span, op.primitive, sharded, mesh, along, dim_along)
+        yield [change], text, _in_two_levels(facts, op, values, dim_along, along), False
+    batch = [name for _, entry in sharded for name in entry]
+    if sent.isdisjoint(batch):
+        for axes in _moved(facts, op, values, sent):
+            change = RunPerDevice(span, op.primitive, axes, mesh)
+            # XLA itself moves the axis of a sort
+            yield [change], text, _moving(facts, op, axes), True
+        return
+    # the gather may only move on to the next operation of this kind, as between an FFT and its
+    # inverse
+    same = {
+        (other.site.frames[0], _sharded(other, values)): other
+        for other in reversed(facts.traced.ops)
+        if other.primitive == op.primitive
+        and other.site.frames
+        and not other.site.is_backward
+        and _sharded(other, values)
+    }
+    several = [op, *(other for other in same.values() if other.site.frames != op.site.frames)]
+    text = (
+        f'{op.primitive.replace("_", " ")} of {array.dtype}{shape_text(array.shape)}, of which '
+        f'{", ".join(batch)} shards only batch axes, is gathered:'
     )
+    for ops in [[op]] + [several] * (len(several) > 1):
+        changes = [
+            RunPerDevice(one.site.frames[0], one.primitive, _sharded(one, values), mesh)
+            for one in ops
+        ]
+        yield changes, text, ', and '.join(_suggestion(facts, one, values) for one in ops), False
 
 
 def _moved(

@@ -15,6 +15,8 @@ from ..._program.cost.score import Costs
 from ..._program.edits.edit import Edit, PlaceArguments, placements
 from ..._program.traced.outline import Place
 from ..._program.traced.propagated import Axes
+from ..._program.traced.variants import Variants
+from ..findings.facts import Facts
 from ..findings.next_call import next_arguments, weights_of_gradients
 from ..findings.values import mesh_entries
 from .edits import edits_of, variants_of
@@ -51,6 +53,17 @@ class Proposal:
         return self.neighbour.groups
 
 
+def groups_of(facts: Facts, variants: Variants) -> list[Group]:
+    """Returns what changes together in a program, of which one layer then stands for others."""
+    arguments, results = (
+        [array.path for array in arrays] for arrays in (facts.arguments, facts.results)
+    )
+    replaced = {**next_arguments(facts), **weights_of_gradients(facts)}
+    groups = find_groups(variants, Named(arguments, results, facts.data, replaced))
+    variants.fold(group.sites for group in groups)
+    return groups
+
+
 class Proposals:
     """Ranks the changes of one program, round after round.
 
@@ -66,14 +79,7 @@ class Proposals:
         assert isinstance(facts.mesh, Mesh)
         self._mesh, self._replaced = facts.mesh, next_arguments(facts)
         variants = variants_of(trials.call, facts.mesh, moves=bool(facts.reshards))
-        named = Named(
-            [array.path for array in facts.arguments],
-            [array.path for array in facts.results],
-            facts.data,
-            {**self._replaced, **weights_of_gradients(facts)},
-        )
-        groups = find_groups(variants, named)
-        variants.fold(group.sites for group in groups)
+        groups = groups_of(facts, variants)
         sizes = {str(name): size for name, size in facts.mesh.shape.items()}
         chip, share = trials.chip, trials.chip.share(facts.devices[0])
         self._network = MeshNetwork(sizes, Network(facts.devices, chip))

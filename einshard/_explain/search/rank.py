@@ -71,7 +71,6 @@ class Ranking:
     Attributes:
         changes: those that earlier rounds have accepted.
         n_scored: how many variants have been propagated.
-        n_refused: how many Shardy could not propagate.
         n_left: how many neighbours there was no time for in the last round.
     """
 
@@ -80,7 +79,6 @@ class Ranking:
     groups: Sequence[Group]
     changes: dict[Place, Axes | None] = field(default_factory=dict['Place', 'Axes | None'])
     n_scored: int = 0
-    n_refused: int = 0
     n_left: int = 0
     _known: dict[frozenset[tuple[Place, Axes | None]], _Known] = field(
         default_factory=dict['frozenset[tuple[Place, Axes | None]]', '_Known']
@@ -99,7 +97,6 @@ class Ranking:
         try:
             shardings = self.variants.propagate(changes)
         except NotPropagated:
-            self.n_refused += 1
             return None
         self.n_scored += 1
         return self.costs.score(shardings, self._now)

@@ -74,6 +74,7 @@ class Search:
         n_tried: how many changes were compiled.
         failed: those that JAX does not trace or compile, and why.
         cut: why the search stopped early, or ''.
+        refused: why the target's compiler refuses the changes that would be accepted, or ''.
         target: the costs on the target without and with all accepted changes, or None.
         bounds: those on the target with all accepted changes.
     """
@@ -90,6 +91,7 @@ class Search:
         default_factory=list[tuple[tuple[Edit, ...], str]]
     )
     cut: str = ''
+    refused: str = ''
     target: tuple[Figures, Figures] | None = None
     bounds: Bounds = NO_BOUNDS
     _known: dict[tuple[Edit, ...], Trial | None] = field(
@@ -306,6 +308,7 @@ class Search:
                 break
             found = self.trials.bounds_on_target(self.edits)
             if found is None or without is None:
+                self.refused = self.trials.error
                 continue
             after, bounds = found
             gains_memory = not self._fits(without) and (after.memory or 0) < (without.memory or 0)
@@ -321,6 +324,7 @@ class Search:
                 best, returned = (accepted, after, bounds), indices(self.edits, 'result')
         self.accepted = [] if best is None else best[0]
         if best is not None:
+            self.refused = ''
             self.target, self.bounds = (before, best[1]), best[2]
 
     @property

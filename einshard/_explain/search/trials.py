@@ -105,11 +105,11 @@ class Trials:
                     return None
                 traced = edited.function.trace(*edited.args, **edited.kwargs)
                 self.is_traced = True
-                program = flatten(traced.jaxpr, keep_unused=True)
+                program = flatten(traced.jaxpr)
                 reading = self._compile(traced, program)
                 bounds = reading.bounds_on(self.chip)
             except Exception as error:  # the ShardingTypeError of a trace has no public name
-                self.error = str(error).strip().partition('\n')[0] or type(error).__name__
+                self.error = _reason(error)
                 return None
         return Trial(reading, bounds, reading.figures(bounds), lambda: self._propagate(traced))
 
@@ -125,6 +125,7 @@ class Trials:
         return None if found is None else found[0]
 
     def bounds_on_target(self, edits: Sequence[Edit]) -> tuple[Figures, Bounds] | None:
+        self.error = ''
         with self._scope():
             try:
                 edited = self._apply(edits)
@@ -132,7 +133,8 @@ class Trials:
                     return None
                 reading = self._read(edited.function.trace(*edited.args, **edited.kwargs))
                 bounds = reading.bounds_on(self.chip)
-            except Exception:
+            except Exception as error:
+                self.error = _reason(error)
                 return None
         return replace(reading.figures(bounds), step=step_of(reading)), bounds
 
@@ -221,6 +223,10 @@ class Trials:
             'traced': program,
             'kernels': facts.kernels,
         }
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().partition('\n')[0] or type(error).__name__
 
 
 def as_tried(before: Figures, after: Figures, is_simulated: bool = False) -> Tried:

@@ -8,17 +8,16 @@ take to be read and written. Temporaries, and what the compiler fuses, are unkno
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, combinations
 from math import fsum, inf, prod
 from typing import NamedTuple
 
 from ..._chips.chip import Chip
 from ..traced.attributes import Sharding
-from ..traced.outline import MOVE, PRODUCTS, Form, Outline, Step, Type, bytes_of
+from ..traced.outline import MOVE, PRODUCTS, Form, Outline, Step, bytes_of
 from ..traced.propagated import Axes, Axis, Rule
 from .mesh_network import MeshNetwork
 from .temporaries import Temporaries
@@ -161,7 +160,8 @@ class Costs:
         """The seconds in which a value is read, resharded and written."""
         have, n_bytes, network = axes[value], self._bytes[value], self.network
         bandwidth = self.chip.memory_bandwidth * self.share
-        # of an argument of which an operation only needs a slice, only that is read
+        # into how many parts an argument is divided of which a device reads one: of an argument of
+        # which an operation only needs a slice, only that is read
         n_read = inf
         # a value that several operations need alike is resharded once
         moved = dict[Axes, int]()
@@ -170,7 +170,9 @@ class Costs:
             for want in wants:
                 moved.setdefault(want, self.outline.steps[s].runs)
             if value in self._read:
-                n_read = min(n_read, self._n_read(have, wants[0] if wants else have))
+                want = wants[0] if wants else have
+                only_slices = all(x[: len(y)] == y for y, x in zip(have, want, strict=True))
+                n_read = min(n_read, network.n_shards(want if only_slices else have))
         seconds = sum(runs * network.reshard(have, want, n_bytes) for want, runs in moved.items())
         if value in self._read:
             n = network.n_shards(have) if n_read == inf else n_read
@@ -178,11 +180,6 @@ class Costs:
         if value in self._written:
             seconds += self._written[value] * n_bytes / network.n_shards(have) / bandwidth
         return seconds
-
-    def _n_read(self, have: Axes, want: Axes) -> int:
-        """Into how many parts an argument is divided of which a device reads one."""
-        only_slices = all(new[: len(old)] == old for old, new in zip(have, want, strict=True))
-        return self.network.n_shards(want if only_slices else have)
 
     # --- one operation ----------------------------------------------------------------------------
 
@@ -192,7 +189,11 @@ class Costs:
         axes = tuple(self.network.split(*axes))
         ins, outs = axes[:n], axes[n:]
         if form.groups:
-            return Way((), self._manual(form), 0.0)
+            # a collective that the user wrote inside `shard_map`
+            larger = max(map(bytes_of, (*form.operands, *form.results)))
+            kind = form.kind.replace('_', '-')
+            per_byte = self.network.network.seconds_per_byte(kind, form.groups)
+            return Way((), per_byte * larger, 0.0)
         if form.kind in ('dynamic_slice', 'dynamic_update_slice'):
             return self._slice(form, ins, outs[0])
         if form.rule is None:
@@ -224,10 +225,15 @@ class Costs:
         agreed |= {a for _, a in summed_over}
         options = [(f, a) for f, a in held if f not in kept and a not in agreed][:_MAX_OPTIONS]
         n_devices, n_agreed = prod(network.mesh.values()), prod(map(network.size, agreed))
-        rate = self.chip.rate(self._dtype(form.operands[0])) * self.share if form.flops else 1.0
+        rate = 1.0
+        if form.flops:
+            dtype = form.operands[0].dtype
+            dtype = 'bf16' if self.is_widened and dtype in _WIDENED else dtype
+            rate = self.chip.rate(dtype) * self.share
         n_out = sum(map(bytes_of, form.results))
         best: tuple[float, Way] | None = None
-        for chosen in _subsets(options):
+        subsets = (combinations(options, k) for k in range(len(options) + 1))
+        for chosen in chain.from_iterable(subsets):
             chosen = (*summed_over, *chosen)
             names = {a for _, a in chosen}
             if len(names) < len(chosen):
@@ -284,9 +290,6 @@ class Costs:
                 found[f] = tuple(mine)
         return found
 
-    def _dtype(self, type_: Type) -> str:
-        return 'bf16' if self.is_widened and type_.dtype in _WIDENED else type_.dtype
-
     def _slice(self, form: Form, ins: Sequence[Axes], out: Axes) -> Way:
         """XLA masks slices and updates of one element along a sharded axis.
 
@@ -317,17 +320,6 @@ class Costs:
         )
         sent = self.network.seconds('all-reduce', lost, bytes_of(part) / prod(whole))
         return Way(((0, want),) if want != ins[0] else (), sent, 0.0)
-
-    def _manual(self, form: Form) -> float:
-        """A collective that the user wrote inside `shard_map`."""
-        kind = form.kind.replace('_', '-')
-        larger = max(map(bytes_of, (*form.operands, *form.results)))
-        return self.network.network.seconds_per_byte(kind, form.groups) * larger
-
-
-def _subsets(options: Sequence[tuple[int, Axis]]) -> Iterator[tuple[tuple[int, Axis], ...]]:
-    sizes = range(len(options) + 1)
-    return itertools.chain.from_iterable(itertools.combinations(options, n) for n in sizes)
 
 
 # operations whose result may be in the place of the first operand, and those that fuse into others

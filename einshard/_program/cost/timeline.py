@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -23,9 +23,9 @@ from ..._chips.chip import Chip
 from ..._spans import Bar
 from ..._text import short_source
 from ..hlo.collective import Collective
-from ..hlo.find_collectives import count_executions
+from ..hlo.find_collectives import async_phases, count_executions
 from ..hlo.flops import flops_of
-from ..hlo.graph import Graph, Node
+from ..hlo.graph import Graph
 from ..hlo.integers import count_trips
 from ..hlo.op_bytes import op_bytes
 from ..hlo.opcodes import COLLECTIVES, FREE
@@ -84,7 +84,6 @@ _OWN_CALLS = re.compile(
 )
 _HOST_MEMORY = 'S(5)'
 _KERNEL = 'KERNEL_STRATEGY_TRITON'
-_PHASE = re.compile('"AsyncCollective(Start|Done)"')
 
 
 def rows_by_op(rows: Sequence[Collective]) -> dict[str, int]:
@@ -103,20 +102,9 @@ def flops_by_op(graph: Graph) -> dict[str, dict[str, tuple[float, str]]]:
     for node in graph.nodes:  # what is called twice has two nodes of one name
         if flops := flops_of(node):
             dtype = node.inputs[0].array.dtype if node.inputs else ''
-            found.setdefault(_unit(node).name, {})[node.name] = flops, dtype
+            unit = node.scope.fusion or node.op  # the fusion around it, if there is one
+            found.setdefault(unit.name, {})[node.name] = flops, dtype
     return found
-
-
-def async_phases(program: HloModule) -> dict[str, str]:
-    """Returns 'Start' or 'Done' of the computations of fusions on TPU that are one."""
-    return {
-        name: match[1]
-        for name, ops in (
-            program.computations.items() if '"AsyncCollective' in program.text else ()
-        )
-        for op in ops
-        if op.opcode == 'custom-call' and (match := _PHASE.search(op.attributes))
-    }
 
 
 def line_of(program: HloModule, op: Instruction) -> str:
@@ -219,12 +207,17 @@ class Simulation:
         return self.compiled_seconds(op, types) * self.scales.get(kernel, 1.0)
 
     def compiled_seconds(self, op: Instruction, types: Mapping[str, str]) -> float:
-        e, work = self.efficiency, self.flops.get(op.name, {}).values()
+        work = self.flops.get(op.name, {}).values()
+        return self.seconds_of(work, op_bytes(self.program, op, types))
+
+    def seconds_of(self, work: Iterable[tuple[float, str]], n_bytes: float) -> float:
+        """The seconds of an operation, from (flops, dtype) of its products and the bytes of HBM."""
+        e = self.efficiency
         compute = sum(
             flops / (self.chip.rate(dtype) * self.share * e.products) for flops, dtype in work
         )
         bandwidth = self.chip.memory_bandwidth * self.share * e.hbm
-        return max(compute, op_bytes(self.program, op, types) / bandwidth) + e.launch
+        return max(compute, n_bytes / bandwidth) + e.launch
 
     def line(self, op: Instruction) -> str:
         return line_of(self.program, op)
@@ -254,10 +247,8 @@ class Simulation:
         return target if target in self.kernels else scope_of(op.op_name, self.kernels)
 
     def kernel_seconds(self, name: str, dtype: str = 'bf16') -> float:
-        kernel, e = self.kernels[name], self.efficiency
-        compute = kernel.flops / (self.chip.rate(dtype) * self.share * e.products)
-        bandwidth = self.chip.memory_bandwidth * self.share * e.hbm
-        return max(compute, kernel.bytes / bandwidth) + e.launch
+        kernel = self.kernels[name]
+        return self.seconds_of([(kernel.flops, dtype)], kernel.bytes)
 
     def _scales(self) -> dict[str, float]:
         """The factors by which the operations of scopes take longer than they are compiled to."""
@@ -469,8 +460,3 @@ def _called(op: Instruction) -> list[str]:
     if op.opcode in _CONTROL:
         return [name for names in op.callees.values() for name in names]
     return []
-
-
-def _unit(node: Node) -> Instruction:
-    """The instruction that computes a node: the fusion around it, if there is one."""
-    return node.scope.fusion or node.op

@@ -156,5 +156,12 @@ def array_type(leaf: Any) -> Any:
     return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
 
 
+def struct_of(leaf: Any, sharding: Any = None) -> Any:
+    """Returns an array without its values, as JAX traces it."""
+    aval = array_type(leaf)
+    weak = bool(getattr(aval, 'weak_type', False))
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
+
+
 def is_committed(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.committed

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Sharding
 
 from ..jaxpr.spans import Frames
-from .call import JittedCall, array_type, is_committed
+from .call import JittedCall, is_committed, struct_of
 from .jaxprs import has_explicit_axes
 from .keys import Key
 from .splice import Applied, Splicer
@@ -114,8 +114,6 @@ class Draft:
 
 def _struct(leaf: Any, sharding: Sharding | None) -> Any:
     """Returns the ShapeDtypeStruct of an argument, with its own sharding if it is committed."""
-    aval = array_type(leaf)
     if sharding is None and (isinstance(leaf, jax.ShapeDtypeStruct) or is_committed(leaf)):
         sharding = leaf.sharding
-    weak = bool(getattr(aval, 'weak_type', False))
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
+    return struct_of(leaf, sharding)

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from ..._errors import EinshardError
 from ..._text import array_text
 from .apply import Edited
-from .call import JittedCall, array_type, is_array, is_committed
+from .call import JittedCall, array_type, is_array, is_committed, struct_of
 
 # Returns the edited program for other arguments: those of the user's function, and the leaves of
 # the call. Or why the edits do not fit it.
@@ -109,10 +109,8 @@ class FixedFunction:
         """Returns an argument to trace with: placed as in the report, without its values."""
         if i not in self._call.arguments or not is_array(leaf) or isinstance(leaf, jax.Ref):
             return leaf
-        aval, struct = array_type(leaf), self._structs[i]
-        weak = bool(getattr(aval, 'weak_type', False))
-        sharding = struct.sharding if _divides(struct, aval.shape) else None
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
+        struct = self._structs[i]
+        return struct_of(leaf, struct.sharding if _divides(struct, leaf.shape) else None)
 
     def _placed(self, i: int, leaf: Any) -> Any:
         sharding = self._structs[i].sharding if i in self._call.arguments else None
@@ -151,10 +149,4 @@ def _divides(struct: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _without_tracers(tree: Any) -> Any:
-    def struct(leaf: Any) -> Any:
-        if not isinstance(leaf, Tracer):
-            return leaf
-        aval: Any = array_type(leaf)
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-
-    return jtu.tree_map(struct, tree)
+    return jtu.tree_map(lambda leaf: struct_of(leaf) if isinstance(leaf, Tracer) else leaf, tree)

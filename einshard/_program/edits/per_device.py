@@ -12,8 +12,8 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ..._sharding.mesh import partition_spec
+from ..jaxpr.batch_axes import BatchAxis, batch_axes
 from ..jaxpr.graph import Site
-from ..jaxpr.op_sharding_rule import BatchAxis, batch_axes
 from ..jaxpr.spans import Frames, Span
 from ..jaxpr.two_levels import run_in_two_levels
 from .draft import Draft
@@ -78,23 +78,31 @@ class _Sharder:
         return closed_like(closed, jaxpr.replace(eqns=eqns))
 
     def run_on_shards(self, eqn: Any) -> Any:
-        if self.change.along:
-            return self.run_in_two_levels(eqn)
+        function = self._in_two_levels(eqn) if self.change.along else self._over_batch(eqn)
+        if function is None:
+            self.has_failed = True
+            return eqn
+        structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+        (new,) = opened(jax.make_jaxpr(function)(*structs)).eqns
+        self.n_changed += 1
+        return new.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+
+    def _over_batch(self, eqn: Any) -> Any:
+        """Returns a function that runs on shards of batch axes; None if these do not divide."""
         mesh, params = self.change.mesh, dict(eqn.params)
         ins, outs = ([tuple(v.aval.shape) for v in vs] for vs in (eqn.invars, eqn.outvars))
         known = batch_axes(eqn.primitive.name, eqn.params, ins, outs)
         found: list[tuple[BatchAxis, tuple[str, ...]]] = []
         for name, mesh_axes in self.change.axes:
             n, axis = math.prod(mesh.shape[each] for each in mesh_axes), known.get(name)
-            sizes = (
-                [] if axis is None else [ins[i][d] for i, d in enumerate(axis.ins) if d is not None]
-            )
-            if axis is not None and axis.groups:
+            if axis is None:
+                return None
+            sizes = [ins[i][d] for i, d in enumerate(axis.ins) if d is not None]
+            if axis.groups:
                 sizes.append(params[axis.groups])
                 params[axis.groups] //= n
-            if axis is None or any(size % n for size in sizes):
-                self.has_failed = True
-                return eqn
+            if any(size % n for size in sizes):
+                return None
             found.append((axis, mesh_axes))
 
         def spec(shape: Sequence[int], dims: Sequence[int | None]) -> PartitionSpec:
@@ -111,29 +119,21 @@ class _Sharder:
             results = results if eqn.primitive.multiple_results else [results]
             return [jax.lax.psum(each, summed) if summed else each for each in results]
 
-        local = jax.shard_map(
+        return jax.shard_map(
             run,
             mesh=mesh,
             in_specs=tuple(spec(s, [a.ins[i] for a, _ in found]) for i, s in enumerate(ins)),
             out_specs=[spec(s, [a.outs[o] for a, _ in found]) for o, s in enumerate(outs)],
             check_vma=False,
         )
-        structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-        (new,) = opened(jax.make_jaxpr(local)(*structs)).eqns
-        self.n_changed += 1
-        return new.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
 
-    def run_in_two_levels(self, eqn: Any) -> Any:
+    def _in_two_levels(self, eqn: Any) -> Any:
+        """Returns a function that runs in two levels; None if shards have different sizes."""
         (operand,), mesh, along = eqn.invars, self.change.mesh, self.change.along
-        shape = tuple(operand.aval.shape)
+        shape = operand.aval.shape
         entries = [dict(self.change.axes).get(d, ()) for d in range(len(shape))]
         entries[self.change.dim] = along
         sizes = (math.prod(mesh.shape[name] for name in entry) for entry in entries)
         if any(size % n for size, n in zip(shape, sizes, strict=True)):
-            self.has_failed = True
-            return eqn
-        function = run_in_two_levels(eqn, mesh, entries, self.change.dim)
-        struct = jax.ShapeDtypeStruct(shape, operand.aval.dtype)
-        (new,) = opened(jax.make_jaxpr(function)(struct)).eqns
-        self.n_changed += 1
-        return new.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+            return None
+        return run_in_two_levels(eqn, mesh, entries, self.change.dim)

@@ -33,9 +33,8 @@ class Sites:
     unused arguments are kept.
 
     Attributes:
-        values: the paths of candidate values that have a constraint.
-        left_out: those that have none: nothing evaluates them, or a constraint computes the value,
-            which `ReplaceConstraint` changes.
+        values: the paths of candidate values that have a constraint. Others have none: nothing
+            evaluates them, or a constraint computes the value, which `ReplaceConstraint` changes.
         constraints: the paths of the user's constraints.
         edited: the copy, as from `apply`.
         lowered: the copy, lowered.
@@ -69,10 +68,8 @@ class Sites:
         opened_values = [Constrain(path, any_sharding) for path in dict.fromkeys(values)]
         opens = [*opened_values, *through]
         self.edited = apply_to(draft, opens)
-        applied = [n for n, _ in self.edited.applied]
-        pairs = [*zip(opened_values, applied, strict=False)]
-        self.values = tuple(edit.path for edit, n in pairs if n)
-        self.left_out = tuple(edit.path for edit, n in pairs if not n)
+        pairs = zip(opened_values, self.edited.applied, strict=False)
+        self.values = tuple(edit.path for edit, (n, _) in pairs if n)
 
     @cached_property
     def lowered(self) -> Any:

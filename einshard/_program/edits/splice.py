@@ -262,7 +262,11 @@ class _Body:
     def edit(self, eqn: Any) -> None:
         """Adds an equation, with changed constraints of its operands and results."""
         place = self._place(eqn)
-        invars = self._constrain_cotangent(eqn, place, self._operands(eqn, place))
+        invars = [v if isinstance(v, jex.Literal) else self.new.get(v, v) for v in eqn.invars]
+        # what the derivative of the expression keeps is computed from its unconstrained value
+        if place.is_there and eqn.primitive.name != self.signature.primitive:
+            invars = [self._before.get(v, v) if is_var(v) else v for v in invars]
+        invars = self._constrain_cotangent(eqn, place, invars)
         is_constraint = place.is_there and eqn.primitive.name == CONSTRAINT
         if is_constraint and self.signature.primitive == CONSTRAINT:
             self._edit_constraint(eqn, place.at, invars)
@@ -286,13 +290,6 @@ class _Body:
 
     def _is_cotangent(self, v: Any) -> bool:
         return is_var(v) and v in self._cotangents
-
-    def _operands(self, eqn: Any, place: _Place) -> list[Any]:
-        invars = [v if isinstance(v, jex.Literal) else self.new.get(v, v) for v in eqn.invars]
-        # what the derivative of the expression keeps is computed from its unconstrained value
-        if place.is_there and eqn.primitive.name != self.signature.primitive:
-            invars = [self._before.get(v, v) if is_var(v) else v for v in invars]
-        return invars
 
     def _constrain_cotangent(self, eqn: Any, place: _Place, invars: list[Any]) -> list[Any]:
         """Constrains the cotangent that enters the transposes of the expression."""

@@ -115,17 +115,8 @@ class Collective:
     # what JSON shows
     json_fields: ClassVar[tuple[str, ...]] = (
         *('name', 'kind', 'arrays', 'bytes', 'group_size', 'groups', 'along', 'executions'),
-        *(
-            'is_exact',
-            'network_bytes',
-            'is_async',
-            'source',
-            'column',
-            'called_at',
-            'of',
-            'op_name',
-        ),
-        *('role', 'is_backward', 'axes', 'widened', 'in_branch', 'cause'),
+        *('is_exact', 'network_bytes', 'is_async', 'source', 'column', 'called_at'),
+        *('of', 'op_name', 'role', 'is_backward', 'axes', 'widened', 'in_branch', 'cause'),
     )
 
     @property

@@ -77,6 +77,7 @@ _RENDEZVOUS = re.compile(
     r'_xla_megascale_transfer_type="(\w+)"'
 )
 _PHASE = re.compile(r'custom_call_target="AsyncCollective(\w+)"')
+_MAX_DISTANCE = 3  # steps beyond the direct users
 _CHAIN_ID = re.compile(r'chain_id="(\d+)"')
 
 
@@ -88,14 +89,7 @@ class _Finder:
         if n_devices > MAX_DEVICES:
             raise self.program.error(1, f'begins a program for {n_devices:,} devices')
         self.slices = Slices(self.program.n_partitions, n_slices, device_ids)
-        is_async = '"AsyncCollective' in text
-        # {computation: 'Start' if it calls AsyncCollectiveStart, 'Done' if AsyncCollectiveDone}
-        self.phases = {
-            name: phase[1]
-            for name, ops in (self.program.computations if is_async else {}).items()
-            for op in ops
-            if op.opcode == 'custom-call' and (phase := _PHASE.search(op.attributes))
-        }
+        self.phases = async_phases(self.program)
 
     def find(self) -> tuple[Collective, ...]:
         order: dict[str, int] = {}
@@ -265,11 +259,13 @@ class _Finder:
         repeated: set[str] = set()
         for c in collectives:
             node = c.nodes[0]
-            phase, (channel_id, chain_id) = self.phase(node), _async_id(node.op)
+            phase, chain_id = self.phase(node), _CHAIN_ID.search(node.attributes)
             if phase == 'Done':
                 repeated.add(c.name)
             elif phase or (chain_id and node.scope.fusion is not None):
-                by_id.setdefault((channel_id, chain_id), []).append(c)
+                # equal for all instructions of an asynchronous collective
+                key = number_of('channel_id', node.attributes), chain_id[1] if chain_id else ''
+                by_id.setdefault(key, []).append(c)
         for same in by_id.values():
             counted = [c for c in same if self.phase(c.nodes[0]) == 'Start']
             counted = counted or [min(same, key=lambda c: (not c.is_exact, c.executions))]
@@ -311,6 +307,17 @@ class _Finder:
         return found
 
 
+def async_phases(program: HloModule) -> dict[str, str]:
+    """Returns 'Start' or 'Done' of computations on TPU, by what AsyncCollective they call."""
+    is_async = '"AsyncCollective' in program.text
+    return {
+        name: phase[1]
+        for name, ops in (program.computations if is_async else {}).items()
+        for op in ops
+        if op.opcode == 'custom-call' and (phase := _PHASE.search(op.attributes))
+    }
+
+
 def count_executions(node: Node) -> tuple[int, bool]:
     """Returns how often one run of the program runs a node, and whether that number is exact.
 
@@ -322,13 +329,10 @@ def count_executions(node: Node) -> tuple[int, bool]:
     return prod(n for n in trips if n is not None), None not in trips
 
 
-def user_with_source(program: HloModule, node: Node, distance: int = 3) -> Instruction | None:
-    """Finds a direct or indirect user that has a source line, or the fusion around one.
-
-    `distance` limits the steps beyond the direct users.
-    """
+def user_with_source(program: HloModule, node: Node) -> Instruction | None:
+    """Finds a near user, direct or not, that has a source line, or the fusion around one."""
     tried: dict[tuple[Node, CallSite], int] = {}  # how many steps were left after each user
-    pending = [(user, node.scope, distance) for user in reversed(node.users)]
+    pending = [(user, node.scope, _MAX_DISTANCE) for user in reversed(node.users)]
     while pending:
         user, scope, left = pending.pop()
         if tried.get((user, scope), -1) >= left:
@@ -370,12 +374,6 @@ def _merge_permutes(
         sent=sum(permute.total_bytes for permute in permutes) // (executions or 1),
         nodes=tuple(node for permute in permutes for node in permute.nodes),
     )
-
-
-def _async_id(op: Instruction) -> tuple[int, str]:
-    """Returns (channel_id, chain_id), equal for all instructions of an asynchronous collective."""
-    chain_id = _CHAIN_ID.search(op.attributes)
-    return number_of('channel_id', op.attributes), chain_id[1] if chain_id else ''
 
 
 def _unflattened(node: Node) -> Node:

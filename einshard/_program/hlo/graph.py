@@ -238,6 +238,7 @@ class Graph:
         Yields the calls in it, and is sent their results.
         """
         values: dict[str, Any] = {}
+        computations = self.program.computations
         started: dict[str, CallSite] = {}  # asynchronous calls that get their operands later
         result: Result = ()
         root: Result = ()
@@ -252,7 +253,7 @@ class Graph:
             return found
 
         with LineErrors(self.program) as errors:
-            for op in self.program.computations[name]:
+            for op in computations[name]:
                 errors.op = op
                 opcode = op.opcode
                 operands: list[Result] = []
@@ -286,8 +287,11 @@ class Graph:
                     result = yield from self._loop(op, operands[0], scope)
                 elif opcode == 'conditional':
                     result = yield from self._branches(op, operands, scope)
-                elif callee and not operands and self._takes_operands(callee):
-                    # the operands come with the -update
+                elif (
+                    callee
+                    and not operands
+                    and any(inner.opcode == 'parameter' for inner in computations[callee])
+                ):  # the operands come with the -update
                     started[op.name] = scope.inside(op)
                     result = ()
                 elif callee:
@@ -325,9 +329,6 @@ class Graph:
                 if attribute in callees and not is_reducer:
                     return callees[attribute][0]
         return ''
-
-    def _takes_operands(self, name: str) -> bool:
-        return any(op.opcode == 'parameter' for op in self.program.computations[name])
 
     def _split(self, node: Node, type_: str) -> Result:
         """Adds a node for each array of a tuple, which may contain tuples."""

@@ -233,16 +233,15 @@ class _Reads:
                     regions = [
                         region for user in node.users for region in self._read_by(user, node)
                     ]
-                    return [*regions, *[_all_of(node.array)] * self._leaves_fusion(node)]
+                    # a result of a fusion is computed in full
+                    fusion = node.scope.fusion
+                    is_read_outside = any(user.scope.fusion is not fusion for user in node.users)
+                    if fusion is not None and (is_read_outside or node in self._outputs):
+                        regions.append(_all_of(node.array))
+                    return regions
 
                 fold(node, _passing_on, find, self._found)
         return self._found[node]
-
-    def _leaves_fusion(self, node: Node) -> bool:
-        """Whether a value is a result of the fusion that computes it."""
-        fusion = node.scope.fusion
-        is_read_outside = any(user.scope.fusion is not fusion for user in node.users)
-        return fusion is not None and (is_read_outside or node in self._outputs)
 
     def _read_by(self, user: Node, node: Node, is_updated: bool = False) -> list[_Region]:
         """Returns the regions of `node` that `user`, or a use of its result, reads.
@@ -300,7 +299,7 @@ class _Reads:
         update = updated.inputs[1 if updated.opcode == 'dynamic-update-slice' else 2]
         n_written = prod(update.array.shape) * prod(n or 0 for n in n_updates)
         n_read = 0
-        for value in reached([updated], _bitcasts):
+        for value in reached([updated], lambda at: [u for u in at.users if u.opcode == 'bitcast']):
             for user in value.users:
                 if user.opcode != 'bitcast':
                     regions = self._read_by(user, value, is_updated=True)
@@ -344,10 +343,6 @@ def _passing_on(node: Node) -> list[Node]:
         if user.scope.fusion is not None or user.opcode in _PASSING_ON
         if user.opcode != 'phi' or user.inputs[0] is node
     ]
-
-
-def _bitcasts(node: Node) -> list[Node]:
-    return [user for user in node.users if user.opcode == 'bitcast']
 
 
 def _max_disjoint_slices(starts: Iterable[int], size: int) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 from ..._errors import EinshardError
 from ..._text import format_bytes
+from .wire import fields, messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,40 +85,10 @@ def _constant_bytes(buffer_assignment: bytes | None) -> int:
 
     On CPU, no other field of `memory_analysis()` counts them.
     """
-    allocations = (
-        dict(_proto_fields(value))
-        for field, value in _proto_fields(buffer_assignment or b'')
-        if field == _ALLOCATION and isinstance(value, bytes)
-    )
-    sizes = (fields.get(_SIZE, 0) for fields in allocations if fields.get(_IS_CONSTANT))
+    found = messages(memoryview(buffer_assignment or b''), _ALLOCATION)
+    allocations = [dict(fields(each)) for each in found]
+    sizes = (each.get(_SIZE, 0) for each in allocations if each.get(_IS_CONSTANT))
     return sum(size for size in sizes if isinstance(size, int))
-
-
-def _proto_fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yields (field number, value) of a protocol buffer with only varints and nested messages."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = message[at]
-            at += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-
-    while at < len(message):
-        field, wire_type = divmod(varint(), 8)
-        if wire_type == 0:
-            yield field, varint()
-        elif wire_type == 2:
-            size = varint()
-            yield field, message[at : at + size]
-            at += size
-        else:  # a fixed 64-bit or 32-bit number
-            at += 8 if wire_type == 1 else 4
 
 
 def parse_bytes(value: object, given_as: str) -> int:

@@ -14,8 +14,10 @@ from typing import TypeVar
 from .graph import Graph, Node
 from .opcodes import COLLECTIVES, COPIES, ELEMENTWISE, FIXED, JOINS, MOVES, NUMBERS, STOPS
 
+_Node = TypeVar('_Node')
 
-def reached(start: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> list[Node]:
+
+def reached(start: Iterable[_Node], step: Callable[[_Node], Iterable[_Node]]) -> list[_Node]:
     """Returns the nodes of `start` and all that `step` leads to from them, nearest first."""
     found = list(dict.fromkeys(start))
     seen = {*found}
@@ -251,24 +253,17 @@ def between(start: Node, end: Node) -> set[Node]:
 
     Follows what `Origins` follows, and scatters into an array. Empty if no number does.
     """
-    seen, pending = {end}, [end]
     users: dict[Node, list[Node]] = {}
-    for node in pending:
-        sources = node.inputs[:1] if node.opcode == 'scatter' else _sources(node)
-        for source in sources:
+
+    def sources(node: Node) -> Sequence[Node]:
+        found = node.inputs[:1] if node.opcode == 'scatter' else _sources(node)
+        for source in found:
             users.setdefault(source, []).append(node)
-            if source not in seen:
-                seen.add(source)
-                pending.append(source)
-    if start not in seen:
+        return found
+
+    if start not in reached([end], sources):
         return set()
-    found, pending = {start}, [start]
-    for node in pending:
-        for user in users.get(node, ()):
-            if user not in found:
-                found.add(user)
-                pending.append(user)
-    return found
+    return {*reached([start], lambda node: users.get(node, ()))}
 
 
 # --- users --------------------------------------------------------------------------------------

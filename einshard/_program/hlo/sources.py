@@ -177,26 +177,38 @@ def operations(op_name: str) -> list[str]:
     'jit(f)/jvp()/tanh' has one operation. '(jit(f)/mul:jit(f)/(dot_general:reduce_sum))' has three,
     which may repeat in XLA's text, but not here.
     """
-    found: dict[str, None] = {}
-    pending = [op_name]
+    return list(dict.fromkeys(last for _, last in _combined(op_name)))
+
+
+def full_names(op_name: str) -> list[str]:
+    """Returns the JAX operations of an `op_name`, in which XLA may have combined several.
+
+    >>> from einshard._program.hlo.sources import full_names
+    >>> full_names('(jit(f)/mul:jit(f)/(dot_general:reduce_sum))')
+    ['jit(f)/mul', 'jit(f)/dot_general', 'jit(f)/reduce_sum']
+    """
+    return list(dict.fromkeys(before + last for before, last in _combined(op_name) if last))
+
+
+def _combined(op_name: str) -> Iterator[tuple[str, str]]:
+    """Yields the names in an `op_name`, each as what comes before its last part, and that part."""
+    pending = [('', op_name)]
     while pending:
-        text = pending.pop()
+        before, text = pending.pop()
         depth, start = 0, 0
-        parts: list[str] = []
         for i, character in enumerate(text):
             depth += (character == '(') - (character == ')')
-            if depth == 0 and character in '/:':
-                if character == ':':
-                    parts.append(text[start:i])
+            if depth == 0 and character == ':':
+                pending += [(before, text[i + 1 :]), (before, text[:i])]
+                break
+            if depth == 0 and character == '/':
                 start = i + 1
-        parts.append(text[start:])
-        if len(parts) > 1:
-            pending += parts[::-1]
-        elif parts[0].startswith('(') and parts[0].endswith(')'):
-            pending.append(parts[0][1:-1])
         else:
-            found[parts[0]] = None
-    return [*found]
+            before, last = before + text[:start], text[start:]
+            if last.startswith('(') and last.endswith(')'):
+                pending.append((before, last[1:-1]))
+            else:
+                yield before, last
 
 
 def _unescaped(match: re.Match[bytes]) -> bytes:

@@ -11,7 +11,6 @@ from typing import Any
 from jax.sharding import AxisType
 
 from .names import AxisNames, names_in
-from .op_sharding_rule import OpShardingRule, Shape, op_sharding_rule
 from .spans import Frames, Span, with_callers
 
 
@@ -25,7 +24,7 @@ class Variable:
         sharding: the sharding in the type, which has only Explicit mesh axes. None if unknown.
     """
 
-    shape: Shape
+    shape: tuple[int, ...]
     dtype: Any
     sharding: Any = None
 
@@ -97,14 +96,15 @@ class Op:
         ins, outs: the indices of operands and results in `FlatJaxpr.values`; None for a scalar.
         eqn: the equation; for an operation that passes values, that of the loop or call.
         site: where the equation is.
+        links: of an operation that passes a value, the same axis before and after it.
     """
 
     primitive: str
     ins: tuple[int | None, ...]
     outs: tuple[int | None, ...]
-    rule: OpShardingRule
     eqn: Any = None
     site: Site = Site()
+    links: tuple[tuple[int, int], ...] = ()
 
     @property
     def arrays_in(self) -> list[int]:
@@ -115,48 +115,30 @@ class Op:
         return [value for value in self.outs if value is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class Scan:
-    """A `jax.lax.scan`.
-
-    Attributes:
-        xs: the scanned arrays, as indices into `FlatJaxpr.values`.
-        sums: the elements of the carry to which the body only adds, after an iteration. None for a
-            scalar.
-    """
-
-    eqn: Any
-    site: Site
-    xs: tuple[int, ...]
-    sums: tuple[int | None, ...]
-
-
 @dataclass(slots=True)
 class FlatJaxpr:
     """A program whose loops, branches and calls are flattened.
 
     Attributes:
         values: all arrays. Operations refer to them by index.
-        scans: inner ones first.
+        sums: the equations of scans that only add to an array of the carry, inner ones first.
         arguments, results: indices into `values`; None for a scalar.
     """
 
     values: list[Variable] = field(default_factory=list[Variable])
-    scans: list[Scan] = field(default_factory=list[Scan])
+    sums: list[Any] = field(default_factory=list[Any])
     ops: list[Op] = field(default_factory=list[Op])
     arguments: list[int | None] = field(default_factory=list[int | None])
     results: list[int | None] = field(default_factory=list[int | None])
 
 
-def flatten(closed: Any, keep_unused: bool = False) -> FlatJaxpr:
-    """Flattens a jaxpr, and removes operations whose results are not used."""
+def flatten(closed: Any) -> FlatJaxpr:
+    """Flattens a jaxpr."""
     reader = _Flattener()
     jaxpr = _open(closed)
     program = reader.program
     program.arguments = reader.new_values(jaxpr.invars)
     program.results = reader.read(jaxpr, program.arguments)
-    if not keep_unused:
-        program.ops = _used_ops(program)
     return program
 
 
@@ -223,7 +205,7 @@ class _Flattener:
         return results
 
     def equation(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
-        name, params = eqn.primitive.name, eqn.params
+        name = eqn.primitive.name
         if name == 'scan':
             return self.scan(eqn, ins)
         if name == 'while':
@@ -235,14 +217,8 @@ class _Flattener:
         if (body := called_jaxpr(eqn)) is not None:
             return self.call(body, ins[len(ins) - len(body.invars) :])
         outs = self.new_values(eqn.outvars)
-        in_shapes, out_shapes = list(map(self.shape, ins)), list(map(self.shape, outs))
-        rule = op_sharding_rule(name, params, in_shapes, out_shapes)
-        self.append(Op(name, tuple(ins), tuple(outs), rule))
+        self.program.ops.append(Op(name, tuple(ins), tuple(outs), eqn, self.site))
         return outs
-
-    def append(self, op: Op) -> None:
-        op.eqn, op.site = self.eqn, self.site
-        self.program.ops.append(op)
 
     def connect(self, name: str, old: int | None, new: int | None, skip: tuple[int, int]) -> None:
         """Adds an operation that turns the value `old` into the value `new`, and links their axes.
@@ -252,19 +228,15 @@ class _Flattener:
         """
         if old is None or new is None:
             return
-        n = min(len(self.shape(old)) - skip[0], len(self.shape(new)) - skip[1])
-        links = tuple((0, d + skip[0], 0, d + skip[1]) for d in range(n))
-        # every device runs all iterations, so the scanned axis must be unsharded
-        unsharded = ((0, 0),) if name == 'scan_input' else ()
-        self.append(Op(name, (old,), (new,), OpShardingRule(links, unsharded=unsharded)))
+        values = self.program.values
+        axes = (range(n, len(values[v].shape)) for n, v in zip(skip, (old, new), strict=True))
+        links = tuple(zip(*axes, strict=False))
+        self.program.ops.append(Op(name, (old,), (new,), self.eqn, self.site, links))
 
     def carry(self, values: Sequence[int | None], targets: Sequence[int | None]) -> None:
         """Passes values into a loop, to its next iteration, or out of a loop or branch."""
         for old, new in zip(values, targets, strict=True):
             self.connect('carry', old, new, (0, 0))
-
-    def shape(self, value: int | None) -> Shape:
-        return () if value is None else self.program.values[value].shape
 
     def scan(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
         body, length = _open(eqn.params['jaxpr']), eqn.params['length']
@@ -284,9 +256,8 @@ class _Flattener:
         self.carry(results[:n_carry], outs[:n_carry])
         for old, new in zip(results[n_carry:], outs[n_carry:], strict=True):
             self.connect('scan_output', old, new, (0, 1))
-        xs = tuple(value for value in ins[n_unscanned:] if value is not None)
-        sums = tuple(results[i] for i in _indices_of_sums(body, n_consts, n_carry))
-        self.program.scans.append(Scan(eqn, self.site, xs, sums))
+        if any(results[i] is not None for i in _indices_of_sums(body, n_consts, n_carry)):
+            self.program.sums.append(eqn)
         return outs
 
     def while_loop(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:
@@ -376,17 +347,3 @@ def _indices_of_sums(jaxpr: Any, n_consts: int, n_carry: int) -> Iterator[int]:
 
 def _has_same_ndim(one: Any, other: Any) -> bool:
     return len(getattr(one.aval, 'shape', ())) == len(getattr(other.aval, 'shape', ()))
-
-
-def _used_ops(program: FlatJaxpr) -> list[Op]:
-    used: set[int | None] = {value for value in program.results if value is not None}
-    kept: set[int] = set()
-    # repeats, because a value in a loop body may be used only in the next iteration
-    n_before = -1
-    while len(kept) > n_before:
-        n_before = len(kept)
-        for i, op in reversed([*enumerate(program.ops)]):
-            if i not in kept and any(value in used for value in op.outs):
-                kept.add(i)
-                used.update(op.arrays_in)
-    return [op for i, op in enumerate(program.ops) if i in kept]

@@ -30,6 +30,16 @@ class Span(NamedTuple):
         return start <= (line, column) < end
 
 
+def spans_of(code: CodeType) -> list[Span | None]:
+    """Returns the expression of each instruction, or None if it is unknown."""
+    return [
+        None
+        if None in (line, end_line, column, end_column)
+        else Span(code.co_filename, line, column, end_line, end_column)  # type: ignore[reportArgumentType]
+        for line, end_line, column, end_column in code.co_positions()
+    ]
+
+
 class Frames:
     """Reads the frames of the equations of one program, whose tracebacks keep the code alive."""
 
@@ -53,13 +63,8 @@ class Frames:
     def _span(self, code: CodeType, instruction: int) -> Span | None:
         spans = self._spans.get(id(code))
         if spans is None:
-            positions = code.co_positions() if is_user_file(code.co_filename) else ()
-            spans = self._spans[id(code)] = [
-                None
-                if None in (line, end_line, column, end_column)
-                else Span(code.co_filename, line, column, end_line, end_column)  # type: ignore[reportArgumentType]
-                for line, end_line, column, end_column in positions
-            ]
+            spans = spans_of(code) if is_user_file(code.co_filename) else []
+            self._spans[id(code)] = spans
         at = instruction // 2  # each instruction has two bytes
         return spans[at] if at < len(spans) else None
 

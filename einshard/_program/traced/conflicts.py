@@ -81,7 +81,10 @@ class Conflicts:
             # XLA partitions none of the operations that Shardy does not know, such as a QR
             sizes = ((i, self.program.local_size(v, axis)) for i, v, _ in held)
             return [Conflict(WHOLE, op, axis, i, size) for i, size in sizes if i < n]
-        rule, program = op.rule or _passing_rule(values), self.program
+        rule, program, result = op.rule, self.program, op.results[0].shape if op.results else ()
+        if rule is None:  # each dimension passes as it is
+            shape = values[0].shape
+            rule = Rule((tuple((d,) for d in range(len(shape))),) * len(values), shape)
         # the factor that the axis shards, of each value that has the axis
         factor = {
             i: self._factor(rule, i, value, dim, axis)
@@ -94,13 +97,14 @@ class Conflicts:
                 continue
             mine, others = factor[i], [j for j in factor if j != i]
             gathered = program.local_size(value, (axis,))
+            changes_size = dim < len(result) and result[dim] != value.shape[dim]
             if mine in rule.reduction:
                 size = program.local_size(op.results[0])
                 same = tuple(j for j in others if factor[j] == mine)
                 found.append(Conflict(REDUCE, op, axis, i, size, same))
             elif mine in rule.whole or (op.kind == CUSTOM and _is_alone(rule, mine)):
                 found.append(Conflict(WHOLE, op, axis, i, gathered, tuple(others)))
-            elif mine in rule.moved or self._changes_size(op, value, dim):
+            elif mine in rule.moved or (op.kind in _MAY_MOVE and changes_size):
                 size = program.local_size(value)
                 found.append(Conflict(MOVED, op, axis, i, size, tuple(others)))
             clashes = tuple(j for j in others if factor[j] != mine)
@@ -130,17 +134,7 @@ class Conflicts:
             left[at] //= self.program.size(a)
         return -1
 
-    def _changes_size(self, op: Operation, value: Value, dim: int) -> bool:
-        result = op.results[0].shape if op.results else ()
-        return op.kind in _MAY_MOVE and dim < len(result) and result[dim] != value.shape[dim]
-
 
 def _is_alone(rule: Rule, factor: int) -> bool:
     """Whether only one tensor has a factor, as with the operands of a kernel for a QR."""
     return sum(factor in factors for tensor in rule.tensors for factors in tensor) == 1
-
-
-def _passing_rule(values: list[Value]) -> Rule:
-    shape = values[0].shape
-    tensor = tuple((d,) for d in range(len(shape)))
-    return Rule((tensor,) * len(values), shape)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
+from ..hlo.queries import reached
 from .attributes import Attributes, Sharding
 from .propagated import BARRIER, CONSTRAINT, Rule
 from .shardy import (
@@ -288,16 +289,13 @@ class _Reader:
         for step in outline.steps:
             for value in step.results:
                 makers.setdefault(value, []).append(step)
-        loops = {argument: r for r, each in outline.carried.items() for argument in each}
-        todo = [*outline.ends, *self._needed]
-        used = {*todo}
-        for value in todo:
-            needed = [v for step in makers.get(value, ()) for v in step.operands]
-            if value in loops:
-                needed.append(loops[value])
-            new = dict.fromkeys(v for v in needed if v not in used)
-            used.update(new)
-            todo += new
+        loops = {argument: [r] for r, each in outline.carried.items() for argument in each}
+
+        def needed(value: int) -> list[int]:
+            operands = [v for step in makers.get(value, ()) for v in step.operands]
+            return operands + loops.get(value, [])
+
+        used = {*reached([*outline.ends, *self._needed], needed)}
         return [step for step in outline.steps if not used.isdisjoint(step.results)]
 
     # --- values ---------------------------------------------------------------------------------

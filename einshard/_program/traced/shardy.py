@@ -155,21 +155,6 @@ def _failed(error: Exception) -> NotPropagated:
     return NotPropagated(f"Shardy's passes failed: {reason}")
 
 
-def resize_meshes(module: Op, size: int) -> None:
-    """Gives each axis of a module's meshes another size, in place."""
-    from jax.extend.mlir import ir
-    from jax.extend.mlir.dialects import sdy
-
-    with locked(module):
-        for op in all_ops(module.operation):
-            if op.name == 'sdy.mesh':
-                names = [
-                    sdy.MeshAxisAttr(axis).name for axis in sdy.MeshAttr(op.attributes['mesh']).axes
-                ]
-                axes = ', '.join(f'"{name}"={size}' for name in names)
-                op.attributes['mesh'] = ir.Attribute.parse(f'#sdy.mesh<[{axes}]>')
-
-
 def all_ops(op: Op) -> list[Op]:
     """Returns an operation and all inside it. A loop: `Operation.walk` takes twice the time."""
     found = [op]

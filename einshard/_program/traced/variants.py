@@ -30,6 +30,16 @@ _CONSTRAINT = f'sdy.{CONSTRAINT}'
 _N_COPIES = 4
 
 
+def resize_meshes(module: Any, size: int) -> None:
+    """Gives each axis of a module's meshes another size, in place."""
+    with locked(module):
+        attributes = Attributes()
+        for op in all_ops(module.operation):
+            if op.name == 'sdy.mesh':
+                sizes = dict.fromkeys(attributes.mesh(op.attributes['mesh']), size)
+                op.attributes['mesh'] = attributes.mesh_of(sizes)
+
+
 class _Copy(NamedTuple):
     """A copy of a module, and its operations that have attributes of sites."""
 
