@@ -84,10 +84,10 @@ def profile(
     with suggest_partial(fn, 'chip'):
         chip = None if chip is None else as_chip(chip)
     _check_values(name_of(fn), (args, kwargs))
-    _refuse_libtpu()
     if callable(fn) and not isinstance(fn, ShardedFunction) and not is_jitted(fn):
         fn = jax.jit(fn)  # once, so that the report and the calls share one compilation
     stages = trace_to_compile(fn, args, kwargs, None)
+    _refuse_libtpu()
     compiled, notes = None, list[str]()
     if jax.default_backend() == 'gpu':
         compiled, note = compile_without_graphs(stages)

@@ -65,13 +65,12 @@ class Words:
         facts, (moved, returned) = self._facts, self._placed(edits)
         assert facts.mesh is not None
         mesh = '' if is_canonical_mesh(facts.mesh) else ', mesh=mesh'
-        texts = [shard_text(moved or returned)] if moved or returned else []
-        if mesh and (of_arguments := placements(edits)[0]):
-            specs = {facts.arguments[i].path: to.spec for i, to in of_arguments.items()}
-            texts.append(f'as PartitionSpecs: {partition_text(specs)}')
+        given, (arguments, _) = self._given('in_shardings'), placements(edits)
+        specs = {facts.arguments[i].path: to.spec for i, to in arguments.items()}
+        as_specs = f': {partition_text(specs)}' if mesh and specs else ''
+        texts = [shard_text(moved or returned) + as_specs] if moved or returned else []
         call = '{name} = einshard({name}, {spec}' + mesh + ')'
         texts += code_to_place(moved, [each.path for each in facts.arguments], call)
-        given, (arguments, _) = self._given('in_shardings'), placements(edits)
         if any(isinstance(given[i], Sharding) for i in arguments if i < len(given)):
             texts.append('and in_shardings= of jax.jit, which has to be the same')
         if returned:
