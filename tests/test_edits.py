@@ -608,3 +608,13 @@ def test_places_of_arguments_are_not_those_of_values():
         adds = [step for step in variants.outline.steps if step.form.kind == 'add']
         assert [found[add.results[0]].axes for add in adds] == expected
         assert any(map(any, expected))
+
+
+def test_a_jaxpr_of_12_000_operations():
+    def steps(x):
+        for _ in range(4000):
+            x = 3.7 * x * (1 - x)
+        return x
+
+    jaxpr = jax.make_jaxpr(steps)(np.ones((8, 8), np.float32))
+    assert len(flatten(jaxpr).ops) == 12_000

@@ -7,12 +7,14 @@ from einshard._check.tolerance import largest_rounding
 from einshard._chips.table import as_chip
 from einshard._explain.roles import Payloads
 from einshard._program.cost.network import Network
-from einshard._program.hlo.find_collectives import find_collectives
+from einshard._program.hlo.find_collectives import find_collectives, read_collectives
 from einshard._program.hlo.flops import find_products
 from einshard._program.hlo.graph import Graph
 from einshard._program.hlo.hbm_traffic import find_copied, min_hbm_bytes
 from einshard._program.hlo.queries import Origins, output_uses
-from einshard._program.hlo.slices import find_reshards
+from einshard._program.hlo.slices import find_gather, find_reshards, find_sliced_sum
+from einshard._program.hlo.target_collectives import target_collectives
+from einshard._program.hlo.temporaries import largest_temporaries
 from einshard._program.hlo.text import HloModule
 from einshard._program.jaxpr.op_sharding_rule import batch_axes
 
@@ -23,7 +25,24 @@ def graph_of(program):
 
 
 def collectives_of(program):
-    return [*find_collectives(graph_of(program))]
+    return read_collectives(program if isinstance(program, str) else program.as_text())
+
+
+def read_all(text):
+    """Reads all that `explain` reads from the text of a program. Returns the collectives."""
+    graph = graph_of(text)
+    inputs = [(f'x{i}', 'float32') for i in sorted(graph.parameters)]
+    payloads = Payloads(graph, inputs, {i: f'result/{i}' for i in range(len(graph.outputs))})
+    collectives = [payloads.of(c) for c in find_collectives(graph)]
+    target_collectives(graph, collectives)
+    find_reshards(graph, collectives)
+    for c in collectives:
+        find_gather(graph, c)
+        find_sliced_sum(graph, c)
+    min_hbm_bytes(graph)
+    largest_temporaries(graph)
+    list(find_products(graph))
+    return collectives
 
 
 def payloads_of(text, inputs, outputs):
