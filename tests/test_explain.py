@@ -50,6 +50,7 @@ from einshard._program.hlo.graph import Graph
 from einshard._program.hlo.queries import output_uses
 from einshard._program.hlo.text import HloModule
 from einshard._sharding.collective_axes import (
+    along_text,
     axes_text,
     mesh_axes_between,
     mesh_axes_of,
@@ -1265,6 +1266,10 @@ def test_all_lines_of_an_error_that_lists_something():
         with pytest.raises(EinshardError) as error:
             explain(function, np.ones(3))
         assert error.value.facts['JAX says'] == says
+
+
+def test_axes_of_groups_that_the_program_does_not_list():
+    assert along_text((), (), [mesh_of(data=16)], {}) == ''
 
 
 # --- sets, whose order differs between processes --------------------------------------------------
