@@ -1,13 +1,37 @@
 """Models with axis names for the tests of `plan`, and costs computed by hand."""
 
+import contextlib
 import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import pytest
 from placed import struct
 
 from einshard import Rules, einshard, sharded
+
+# private: one worker for all plans, which saves 3 s for each
+from einshard._explain.partition import Worker
+from einshard._plan import evaluate
+
+
+class _SharedWorker(Worker):
+    """A worker that goes on when a plan closes it."""
+
+    def close(self):
+        pass
+
+
+@contextlib.contextmanager
+def one_worker(n_devices):
+    """Inside, all plans share a process, since starting one takes a second."""
+    worker = _SharedWorker(n_devices)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, 'Worker', lambda n_devices: worker)
+        yield
+    Worker.close(worker)
+
 
 MLP_RULES = Rules([('up', 'embed mlp'), ('down', 'mlp embed')])
 

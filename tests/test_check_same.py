@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from counting import counted
+from hlo.read import rounding_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from placed import mesh_of
@@ -26,9 +27,6 @@ from einshard import (
     per_device,
     sharded,
 )
-
-# private: the tolerance of sums on TPUs, without a TPU
-from einshard._check.tolerance import largest_rounding
 
 EIGHT = jax.devices()[:8]
 NAMED = mesh_of(data=2, tp=4)
@@ -378,8 +376,7 @@ def test_results_as_data_text_and_html():
 @pytest.mark.parametrize('n', [8, 512, 2**15])
 def test_tolerances_of_sums(n):
     # sums in another order pass; a sum that lacks one of its terms does not
-    jaxpr = jax.make_jaxpr(lambda x: x.sum(1))(np.ones((64, n), np.float32))
-    rounding = largest_rounding(jaxpr.jaxpr, 8, 'cpu')
+    rounding = rounding_of(lambda x: x.sum(1), np.ones((64, n), np.float32))
     assert (rounding.dtype, rounding.terms) == ('float32', n)
     x = RANDOM.normal(size=(64, n)).astype(np.float32)
     forward, backward = np.cumsum(x, 1)[:, -1], np.cumsum(x[:, ::-1], 1)[:, -1]
@@ -404,14 +401,14 @@ def loop(x):
     ],
 )
 def test_the_longest_sum(f, dtype, terms):
-    rounding = largest_rounding(jax.make_jaxpr(f)(X).jaxpr, 8, 'cpu')
+    rounding = rounding_of(f, X)
     assert (rounding.dtype, rounding.terms) == (dtype, terms)
 
 
 def test_products_on_accelerators():
     for precision, dtype in ((None, 'bfloat16'), ('highest', 'float32')):
         matmul = functools.partial(jnp.matmul, precision=precision)
-        rounding = largest_rounding(jax.make_jaxpr(matmul)(X, W).jaxpr, 8, 'tpu')
+        rounding = rounding_of(matmul, X, W, platform='tpu')
         assert rounding.dtype == dtype
 
 

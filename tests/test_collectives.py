@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hlo import programs
 from hlo.programs import MACHINES, PROGRAMS, expected, partitioner
+from placed import mesh_of
 
 # private: stored HLO of other versions of JAX, which `explain` cannot compile
 from einshard._program.hlo.arithmetic import ARITHMETIC
@@ -23,7 +24,8 @@ from einshard._program.hlo.collective import KINDS
 from einshard._program.hlo.find_collectives import find_collectives, read_collectives
 from einshard._program.hlo.graph import Graph
 from einshard._program.hlo.groups import connected, read_groups
-from einshard._program.hlo.queries import Origins, output_uses
+from einshard._program.hlo.opcodes import _ROWS
+from einshard._program.hlo.queries import Origins, is_invariant, output_uses
 from einshard._program.hlo.slices import find_gather, find_reshards, find_sliced_sum
 from einshard._program.hlo.sources import Sources, op_name
 from einshard._program.hlo.text import ArrayType, HloModule, array_types, read_instruction
@@ -1033,3 +1035,30 @@ def test_arithmetic_is_that_of_xla():
         if name in ('divide', 'remainder'):
             a, b = a[b != 0], b[b != 0]
         np.testing.assert_array_equal(ARITHMETIC[name](a, b), function(a, b), err_msg=name)
+
+
+def test_a_swapped_phi_is_not_invariant():
+    def run(kept, a, b):
+        def step(state, _):
+            kept, a, b = state
+            return (kept * 1, b, a), (a * kept).sum()
+
+        return jax.lax.scan(step, (kept, a, b), None, length=6)
+
+    rows = jax.sharding.NamedSharding(mesh_of(m=8), jax.P('m'))
+    array = jax.ShapeDtypeStruct((64, 64), np.float32, sharding=rows)
+    text = jax.jit(run).lower(array, array, array).compile().as_text()
+    swapped = []
+    for phi in Graph(HloModule(text)).nodes:
+        after = phi.inputs[1] if phi.opcode == 'phi' else phi
+        while after.opcode == 'copy':
+            after = after.inputs[0]
+        if phi.opcode == after.opcode == 'phi' and after is not phi:
+            swapped.append(phi)
+    assert len(swapped) == 2
+    assert not any(map(is_invariant, swapped))
+
+
+def test_each_opcode_is_in_one_row():
+    counts = Counter(opcode for opcodes in _ROWS.values() for opcode in opcodes.split())
+    assert [opcode for opcode, n in counts.items() if n > 1] == []

@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from modules import spans
 
-from einshard import explain
+from einshard import device_mesh, explain
 
 # private: edits of jaxprs and of marked modules, before a suggestion chooses among them
+from einshard._explain.search.words import Words
+from einshard._program.edits import edit as edits
 from einshard._program.edits.apply import apply
 from einshard._program.edits.call import read_call
 from einshard._program.edits.edit import (
@@ -28,6 +31,7 @@ from einshard._program.edits.edit import (
     combine,
     placements,
 )
+from einshard._program.edits.per_device import RunPerDevice
 from einshard._program.edits.sites import Sites
 from einshard._program.edits.tags import tag_in
 from einshard._program.jaxpr.graph import flatten
@@ -606,3 +610,59 @@ def test_places_of_arguments_are_not_those_of_values():
         adds = [step for step in variants.outline.steps if step.form.kind == 'add']
         assert [found[add.results[0]].axes for add in adds] == expected
         assert any(map(any, expected))
+
+
+def test_a_jaxpr_of_12_000_operations():
+    def steps(x):
+        for _ in range(4000):
+            x = 3.7 * x * (1 - x)
+        return x
+
+    jaxpr = jax.make_jaxpr(steps)(np.ones((8, 8), np.float32))
+    assert len(flatten(jaxpr).ops) == 12_000
+
+
+SAID = device_mesh(jax.devices()[:8], data=8)
+
+
+def constrained(x, w):
+    return jax.lax.with_sharding_constraint(x @ w, NamedSharding(SAID, P('data', None)))
+
+
+def test_every_kind_of_edit_is_said():
+    x, w = (
+        jax.ShapeDtypeStruct((64, 64), np.float32, sharding=NamedSharding(SAID, P(axis)))
+        for axis in ('data', None)
+    )
+    report = explain(jax.jit(constrained), x, w, tries=0)
+    to = NamedSharding(SAID, P(None, 'data'))
+    text = "jax.lax.with_sharding_constraint(x @ w, NamedSharding(SAID, P('data', None)))"
+    constraint = (spans(__file__, text)[0],)
+    product = tuple(s for s in spans(__file__, 'x @ w') if s.line == constraint[0].line)
+    line = f'test_edits.py:{product[0].line}'
+    said = {
+        edits.PlaceArguments({1: to}, {}): "shard w with 'a b -> a b@data'",
+        edits.PlaceResults({0: to}): "shard result with 'a b -> a b@data'",
+        edits.Constrain(product, to): (
+            f"constrain `x @ w` in {line}: einshard(..., 'a b -> a b@data', mesh=mesh)"
+        ),
+        edits.ReplaceConstraint(constraint, to): (
+            f"change the constraint in {line} to 'a b -> a b@data'"
+        ),
+        edits.RemoveConstraint(constraint): f'remove the constraint in {line}',
+        edits.MoveThrough(('argument', 0), to): (
+            'reshard in two steps, at the start of the function: '
+            "x = einshard(x, 'a b -> a b@data', mesh=mesh)"
+        ),
+    }
+    words = Words(report.reading)
+    assert {edit: words.say([edit]) for edit in said} == said
+    with jax.set_mesh(SAID):
+        words = Words(explain(jax.jit(constrained), x, w, tries=0).reading)
+    found = {edit: text.replace(', mesh=mesh', '') for edit, text in said.items()}
+    assert {edit: words.say([edit]) for edit in said} == found
+    # what runs per device is said by the finding that it was tried for
+    kinds = {type(edit) for edit in said} | {RunPerDevice}
+    abstract = {each for each in edits.Edit.__subclasses__() if each.__name__.startswith('_')}
+    known = {*edits.Edit.__subclasses__(), *(k for a in abstract for k in a.__subclasses__())}
+    assert known - abstract == kinds

@@ -41,8 +41,6 @@ from einshard import (
 )
 
 # private: line breaks of source text, and devices of hardware that is not here
-from einshard._eject.source import Brackets, statement
-from einshard._sharding.mesh import position
 
 DEVICES = jax.devices()
 TYPES = [(AxisType.Auto,) * 2, (AxisType.Explicit,) * 2, (AxisType.Auto, AxisType.Explicit)]
@@ -186,15 +184,19 @@ def test_axis_rules_are_expanded():
 @pytest.mark.parametrize('n_slices', [1, 2])
 def test_hardware_order_is_that_of_the_canonical_mesh(n_slices):
     device = SimpleNamespace
-    tpus = [
-        device(coords=(x, y, 0), core_on_chip=core, slice_index=n, id=x, process_index=y)
+    devices = {
+        (n, x, y, 0, core): device(
+            coords=(x, y, 0), core_on_chip=core, slice_index=n, id=x, process_index=y
+        )
         for core in range(2) for y in range(2) for n in range(n_slices) for x in range(3)
-    ]  # fmt: skip
-    gpus = [device(process_index=i % 2, id=9 - i, slice_index=i % n_slices) for i in range(8)]
-    cpus = [device(process_index=i % 2, id=9 - i) for i in range(8)]
+    }  # fmt: skip
+    for i in range(8):
+        found = {'process_index': i % 2, 'id': 9 - i}
+        devices[0, i % 2, 9 - i] = device(**found)
+        devices[i % n_slices, i % 2, 9 - i] = device(**found, slice_index=i % n_slices)
+    devices[0, 1, 0, 2, 0] = device(coords=(1, 0, 2), id=3)
     order = run(to_jax('a*'))['hardware_order']
-    for devices in (tpus, gpus, cpus, [device(coords=(1, 0, 2), id=3)]):
-        assert list(map(order, devices)) == list(map(position, devices))
+    assert [*map(order, devices.values())] == [*devices]
 
 
 def test_a_tpu_slice():
@@ -712,6 +714,8 @@ def texts():
     mesh = Mesh(MESH.devices, names, axis_types=TYPES[2])
     yield to_jax('a ... d -> a ... d@long_name_of_an_axis', mesh=mesh, shape=(8, 8, 8))
     yield to_jax('a b', mesh=Mesh(MESH.devices[::-1], names))
+    yield to_jax('a b', mesh=Mesh(MESH.devices.ravel(), names[:1], axis_types=TYPES[2][:1]))
+    yield to_jax(Rules([('a' * 50, 'd@tp'), ('b', 'd@tp')]), mesh=MESH)
     yield to_jax(shard_largest, TREE)
     yield to_jax(Rules([('"\'', 'd@tp')] * 5, min_size=8), mesh=MESH)
     weights = {'in': f32(32, 2), 'out': [f32(2, 2)]}
@@ -736,17 +740,6 @@ def test_format_is_that_of_ruff():
         command = [ruff, 'format', '--isolated', '--config', "format.quote-style='single'", '-']
         done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
         assert done.stdout == text
-
-
-def test_lines_are_broken():
-    long = 'a' * 40
-    assert statement(Brackets('x = f(', (long, long))) == f'x = f(\n    {long}, {long}\n)'
-    three = f'x = f(\n    {long},\n    {long},\n    {long},\n)'
-    assert statement(Brackets('x = f(', (long,) * 3)) == three
-    nested = Brackets('x = (', (Brackets('[', (long, long), ']'),))
-    assert statement(nested) == f'x = (\n    [\n        {long},\n        {long},\n    ],\n)'
-    assert statement(Brackets('x = (', ('a',))) == 'x = (a,)'
-    assert statement(Brackets('x = f(', ('a',))) == 'x = f(a)'
 
 
 def test_texts_run_and_are_equal_each_time():

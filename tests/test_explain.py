@@ -40,6 +40,8 @@ from einshard import (
     show,
     to_jax,
 )
+from einshard._explain.explain import _devices
+from einshard._explain.findings.slow_network import slow_network
 from einshard._explain.fold_layers import fold, fold_paths
 from einshard._explain.golden_files import golden_text
 from einshard._explain.oversized import newest_dump, read_shardings
@@ -48,6 +50,7 @@ from einshard._program.hlo.graph import Graph
 from einshard._program.hlo.queries import output_uses
 from einshard._program.hlo.text import HloModule
 from einshard._sharding.collective_axes import (
+    along_text,
     axes_text,
     mesh_axes_between,
     mesh_axes_of,
@@ -1263,3 +1266,30 @@ def test_all_lines_of_an_error_that_lists_something():
         with pytest.raises(EinshardError) as error:
             explain(function, np.ones(3))
         assert error.value.facts['JAX says'] == says
+
+
+def test_axes_of_groups_that_the_program_does_not_list():
+    assert along_text((), (), [mesh_of(data=16)], {}) == ''
+
+
+# --- sets, whose order differs between processes --------------------------------------------------
+
+
+def test_findings_about_the_network_between_slices():
+    names = 'abcdefghij'  # a set of these has their order once in 3 million processes
+    mesh = AbstractMesh((2,) * 11, (*names, 'inner'))
+    collectives = [
+        SimpleNamespace(device_groups=((0, 1),), total_bytes=8, mesh_axes=frozenset([name]))
+        for name in names
+    ]
+    facts = SimpleNamespace(mesh=mesh, slices=[0, 1], collectives=collectives)
+    texts = [finding.text for finding in slow_network(facts)]
+    assert texts == [
+        f'8 B are sent along {name} between slices, and 0 B along inner within them'
+        for name in names
+    ]
+
+
+def test_devices_of_a_sharding_without_a_mesh():
+    devices = jax.devices()
+    assert _devices([SimpleNamespace(device_set={*devices})]) == devices

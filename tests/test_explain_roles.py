@@ -5,18 +5,13 @@ import inspect
 import jax
 import jax.numpy as jnp
 import pytest
+from hlo.read import collectives_of, origins_of, outputs_from, payloads_of, reshards_of
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from placed import mesh_of, shardings
 
 from einshard import explain, topology
-from einshard._explain.roles import Payloads
-from einshard._program.hlo.find_collectives import find_collectives
-from einshard._program.hlo.graph import Graph
-from einshard._program.hlo.queries import Origins, output_uses
-from einshard._program.hlo.slices import find_reshards
-from einshard._program.hlo.text import HloModule
 
 PLATFORMS = ['cpu', 'tpu']
 
@@ -270,9 +265,7 @@ def payload_of(text, **operands):
     """The payload of the only collective of a step that updates w and s, and reads v and x."""
     for name, operand in operands.items():
         text = text.replace(name, operand)
-    graph = Graph(HloModule(text))
-    payloads = Payloads(graph, [(name, 'float32') for name in 'wsvx'], {0: 'out/w', 1: 'out/s'})
-    [collective] = map(payloads.of, find_collectives(graph))
+    [collective] = payloads_of(text, 'wsvx', {0: 'out/w', 1: 'out/s'})
     return collective.role, collective.of
 
 
@@ -315,8 +308,7 @@ ENTRY %main () -> f32[8] {
 backend_config={"custom_call_config":{"has_communication":true}}
 }
 """
-    graph = Graph(HloModule(text))
-    [c] = map(Payloads(graph, [], {0: 'result'}).of, find_collectives(graph))
+    [c] = payloads_of(text, [], {0: 'result'})
     assert (c.kind, c.role, c.of) == ('custom-call', 'activations', ('result',))
 
 
@@ -350,10 +342,8 @@ metadata={{op_name="jit(f)/transpose(jvp())/dot_general"}}
 tuple(%norm, %new, %gradient, %loss)
 }}
 """
-    graph = Graph(HloModule(text))
-    inputs = [(name, 'float32') for name in ('a', 'b', 'c', 'w')]
     outputs = {0: 'out/norm', 1: 'out/w', 2: 'out/nu/w', 3: 'out/loss'}
-    [collective] = map(Payloads(graph, inputs, outputs).of, find_collectives(graph))
+    [collective] = payloads_of(text, 'abcw', outputs)
     assert (collective.role, collective.of) == payload
 
 
@@ -371,10 +361,9 @@ ENTRY %main (g: f32[8], h: f32[8]) -> (f32[8], f32[8], f32[32]) {
   ROOT %out = (f32[8]{0}, f32[8]{0}, f32[32]{0}) tuple(%b, %a, %c)
 }
 """
-    graph = Graph(HloModule(text))
-    uses = output_uses(graph)
-    assert [uses[graph.parameters[i]] for i in (0, 1)] == [{1}, {0, 2}]
-    assert Origins().of(graph.outputs[2]) == ({1}, False)
+    uses = outputs_from(text)
+    assert (uses['g'], uses['h']) == ({1}, {0, 2})
+    assert origins_of(text, 2) == ({1}, False)
 
 
 LOOP = """HloModule jit_f, num_partitions=4
@@ -426,24 +415,20 @@ SUMMED = """
 def loop_of(before, body, new_all):
     """A loop over five iterations that begins with %g."""
     text = LOOP.replace('BEFORE', before).replace('BODY', body.strip('\n'))
-    graph = Graph(HloModule(text.replace('%new_all', new_all)))
-    [collective] = find_collectives(graph)
-    return graph, collective
+    return text.replace('%new_all', new_all)
 
 
 def test_a_gathered_array_that_a_loop_slices():
     """Each device keeps one block of what is gathered before the loop."""
     gather = '  %g = f32[32,8]{1,0} all-gather(%x), replica_groups=[1,4]<=[4], dimensions={0}'
-    graph, collective = loop_of(gather, SLICED_LATER, new_all='%all')
-    [reshard] = find_reshards(graph, [collective]).values()
+    [reshard] = reshards_of(loop_of(gather, SLICED_LATER, new_all='%all'))
     assert reshard.after == ((0, 1, 2, 3), (0, 0, 0, 0))
 
 
 def test_a_sum_that_a_later_iteration_uses():
     """As of gradients that are applied one step late."""
     filled = '  %nil = f32[] constant(0)\n  %g = f32[32,8]{1,0} broadcast(%nil), dimensions={}'
-    graph, collective = loop_of(filled, SUMMED, new_all='%summed')
-    assert [output_uses(graph)[node] for node in collective.nodes] == [{0}]
+    assert outputs_from(loop_of(filled, SUMMED, new_all='%summed'))['summed'] == {0}
 
 
 def test_a_collective_of_a_computation_that_a_branch_calls():
@@ -469,10 +454,9 @@ ENTRY %main (p: pred[], x: f32[8]) -> f32[8] {
   ROOT %y = f32[8]{0} conditional(%p, %x, %x), true_computation=%yes, false_computation=%no
 }
 """
-    graph = Graph(HloModule(text))
-    [collective] = find_collectives(graph)
+    [collective] = collectives_of(text)
     assert collective.in_branch
-    assert Origins().of(graph.outputs[0]) == ({1}, True)  # the sum, and x of the other branch
+    assert origins_of(text, 0) == ({1}, True)  # the sum, and x of the other branch
 
 
 @pytest.mark.parametrize('platform', PLATFORMS)
@@ -585,6 +569,5 @@ def test_arrays_that_xla_joins_for_one_all_reduce(third, uses):
     text = JOINED
     for name, value in zip(('SOURCE', 'START', 'END'), third, strict=True):
         text = text.replace(name, value)
-    graph = Graph(HloModule(text))
-    found = output_uses(graph)
-    assert {node.name: {*found[node]} for node in graph.parameters.values()} == uses
+    found = outputs_from(text)
+    assert {name: found[name] for name in 'abc'} == uses

@@ -3,13 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from hlo.read import copied_in, hbm_bytes_of
 from jax import lax
 from placed import struct
-
-# private: the bytes of a program on a device with HBM, as compiled here
-from einshard._program.hlo.graph import Graph
-from einshard._program.hlo.hbm_traffic import find_copied, min_hbm_bytes
-from einshard._program.hlo.text import HloModule
 
 N, ROW = 2**20, 4 * 128
 
@@ -89,7 +85,7 @@ def scatter(cache, row, n):
 def test_a_cache_that_is_updated_in_place_and_read(fn, updated):
     compiled = jax.jit(fn, donate_argnums=0).lower(TABLE, struct(1, 128), NUMBER).compile()
     needed = ALL - updated + ROW + 4 + ROW
-    assert 0.99 * needed < min_hbm_bytes(Graph(HloModule(compiled.as_text()))) <= needed
+    assert 0.99 * needed < hbm_bytes_of(compiled) <= needed
 
 
 @pytest.mark.parametrize('what', PROGRAMS)
@@ -97,7 +93,7 @@ def test_no_more_than_a_run_can_do_with(what):
     fn, arguments, needed = PROGRAMS[what]
     donated = {'two caches': (0, 1), 'a branch that changes nothing': (0,)}.get(what, ())
     compiled = jax.jit(fn, donate_argnums=donated).lower(*arguments).compile()
-    assert min_hbm_bytes(Graph(HloModule(compiled.as_text()))) <= needed
+    assert hbm_bytes_of(compiled) <= needed
 
 
 @pytest.mark.parametrize(
@@ -113,7 +109,7 @@ def test_no_more_than_a_run_can_do_with(what):
 )
 def test_all_that_a_run_needs(fn, argument, needed):
     compiled = jax.jit(fn).lower(argument).compile()
-    assert min_hbm_bytes(Graph(HloModule(compiled.as_text()))) == needed
+    assert hbm_bytes_of(compiled) == needed
 
 
 def test_a_computation_that_is_called_twice():
@@ -161,7 +157,7 @@ ENTRY %main (a: f32[8,128], b: f32[8,128], c: f32[1,128]) -> f32[1,128] {{
 }}
 """
     # all rows of a, one row of b, and c; the result is written
-    assert min_hbm_bytes(Graph(HloModule(text))) <= 8 * ROW + ROW + ROW + ROW
+    assert hbm_bytes_of(text) <= 8 * ROW + ROW + ROW + ROW
 
 
 CACHES = """HloModule jit_f, input_output_alias={ {0}: (0, {}, may-alias), {1}: (1, {}, may-alias) }
@@ -220,7 +216,6 @@ UPDATE = 'dynamic-update-slice'
     ids=['in place', 'other layout', 'VMEM', 'copy of the result'],
 )
 def test_copies_of_donated_arguments(copies, n):
-    program = HloModule(CACHES.replace('COPIES', '\n'.join(f'  {line}' for line in copies)))
-    found = [*find_copied(Graph(program))]
+    found = copied_in(CACHES.replace('COPIES', '\n'.join(f'  {line}' for line in copies)))
     assert [(one.output, one.parameter) for one in found] == [(1, 1)] * bool(n)
     assert sum(one.bytes for one in found) == n * 4 * 16 * 64

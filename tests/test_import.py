@@ -19,22 +19,19 @@ import einshard
 TOOLS = '_check', '_cli', '_draw', '_eject', '_explain', '_move', '_page', '_plan', '_predict'
 TOOLS += ('_program',)
 assert not {f'einshard.{name}' for name in TOOLS} & {*sys.modules}
-# private: the notation works without JAX
-from einshard._notation.expression import parse
-from einshard._notation.layout import lay_out
 from jax.sharding import AbstractMesh
 
 for name in dir(einshard):
     getattr(einshard, name)
 einshard.clear_caches()
 
-lay_out(parse('a b -> 2 a2* b*'), 2, 16)
+mesh = AbstractMesh((4, 4), ('x', 'y'))
+einshard.make_sharding('a b -> 2 a2* b*', mesh=AbstractMesh((2, 4, 2), ('x', 'y', 'z')))
 try:
-    parse('a b ->')
+    einshard.make_sharding('a b ->', mesh=mesh)
 except einshard.EinshardError as error:
     assert 'right side' in str(error)
 
-mesh = AbstractMesh((4, 4), ('x', 'y'))
 sharding = einshard.make_sharding('a b -> a4 b4', mesh=mesh)
 assert einshard.describe(sharding) == 'a b ... -> a@x b@y ...'
 einshard.make_sharding('a b -> a8 b2', mesh=einshard.device_mesh(mesh))

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hlo.read import batch_axes_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from einshard import device_mesh, explain, make_sharding, per_device
-from einshard._program.jaxpr.batch_axes import batch_axes
 
 lax, linalg = jax.lax, jax.lax.linalg
 
@@ -81,8 +81,7 @@ def check_equations(jaxpr, inputs):
 
         results = run(ins, eqn.params)
         values.update(zip(eqn.outvars, results, strict=True))
-        shapes = [np.shape(v) for v in ins], [np.shape(v) for v in results]
-        for axis in batch_axes(eqn.primitive.name, eqn.params, *shapes).values():
+        for axis in batch_axes_of(eqn, ins, results):
             n_checked += 1
             params = dict(eqn.params)
             if axis.groups:

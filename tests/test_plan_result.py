@@ -3,6 +3,7 @@
 import itertools
 import re
 import textwrap
+from dataclasses import replace
 from unittest import mock
 
 import jax
@@ -27,32 +28,15 @@ from einshard import (
     topology,
 )
 
-# private: one worker for all plans, which saves 3 s for each
-from einshard._explain.partition import Worker
-from einshard._plan import evaluate
-from einshard._plan.candidate import Candidate
-from einshard._plan.source import mesh_call, spec_lines
-
 EIGHT = device_mesh(jax.devices()[:8])
 CHIP = 'TPU v5e'
 MLP_STEP = planned.mlp_step(8192, 512, 2048)
 
 
-class SharedWorker(Worker):
-    """A worker that goes on when a plan closes it."""
-
-    def close(self):
-        pass
-
-
 @pytest.fixture(scope='module', autouse=True)
-def shared_worker():
-    """All plans share a process, since starting one takes a second."""
-    worker = SharedWorker(8)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate, 'Worker', lambda n_devices: worker)
+def one_worker():
+    with planned.one_worker(8):
         yield
-    Worker.close(worker)
 
 
 @pytest.fixture(scope='module')
@@ -96,19 +80,24 @@ def test_the_printed_code_runs(found):
 
 
 @pytest.mark.parametrize('what', MESHES)
-def test_the_code_of_the_mesh(what):
+def test_the_code_of_the_mesh(found, what):
     mesh = MESHES[what]
     names = mesh.axis_names if len(mesh.axis_names) == 2 else ('x', 'y')
-    candidate = Candidate(tuple(zip(names, (mesh.size // 2, 2), strict=True)), axes=())
-    code = mesh_call(mesh, candidate)
-    assert eval(code, {'jax': jax, 'device_mesh': device_mesh}) == candidate.mesh_of(mesh)
+    expected = Mesh(device_mesh(mesh).devices.reshape(-1, 2), names)
+    code = code_of_mesh(found, mesh, expected)
+    assert eval(code, {'jax': jax, 'device_mesh': device_mesh}) == expected
 
 
-def test_the_code_of_the_mesh_of_a_topology():
-    pytest.importorskip('libtpu')
+def test_the_code_of_the_mesh_of_a_topology(found):
+    mesh = pytest.importorskip('libtpu') and topology('v5e:4x4', x=4, y=4)
     # to run on such a slice
-    candidate = Candidate((('x', 4), ('y', 4)), axes=())
-    assert mesh_call(topology('v5e:4x4'), candidate) == 'device_mesh(x=4, y=4)'
+    assert code_of_mesh(found, mesh, mesh) == 'device_mesh(x=4, y=4)'
+
+
+def code_of_mesh(found, devices, mesh):
+    """The code of the mesh of a plan that had found this one for these devices."""
+    best = replace(found.best, candidate=replace(found.best.candidate, mesh=(*mesh.shape.items(),)))
+    return re.search('mesh = (.*)', str(replace(found, devices=devices, choices=(best,))))[1]
 
 
 def rules_of(found):
@@ -154,8 +143,16 @@ def test_code_to_paste():
         "xs = ('batch@x embed', 'batch@x')",
     )
     assert found.rules == {'embed': '', 'mlp': '', 'batch': '@x'}
-    # an argument in *args
-    assert spec_lines([('args[0]', 'batch')], found.best.candidate) == ("args_0 = 'batch@x'",)
+
+
+def test_code_of_an_argument_in_args():
+    @sharded('batch')
+    def f(*args):
+        return args[0] * 2
+
+    pin = {'batch': '@x'}
+    found = plan(f, struct(64), mesh=EIGHT, chip=CHIP, pin=pin, compilations=1)
+    assert found.code == ("args_0 = 'batch@x'",)
 
 
 def test_plans_are_compared(found):

@@ -21,16 +21,10 @@ from jax.sharding import PartitionSpec as P
 from profiled import ARGUMENTS, RUNS, SMALL, STEPS, looped, never, older
 from refusal import refusal
 from spawn import python_path
+from xplane import programs_of, raw_events
 
 import einshard
 from einshard import explain, profile, topology
-
-# private: the command without a process, and the second route
-from einshard._profile.events import read_events
-from einshard._profile.form import difference
-from einshard._profile.match import find_programs
-from einshard._profile.trace import read_trace
-from einshard._program.hlo.wire import fields, messages, text
 
 ROOT = Path(einshard.__file__).parents[1]
 HERE = Path(__file__).parent
@@ -59,35 +53,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope='module')
 def profiles(folder):
     return pickle.loads((folder / 'reports.pickle').read_bytes())
-
-
-def raw_events(folder, program):
-    """{instruction: {device: [(run, start, end)]}} of the raw bytes, by another route."""
-    data = memoryview(read_trace(folder).data)
-    found = defaultdict(lambda: defaultdict(list))
-    for plane in messages(data, 1):
-        if [*map(text, messages(plane, 2))] != ['/host:CPU']:
-            continue
-        stats = {}
-        for entry in messages(plane, 5):
-            key, value = dict(fields(entry)).values()
-            stats[key] = next(map(text, messages(value, 2)), '')
-        for line in messages(plane, 3):
-            base = dict(fields(line)).get(3, 0)
-            for event in messages(line, 4):
-                values = {}
-                for stat in messages(event, 4):
-                    parts = dict(fields(stat))
-                    value = next((v for number, v in parts.items() if number != 1), 0)
-                    is_text = not isinstance(value, int)
-                    value = text(value) if is_text else stats[value] if 7 in parts else value
-                    values[stats[parts.get(1, 0)]] = value
-                if 'hlo_op' in values and values['program_id'] == program:
-                    parts = dict(fields(event))
-                    start = base + parts.get(2, 0) / 1000
-                    row = values['run_id'], start, start + parts.get(3, 0) / 1000
-                    found[values['hlo_op']][values['device_ordinal']].append(row)
-    return found
 
 
 def number(report):
@@ -190,14 +155,10 @@ def test_traces_of_each_version(file, tmp_path):
     """Stored ones, of STEPS on eight devices; their programs differ only in a constant."""
     path = tmp_path / 'it.xplane.pb'
     path.write_bytes(lzma.decompress(file.read_bytes()))
-    trace = read_trace(path)
-    assert len(trace.forms) == len(STEPS)
-    for name, form in trace.forms.items():
-        (match,) = find_programs(form, trace, None, kernels_may_differ=False)
-        assert match.name == name
-        others = [difference(form, other) for n, other in trace.forms.items() if n != name]
-        assert all('other value in it' in text for text in others)
-        events = read_events(trace.data, match, [*form])
+    programs = [*programs_of(path)]
+    assert len(programs) == len(STEPS)
+    for form, differences, events in programs:
+        assert all('other value in it' in text for text in differences)
         assert (events.platform, events.n_runs, len(events.devices)) == ('cpu', RUNS, 8)
         sent = [i for i, op in enumerate(events.names) if form[op].is_collective]
         assert sent
@@ -461,7 +422,8 @@ def test_the_newest_run_of_a_folder(folder, tmp_path):
 
 @pytest.mark.parametrize('size', [0.2, 0.5, 0.9])
 def test_truncated_file(folder, tmp_path, size):
-    data = read_trace(folder / 'older').data
+    [newest] = (folder / 'older').rglob('*.xplane.pb')
+    data = newest.read_bytes()
     path = tmp_path / 'cut.xplane.pb'
     path.write_bytes(data[: int(len(data) * size)])
     error = refusal(explain(older, *ARGUMENTS, tries=0).with_profile, path)

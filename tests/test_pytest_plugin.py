@@ -12,6 +12,7 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -22,11 +23,6 @@ from spawn import python_path
 
 import einshard
 from einshard import explain, sharded
-
-# private: golden files of programs with rare collectives
-from einshard._explain.collectives import Collectives
-from einshard._explain.golden_files import Goldens, file_name, golden_text
-from einshard._program.hlo.text import ArrayType
 
 try:
     from einshard import _pytest_plugin
@@ -104,6 +100,29 @@ def goldens_of(folder):
     """The golden files of the test file in sessions: texts by name."""
     files = (folder / 'tests' / 'golden' / 'test_model').glob('*')
     return {file.name: file.read_text(encoding='utf-8') for file in files}
+
+
+@pytest.fixture
+def golden_files(session, tmp_path, monkeypatch):
+    """Writes golden files of a report in a session, by default one; returns texts by name."""
+
+    def write(report, test=lambda golden, report: golden(report)):
+        monkeypatch.setitem(sys.modules, 'given', SimpleNamespace(report=report, test=test))
+        source = """import given
+
+def test_step(einshard_golden):
+    given.test(einshard_golden, given.report)
+"""
+        passed, printed = session(source, '--einshard-update')
+        assert passed, printed
+        return goldens_of(tmp_path)
+
+    return write
+
+
+@pytest.fixture
+def golden_text(golden_files):
+    return lambda report: golden_files(report)['test_step.golden']
 
 
 def failures(printed):
@@ -250,19 +269,20 @@ def test_unexpected(assert_collectives):
     assert 'product has unexpected collectives: 1 all-reduce' in printed
 
 
-def test_golden_files_are_portable(report):
+def test_golden_files_are_portable(report, golden_text):
     """Golden files do not depend on the machine, source lines or the order of collectives."""
     (row,) = report.collectives
-    two, four = ArrayType('f32', (2,)), ArrayType('f32', (4,))
+    rows = type(report.collectives)
+    two, four = (replace(row.results[0], shape=(n,)) for n in (2, 4))
     other = replace(row, kind='all-gather', results=(two, four, two), along='')
     same = [
         replace(row, source='elsewhere.py:1', op_name='', sent=1, is_async=True),
         replace(other, results=(four, two, two)),
     ]
-    before = replace(report, collectives=Collectives([row, other]))
+    before = replace(report, collectives=rows([row, other]))
     after = replace(
         report,
-        collectives=Collectives(same[::-1]),
+        collectives=rows(same[::-1]),
         device_kind='TPU v5 lite',
         memory=None,
         flops=None,
@@ -280,9 +300,9 @@ def test_golden_files_are_portable(report):
     ('executions', 'shown'),
     [((3,), '3'), ((1, 1, 4), '6'), ((3, None), '4 x ?'), ((None,), '?'), ((0,), '0')],
 )
-def test_executions_are_counted(report, executions, shown):
+def test_executions_are_counted(report, golden_text, executions, shown):
     (row,) = report.collectives
-    rows = Collectives(
+    rows = type(report.collectives)(
         replace(row, executions=1 if n is None else n, is_exact=n is not None) for n in executions
     )
     text = golden_text(replace(report, collectives=rows))
@@ -316,26 +336,33 @@ TEXTS = {
 
 
 @pytest.mark.parametrize('case', TEXTS)
-def test_texts_of_other_programs(case):
+def test_texts_of_other_programs(golden_text, case):
     function, args, lines = TEXTS[case]
     assert set(lines) <= set(golden_text(explain(function, *args)).splitlines())
 
 
-@pytest.mark.parametrize(
-    ('name', 'file'),
-    [
-        ('test_step', 'test_step'),
-        ('test_step[8-float32]', 'test_step-8-float32'),
-        ('test_step[0.5]', 'test_step-0.5'),
-        ('test_step[a/b]', 'test_step-a-b-8f34a2f5'),
-        ('test_step[a:b]', 'test_step-a-b-990200dc'),
-        ('test_step[]', 'test_step-7e33b75a'),
-        ('ü', '-607474ca'),
-    ],
-)
-def test_file_names(name, file):
-    assert file_name(name) == file
-    assert len(file_name(name * 99)) < 150
+NAMES = {
+    'test_step': 'test_step',
+    'test_step[8-float32]': 'test_step-8-float32',
+    'test_step[0.5]': 'test_step-0.5',
+    'test_step[a/b]': 'test_step-a-b-8f34a2f5',
+    'test_step[a:b]': 'test_step-a-b-990200dc',
+    'test_step[]': 'test_step-7e33b75a',
+    'ü': '-607474ca',
+}
+
+
+def test_file_names(report, golden_files):
+    def of_names(golden, report):
+        for name in NAMES:
+            golden(report, name)
+            golden(report, name * 99)
+
+    files = {*golden_files(report, of_names)}
+    short = {f'test_step+{file}.golden' for file in NAMES.values()}
+    assert short < files
+    assert len(files) == 2 * len(short)
+    assert all(len(file) < 150 + len('test_step+.golden') for file in files)
 
 
 NO_NAME = "name= must be a non-empty string, not {}\n  example: name='forward'"
@@ -354,11 +381,13 @@ NOT_A_REPORT = (
         (None, NOT_A_REPORT),
     ],
 )
-def test_refusals(report, tmp_path, args, message):
-    goldens = Goldens(tmp_path, 'test_step', tmp_path, update=True)
-    assert goldens.find_difference(report, 'forward') is None
-    error = refusal(goldens.find_difference, str(report) if args is None else report, *(args or ()))
-    assert str(error) == message
+def test_refusals(report, golden_files, args, message):
+    def refused(golden, report):
+        golden(report, 'forward')
+        error = refusal(golden, str(report) if args is None else report, *(args or ()))
+        assert str(error) == message
+
+    golden_files(report, refused)
 
 
 CONFTEST = """

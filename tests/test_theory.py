@@ -9,15 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hlo.programs import partitioner
+from hlo.read import collectives_of
 from jax.sharding import AxisType
 from placed import mesh_of, struct
 from refusal import refusal
 
 from einshard import einshard, make_sharding, parallelism, sharded
-
-# private: collectives from HLO
-from einshard._predict.contraction import read_contraction
-from einshard._program.hlo.find_collectives import read_collectives
 
 EINSUMS = [
     'b x, x y -> b y',  # a layer
@@ -44,15 +41,22 @@ def assignments(names, n_devices):
             yield dict(zip(names, chosen, strict=True))
 
 
+def axes_of(einsum):
+    """The axes of each operand, those of the result, and all, of an einsum of single letters."""
+    operands, _, result = einsum.partition('->')
+    names = dict.fromkeys(operands.replace(',', '').split())
+    return [operand.split() for operand in operands.split(',')], result.split(), [*names]
+
+
 def compiled(einsum, placements, devices, out=None, sizes=None):
-    contraction = read_contraction(einsum)
-    sizes = sizes or dict.fromkeys(contraction.names, SIZE)
+    operands, _, names = axes_of(einsum)
+    sizes = sizes or dict.fromkeys(names, SIZE)
     shapes = [
-        einshard(struct(*(sizes[name] for name in operand.names)), placement, mesh=devices)
-        for operand, placement in zip(contraction.operands, placements, strict=True)
+        einshard(struct(*(sizes[name] for name in operand)), placement, mesh=devices)
+        for operand, placement in zip(operands, placements, strict=True)
     ]
     out = None if out is None else make_sharding(out, mesh=devices)
-    subscripts = contraction.numpy_subscripts()
+    subscripts = einsum.replace(' ', '')
     program = jax.jit(lambda *xs: jnp.einsum(subscripts, *xs), out_shardings=out)
     return program.lower(*shapes).compile()
 
@@ -65,22 +69,17 @@ def total(collectives):
     return sizes
 
 
-def collectives(program):
-    return read_collectives(program.as_text())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('einsum', [*EINSUMS, *SUMMED_FIRST])
 def test_the_compiler_does_the_first_choice(einsum, devices8):
-    names = read_contraction(einsum).names
+    _, result, names = axes_of(einsum)
     for counts in assignments(names, 8 if len(names) < 4 else 4):
         theory = parallelism(einsum, sizes=dict.fromkeys(names, SIZE), **counts)
         devices = devices8[: math.prod(counts.values())]
         program = compiled(einsum, theory.operands, devices)
-        assert total(collectives(program)) == total(theory.collectives), (counts, str(theory))
+        assert total(collectives_of(program)) == total(theory.collectives), (counts, str(theory))
         expected = make_sharding(theory.result, mesh=devices)
-        ndim = len(read_contraction(einsum).result.names)
-        assert program.output_shardings.is_equivalent_to(expected, ndim), counts
+        assert program.output_shardings.is_equivalent_to(expected, len(result)), counts
 
 
 @pytest.mark.slow
@@ -91,19 +90,18 @@ def test_a_sum_whose_result_is_sharded(einsum, devices8):
     If the result is sharded along an axis of both operands, XLA also gathers it over that axis
     before it shards it again.
     """
-    contraction = read_contraction(einsum)
-    names = contraction.names
+    operands, _, names = axes_of(einsum)
     for counts in assignments(names, 4):
         theory = parallelism(einsum, sizes=dict.fromkeys(names, SIZE), **counts)
         all_reduced = total(theory.collectives)
         for choice in theory.choices[1:]:
             program = compiled(einsum, theory.operands, devices8[:4], out=choice.result)
-            found, scattered = total(collectives(program)), total(choice.collectives)
+            found, scattered = total(collectives_of(program)), total(choice.collectives)
             assert {kind for kind, _ in scattered} == {'reduce-scatter'}
             if found in (scattered, all_reduced):
                 continue
             along = next(n for n in names if n in choice.result and counts[n] > 1)
-            assert all(along in operand.names for operand in contraction.operands)
+            assert all(along in operand for operand in operands)
             rest = {key: n for key, n in found.items() if key[0] != 'all-gather'}
             assert rest != found
             assert rest == all_reduced, (counts, str(choice), found)
@@ -113,7 +111,7 @@ def test_a_sum_whose_result_is_sharded(einsum, devices8):
 @pytest.mark.parametrize('right', ['8 x y', 'x8 y', 'x y8'])
 def test_operands_that_are_sharded_independently(left, right, devices8):
     theory = parallelism(f'{left}, {right} -> b y', sizes={'b': 16, 'x': 16, 'y': 16})
-    found = total(collectives(compiled('b x, x y -> b y', [left, right], devices8)))
+    found = total(collectives_of(compiled('b x, x y -> b y', [left, right], devices8)))
     assert found in [total(choice.collectives) for choice in theory.choices]
     matching = [('8 b x', '8 x y'), ('b8 x', '8 x y'), ('8 b x', 'x y8'), ('b x8', 'x8 y')]
     fits = (left, right) in matching
@@ -152,7 +150,7 @@ def test_the_compiler_does_not_always_do_the_first_choice(i, j, k, devices8):
     assert [(c.kind, c.of) for c in last.collectives] == [('all-gather', 'operand 0')]
     program = compiled('i j, j k -> i k', ['i j8', '8 j k'], devices8, sizes=sizes)
     expected = first if k < j else last
-    assert total(collectives(program)) == total(expected.collectives)
+    assert total(collectives_of(program)) == total(expected.collectives)
 
 
 @pytest.mark.slow
@@ -167,7 +165,7 @@ def test_the_compiler_reshards_operands_for_the_result(sizes, devices8):
     for left, right, out in itertools.product(*every):
         theory = parallelism(f'{left}, {right} -> {out}', sizes=sizes)
         program = compiled('b x, x y -> b y', [left, right], devices8, out=out, sizes=sizes)
-        found = total(collectives(program))
+        found = total(collectives_of(program))
         if (left, right) == ('b x8', 'x8 y') and out != '8 b y':
             assert {kind for kind, _ in found} == {'all-reduce'}  # no reduce-scatter on CPU
         else:
@@ -251,7 +249,7 @@ def test_a_result_as_the_einsum_places_it(einsum, result, kinds, devices8):
     assert [c.kind for c in parallelism(einsum).collectives] == kinds
     operands, out = einsum.split(' -> ')
     program = compiled('b x, x y -> b y', operands.split(', '), devices8, out=out)
-    found = total(collectives(program))
+    found = total(collectives_of(program))
     if 'reduce-scatter' in kinds:  # the CPU has none
         assert {kind for kind, _ in found} == {'all-reduce'}
     else:
@@ -297,7 +295,8 @@ def test_a_chain_has_the_collectives_of_a_compiled_mlp(devices8):
         shapes = arguments([*theory[0].operands, theory[1].operands[1]], 2, devices8)
         program = jax.jit(lambda x, v, w: jax.nn.relu(x @ v) @ w).lower(*shapes).compile()
         found, expected = (
-            {(c.kind, c.bytes) for c in rows} for rows in (collectives(program), theory.collectives)
+            {(c.kind, c.bytes) for c in rows}
+            for rows in (collectives_of(program), theory.collectives)
         )
         assert found == expected, (counts, str(theory))
 
@@ -321,7 +320,7 @@ def test_a_chain_has_the_collectives_of_compiled_attention(devices8):
     weights = [theory[0].operands[1]] * 3 + [theory[4].operands[1]]
     shapes = arguments([theory[0].operands[0], *weights], 3, devices8)
     program = jax.jit(attention).lower(*shapes).compile()
-    assert total(collectives(program)) == total(theory.collectives)
+    assert total(collectives_of(program)) == total(theory.collectives)
     assert make_sharding(theory[4].result, mesh=devices8).is_equivalent_to(
         program.output_shardings, 3
     )
@@ -373,7 +372,7 @@ b x, x y -> b y   on 4 devices
 def test_the_compiler_also_slices_before_it_communicates(before, after, n_bytes):
     theory = parallelism(f'{before} -> {after}', d0=2, d1=4, sizes={'a': 16, 'b': 16})
     reshard = sharded(before, out=after, mesh=mesh_of(d0=2, d1=4))(lambda x: x + 1)
-    found = collectives(reshard.lower(struct(16, 16)).compile())
+    found = collectives_of(reshard.lower(struct(16, 16)).compile())
     assert [c.bytes for c in theory.collectives] == [n_bytes]
     # the order of the parts of b may also need a permute
     without_permutes = [c for c in found if c.kind != 'collective-permute']
@@ -423,7 +422,7 @@ def test_resharding(before, after, kinds, block):
     assert [c.kind for c in theory.collectives] == kinds
     assert [c.block for c in theory.collectives][:1] == [block][: len(kinds)]
     reshard = sharded(before, out=after, mesh=mesh_of(d0=2, d1=4))(lambda x: x + 1)
-    found = {c.kind for c in collectives(reshard.lower(struct(16, 16)).compile())}
+    found = {c.kind for c in collectives_of(reshard.lower(struct(16, 16)).compile())}
     # the order of the parts of b may also need a permute
     assert found - {'collective-permute'} == {*kinds} - {'collective-permute'}
     assert found >= {*kinds}

@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -30,10 +32,6 @@ from einshard import (
     sharded,
     topology,
 )
-
-# private: the process as before libtpu is loaded, and slices that it takes minutes to describe
-from einshard._sharding import libtpu
-from einshard._sharding.tpu_names import not_offered, topology_name
 
 pytest.importorskip('libtpu', reason='libtpu describes TPUs, and is not installed')
 
@@ -77,6 +75,7 @@ def test_several_slices():
         ('', "'' is not a valid topology name"),
         ('v5e:16', "'v5e:16' has 1 dimension, but v5e slices have 2"),
         ('v5e:3x3', "libtpu does not know the slice 'v5e:3x3'"),
+        ('v5p:4x4x8_twisted', "libtpu does not know the slice 'v5p:4x4x8_twisted'"),
     ],
 )
 def test_invalid_names(name, sentence):
@@ -168,14 +167,35 @@ def test_variables_are_set_while_libtpu_loads(monkeypatch, has_tpu):
     def variables():
         return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
-    monkeypatch.setattr(libtpu, '_has_tpu', lambda: has_tpu)
-    monkeypatch.setattr(topologies, 'get_topology_desc', lambda *_: variables())
+    asked = []
+    in_dev = re.compile('/dev/(accel|vfio)')
+    there = lambda path: has_tpu if in_dev.match(str(path)) else os.path.exists(path)  # noqa: E731
+    monkeypatch.setattr(Path, 'exists', there)
+    monkeypatch.setattr(topologies, 'get_topology_desc', lambda *_: asked.append(variables()))
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('TPU_WORKER_HOSTNAMES', 'here')
     alone = {'TPU_WORKER_HOSTNAMES': 'here'}
-    assert libtpu.describe_slice('v5e:2x2') == (alone if has_tpu else VARIABLES)
+    clear_caches()
+    with contextlib.suppress(AttributeError):  # there is no description
+        topology('v5e:2x2')
+    assert asked == [alone if has_tpu else VARIABLES]
     assert variables() == alone
+
+
+@pytest.fixture
+def described(monkeypatch):
+    """The slices that `topology` asks libtpu for, which takes minutes for large ones."""
+    asked = []
+
+    def describe(name, *_, **options):
+        asked.append(name)
+        return SimpleNamespace(devices=jax.devices()[:1])
+
+    clear_caches()
+    monkeypatch.setattr(topologies, 'get_topology_desc', describe)
+    yield asked
+    clear_caches()
 
 
 # --- names of the cloud ---------------------------------------------------------------------------
@@ -211,8 +231,9 @@ def test_variables_are_set_while_libtpu_loads(monkeypatch, has_tpu):
         ('v5e:4x4', 'v5e:4x4'),
     ],
 )
-def test_default_shapes_of_the_cloud(cloud, name):
-    assert topology_name(cloud) == name
+def test_default_shapes_of_the_cloud(described, cloud, name):
+    topology(cloud)
+    assert described == [name]
 
 
 @pytest.mark.parametrize(
@@ -264,12 +285,15 @@ def test_other_spellings(name, fix):
         ('v3:8x32', 'v3:16x16'),
     ],
 )
-def test_shapes_that_the_cloud_does_not_offer(name, instead):
-    warning = not_offered(name)
+def test_shapes_that_the_cloud_does_not_offer(described, name, instead):
+    with pytest.warns(match='Google Cloud') as caught:
+        topology(name)
+    [warning] = [str(one.message) for one in caught]
     assert warning.startswith(f"Google Cloud does not offer slices '{name}'")
     assert (instead is None) == ('it offers' not in warning)
-    assert instead is None or f"it offers '{instead}'" in warning
-    assert instead is None or not_offered(instead) is None
+    if instead is not None:
+        assert f"it offers '{instead}'" in warning
+        topology(instead)  # without a warning
 
 
 @pytest.mark.parametrize(
@@ -280,8 +304,9 @@ def test_shapes_that_the_cloud_does_not_offer(name, instead):
     + [f'v5e:{shape}' for shape in ['1x1', '2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16']]
     + ['v5e:8x4', 'v5e:2x2x1', 'v4:4x4x12', 'v5p:4x4x8_twisted', 'tpu7x:2x2x1', 'v4 lite:2x2'],
 )
-def test_shapes_that_the_cloud_offers(name):
-    assert not_offered(name) is None
+def test_shapes_that_the_cloud_offers(described, name):
+    topology(name)  # without a warning
+    assert described == [name]
 
 
 def test_topology_warns_about_shapes():

@@ -4,6 +4,14 @@ https://github.com/openxla/xla has the schemas, xplane.proto and hlo.proto.
 """
 
 import struct
+from collections import defaultdict
+
+# private: what the package reads in traces, and a second route to it
+from einshard._profile.events import read_events
+from einshard._profile.form import difference
+from einshard._profile.match import find_programs
+from einshard._profile.trace import read_planes, read_trace
+from einshard._program.hlo.wire import fields, messages, text
 
 DTYPES = {'pred': 1, 's32': 4, 'u32': 8, 'f32': 11, 'bf16': 16, 'token': 17}
 
@@ -115,9 +123,6 @@ def cut(data):
     """
     from jax.profiler import ProfileData
 
-    from einshard._profile.trace import read_planes
-    from einshard._program.hlo.wire import fields, messages, text
-
     def without(message, numbers, inside=None):
         kept = b''
         for number, value in fields(message):
@@ -150,3 +155,42 @@ def cut(data):
                     values = {key: stats[key] for key in keys}
                     lines.setdefault('threads', []).append((*row, values))
     return space(Plane('/host:metadata', programs=programs), Plane('/host:CPU', lines))
+
+
+def raw_events(folder, program):
+    """{instruction: {device: [(run, start, end)]}} of the raw bytes, by another route."""
+    data = memoryview(read_trace(folder).data)
+    found = defaultdict(lambda: defaultdict(list))
+    for plane in messages(data, 1):
+        if [*map(text, messages(plane, 2))] != ['/host:CPU']:
+            continue
+        stats = {}
+        for entry in messages(plane, 5):
+            key, value = dict(fields(entry)).values()
+            stats[key] = next(map(text, messages(value, 2)), '')
+        for line in messages(plane, 3):
+            base = dict(fields(line)).get(3, 0)
+            for event in messages(line, 4):
+                values = {}
+                for stat in messages(event, 4):
+                    parts = dict(fields(stat))
+                    value = next((v for number, v in parts.items() if number != 1), 0)
+                    is_text = not isinstance(value, int)
+                    value = text(value) if is_text else stats[value] if 7 in parts else value
+                    values[stats[parts.get(1, 0)]] = value
+                if 'hlo_op' in values and values['program_id'] == program:
+                    parts = dict(fields(event))
+                    start = base + parts.get(2, 0) / 1000
+                    row = values['run_id'], start, start + parts.get(3, 0) / 1000
+                    found[values['hlo_op']][values['device_ordinal']].append(row)
+    return found
+
+
+def programs_of(path):
+    """The form, the differences to all others, and the events of each program of a trace."""
+    trace = read_trace(path)
+    for name, form in trace.forms.items():
+        (match,) = find_programs(form, trace, None, kernels_may_differ=False)
+        assert match.name == name
+        others = [difference(form, other) for n, other in trace.forms.items() if n != name]
+        yield form, others, read_events(trace.data, match, [*form])

@@ -6,7 +6,7 @@ functions are in `this_thread.calls`.
 `jax.monitoring` reports each compilation, but without the program. So this module looks for the
 program among the loaded programs of each backend, newest first. If the watcher raises, so does the
 call that compiles. The names of the events and the order of the loaded programs are not documented;
-tests/test_compile_events.py fails if they change.
+tests/test_jax_facts.py fails if they change.
 """
 
 from __future__ import annotations

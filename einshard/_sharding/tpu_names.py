@@ -142,7 +142,7 @@ _MAX_CHIPS = 2**16  # of all slices; libtpu takes the memory of the machine for 
 
 def check_size(name: str, converted: str, n_slices: int) -> None:
     """Raises for more chips than libtpu describes in reasonable time and memory."""
-    chips = math.prod(map(int, converted.partition(':')[2].split('x')))
+    chips = math.prod(map(int, re.findall(r'\d+', converted.partition(':')[2])))
     if chips * n_slices > _MAX_CHIPS:
         slices = f'{n_slices:,} slices ' * (n_slices > 1)
         raise EinshardError(
