@@ -1,6 +1,6 @@
 """Functions that tests profile. As a script, traces them in a process of its own.
 
-In a process that has loaded libtpu, as that of the tests, the profiler of JAX 0.10 crashes.
+In a process that has loaded a newer libtpu, the profiler of JAX 0.10 crashes.
 """
 
 import functools

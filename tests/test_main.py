@@ -70,7 +70,7 @@ def test_doctor_exits_1_if_something_is_missing(capsys, monkeypatch):
     )
     assert main(['doctor', 'tpu', 'rich']) == 1
     printed = capsys.readouterr().out
-    assert 'tpu: no, pip install libtpu' in printed
+    assert "tpu: no, pip install 'jax[tpu]'" in printed
     assert printed.endswith('\nmissing: tpu\n')
     assert main(['doctor', 'rich']) == 0
     capsys.readouterr()

@@ -102,11 +102,11 @@ def test_without_libtpu(monkeypatch):
     assert str(refusal(topology, 'v5e:2x4')) == (
         'topology() needs libtpu, which is not installed\n'
         "  topology: 'v5e:2x4'\n"
-        '  install:  pip install libtpu'
+        "  install:  pip install 'jax[tpu]'"
     )
 
 
-def test_programs_that_jax_0_10_cannot_read():
+def test_collectives_on_sparse_cores():
     bf16 = struct_on(topology('tpu7x:2x2x1', data=4, model=2))
     x = bf16((8192, 4096), 'data', 'model', dtype=jnp.bfloat16)
     w = bf16((4096, 16384), 'data', 'model', dtype=jnp.bfloat16)
@@ -117,6 +117,20 @@ def test_programs_that_jax_0_10_cannot_read():
         ('all-reduce', 'model'): 2048 * 4096 * 2,
         ('all-gather', 'model'): 2048 * 4096 * 2 // 2,
     }
+
+
+def test_programs_that_jax_cannot_read(monkeypatch):
+    def as_text(_):
+        raise jax.errors.JaxRuntimeError(
+            'INTERNAL: instruction should have 1 operands\n*** trace ***'
+        )
+
+    monkeypatch.setattr(jax.stages.Compiled, 'as_text', as_text)
+    assert str(refusal(explain, jax.jit(jnp.sin), jnp.ones(4), tries=0)) == (
+        f'JAX {jax.__version__} cannot read the compiled program of sin\n'
+        '  it says: INTERNAL: instruction should have 1 operands\n'
+        "  instead: install the compiler of this version of JAX: pip install 'jax[tpu]'"
+    )
 
 
 VARIABLES = {

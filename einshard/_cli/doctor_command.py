@@ -73,7 +73,7 @@ def _check(asked: Sequence[str]) -> dict[str, Any]:
         'tpu': _feature(
             "TPU slices you don't have: topology('v5e:4x4')",
             has_libtpu(),
-            f'libtpu {_version("libtpu")}' if has_libtpu() else 'pip install libtpu',
+            f'libtpu {_version("libtpu")}' if has_libtpu() else "pip install 'jax[tpu]'",
         ),
         'gpu': _feature("GPU clusters you don't have: topology('h100:4x8')", *_gpu()),
         'plan': _feature('plan, which finds a sharding', *_plan()),

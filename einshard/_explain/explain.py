@@ -13,6 +13,7 @@ from jax.stages import Compiled
 from .._chips.chip import Chip
 from .._chips.table import as_chip, find_chip
 from .._errors import EinshardError, public
+from .._functions.promise import program_text
 from .._profile.form import pack, read_form
 from .._program.hlo.memory import read_memory
 from .._program.hlo.temporaries import largest_temporaries
@@ -36,7 +37,7 @@ from .findings.find import find_findings
 from .frameworks import MARKER
 from .intermediates import find_intermediates
 from .kernel_costs import read_kernel_costs
-from .oversized import Oversized, compile_stages, text_of
+from .oversized import Oversized, compile_stages
 from .partition import Compiled as Simulated
 from .report import Report
 from .search.advice import with_advice
@@ -157,8 +158,7 @@ def read_facts(
         costs: see `explain`.
     """
     compiled = compile_stages(stages) if compiled is None else compiled
-    name = stages.name or 'the program'
-    text = simulated.text if simulated else text_of(name, compiled, stages.lower)
+    text = simulated.text if simulated else program_text(stages.name or 'the program', compiled)
     program = HloModule(text)
     argument_shardings, result_info = compiled_shardings(compiled)  # type: ignore[reportArgumentType]
     names = find_names(stages, compiled, argument_shardings, program)
@@ -215,11 +215,7 @@ def program_form(compiled: Any) -> bytes | None:
     executable = getattr(compiled, 'runtime_executable', None)  # `Oversized` has none
     if executable is None:
         return None
-    try:
-        (module, *_) = executable().hlo_modules()
-    except jax.errors.JaxRuntimeError:  # JAX cannot read it; see `text_of`
-        return None
-    module = module.as_serialized_hlo_module_proto()
+    module = executable().hlo_modules()[0].as_serialized_hlo_module_proto()
     return pack(read_form(memoryview(module)))
 
 

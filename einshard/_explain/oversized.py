@@ -1,8 +1,7 @@
 """Reads programs that do not compile because they do not fit into the memory of a device.
 
 The TPU compiler raises RESOURCE_EXHAUSTED only after optimization. So this module compiles a second
-time, and makes the compiler dump the optimized program and the sizes of its buffers. It does so for
-programs that JAX cannot read, too.
+time, and makes the compiler dump the optimized program and the sizes of its buffers.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import contextlib
 import math
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled, Lowered
 
 from .._errors import EinshardError
-from .._functions.promise import program_text
 from .._program.hlo.groups import read_groups
 from .._program.hlo.text import HloModule, Instruction
 from .._program.private_jax import compile_options, devices_of, kept_arguments
@@ -92,7 +90,14 @@ def _read_oversized(lowered: Lowered, available: int) -> Oversized | None:
     # the partitioner numbers the devices in this order
     meshes = [m for m in meshes if isinstance(m, Mesh) and [*m.devices.flat] == devices]
     with tempfile.TemporaryDirectory() as folder:
-        _compile_with_dumps(lowered, folder)
+        dumped = {
+            'xla_dump_to': folder,
+            'xla_dump_hlo_as_text': True,
+            'xla_dump_hlo_pass_re': 'spmd-partitioning',
+        }
+        # what does not fit into the memory of a device is dumped before compilation fails
+        with contextlib.suppress(jax.errors.JaxRuntimeError), progress('compiling again'):
+            lowered.compile(compiler_options=dumped)
         before = newest_dump(folder, 'before_*spmd-partitioning*')
         # for a single device, there is no partitioning
         before = before or newest_dump(folder, '.before_optimizations')
@@ -149,35 +154,7 @@ def read_sizes(buffers: str) -> Any:
     return SimpleNamespace(**{f'{kind}_size_in_bytes': n for kind, n in sizes.items()})
 
 
-def text_of(name: str, compiled: Any, lower: Callable[[], Lowered]) -> str:
-    """Returns the text of a compiled program.
-
-    JAX 0.10 cannot read the async-update instructions of several operands that libtpu 0.0.52 writes
-    for tpu7x and v5p. libtpu dumps these programs as text, for which they are compiled again.
-    """
-    try:
-        return program_text(name, compiled)
-    except jax.errors.JaxRuntimeError:
-        with tempfile.TemporaryDirectory() as folder:
-            _compile_with_dumps(lower(), folder)
-            text = newest_dump(folder, '.after_optimizations')
-        if not text:
-            raise
-        return text
-
-
 # --- dumps of the compiler ------------------------------------------------------------------------
-
-
-def _compile_with_dumps(lowered: Lowered, folder: str) -> None:
-    options = {
-        'xla_dump_to': folder,
-        'xla_dump_hlo_as_text': True,
-        'xla_dump_hlo_pass_re': 'spmd-partitioning',
-    }
-    # what does not fit into the memory of a device is dumped before compilation fails
-    with contextlib.suppress(jax.errors.JaxRuntimeError), progress('compiling again'):
-        lowered.compile(compiler_options=options)
 
 
 def newest_dump(folder: str, ending: str) -> str:

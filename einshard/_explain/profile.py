@@ -6,6 +6,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import requires, version
 from pathlib import Path
 from typing import Any
 
@@ -103,22 +104,21 @@ def profile(
 
 
 def _refuse_libtpu() -> None:
-    """Raises an error where JAX's profiler ends the process: in 0.10 with the newest libtpu."""
+    """Raises an error where JAX's profiler ends the process: in 0.10 with a newer libtpu."""
     maps = Path('/proc/self/maps')
     is_old = tuple(map(int, jax.__version__.split('.')[:2])) < (0, 12)
-    if (
-        is_old
-        and jax.default_backend() != 'tpu'
-        and maps.exists()
-        and b'libtpu' in maps.read_bytes()
-    ):
+    if not is_old or jax.default_backend() == 'tpu' or not maps.exists():
+        return
+    if b'libtpu' not in maps.read_bytes():
+        return
+    found = version('libtpu')
+    expected = [r for r in requires('jax') or () if r.startswith('libtpu==')]  # of jax[tpu]
+    if not any(f'{found}.'.startswith(r[len('libtpu==') :].partition('*')[0]) for r in expected):
         raise EinshardError(
-            f'the profiler of JAX {jax.__version__} crashes in a process that has loaded libtpu',
+            f'the profiler of JAX {jax.__version__} crashes in a process that has loaded libtpu '
+            f'{found}',
             code='profile',
-            facts={
-                'instead': 'profile in a process that does not call topology for TPUs, with '
-                'JAX_PLATFORMS=cpu or cuda'
-            },
+            facts={'instead': "install the libtpu of this JAX: pip install 'jax[tpu]'"},
         )
 
 

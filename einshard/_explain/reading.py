@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax.stages import Lowered
-
 from .._chips.chip import Chip
+from .._functions.promise import program_text
 from .._program.cost.bounds import NO_BOUNDS, Bounds, find_bounds
 from .._program.cost.kernels import Kernel
 from .._program.hlo.collective import Collective
@@ -24,7 +23,6 @@ from .._program.hlo.text import HloModule
 from .._program.jaxpr.graph import FlatJaxpr
 from .._sharding.collective_axes import ShardedBy, along_text, mesh_axes_of
 from .._sharding.mesh import AnyMesh, Device
-from .oversized import text_of
 from .partition import WORKER_FILE, Compiled
 from .report_rows import Figures
 from .roles import Payloads, find_named_lines
@@ -147,9 +145,9 @@ class Reading:
         )
 
 
-def read(name: str, compiled: Any, lower: Callable[[], Lowered], **fields: Any) -> Reading:
+def read(name: str, compiled: Any, **fields: Any) -> Reading:
     """Reads what JAX's compiler returned."""
-    program = HloModule(text_of(name, compiled, lower))
+    program = HloModule(program_text(name, compiled))
     return Reading(program=program, memory=read_memory(compiled), **fields)
 
 

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._errors import EinshardError, plural
 from .._sharding.collective_axes import ShardedBy, along_text
 from .._sharding.tracing import is_staging, is_tracing, user_stacklevel
-from .._text import format_bytes, short_arrays, short_source
+from .._text import first_line, format_bytes, short_arrays, short_source
 from .compile_events import listen, loaded_text, sees_compilations, this_thread
 
 if TYPE_CHECKING:
@@ -195,7 +195,17 @@ def counts_text(collectives: Sequence[Collective]) -> str:
 
 
 def program_text(name: str, compiled: Any) -> str:
-    text = compiled.as_text()
+    try:
+        text = compiled.as_text()
+    except jax.errors.JaxRuntimeError as error:  # as JAX 0.10 for tpu7x, with libtpu 0.0.52
+        raise EinshardError(
+            f'JAX {jax.__version__} cannot read the compiled program of {name}',
+            code='does-not-compile',
+            facts={
+                'it says': first_line(error),
+                'instead': "install the compiler of this version of JAX: pip install 'jax[tpu]'",
+            },
+        ) from error
     if text is None:
         raise EinshardError(
             f'cannot read the collectives of {name}: the backend does not expose the compiled '

@@ -117,7 +117,7 @@ def _topology(name: str, n_slices: int) -> Mesh:
         raise EinshardError(
             'topology() needs libtpu, which is not installed',
             code='not-installed',
-            facts={'topology': f"'{name}'", 'install': 'pip install libtpu'},
+            facts={'topology': f"'{name}'", 'install': "pip install 'jax[tpu]'"},
         )
     slices: dict[str, Any] = {'num_slices': n_slices} if n_slices > 1 else {}
     try:

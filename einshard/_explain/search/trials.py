@@ -206,10 +206,8 @@ class Trials:
         options: Mapping[str, Any] | None = None,
     ) -> Reading:
         """Compiles for the target."""
-        lowered = traced.lower()
-        compiled = lowered.compile(compiler_options=options and dict(options))
-        fields = self._fields(self.facts.used_arguments, program)
-        return read('the program', compiled, lambda: lowered, **fields)
+        compiled = traced.lower().compile(compiler_options=options and dict(options))
+        return read('the program', compiled, **self._fields(self.facts.used_arguments, program))
 
     def _fields(self, kept: Sequence[int], program: FlatJaxpr | None) -> dict[str, Any]:
         facts = self.facts

@@ -325,7 +325,7 @@ class Graph:
         if op.opcode in ('fusion', 'call') or op.opcode.endswith('-start'):
             callees = op.callees
             for attribute in ('calls', 'called_computations', 'to_apply'):
-                is_reducer = attribute == 'to_apply' and op.opcode != 'call'
+                is_reducer = attribute == 'to_apply' and op.opcode not in ('call', 'call-start')
                 if attribute in callees and not is_reducer:
                     return callees[attribute][0]
         return ''
