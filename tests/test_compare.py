@@ -103,6 +103,8 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         '@jax.jit\n'
         'def step(x, y):\n'
         '    return x @ y\n'
+        'def data(n):\n'
+        "    return jax.ShapeDtypeStruct((n, 8), 'float32')\n"
         'def weights(mesh):\n'
         '    if mesh.size == 4:\n'
         '        os.abort()\n'
@@ -117,6 +119,10 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         (8, 'cpu:4', True),
     ]
     assert 'the process ended with status' in rows[1]['error']
+    words[3] = 'model:data(SIZE)'
+    assert main([*words, '--targets', 'cpu:2', '--sizes', '16']) == 0
+    (row,) = json.loads(capsys.readouterr().out)['rows']
+    assert (row['size'], row['error']) == (16, '')
     words[3] = 'f32[8,8]'
     assert main([*words, '--targets', 'cpu:2']) == 0
     (row,) = json.loads(capsys.readouterr().out)['rows']

@@ -27,6 +27,10 @@ def layer(x, w, scale=1.0):
     return jax.nn.relu(x @ w['kernel']) * scale
 
 
+def rows(n, d=2):
+    return jax.ShapeDtypeStruct((n, d), 'float32')
+
+
 def plain(x):
     return x * 2
 
@@ -215,6 +219,15 @@ def test_values_of_a_tuple_are_arguments(capsys, model):
     )
     assert refused(capsys, f'explain {model}:layer --args *{model}:weights {options}') == (
         f"'*{model}:weights' is not a tuple, but dict"
+    )
+
+
+def test_functions_are_called_with_values(capsys, model):
+    for call, shape in (('rows(8)', [8, 2]), ('rows(8,4)', [8, 4])):
+        plain = printed(capsys, f'explain {model}:plain --json --args {model}:{call}')
+        assert json.loads(plain)['arguments'][0]['shape'] == shape
+    assert refused(capsys, f'explain {model}:plain --args {model}:rows(n)') == (
+        f"'n' in '{model}:rows(n)' are not numbers or strings"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import math
@@ -35,6 +36,7 @@ _KEYWORD = re.compile(r'([^\W\d]\w*)=(.*)', re.DOTALL)
 _SHORT_DTYPE = re.compile(r'^(bf|f|i|u|c)(?=\d+$)|^pred$')
 # parameters of functions that are options of the command with the same name
 _OPTIONS = 'chip|compilations|devices|memory|mesh|objective|pin|program|runs|seconds|shape|tries'
+_CALL = re.compile(r'([^()]+)\((.+)\)')  # 'model:tokens(64)'
 _DTYPES = {'bf': 'bfloat', 'f': 'float', 'i': 'int', 'u': 'uint', 'c': 'complex', 'pred': 'bool'}
 
 
@@ -43,7 +45,7 @@ def read_arguments(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Reads arguments such as 'f32[8]' and 'rate=0.1' into positional and keyword arguments.
 
-    '*model:shapes' is each value of a tuple.
+    '*model:shapes' is each value of a tuple, 'model:tokens(64)' the result of a call.
     A function in `texts` is given the mesh if it has a parameter `mesh`. It runs inside of
     `jax.set_mesh(mesh)` if `enter`.
     """
@@ -81,6 +83,14 @@ def _read_argument(text: str, mesh: AnyMesh | None, enter: bool) -> Any:
             code='command',
             facts={'arrays': "'f32[8,128]'", 'values': '0.1, True, module:name'},
         )
+    if call := _CALL.fullmatch(text):
+        try:
+            values = ast.literal_eval(f'({call[2]},)')
+        except (ValueError, SyntaxError):
+            raise EinshardError(
+                f"'{call[2]}' in '{text}' are not numbers or strings", code='command'
+            ) from None
+        return call_with_mesh(functools.partial(load(call[1]), *values), text, mesh, enter)
     value = load(text)
     return call_with_mesh(value, text, mesh, enter) if is_plain_function(value) else value
 

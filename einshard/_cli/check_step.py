@@ -160,7 +160,12 @@ def main() -> None:
     except EinshardError as error:
         found = {'error': str(error), 'is_missing': error.code == 'missing'}
     except Exception as error:
-        lines = traceback.format_exc().rstrip().splitlines()
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if not frame.filename.startswith('<frozen')  # of imports
+        ]
+        lines = ''.join(traceback.format_list(frames)).splitlines()
         found = {'error': f'{type(error).__name__}: {error}', 'traceback': lines[-12:]}
     Path(request['result']).write_text(json.dumps(found, indent=1), encoding='utf-8')
 

@@ -24,8 +24,8 @@ from .arguments import abstract_mesh, read_arguments
 
 ARGUMENT_HELP = (
     "arguments of the call: 'f32[8,128]' for an array, a Python number, or module:name for a "
-    'value, or for a function that returns one, or its shapes with shardings; *module:name passes '
-    'each value of a tuple, and name=... an argument by keyword'
+    'value, or for a function that returns one, or its shapes with shardings; module:name(8) calls '
+    'it with 8; *module:name passes each value of a tuple, and name=... an argument by keyword'
 )
 
 # --- parsers ------------------------------------------------------------------------------------
