@@ -51,6 +51,29 @@ def test_result_that_is_sharded_unlike_the_next_argument():
     assert kinds(explain(fixed, params, batch, tries=0).findings) == []
 
 
+def test_results_that_are_pinned_together():
+    """They have the costs of all, and say so."""
+
+    def loss(p, batch):
+        return jnp.mean((jax.nn.relu(batch @ p['up'] * p['s'] + p['b']) @ p['down']) ** 2)
+
+    @jax.jit
+    def step(params, batch):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, batch))
+
+    params = {
+        'up': put(np.ones((256, 1024)), None, 'model'),
+        's': put(np.ones((1, 1024))),
+        'b': put(np.zeros(1024)),
+        'down': put(np.ones((1024, 256)), 'model', None),
+    }
+    one, other = explain(step, params, put(np.ones((8192, 256)), 'data'), tries=4).findings
+    assert one.kind == other.kind == 'second compile'
+    assert one.tried == other.tried
+    for finding in (one, other):
+        assert finding.suggestion.endswith(' (tried for 2 findings together)')
+
+
 def test_results_of_equinox_are_constrained():
     """`eqx.filter_jit` has no `out_shardings=`."""
     eqx = pytest.importorskip('equinox')

@@ -200,6 +200,13 @@ class Advice:
             # per_device is not tried where the operation may need all elements, and may be better
             if 'per_device' in note.text or explained.isdisjoint(about):
                 left.append(note)
+        pinned = [one for one in findings if one.kind in PINNED and one.suggestion]
+        if len(pinned) > 1:
+            together = f' (tried for {len(pinned)} findings together)'
+            findings = [
+                replace(one, suggestion=one.suggestion + together) if one in pinned else one
+                for one in findings
+            ]
         # whatever suggested it: what costs more is not a suggestion
         findings = [
             replace(one, suggestion='', tried=None)
