@@ -273,6 +273,8 @@ def test_sizes_that_the_cloud_does_not_have(name, counts):
         ('V5E:4X4', "'v5e:4x4'"),
         ('v5e: 4 x 4', "'v5e:4x4'"),
         ('v5e-4x4', "'v5e:4x4'"),
+        ('v5litepod:256', "'v5litepod-256'"),
+        ('v6e:16', "'v6e-16'"),
         ('V5P-128 ', "'v5p-128'"),
         ('v4 Lite:2x2', "'v4 lite:2x2'"),
         ('v5e-16x', None),

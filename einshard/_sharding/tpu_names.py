@@ -67,6 +67,7 @@ def _corrected_name(name: str) -> str | None:
     """Corrects case, spaces and separators. Returns None if the name is still invalid."""
     compact = re.sub(r'\s*([-:/x])\s*', r'\1', name.strip().lower())
     text = re.sub(r'[-/](?=\d+x)', ':', compact)
+    text = re.sub(r':(?=\d+$)', '-', text)
     text = re.sub(r'^v7x?(?=[:=])', 'tpu7x', text)
     try:
         _convert(text)
