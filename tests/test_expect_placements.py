@@ -39,6 +39,7 @@ def test_replicated_arrays(mesh):
     )
     assert "layers/w/0: 'a b -> 8 a b', not 'a b -> a b@tensor'" in error.facts['arrays']
     assert ', and 4 more' in error.facts['arrays']
+    assert error.facts['instead'].startswith('einshard(model, rules, mesh=mesh) moves them')
 
 
 def test_arrays_that_are_sharded_otherwise(mesh):

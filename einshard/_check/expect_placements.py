@@ -79,8 +79,8 @@ def expect_placements(model: Any, spec: Spec, mesh: MeshLike | None = None) -> N
         code='placed-differently',
         facts={
             'arrays': first_of(texts, _MAX_SHOWN),
-            'instead': 'einshard(model, rules) moves them; or restore and create them with these '
-            'shardings',
+            'instead': f'einshard(model, rules{", mesh=mesh" * (mesh is not None)}) moves them; or '
+            'restore and create them with these shardings',
         },
     )
 
