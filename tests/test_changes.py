@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -198,7 +199,11 @@ def test_no_merge_base(project, tmp_path_factory):
         merge_base(outside, 'main').__enter__()
 
 
-def test_lines_of_the_base(project):
+@pytest.mark.parametrize(
+    'setting', ['color.ui=always', 'diff.noprefix=true', 'diff.mnemonicPrefix=true']
+)
+def test_lines_of_the_base(setting, project):
+    git(project, 'config', *setting.split('='))
     before = [f'line {i}\n' for i in range(1, 21)]
     after = [*before]
     after[11:12] = []  # 12 goes
@@ -495,6 +500,7 @@ def test_meshes_that_fit_their_targets(tmp_path):
     assert step.targets == targets
     assert config.file(step, '2*v5e:2x2').name == f'{step.name}@2x-v5e-2x2.json'
     assert "--topology '2*v5e:2x2' --mesh" in step.command('2*v5e:2x2')
+    assert replace(step, chip='TPU v5e').command('cpu:8').endswith("--chip 'TPU v5e'")
 
 
 @pytest.mark.parametrize('name', _SLICES)

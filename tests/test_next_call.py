@@ -370,6 +370,18 @@ def test_ragged_dot_that_runs_as_a_dense_product():
     assert f'over {groups} groups' in note.text
 
 
+def test_ragged_dot_without_groups():
+    mesh = device_mesh(jax.devices()[:8], z=8)
+    shapes = (64, 16), (0, 16, 32), (0,)
+    arguments = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+        for shape, dtype in zip(shapes, (jnp.float32, jnp.float32, jnp.int32), strict=True)
+    ]
+    step = jax.jit(lambda x, w, sizes: jax.lax.ragged_dot(x, w, sizes))
+    report = explain(step, *arguments, tries=0)
+    assert not [n for n in report.notes if n.kind == 'dense groups']
+
+
 @pytest.mark.parametrize('tries', [0, 8])
 def test_dense_groups_stay_a_note_next_to_a_change_of_their_line(tries):
     """The change saves collectives, not flops."""

@@ -795,6 +795,11 @@ EDITS = {
         [('constrain', 'h  *=  x if True else w', None, 'data')],
         "+    h = jax.lax.with_sharding_constraint(h * (x if True else w), NamedSharding(mesh, P(None, 'data')))",
     ),
+    'augmented assignment in parentheses': (
+        STEP.replace('    h = jnp.tanh(x @ w)', '    h = x @ w\n    h += (  # the data\n        x @ w\n    )'),
+        [('constrain', 'h += (  # the data\n        x @ w\n    )', None, 'data')],
+        '+    h = jax.lax.with_sharding_constraint(h + (  # the data\n',
+    ),
     'several lines': (
         STEP.replace('    h = jnp.tanh(x @ w)', '    h = (\n        x  # the data\n        @ w\n    )'),
         [('constrain', 'x  # the data\n        @ w', None, 'data')],

@@ -81,7 +81,10 @@ def tracked_files(root: Path) -> Sequence[str]:
 
 
 def _hunks(root: Path, commit: str) -> dict[str, list[tuple[int, int, int, int]]]:
-    text = _git(root, 'diff', '--unified=0', '--no-color', '--no-ext-diff', '--no-renames', commit)
+    # the user's configuration may have other prefixes, or none
+    prefixes = '--src-prefix=a/', '--dst-prefix=b/'
+    plain = '--no-color', '--no-ext-diff', '--no-renames'
+    text = _git(root, 'diff', '--unified=0', *plain, *prefixes, commit)
     found: dict[str, list[tuple[int, int, int, int]]] = {}
     for part in re.split(r'^diff --git ', text, flags=re.MULTILINE)[1:]:
         name = re.search(r'^\+\+\+ b/(.*?)\t?$', part, re.MULTILINE)

@@ -62,7 +62,7 @@ class Step:
             where = f'--mesh {mesh}' if kind == 'cpu' else f'{where} --mesh {mesh}'
         texts = [*self.args, *(f'{name}={text}' for name, text in self.kwargs.items())]
         args = f' --args {" ".join(map(repr, texts))}' if texts else ''
-        chip = f' --chip {self.chip}' if self.chip else ''
+        chip = f' --chip {shlex.quote(self.chip)}' if self.chip else ''
         return f'einshard explain {self.function}{args} {where}{chip}'
 
 

@@ -390,14 +390,15 @@ def _constrained(change: Change, scope: Scope, node: ast.AST) -> Option:
     source = scope.source
     opened, closed, assumed, imports = _wrapping(change, scope)
     if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name | ast.Attribute):
-        between = source.utf8[source.end(node.target) : source.start(node.value)].decode()
-        operator = between.partition('=')[0].strip()
-        target = source.segment(node.target)
-        begin = f'{target} = {opened}{target} {operator} ('
-        value = source.start(node.value), source.end(node.value)
+        rest = source.utf8[source.end(node.target) : source.end(node)]
+        operator, value = (part.lstrip() for part in rest.split(b'=', 1))
+        target, end = source.segment(node.target), source.end(node)
+        # parentheses around the value are not part of its node
+        left, right = '()' if source.start(node.value) == end - len(value) else ('', '')
+        begin = f'{target} = {opened}{target} {operator.decode().rstrip()} {left}'
         pieces = (
-            Piece(source.start(node), value[0], begin),
-            Piece(value[1], value[1], f'){closed}', source.start(node)),
+            Piece(source.start(node), end - len(value), begin),
+            Piece(end, end, f'{right}{closed}', source.start(node)),
         )
     elif isinstance(node, ast.expr) and not isinstance(node, ast.Starred):
         pieces = around(source.start(node), source.end(node), opened, closed)

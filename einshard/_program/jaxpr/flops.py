@@ -26,4 +26,4 @@ def eqn_flops(eqn: Any) -> int:
         numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
     (_, contracted), (_, batch) = numbers
     free = (n for d, n in enumerate(right) if d not in (*contracted, *batch))
-    return 2 * prod(left) * prod(free) // prod(right[d] for d in groups)
+    return 2 * prod(left) * prod(free) // max(prod(right[d] for d in groups), 1)
