@@ -210,8 +210,11 @@ def test_lines_of_the_base(setting, project):
     after[5:7] = ['a\n', 'b\n', 'c\n']  # 6 and 7 become three
     after[2:2] = ['x\n', 'y\n']  # two lines before 3
     (project / 'model.py').write_text(''.join(before))
-    git(project, 'commit', '-qam', 'before')
+    (project / 'notes').write_bytes(b'caf\xe9')  # Latin-1
+    git(project, 'add', '-A')
+    git(project, 'commit', '-qm', 'before')
     (project / 'model.py').write_text(''.join(after))
+    (project / 'notes').write_bytes(b'the caf\xe9')
     with merge_base(project, 'HEAD') as base:
         for old in (1, 2, 3, 4, 5, 8, 9, 10, 11, 13, 20):
             new = after.index(f'line {old}\n') + 1

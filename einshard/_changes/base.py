@@ -120,6 +120,7 @@ def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str] | No
             cwd=folder,
             capture_output=True,
             text=True,
+            errors='surrogateescape',  # of names and lines that are not UTF-8
             check=False,
         )
     except FileNotFoundError:

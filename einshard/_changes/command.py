@@ -217,6 +217,7 @@ def _explain(
                 cwd=folder,
                 capture_output=True,
                 text=True,
+                errors='replace',
                 check=False,
             )
         found = json.loads(result.read_text(encoding='utf-8')) if result.is_file() else None

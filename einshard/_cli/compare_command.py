@@ -75,6 +75,7 @@ def _compare_targets(options: argparse.Namespace) -> Compared:
                 [sys.executable, '-m', 'einshard._cli.compare_command', str(result)],
                 input=json.dumps(request),
                 text=True,
+                errors='replace',
                 capture_output=True,
                 check=False,
             )
