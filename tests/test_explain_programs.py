@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from placed import mesh_of
 
-from einshard import explain
+from einshard import explain, per_device, sharded
 
 B, D, T = 64, 256, 32
 
@@ -44,6 +44,21 @@ def test_lines_that_call_the_function_itself(shaped):
     report = explain(jax.jit(mapped), shaped(B, D, spec=P('data')), tries=0)
     assert len(report.collectives) == 3
     assert {row.called_at for row in report.collectives} == {None}
+
+
+@pytest.mark.parametrize('decorate', [sharded, per_device])
+def test_lines_of_a_sharded_function_in_a_jitted_one(shaped, decorate):
+    x, w = shaped(B, D, spec=P('data', 'tensor')), shaped(D, D, spec=P('tensor'))
+    mesh = x.sharding.mesh
+
+    @decorate('b@data d@tensor', 'd@tensor f', out='b@data f', mesh=mesh)
+    def product(x, w):
+        y = x @ w
+        return lax.psum(y, 'tensor') if decorate is per_device else y
+
+    nested = jax.jit(lambda x, w: product(x, w))
+    (direct,), (inside,) = (explain(f, x, w, tries=0).collectives for f in (product, nested))
+    assert inside.source == direct.source
 
 
 # --- roles --------------------------------------------------------------------------------------

@@ -356,7 +356,7 @@ class Program:
     def _jit_with_constraints(self, options: Mapping[str, Any], constrain_arguments: bool) -> Any:
         """Jits the function with constraints on the result and, if asked, on the arguments."""
         # jits the same function as `jitted`, so that JAX reuses its trace
-        inner: dict[str, Any] = {**options, 'in_shardings': None, 'inline': True}
+        inner: dict[str, Any] = {**options, 'in_shardings': None}
         inner.pop('compiler_options', None)  # JAX rejects them in a nested jit
         inlined = jax.jit(self.wrapper, **inner)
 
