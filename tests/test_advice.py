@@ -10,7 +10,7 @@ from counting import counting
 from mistakes import BOTH, FSDP, MEGATRON, Choices, arguments, make_step
 from placed import struct
 
-from einshard import device_mesh, explain, sharded, topology
+from einshard import device_mesh, einshard, explain, sharded, topology
 
 CHIP = 'TPU v5e'
 WITHOUT_DATA = {name: spec.replace('@data', '') for name, spec in FSDP.items()}
@@ -199,6 +199,23 @@ def test_what_was_ranked_and_compiled_is_said():
     wrong = sharded('b d', 'd f@tensor', 'f d@tensor', mesh=mesh)(mlp)
     report = explain(wrong, *MLP, chip=CHIP)
     assert re.fullmatch(r'\d+ changes ranked, \d+ compiled', report.total[-1])
+
+
+def test_keys_of_random_numbers_are_sharded_by_their_own_axes():
+    """In the compiled module, a key has one axis more."""
+    mesh = device_mesh(jax.devices()[:8], data=4, tensor=2)
+
+    def step(keys, x, w, v):
+        mask = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, x.shape[1:]))(keys)
+        return jnp.tanh((x * mask) @ w) @ v
+
+    shapes = struct(1024, 1024), struct(1024, 4096), struct(4096, 1024)
+    specs = '* b d', 'd f@tensor', 'f@tensor d'
+    x, w, v = (einshard(x, spec, mesh=mesh) for x, spec in zip(shapes, specs, strict=True))
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1024))
+    report = explain(jax.jit(step), einshard(keys, '* b', mesh=mesh), x, w, v, chip=CHIP)
+    assert any('shard x' in finding.suggestion for finding in report.findings)
+    assert 'not possible' not in str(report)
 
 
 def test_nothing_is_compiled_where_nothing_can_be_better():

@@ -345,6 +345,17 @@ def test_flax_nnx():
         found.function()
 
 
+def test_keys_of_random_numbers_have_their_own_axes():
+    """In the compiled module, a key has one axis more."""
+
+    def noisy(key, x, w):
+        return jnp.tanh(x @ w + jax.random.normal(key, (B, D)))
+
+    found = plan(noisy, jax.random.key(0), struct(B, D), struct(D, D), **OPTIONS)
+    assert sorted({size for sizes in found.sizes.values() for size in np.ravel(sizes)}) == [D, B]
+    assert found.shardings[0].is_fully_replicated
+
+
 @pytest.mark.slow
 def test_equinox():
     eqx = pytest.importorskip('equinox')

@@ -63,11 +63,13 @@ def name_classes(
     outline = variants.outline
     classes = AxisClasses(outline)
     known = _link(classes, variants, data, groups, labels)
+    places = [(Place('argument', i), value) for i, value in enumerate(outline.arguments)]
     arguments = {
-        Place('argument', i): [
-            classes.of((value, d)) for d in range(len(outline.types[value].shape))
+        place: [
+            classes.of((value, d))
+            for d in range(variants.ranks.get(place, len(outline.types[value].shape)))
         ]
-        for i, value in enumerate(outline.arguments)
+        for place, value in places
     }
     data = data or _data(variants, paths, classes)
     # what is kept for a batch, such as a cache, is no weight
@@ -85,12 +87,14 @@ def name_classes(
     for place, dims in (given | weights | values).items():
         prefix = '' if place in weights else ACTIVATION
         # of two axes of a class, as of a square matrix, the first is sharded
-        named[place] = tuple(
+        own = tuple(
             (prefix if c in in_weights else '') + names[c]
             if c in names and c not in dims[:d]
             else ''
             for d, c in enumerate(dims)
         )
+        # a key of random numbers has one axis more in the module
+        named[place] = own + ('',) * (len(variants.shape(place)) - len(own))
     return _described(named, variants, paths)
 
 

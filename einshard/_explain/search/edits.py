@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..._program.edits.call import JittedCall
@@ -39,6 +40,7 @@ def edits_of(
     arguments, results = dict[int, NamedSharding](), dict[int, NamedSharding | None]()
     by_key: dict[Key, Edit] = {}
     for place, axes in changes.items():
+        axes = axes and axes[: variants.ranks.get(place)]
         if place.kind == 'argument':
             arguments[place.index] = sharding_of(axes or (), mesh)
         elif place.kind == 'result':
@@ -79,12 +81,23 @@ def variants_of(call: JittedCall, mesh: Mesh, moves: bool = False) -> Variants:
     is_explicit = AxisType.Explicit in mesh.axis_types
     ops = [op for op in program.ops if op.site.frames and not (op.site.n_shards or is_explicit)]
     paths = [op.site.frames for op in ops if op.primitive in _CANDIDATES]
+    arguments = [call.jaxpr.in_avals[call.arguments[leaf]] for leaf in call.dynamic]
+    # in the module, a key of random numbers has an axis more, of numbers
+    ranks = {
+        Place(kind, i): len(aval.shape)
+        for kind, avals in (('argument', arguments), ('result', call.jaxpr.out_avals))
+        for i, aval in enumerate(avals)
+        if jax.dtypes.issubdtype(getattr(aval, 'dtype', None), jax.dtypes.prng_key)
+    }
     through: list[MoveThrough] = []
     if moves and not is_explicit:
         unused = NamedSharding(mesh, PartitionSpec())
         ends = ('argument', program.arguments), ('result', program.results)
         what: list[Any] = [
-            (kind, i) for kind, values in ends for i, v in enumerate(values) if v is not None
+            (kind, i)
+            for kind, values in ends
+            for i, v in enumerate(values)
+            if v is not None and Place(kind, i) not in ranks
         ]
         constraints = (op.site.frames for op in ops if op.primitive == 'sharding_constraint')
         what += [('constraint', path) for path in dict.fromkeys(constraints)]
@@ -99,7 +112,9 @@ def variants_of(call: JittedCall, mesh: Mesh, moves: bool = False) -> Variants:
 
     placed = call.eqn.params['out_shardings']
     typed = [i for i, s in enumerate(placed) if is_explicit and not isinstance(s, Sharding)]
-    return Variants(module, site_of, is_explicit, typed)
+    variants = Variants(module, site_of, is_explicit, typed)
+    variants.ranks = ranks
+    return variants
 
 
 def sharding_of(axes: Axes, mesh: AnyMesh) -> NamedSharding:

@@ -70,6 +70,7 @@ class Variants:
         sites: for each constraint, what `site_of` returns.
         given: the sharding that each argument, result and constraint has, or None. Constraints that
             leave each dimension open have None, too.
+        ranks: of arguments and results that have more dimensions in the module than in the program.
 
     Raises:
         NotPropagated: if Shardy cannot read it.
@@ -84,6 +85,7 @@ class Variants:
     ):
         from jax.extend.mlir import ir
 
+        self.ranks: dict[Place, int] = {}
         self._ir: Any = ir
         self._attributes = Attributes()
         self._texts: dict[tuple[Axes, int], Any] = {}
