@@ -81,13 +81,14 @@ def variants_of(call: JittedCall, mesh: Mesh, moves: bool = False) -> Variants:
     is_explicit = AxisType.Explicit in mesh.axis_types
     ops = [op for op in program.ops if op.site.frames and not (op.site.n_shards or is_explicit)]
     paths = [op.site.frames for op in ops if op.primitive in _CANDIDATES]
-    arguments = [call.jaxpr.in_avals[call.arguments[leaf]] for leaf in call.dynamic]
+    avals = call.jaxpr.in_avals
+    arguments: list[Any] = [avals[call.arguments[leaf]] for leaf in call.dynamic]
     # in the module, a key of random numbers has an axis more, of numbers
     ranks = {
         Place(kind, i): len(aval.shape)
         for kind, avals in (('argument', arguments), ('result', call.jaxpr.out_avals))
         for i, aval in enumerate(avals)
-        if jax.dtypes.issubdtype(getattr(aval, 'dtype', None), jax.dtypes.prng_key)
+        if hasattr(aval, 'dtype') and jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key)
     }
     through: list[MoveThrough] = []
     if moves and not is_explicit:
