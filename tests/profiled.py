@@ -97,7 +97,8 @@ SEEN = []
 def counted(state, x):
     """Returns its next state, and shows which one it is given."""
     jax.debug.callback(lambda first: SEEN.append(float(first)), state['w'][0])
-    return {'w': state['w'] + 1.0}, (x * state['w']).sum()
+    key, _ = jax.random.split(state['key'])
+    return {'w': state['w'] + 1.0, 'key': key}, (x * state['w']).sum()
 
 
 def traced(folder, *calls):
@@ -127,7 +128,8 @@ def main(folder):
         'slow': profile(slow_line, *ARGUMENTS[:2], runs=2, tries=0),
         'one': profile(lambda x: x @ x, jnp.ones((64, 64)), tries=0),
     }
-    profile(counted, {'w': jnp.zeros(8)}, jnp.ones(8), runs=3, tries=0)
+    state = {'w': jnp.zeros(8), 'key': jax.random.key(0)}
+    profile(counted, state, jnp.ones(8), runs=3, tries=0)
     jax.effects_barrier()
     reports['seen'] = SEEN
     with counting() as counts:
