@@ -737,6 +737,37 @@ def test_code_of_explicit_axes_is_traced_with_its_changes(tmp_path, monkeypatch)
     assert patch.startswith(f'# parsed, traced: sends {format_bytes(report.network_bytes)}\n')
 
 
+NESTED = """
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from einshard import sharded
+import numpy as np
+mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ('data', 'tensor'))
+
+@sharded('b@data d', 'd@data f', 'd f@data', out='b@data f', mesh=mesh)
+def layer(x, w, v):
+    h = x @ w
+    return h @ v
+
+@jax.jit
+def step(x, w, v):
+    return layer(x, w, v)
+"""
+
+
+def test_sharded_function_in_a_jitted_one(tmp_path, monkeypatch):
+    patch = check(
+        *(tmp_path / 'p', NESTED, [('constrain', 'x @ w', None, 'data')], monkeypatch),
+        expected="+    h = jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P(None, 'data')))",
+    )
+    assert patch.startswith('# parsed, traced: sends ')
+    # private: calls of a function with several programs are slower, and each trace would add one
+    layer = sys.modules['before_p'].layer
+    assert len(layer._programs._programs) == 1
+    assert not layer._programs.need_full_lookup
+
+
 def test_placement_of_arguments_with_in_shardings(tmp_path, monkeypatch):
     text = """
     shardings = {'w': NamedSharding(mesh, P()), 'v': NamedSharding(mesh, P('data'))}

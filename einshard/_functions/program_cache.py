@@ -10,6 +10,7 @@ import jax.tree_util as jtu
 
 from .._sharding.context import AxisRules, Context
 from .._sharding.mesh import AnyMesh
+from .._sharding.scopes import without_fresh
 from .parameters import CallSignature, Declaration
 from .program import Program, shardings_of
 from .setup import Setup
@@ -47,7 +48,9 @@ class ProgramCache:
         `runnable` as `rejected`, which sets `need_full_lookup`.
         """
         mesh_key = self._setup.mesh_key(context)
-        outer_key = call, mesh_key, context.axis_rules, context.on_one_device
+        # JAX itself traces a program again in `fresh_traces`
+        rules = without_fresh(context.axis_rules)
+        outer_key = call, mesh_key, rules, context.on_one_device
         programs = self._programs.setdefault(outer_key, {})
         candidates = list(programs.values())
         self.need_full_lookup |= rejected is not None

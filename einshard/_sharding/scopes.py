@@ -26,6 +26,7 @@ from .context import (
     NO_CONTEXT,
     USE_MESH_IN_CONTEXT,
     AxisRule,
+    AxisRules,
     Context,
     ContextKey,
     make_context,
@@ -261,15 +262,21 @@ def enter_rules(owner: object, rules: Sequence[AxisRule]) -> None:
 
 
 _numbers = itertools.count()
+_FRESH = ' '  # begins a name that no expression can have
 
 
 def fresh_traces() -> ContextScope:
     """Makes JAX trace functions again that it has traced, in a `with` block.
 
-    A rule for a name that no expression can have is in JAX's cache keys, also in scopes inside.
+    A rule for a name of its own is in JAX's cache keys, also in scopes inside.
     """
-    rule = AxisRule(f' {next(_numbers)}', '')
+    rule = AxisRule(f'{_FRESH}{next(_numbers)}', '')
     return ContextScope(with_rules(_enclosing_context(), [rule]))
+
+
+def without_fresh(rules: AxisRules) -> AxisRules:
+    """Returns axis rules without those of `fresh_traces`, which shard nothing."""
+    return tuple(rule for rule in rules if not rule.name.startswith(_FRESH))
 
 
 def leave_rules(owner: object) -> bool:
