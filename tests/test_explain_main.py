@@ -229,6 +229,12 @@ def test_functions_are_called_with_values(capsys, model):
     assert refused(capsys, f'explain {model}:plain --args {model}:rows(n)') == (
         f"'n' in '{model}:rows(n)' are not numbers or strings"
     )
+    assert refused(capsys, f'explain {model}:plain --args {model}:weights(8)') == (
+        f"'{model}:weights' cannot be called with (8): too many positional arguments"
+    )
+    assert refused(capsys, f'explain {model}:plain --args {model}:__name__(8)') == (
+        f"'{model}:__name__' is not a function, but str"
+    )
 
 
 @pytest.mark.parametrize('text', ["{'rate': 0.1}", "x={'rate': 0.1}"])
@@ -316,8 +322,8 @@ BAD_INPUT = [
     (
         'explain MODEL:layr',
         "module 'MODEL' has no 'layr'\n"
-        '  module has: Config, Net, both, config, init, layer, loss, net, plain, rated, rules, '
-        'shapes, weights',
+        '  module has: Config, Net, both, config, init, layer, loss, net, plain, rated, rows, '
+        'rules, shapes, weights',
     ),
     ('explain MODEL:Config.siez', "module 'MODEL' has no 'Config.siez'\n  Config has: size"),
     ('explain MODEL:config.lr', "module 'MODEL' has no 'config.lr'\n  config has: rate, size"),

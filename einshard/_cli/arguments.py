@@ -90,7 +90,19 @@ def _read_argument(text: str, mesh: AnyMesh | None, enter: bool) -> Any:
             raise EinshardError(
                 f"'{call[2]}' in '{text}' are not numbers or strings", code='command'
             ) from None
-        return call_with_mesh(functools.partial(load(call[1]), *values), text, mesh, enter)
+        function = load(call[1])
+        if not callable(function):
+            kind = type(function).__name__
+            raise EinshardError(f"'{call[1]}' is not a function, but {kind}", code='command')
+        try:
+            inspect.signature(function).bind_partial(*values)
+        except ValueError:  # some callables of C have no signature
+            pass
+        except TypeError as error:
+            raise EinshardError(
+                f"'{call[1]}' cannot be called with ({call[2]}): {error}", code='command'
+            ) from None
+        return call_with_mesh(functools.partial(function, *values), text, mesh, enter)
     value = load(text)
     return call_with_mesh(value, text, mesh, enter) if is_plain_function(value) else value
 
