@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -409,12 +408,12 @@ def _not_tried(report: Report, reason: str) -> Report:
 def _try_new_states(report: Report, facts: Facts) -> Report:
     """Compiles a function that makes states with the shardings of their parameters."""
     rule = next((each for each in report.findings if each.kind == 'unsharded new states'), None)
-    call, scope = facts.stages.call, facts.stages.scope
+    call = facts.stages.call
     if rule is None or call is None or report.memory is None:
         return report
     shardings = {r: found.sharding for r, found in parameters_of_new_states(facts).items()}
     try:
-        with nullcontext() if scope is None else mesh_scope(scope):
+        with mesh_scope(facts.stages.scope):
             edited = apply(call, [PlaceResults(shardings)])
             memory = read_memory(edited.function.lower(*edited.args, **edited.kwargs).compile())
     except (RuntimeError, TypeError, ValueError):  # such as results that a framework rearranges
@@ -450,7 +449,8 @@ def _try_states(
     replaced = next_arguments(facts).items()
     results = {r: shardings[state] for r, state in replaced if state in shardings}
     edits = (PlaceArguments(shardings, results),)
-    before, after = trials.on_target(first), trials.on_target(combine(first, edits))
+    both = (trials.run(each, on_target=True) for each in (first, combine(first, edits)))
+    before, after = (None if trial is None else trial.figures for trial in both)
     if before is None or after is None or after.bound > before.bound:
         return None
     if (after.memory or 0) > (1 - MIN_GAIN) * (before.memory or 0):

@@ -48,9 +48,10 @@ def try_per_device(trials: Trials) -> list[tuple[Finding, RunPerDevice]]:
                 break
             n_tried += 1
             changes = [one for one in changes if (one.span, one.primitive) not in made]
-            after = trials.on_target([*(one for _, one in found), *changes])
-            if after is None or after.bound > (1 - MIN_GAIN) * before.bound:
+            trial = trials.run([*(one for _, one in found), *changes], on_target=True)
+            if trial is None or trial.figures.bound > (1 - MIN_GAIN) * before.bound:
                 continue
+            after = trial.figures
             if sends_less and after.network_bytes > (1 - MIN_GAIN) * before.network_bytes:
                 continue
             n_bytes = sum(c.total_bytes for c in collectives)

@@ -296,7 +296,10 @@ class Search:
         if not self.accepted:
             return
         before = self.trials.as_compiled().figures
-        without = self.trials.on_target(self.first) if self.first else before
+        without: Figures | None = before
+        if self.first:
+            base = self.trials.run(self.first, on_target=True)
+            without = None if base is None else base.figures
         last, best, returned = self.accepted[-1], None, set[int]()
         options = [self.accepted]
         if last.other is not None:
@@ -306,11 +309,11 @@ class Search:
             is_alike = accepted[-1].tried.bound <= (1 + _ALIKE) * last.tried.bound
             if best is not None and not is_alike:
                 break
-            found = self.trials.bounds_on_target(self.edits)
-            if found is None or without is None:
+            trial = self.trials.run(self.edits, on_target=True)
+            if trial is None or without is None:
                 self.refused = self.trials.error
                 continue
-            after, bounds = found
+            after = trial.figures
             gains_memory = not self._fits(without) and (after.memory or 0) < (without.memory or 0)
             is_cheaper = _is_less(after.bound, without.bound, MIN_GAIN)
             helps = gains_memory or (self._fits(after) and is_cheaper)
@@ -321,7 +324,7 @@ class Search:
             by_step = 0 if moves or best is None else compare_steps(after.step, best[1].step)
             is_near = best and _is_near(best[1].bound, after.bound, without.bound)
             if best is None or by_step < 0 or (by_step == 0 and not is_near):
-                best, returned = (accepted, after, bounds), indices(self.edits, 'result')
+                best, returned = (accepted, after, trial.bounds), indices(self.edits, 'result')
         self.accepted = [] if best is None else best[0]
         if best is not None:
             self.refused = ''
