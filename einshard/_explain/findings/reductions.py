@@ -14,7 +14,6 @@ from ..._text import format_bytes
 from ..fold_layers import fold_paths
 from ..report_rows import Finding
 from .facts import Facts
-from .lines import line_of
 from .values import PRODUCTS, mesh_entries
 
 _MIN_BYTES = 1024  # smaller sums are not worth a change
@@ -56,11 +55,8 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
     carry unsharded gradients, which take the memory that sharding saves.
     """
     # {line of a scan: its length}; those that only add up scalars, such as the loss, are left out
-    loops = {
-        line_of(scan): scan.params['length']
-        for scan in (facts.traced.sums if facts.traced else ())
-        if scan.params['length'] > 1
-    }
+    sums = facts.traced.sums if facts.traced else ()
+    loops = {line: length for line, length in sums if length > 1}
     found: dict[tuple[str, str], list[Collective]] = {}
     for row in facts.unexplained:
         loop = _loop_around(facts, row, loops) if row.kind == 'all-reduce' else None
