@@ -19,7 +19,7 @@ from .._explain.partition import check_flatbuffers
 from .._sharding.cuda_plugin import find_plugin
 from .._sharding.libtpu import has_libtpu
 from .._version import __version__
-from .options import plain_parser
+from .options import Parser
 
 _EXAMPLES = """\
 examples:
@@ -32,15 +32,10 @@ _OTHERS = ('flax', 'equinox', 'optax', 'orbax-checkpoint')
 
 
 def run(arguments: Sequence[str]) -> tuple[str, int]:
-    parser = plain_parser(
-        'doctor',
-        'Says what is installed, and what that allows. Starts no backend.',
-        _EXAMPLES,
-    )
-    parser.add_argument(
-        'features', nargs='*', metavar='feature', help=f'one of {", ".join(_FEATURES)}'
-    )
-    parser.add_argument('--json', action='store_true', help='print the result as JSON')
+    description = 'Says what is installed, and what that allows. Starts no backend.'
+    parser = Parser('doctor', description, _EXAMPLES)
+    parser.option('features', 'feature', f'one of {", ".join(_FEATURES)}', nargs='*')
+    parser.add_json()
     options = parser.parse_args(arguments)
     found = _check(options.features)
     text = json.dumps(found, indent=2) if options.json else _as_text(found)

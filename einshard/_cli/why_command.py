@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from .explain_command import explain_call
-from .options import function_parser
+from .options import Parser
 
 _EXAMPLES = """\
 examples:
@@ -16,17 +16,18 @@ examples:
 
 
 def run(arguments: Sequence[str]) -> str:
-    parser = function_parser(
+    parser = Parser(
         'why',
         'Says why a compiled function has its collectives, and why values are sharded as they are.',
         _EXAMPLES,
     )
-    parser.add_argument(
+    parser.add_function()
+    parser.option(
         'places',
-        nargs='*',
-        metavar='place',
-        help='a line, such as model.py:34, or the path of an argument or result; '
+        'place',
+        'a line, such as model.py:34, or the path of an argument or result; '
         'without one, all collectives',
+        nargs='*',
     )
     options = parser.parse_args(arguments)
     report = explain_call(options, tries=0)
