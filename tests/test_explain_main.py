@@ -316,8 +316,8 @@ BAD_INPUT = [
     (
         'explain MODEL:layr',
         "module 'MODEL' has no 'layr'\n"
-        '  module has: Config, Net, both, config, init, layer, loss, net, plain, rated, rules, '
-        'shapes, weights',
+        '  module has: Config, Net, both, config, init, layer, loss, net, plain, rated, rows, '
+        'rules, shapes, weights',
     ),
     ('explain MODEL:Config.siez', "module 'MODEL' has no 'Config.siez'\n  Config has: size"),
     ('explain MODEL:config.lr', "module 'MODEL' has no 'config.lr'\n  config has: rate, size"),

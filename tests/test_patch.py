@@ -329,6 +329,17 @@ def test_mesh_in_a_context_that_has_ended(enter, tmp_path, monkeypatch):
     assert "with_sharding_constraint(x @ w, jax.sharding.PartitionSpec(None, 'data'))" in patch
 
 
+def test_what_a_module_imports_stays(tmp_path, monkeypatch):
+    # the import in the function hides that of the module, so that the patch adds one
+    local = STEP.replace('return h @ v', 'import jax\n    return jax.nn.relu(h @ v)')
+    path = tmp_path / 'model.py'
+    path.write_text(HEAD + MESH_TEXT + local)
+    monkeypatch.chdir(tmp_path)
+    module = load(path, 'imports_again')
+    patch_of(module.step, arguments(), ('constrain', (spans(path, 'x @ w')[0],), None, 'data'))
+    assert module.jax is jax
+
+
 def test_mesh_of_an_array_in_a_dictionary(tmp_path, monkeypatch):
     """`h`, which the statement assigns, is also an array on the mesh, but has no value yet."""
     text = (

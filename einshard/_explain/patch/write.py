@@ -58,7 +58,7 @@ class Option:
     """A way to write a change.
 
     Attributes:
-        pieces: what to replace in the files.
+        source, pieces: the file, and what to replace in it.
         is_sure: whether the code says what it does. Else a trace decides.
         assumed: what is not known about the names in it, or ''.
         note: what else it changes, or ''.
@@ -66,7 +66,8 @@ class Option:
         instead: why the code of the expression itself stays, or ''.
     """
 
-    pieces: tuple[tuple[Source, Piece], ...]
+    source: Source
+    pieces: tuple[Piece, ...]
     is_sure: bool = True
     assumed: str = ''
     note: str = ''
@@ -199,7 +200,7 @@ def _ways(change: Change, scope: Scope, is_at_call: bool) -> Iterator[Option]:
         raise Missing('it is not a call that constrains its argument')
     out = next((each for each in node.keywords if each.arg == 'out_sharding'), None)
     if change.kind == 'remove' and out is not None and not is_at_call:
-        yield Option(((source, _without(source, node, out)),))
+        yield Option(source, (_without(source, node, out),))
         return
     if change.kind == 'replace' and not is_at_call:
         if (placement := _placement(node)) is None:
@@ -226,7 +227,7 @@ def _ways(change: Change, scope: Scope, is_at_call: bool) -> Iterator[Option]:
             Piece(source.end(first), source.end(node), closed),
             *imports,
         )
-        yield Option(tuple((source, each) for each in whole), assumed=assumed)
+        yield Option(source, whole, assumed=assumed)
         yield _constrained(change, scope, node)
 
 
@@ -241,7 +242,7 @@ def _in_call(change: Change, scope: Scope, made: ast.expr) -> Option | None:
         return None
     source = scope.source
     piece = Piece(source.start(given[0]), source.end(given[-1]), ', '.join(entries))
-    return Option(((source, piece),), is_sure=False)
+    return Option(source, (piece,), is_sure=False)
 
 
 def _in_arguments(change: Change, scope: Scope, call: ast.Call) -> Iterator[Option]:
@@ -257,7 +258,7 @@ def _in_arguments(change: Change, scope: Scope, call: ast.Call) -> Iterator[Opti
     if all(isinstance(each, ast.Constant | ast.Tuple) for each in rest) and entries:
         end = source.end(call.args[0])
         last = source.end(rest[-1]) if rest else end
-        yield Option(((source, Piece(end, last, ', ' + ', '.join(entries))),))
+        yield Option(source, (Piece(end, last, ', ' + ', '.join(entries)),))
 
 
 def _in_rules(change: Change, scope: Scope, call: ast.Call) -> Iterator[Option]:
@@ -278,7 +279,7 @@ def _in_rules(change: Change, scope: Scope, call: ast.Call) -> Iterator[Option]:
             if sum(each.value == key.value for each in uses) == 2:  # the rule, and this call
                 is_text = isinstance(held[key.value], str)
                 way = placed(change, scope, value, is_expression=is_text)
-                pieces = tuple((s, piece._replace(is_once=True)) for s, piece in way.pieces)
+                pieces = tuple(piece._replace(is_once=True) for piece in way.pieces)
                 new = Entry(held, str(key.value), _like(change, held[key.value]))
                 yield replace(way, pieces=pieces, entries=(new,))
 
@@ -403,7 +404,7 @@ def _constrained(change: Change, scope: Scope, node: ast.AST) -> Option:
         pieces = around(source.start(node), source.end(node), opened, closed)
     else:
         raise Missing('it is not an expression')
-    return Option(tuple((source, each) for each in (*pieces, *imports)), assumed=assumed)
+    return Option(source, (*pieces, *imports), assumed=assumed)
 
 
 def _only(scope: Scope, operand: ast.expr) -> Option:
@@ -421,13 +422,13 @@ def _only(scope: Scope, operand: ast.expr) -> Option:
         is_alone = is_alone and (not rest or rest.startswith(b'#'))
         names = [getattr(target, 'id', '') for target in statement.targets]
         if is_alone and not is_needed and names == [operand.id]:
-            return Option(((source, Piece(first, last, '')),))
+            return Option(source, (Piece(first, last, ''),))
     before, after = ('', '') if isinstance(operand, _ATOMS) else ('(', ')')
     pieces = (
         Piece(source.start(node), source.start(operand), before),
         Piece(source.end(operand), source.end(node), after),
     )
-    return Option(tuple((source, each) for each in pieces))
+    return Option(source, pieces)
 
 
 def _without(source: Source, call: ast.Call, keyword: ast.keyword) -> Piece:
@@ -443,23 +444,21 @@ def placed(change: Change, scope: Scope, node: ast.expr, is_expression: bool = F
     entries = ', '.join(_entries(change.sharding.spec, scope))
     expression = _expression(change) if isinstance(node, ast.Constant) and is_expression else None
     if expression is not None:
-        return Option(((source, source.replace(node, repr(expression))),))
+        return Option(source, (source.replace(node, repr(expression)),))
     if isinstance(node, ast.Tuple | ast.List):
         comma = ',' if isinstance(node, ast.Tuple) and len(change.sharding.spec) == 1 else ''
         text = f'({entries}{comma})' if isinstance(node, ast.Tuple) else f'[{entries}]'
-        return Option(((source, source.replace(node, text)),))
+        return Option(source, (source.replace(node, text),))
     if isinstance(node, ast.Call):
         made = scope.value(node.func)
         if made is PartitionSpec:
             text = f'{source.segment(node.func)}({entries})'
-            return Option(((source, source.replace(node, text)),))
+            return Option(source, (source.replace(node, text),))
         if made is NamedSharding and len(node.args) > 1 and scope.value(node.args[0]) == mesh:
             node = node.args[1]
             if isinstance(node, ast.Call) and scope.value(node.func) is PartitionSpec:
                 return placed(change, scope, node)
             spec, imports = _spelled(scope, _SPEC)
-            pieces = (source.replace(node, f'{spec}({entries})'), *imports)
-            return Option(tuple((source, each) for each in pieces))
+            return Option(source, (source.replace(node, f'{spec}({entries})'), *imports))
     text, assumed, imports = _sharding(change, scope)
-    pieces = (source.replace(node, text), *imports)
-    return Option(tuple((source, each) for each in pieces), assumed=assumed)
+    return Option(source, (source.replace(node, text), *imports), assumed=assumed)
