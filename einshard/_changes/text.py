@@ -38,17 +38,12 @@ def as_text(changes: Sequence[Change]) -> str:
 
 
 def _status(change: Change) -> str:
-    match change.status:
-        case 'error':
-            return f'error: {change.error}'
-        case 'new':
-            return 'new'
-        case 'versions':
-            return f'other versions, not compared: {", ".join(change.versions)}'
-        case 'changed':
-            return 'changed'
-        case _:
-            return 'no change'
+    texts = {
+        'error': f'error: {change.error}',
+        'versions': f'other versions, not compared: {", ".join(change.versions)}',
+        'same': 'no change',
+    }
+    return texts.get(change.status, change.status)
 
 
 def _details(change: Change) -> list[str]:
@@ -230,14 +225,8 @@ def as_json(changes: Sequence[Change], base: Base | None) -> dict[str, Any]:
                     {'kind': f.kind, 'before': f.before, 'after': f.after} for f in change.figures
                 ],
                 'collectives': [
-                    {
-                        'kind': row.kind,
-                        'of': row.of,
-                        'along': row.along,
-                        'source': row.source or None,
-                        'before': row.before,
-                        'after': row.after,
-                    }
+                    {k: v for k, v in asdict(row).items() if k != 'name'}
+                    | {'source': row.source or None}
                     for row in change.rows
                 ],
                 'placements': [asdict(each) for each in change.placements],

@@ -32,7 +32,8 @@ def run(arguments: Sequence[str]) -> tuple[str, int]:
         _EXAMPLES,
     )
     parser.option('names', 'name', 'the steps to check (default: all)', nargs='*')
-    parser.add_argument('--target', action='append', default=[], help='only for this target')
+    text = 'only for this target'
+    parser.option('--target', 'TARGET', text, action='append', default=[], dest='targets')
     parser.flag('--update', 'write the stored reports, and remove stale ones')
     parser.option('--base', 'REF', 'compare with the merge base of HEAD and REF')
     parser.add_json()
@@ -41,18 +42,6 @@ def run(arguments: Sequence[str]) -> tuple[str, int]:
     parser.option('--save', 'FOLDER', 'also write a page for each report')
     text = f'exit with status 3 for this: {", ".join(KINDS)}'
     parser.option('--fail-on', 'KIND', text, action='append', default=[])
-    options = parser.parse_args(arguments)
-    done = check(
-        Options(
-            options.names,
-            options.target,
-            options.update,
-            options.base,
-            options.json,
-            options.markdown,
-            options.save,
-            check_kinds(options.fail_on, '--fail-on'),
-        ),
-        Path.cwd(),
-    )
-    return done.text, done.status
+    given = vars(parser.parse_args(arguments))
+    given['fail_on'] = check_kinds(given['fail_on'], '--fail-on')
+    return check(Options(**given), Path.cwd())

@@ -52,11 +52,12 @@ def run(request: Mapping[str, Any]) -> dict[str, Any]:
     root = Path(request['root'])
     found = report.to_dict()
     sources = {*_sources(found)}
-    found = _relative(found, str(root) + os.sep)
+    prefix = str(root) + os.sep
+    relative = json.dumps(found).replace(json.dumps(prefix)[1:-1], '')
     return {
-        **found,
+        **json.loads(relative),
         'functions': {
-            source.removeprefix(str(root) + os.sep): name
+            source.removeprefix(prefix): name
             for source in sorted(sources)
             if (name := function_at(source))
         },
@@ -113,16 +114,6 @@ def _sources(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for each in value:  # type: ignore[reportUnknownVariableType]
             yield from _sources(each)
-
-
-def _relative(value: Any, prefix: str) -> Any:
-    if isinstance(value, str):
-        return value.replace(prefix, '')
-    if isinstance(value, dict):
-        return {key: _relative(each, prefix) for key, each in value.items()}  # type: ignore[reportUnknownVariableType]
-    if isinstance(value, list):
-        return [_relative(each, prefix) for each in value]  # type: ignore[reportUnknownVariableType]
-    return value
 
 
 def _check_modules(request: Mapping[str, Any]) -> None:
