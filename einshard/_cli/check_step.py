@@ -17,6 +17,7 @@ from typing import Any
 from .._errors import EinshardError
 from .._explain.estimate import refusal
 from .._explain.findings.facts import Facts
+from .._explain.patch.files import read_source
 from .explain_command import explain_call
 
 _PLUGINS = 'libtpu', 'jax-cuda13-plugin', 'jax-cuda12-plugin'
@@ -86,22 +87,16 @@ def function_at(source: str) -> str:
 @functools.cache
 def _functions(file: str) -> list[tuple[int, int, str]]:
     """Returns (first line, last line, name) of each function in a file, inner ones first."""
-    try:
-        tree = ast.parse(Path(file).read_bytes())
-    except (OSError, RecursionError, SyntaxError, ValueError):
-        return []
-    found: list[tuple[int, int, str]] = []
-    pending: list[tuple[ast.AST, str]] = [(tree, '')]
-    while pending:  # not recursive: a sum of 1,000 terms is nested as deep
-        node, name = pending.pop()
-        for child in ast.iter_child_nodes(node):
-            inner = name
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                inner = f'{name}.{child.name}'.lstrip('.')
-                if not isinstance(child, ast.ClassDef):
-                    found.append((child.lineno, child.end_lineno or child.lineno, inner))
-            pending.append((child, inner))
+    found, source = list[tuple[int, int, str]](), read_source(file)
+    for node in ast.walk(source.tree) if source is not None else ():
+        if source is not None and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            around = [each for each in source.around(node) if isinstance(each, _NAMED)]
+            name = '.'.join(each.name for each in reversed([node, *around]))
+            found.append((node.lineno, node.end_lineno or node.lineno, name))
     return sorted(found, key=lambda each: each[1] - each[0])
+
+
+_NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def _sources(value: Any) -> Iterator[str]:

@@ -125,7 +125,7 @@ class StepFunction(Function):
         for i, (array, sharding) in enumerate(zip(facts.arguments, shardings, strict=True)):
             entries = mesh_entries(sharding, len(array.shape))
             pairs = zip(facts.axes_of_argument(i), entries, strict=True)
-            axes = [replace(axis, mesh_axes=entry or ()) for axis, entry in pairs]
+            axes = [replace(axis, mesh_axes=entry) for axis, entry in pairs]
             name, _, rest = array.path.partition('/')
             placement = expression_of(axes, mesh) if any(entries) else ''
             by_name.setdefault(name, {})[rest] = placement

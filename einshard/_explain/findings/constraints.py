@@ -200,15 +200,14 @@ def names_without_rule(facts: Facts) -> Iterator[Finding]:
             for dim, (name, axes) in enumerate(zip(known, entries, strict=True))
         ]
         gathers = [c for c in facts.unexplained if (c.source or '') == op.place]
-        yield Finding(
+        yield Finding.about(
             'names without a rule',
             f'{first_of([repr(name) for name in sharded], 3)} '
             f'{"has" if len(sharded) == 1 else "have"} no axis rule, so this constraint gathers '
             f'{"this axis" if len(sharded) == 1 else "these axes"} of a value that is sharded as '
             f"'{expression_of(axes, mesh)}'",
-            op.place or None,
-            sum(c.total_bytes for c in gathers),
-            explains=tuple(c.name for c in gathers),
+            gathers,
+            op.place,
         )
 
 

@@ -44,16 +44,10 @@ def gathered_for_operation(facts: Facts) -> Iterator[Finding]:
     """Notes sends for operations along a sharded axis, such as a sort."""
     for several, op, v, dim, values in gathered_operations(facts, facts.unexplained):
         assert facts.traced is not None
-        axes, n_bytes = values[v], sum(c.total_bytes for c in several)
         operand = operand_text(facts.traced.values[v], op, values[v], dim)
-        text = f'{operand} {format_bytes(n_bytes)} sent'
-        yield Finding(
-            'gathered for an operation',
-            text + _if_independent(facts, op, dim, axes) + _if_in_two_levels(facts, op, values),
-            op.site.frames[0].source,
-            n_bytes,
-            explains=tuple(c.name for c in several),
-        )
+        text = f'{operand} {format_bytes(sum(c.total_bytes for c in several))} sent'
+        text += _if_independent(facts, op, dim, values[v]) + _if_in_two_levels(facts, op, values)
+        yield Finding.about('gathered for an operation', text, several, op.site.source)
 
 
 def operand_text(array: Any, op: Op, axes: Axes, dim: int) -> str:

@@ -34,15 +34,13 @@ def tested_in_loop(facts: Facts) -> Iterator[Finding]:
     for loop, rows in by_loop.items():
         time, row = _time_text(facts, rows), rows[0]
         if time and not _tests_inner_loop(rows, loop):
-            yield Finding(
+            yield Finding.about(
                 'collective in a condition',
                 f'the condition of a loop needs an {row.kind} of {row.arrays} along '
                 f'{row.along or "unknown axes"} before each iteration: {time}; instead, carry a '
                 'scalar that the body computes with its other reductions, or test after every few '
                 'iterations, which a jax.lax.fori_loop in the body runs',
-                row.source,
-                sum(row.total_bytes for row in rows),
-                explains=tuple(row.name for row in rows),
+                rows,
             )
 
 
@@ -67,14 +65,12 @@ def too_many_small(facts: Facts) -> Iterator[Finding]:
             # next to as many large ones, such as those of tensor parallelism, they matter less
             if time and n > 2 * others:
                 largest = format_bytes(max(row.bytes for row in found))
-                yield Finding(
+                yield Finding.about(
                     'many small collectives',
                     f'{n} {rows[0].kind}s of at most {largest} along '
                     f'{rows[0].along or "unknown axes"} {what}, in {lines_text(found)}: {time}; '
                     f'instead, {instead}',
-                    found[0].source,
-                    sum(row.total_bytes for row in found),
-                    explains=tuple(row.name for row in found),
+                    found,
                 )
                 break
 

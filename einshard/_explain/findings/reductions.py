@@ -34,14 +34,12 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
         # each device keeps one slice, of a matmul that is alone in its line
         if n_products != 1 or [n for _, n in found.parts] != [row.group_size]:
             continue
-        yield Finding(
+        yield Finding.about(
             'sliced all-reduce',
             f'{row.arrays} is all-reduced along {row.along or "all devices"}, and each device '
             f'keeps only a slice: the all-reduce sends {format_bytes(row.total_bytes)}, a '
             'reduce-scatter would send half of that',
-            row.source,
-            row.total_bytes,
-            explains=(row.name,),
+            [row],
         )
 
 
@@ -68,14 +66,13 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
         if n_bytes < facts.min_bytes:
             continue
         folded = ', '.join(fold_paths(path for row in rows for path in row.of))
-        yield Finding(
+        yield Finding.about(
             'summed in a loop',
             f'the gradients for {folded} are all-reduced along {along} in each of {n} iterations '
             f'of a loop that only adds them up: {format_bytes(n_bytes)} instead of '
             f'{format_bytes(n_bytes // n)}',
+            rows,
             line,
-            n_bytes,
-            explains=tuple(row.name for row in rows),
         )
 
 
@@ -92,7 +89,7 @@ def _is_result_sharded(facts: Facts, row: Collective) -> bool:
     for array in facts.results:
         if array.path in row.of and isinstance(array.sharding, NamedSharding):
             entries = mesh_entries(array.sharding, len(array.shape))
-            if any(row.mesh_axes & set(entry or ()) for entry in entries):
+            if any(row.mesh_axes & set(entry) for entry in entries):
                 return True
     return False
 
@@ -126,13 +123,11 @@ def recomputed_collectives(facts: Facts) -> Iterator[Finding]:
         if n_saved is not None and n_saved > facts.free_memory:
             continue  # jax.checkpoint makes the program fit
         memory = '' if n_saved is None else f'; to save it takes {format_bytes(n_saved)}'
-        yield Finding(
+        yield Finding.about(
             'sent again',
             f'the {row.kind} of {row.arrays} runs again in the backward pass, where jax.checkpoint '
             f'repeats the forward pass: {format_bytes(n_bytes)}{memory}',
-            row.source,
-            n_bytes,
-            explains=tuple(repeated.name for _, repeated in pairs),
+            [repeated for _, repeated in pairs],
         )
 
 

@@ -82,8 +82,8 @@ class Advice:
             if i not in returned and replaced[i] not in moved
         }
         self._pins, self._pinned, self._pin_costs = (), None, ''
-        call = facts.stages.call if results else None
-        if call is None or len(call.dynamic) != len(facts.arguments):
+        call = facts.call if results else None
+        if call is None:
             return
         trials = Trials(facts, call)
         edits: tuple[Edit, ...] = (PlaceResults(results),)
@@ -373,8 +373,8 @@ def make_trials(facts: Facts) -> Trials | str:
         return 'only programs whose arguments and results are on one mesh are changed'
     if stages.jitted is None:
         return 'pass the function instead of the traced program'
-    call = stages.call
-    if call is None or len(call.dynamic) != len(facts.arguments):
+    call = facts.call
+    if call is None:
         return f'{stages.name} cannot be traced again as a call of its arrays{_instead(stages)}'
     return Trials(facts, call)
 

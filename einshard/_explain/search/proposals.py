@@ -90,7 +90,7 @@ class Proposals:
             for i, sharding in placed.items():
                 site = Place(kind, i)
                 entries = mesh_entries(sharding, len(variants.shape(site)))
-                self._ranking.changes[site] = tuple(entry or () for entry in entries)
+                self._ranking.changes[site] = tuple(entries)
 
     @property
     def n_left(self) -> int:

@@ -77,12 +77,10 @@ class Ranking:
     variants: Variants
     costs: Costs
     groups: Sequence[Group]
-    changes: dict[Place, Axes | None] = field(default_factory=dict['Place', 'Axes | None'])
+    changes: dict[Place, Axes | None] = field(default_factory=dict)
     n_scored: int = 0
     n_left: int = 0
-    _known: dict[frozenset[tuple[Place, Axes | None]], _Known] = field(
-        default_factory=dict['frozenset[tuple[Place, Axes | None]]', '_Known']
-    )
+    _known: dict[frozenset[tuple[Place, Axes | None]], _Known] = field(default_factory=dict)
     _now: Score | None = None
 
     @property

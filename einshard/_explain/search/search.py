@@ -83,21 +83,17 @@ class Search:
     proposals: Proposals
     base: Trial
     first: tuple[Edit, ...] = ()
-    accepted: list[Accepted] = field(default_factory=list[Accepted])
+    accepted: list[Accepted] = field(default_factory=list)
     n_ranked: int = 0
     left_out: int = 0
     n_tried: int = 0
-    failed: list[tuple[tuple[Edit, ...], str]] = field(
-        default_factory=list[tuple[tuple[Edit, ...], str]]
-    )
+    failed: list[tuple[tuple[Edit, ...], str]] = field(default_factory=list)
     cut: str = ''
     refused: str = ''
     target: tuple[Figures, Figures] | None = None
     bounds: Bounds = NO_BOUNDS
-    _known: dict[tuple[Edit, ...], Trial | None] = field(
-        default_factory=dict[tuple[Edit, ...], 'Trial | None']
-    )
-    _refused: set[tuple[Edit, ...]] = field(default_factory=set[tuple[Edit, ...]])
+    _known: dict[tuple[Edit, ...], Trial | None] = field(default_factory=dict)
+    _refused: set[tuple[Edit, ...]] = field(default_factory=set)
 
     @property
     def edits(self) -> tuple[Edit, ...]:

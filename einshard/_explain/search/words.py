@@ -154,7 +154,7 @@ class Words:
             return self._placement(axes, edit.sharding), ', with the axes that jax.vmap adds'
         if is_canonical_mesh(self._facts.mesh):
             return self._placement(axes, edit.sharding), ', with the axes that jax.vmap adds'
-        names = mapped[0] or ()
+        names = mapped[0]
         name = repr(names[0] if len(names) == 1 else names)
         which = 'the jax.vmap' if n_mapped == 1 else 'the outermost jax.vmap'
         return '... -> ...', f', and spmd_axis_name={name} in {which} around it'
@@ -214,7 +214,7 @@ class Words:
         axes = ((Axis(),) * n + axes)[-n:] if len(axes) != n and n else axes
         entries = mesh_entries(sharding, len(axes))
         pairs = zip(axes, entries, strict=True)
-        moved = [replace(axis, mesh_axes=entry or ()) for axis, entry in pairs]
+        moved = [replace(axis, mesh_axes=entry) for axis, entry in pairs]
         return expression_of(moved, self._facts.mesh)
 
 
@@ -259,7 +259,7 @@ def replaced_strategy(facts: Facts, edits: Sequence[Edit]) -> str:
         if not with_edits or i not in moved:
             return {name for axis in before[i] for name in axis.mesh_axes}
         entries = mesh_entries(moved[i], len(before[i]))
-        return {name for entry in entries for name in entry or ()}
+        return {name for entry in entries for name in entry}
 
     def tensor_axes(with_edits: bool) -> set[str]:
         of_weights = {name for i in weights for name in names(i, with_edits)}
