@@ -27,7 +27,6 @@ examples:
   {prog} doctor tpu plan --json
 exit status: 0, or 1 if a feature that is asked for is missing
 """
-_FEATURES = ('tpu', 'gpu', 'plan', 'rich')
 _OTHERS = ('flax', 'equinox', 'optax', 'orbax-checkpoint')
 
 
@@ -63,18 +62,11 @@ def _check(asked: Sequence[str]) -> dict[str, Any]:
                 code='command',
                 facts={'features': ', '.join(_FEATURES)},
             )
-    rich = _version('rich')
+    # what a package allows, whether it works, and what is found or missing; nothing is compiled
     found = {
-        'tpu': _feature(
-            "TPU slices you don't have: topology('v5e:4x4')",
-            has_libtpu(),
-            f'libtpu {_version("libtpu")}' if has_libtpu() else "pip install 'jax[tpu]'",
-        ),
-        'gpu': _feature("GPU clusters you don't have: topology('h100:4x8')", *_gpu()),
-        'plan': _feature('plan, which finds a sharding', *_plan()),
-        'rich': _feature(
-            'color in terminals', rich is not None, f'rich {rich}' if rich else 'pip install rich'
-        ),
+        name: {'works': works, 'allows': allows, 'text': text}
+        for name, (allows, check) in _FEATURES.items()
+        for works, text in [check()]
     }
     return {
         'schema': 1,
@@ -83,14 +75,6 @@ def _check(asked: Sequence[str]) -> dict[str, Any]:
         'features': found,
         'missing': [name for name, one in found.items() if name in asked and not one['works']],
     }
-
-
-def _feature(allows: str, works: bool, text: str) -> dict[str, Any]:
-    """Returns what a package allows, whether it works, and what is found or missing.
-
-    Nothing is compiled to find out.
-    """
-    return {'works': works, 'allows': allows, 'text': text}
 
 
 def _as_text(found: dict[str, Any]) -> str:
@@ -103,6 +87,11 @@ def _as_text(found: dict[str, Any]) -> str:
     if found['missing']:
         lines += ['', f'missing: {", ".join(found["missing"])}']
     return '\n'.join(lines)
+
+
+def _tpu() -> tuple[bool, str]:
+    works = has_libtpu()
+    return works, f'libtpu {_version("libtpu")}' if works else "pip install 'jax[tpu]'"
 
 
 def _gpu() -> tuple[bool, str]:
@@ -138,6 +127,19 @@ def _plan() -> tuple[bool, str]:
     except EinshardError as error:
         return False, error.facts.get('install', error.sentence)
     return True, f'flatbuffers {_version("flatbuffers")}'
+
+
+def _rich() -> tuple[bool, str]:
+    version = _version('rich')
+    return version is not None, f'rich {version}' if version else 'pip install rich'
+
+
+_FEATURES = {
+    'tpu': ("TPU slices you don't have: topology('v5e:4x4')", _tpu),
+    'gpu': ("GPU clusters you don't have: topology('h100:4x8')", _gpu),
+    'plan': ('plan, which finds a sharding', _plan),
+    'rich': ('color in terminals', _rich),
+}
 
 
 def _version(package: str) -> str | None:

@@ -37,11 +37,7 @@ class Piece(NamedTuple):
         """At one place, what closes an expression is before what opens one, inner parts inside."""
         if self.other is None:
             return self.start, 2, self.end
-        return (
-            (self.start, 0, -self.other)
-            if self.other <= self.start
-            else (self.start, 1, -self.other)
-        )
+        return self.start, int(self.other > self.start), -self.other
 
 
 def around(start: int, end: int, before: str, after: str) -> tuple[Piece, Piece]:

@@ -26,8 +26,8 @@ _MAX_ENTRIES = 200  # of an object or dict, in search of a mesh
 def functions_around(source: Source, node: ast.AST) -> list[ast.AST]:
     """Returns the functions and comprehensions whose names an expression sees, innermost first."""
     found = list[ast.AST]()
-    child, parent = node, source.parents.get(node)
-    while parent is not None:
+    child = node
+    for parent in source.around(node):
         inside = getattr(parent, 'body', ())
         is_body = child is inside or (isinstance(inside, list) and child in inside)
         # decorators, defaults and the first iterable are outside
@@ -37,7 +37,7 @@ def functions_around(source: Source, node: ast.AST) -> list[ast.AST]:
             is_inside = child is not first or node not in {*ast.walk(first.iter)}
         if is_inside:
             found.append(parent)
-        child, parent = parent, source.parents.get(parent)
+        child = parent
     return found
 
 

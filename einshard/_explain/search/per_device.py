@@ -14,7 +14,7 @@ from ..._program.jaxpr.graph import Op
 from ..._program.jaxpr.two_levels import axis_in_place, code_in_two_levels
 from ..._sharding.mesh import is_canonical_mesh
 from ..._text import format_bytes, shape_text, short_source
-from ..findings.expressions import expression_of, source_of
+from ..findings.expressions import expression_of, short_code
 from ..findings.facts import Facts
 from ..findings.gathered_axes import along_of, gathered_operations, operand_text
 from ..findings.values import Axes, Axis
@@ -180,9 +180,7 @@ def _in_two_levels(
 
 def _run_text(op: Op) -> str:
     span = op.site.frames[0]
-    source = source_of(span)
-    is_short = source and len(source) < 60 and '\n' not in source
-    return f'run {f"`{source}`" if is_short else op.primitive} in {short_source(span.source)}'
+    return f'run {short_code(span) or op.primitive} in {short_source(span.source)}'
 
 
 def _sharded(op: Op, values: Sequence[Axes]) -> tuple[tuple[int | str, tuple[str, ...]], ...]:

@@ -136,7 +136,7 @@ class Search:
         # 1. score all neighbours; what does not score below what the program costs cannot help
         with progress(f'ranking the changes of {self.trials.facts.stages.name or "the program"}'):
             ranked = self.proposals.rank(self._end)
-        self.n_ranked, self.left_out = len(ranked), self.proposals.n_left
+        self.n_ranked, self.left_out = len(ranked), self.proposals.ranking.n_left
         ranked = [one for one in ranked if one.edits]
         # scores are nearly lower bounds, but where latencies count, XLA combines what is scored
         limit = max(before.bound, self.proposals.seconds)
@@ -189,7 +189,7 @@ class Search:
         one, trial = min(alike, key=order_of_alike)
         other = next((self._accepted(*pair) for pair in trials if pair[0] is not one), None)
         self.accepted.append(replace(self._accepted(one, trial), other=other))
-        self.proposals.accept(one)
+        self.proposals.ranking.accept(one.neighbour)
         return True
 
     def _accepted(self, one: Proposal, trial: Trial) -> Accepted:
@@ -210,14 +210,14 @@ class Search:
         Explicit axes may refuse it, or what its code cannot say, does not count.
         """
         chosen: list[Proposal] = []
-        singles = [one for one in ranked if len(one.groups) == 1]
+        singles = [one for one in ranked if len(one.neighbour.groups) == 1]
         best = singles[0].seconds if singles else inf
         n_pairs = n_refused = 0
         for one in ranked:
-            is_pair = len(one.groups) > 1 and bool(singles)
+            is_pair = len(one.neighbour.groups) > 1 and bool(singles)
             if is_pair and (n_pairs or one.seconds > (1 - MIN_GAIN) * best):
                 continue
-            same = [other for other in chosen if other.groups == one.groups]
+            same = [other for other in chosen if other.neighbour.groups == one.neighbour.groups]
             if len(same) >= _MAX_OF_GROUP or any(o.seconds == one.seconds for o in same):
                 continue
             if len(chosen) == _MAX_COMPILED or n_refused == _MAX_REFUSED or self._is_over():

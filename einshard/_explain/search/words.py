@@ -22,7 +22,7 @@ from ..._program.jaxpr.spans import Span
 from ..._program.traced.propagated import CONSTRAINT, Operation
 from ..._sharding.mesh import is_canonical_mesh
 from ..._text import short_source
-from ..findings.expressions import expression_of, partition_text, shard_text, source_of
+from ..findings.expressions import expression_of, partition_text, shard_text, short_code, source_of
 from ..findings.facts import Facts
 from ..findings.next_call import next_arguments
 from ..findings.values import Axes, Axis, mesh_entries
@@ -133,8 +133,7 @@ class Words:
         placement, mapped = self._seen(edit)
         if isinstance(edit, ReplaceConstraint):
             return f"change {_asked(source)} in {line} to '{placement}'{mapped}"
-        is_short = source and len(source) < 60 and '\n' not in source
-        what = f'`{source}`' if is_short else 'the value'
+        what = short_code(span) or 'the value'
         return f"constrain {what} in {line}: einshard(..., '{placement}'{self._mesh}){mapped}"
 
     def _seen(self, edit: Constrain | ReplaceConstraint) -> tuple[str, str]:
