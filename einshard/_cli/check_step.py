@@ -10,7 +10,6 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from .._explain.estimate import refusal
 from .._explain.findings.facts import Facts
 from .._explain.patch.files import read_source
 from .explain_command import explain_call
+from .options import package_version
 
 _PLUGINS = 'libtpu', 'jax-cuda13-plugin', 'jax-cuda12-plugin'
 
@@ -69,13 +69,9 @@ def run(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    found = {'python': '.'.join(map(str, sys.version_info[:2]))}
-    for name in ('einshard', 'jax', 'jaxlib', *_PLUGINS):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    found = {name: package_version(name) for name in ('einshard', 'jax', 'jaxlib', *_PLUGINS)}
+    python = '.'.join(map(str, sys.version_info[:2]))
+    return {'python': python, **{name: v for name, v in found.items() if v}}
 
 
 def function_at(source: str) -> str:

@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from .._explain.partition import check_flatbuffers
 from .._sharding.cuda_plugin import find_plugin
 from .._sharding.libtpu import has_libtpu
 from .._version import __version__
-from .options import Parser
+from .options import Parser, package_version
 
 _EXAMPLES = """\
 examples:
@@ -47,8 +46,8 @@ def _versions() -> dict[str, str]:
         'python': sys.version.partition(' ')[0],
         'einshard': __version__,
         'jax': jax.__version__,
-        'jaxlib': _version('jaxlib'),
-        **{name: _version(name) for name in _OTHERS},
+        'jaxlib': package_version('jaxlib'),
+        **{name: package_version(name) for name in _OTHERS},
     }
     return {name: version for name, version in found.items() if version}
 
@@ -91,7 +90,7 @@ def _as_text(found: dict[str, Any]) -> str:
 
 def _tpu() -> tuple[bool, str]:
     works = has_libtpu()
-    return works, f'libtpu {_version("libtpu")}' if works else "pip install 'jax[tpu]'"
+    return works, f'libtpu {package_version("libtpu")}' if works else "pip install 'jax[tpu]'"
 
 
 def _gpu() -> tuple[bool, str]:
@@ -105,7 +104,7 @@ def _gpu() -> tuple[bool, str]:
     if compiler is None:
         return False, 'no PTX compiler; pip install nvidia-cuda-nvcc'
     package = f'jax-{plugin.rpartition("xla_")[2]}-plugin'
-    return True, f'{package} {_version(package)}, PTX compiler {compiler}'
+    return True, f'{package} {package_version(package)}, PTX compiler {compiler}'
 
 
 def _ptx_compiler() -> str | None:
@@ -126,11 +125,11 @@ def _plan() -> tuple[bool, str]:
         check_flatbuffers()
     except EinshardError as error:
         return False, error.facts.get('install', error.sentence)
-    return True, f'flatbuffers {_version("flatbuffers")}'
+    return True, f'flatbuffers {package_version("flatbuffers")}'
 
 
 def _rich() -> tuple[bool, str]:
-    version = _version('rich')
+    version = package_version('rich')
     return version is not None, f'rich {version}' if version else 'pip install rich'
 
 
@@ -140,10 +139,3 @@ _FEATURES = {
     'plan': ('plan, which finds a sharding', _plan),
     'rich': ('color in terminals', _rich),
 }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,13 @@ def output_file(text: str) -> str:
     if not Path(text).parent.is_dir():
         raise argparse.ArgumentTypeError(f'the directory of {text!r} does not exist')
     return text
+
+
+def package_version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 # --- what commands do with them -----------------------------------------------------------------

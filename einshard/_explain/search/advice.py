@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -249,10 +250,10 @@ class Advice:
         ):
             rules.remove(memory)
             return replace(memory, suggestion=suggestion, tried=accepted.tried)
-        if cost is None:
-            kind, text = kind_of(accepted.edits), str(accepted.bound)
-            return Finding(kind, text, suggestion=suggestion, tried=accepted.tried)
         kind = kind_of(accepted.edits)
+        if cost is None:
+            text = str(accepted.bound)
+            return Finding(kind, text, suggestion=suggestion, tried=accepted.tried)
         if cost.kind == REMATERIALIZED and kind in ('reshard', 'placement'):
             kind = cost.kind
         text, source, n_bytes = cost.text, cost.line, cost.bytes
@@ -358,10 +359,7 @@ def with_advice(report: Report, facts: Facts, tries: int, seconds: float | None)
 
 
 def _combined(first: Sequence[_First]) -> tuple[Edit, ...]:
-    edits: tuple[Edit, ...] = ()
-    for _, more in first:
-        edits = combine(edits, more)
-    return edits
+    return functools.reduce(combine, (edits for _, edits in first), ())
 
 
 def make_trials(facts: Facts) -> Trials | str:

@@ -7,6 +7,7 @@ compiler's figures prefer is kept, until nothing helps any more.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -97,10 +98,7 @@ class Search:
 
     @property
     def edits(self) -> tuple[Edit, ...]:
-        edits = self.first
-        for accepted in self.accepted:
-            edits = combine(edits, accepted.edits)
-        return edits
+        return functools.reduce(combine, (one.edits for one in self.accepted), self.first)
 
     @property
     def current(self) -> Trial:
@@ -256,10 +254,7 @@ class Search:
     def _drop(self, i: int, edit: Edit) -> None:
         kept, end = [*self.accepted], self.current
         kept[i] = replace(kept[i], edits=tuple(one for one in kept[i].edits if one is not edit))
-        edits = self.first
-        for accepted in kept:
-            edits = combine(edits, accepted.edits)
-        trial = self._try(edits)
+        trial = self._try(functools.reduce(combine, (one.edits for one in kept), self.first))
         if trial is None or trial.figures.bound > (1 + _NOTHING) * end.figures.bound:
             return
         if self._fits(trial.figures) or not self._fits(end.figures):

@@ -110,7 +110,7 @@ class Trials:
                 reading = self._read(traced) if on_target else self._compile(traced)
                 bounds = reading.bounds_on(self.chip)
             except Exception as error:  # the ShardingTypeError of a trace has no public name
-                self.error = _reason(error)
+                self.error = str(error).strip().partition('\n')[0] or type(error).__name__
                 return None
         figures = reading.figures(bounds)
         if on_target:
@@ -198,10 +198,6 @@ class Trials:
             'traced': flatten(traced.jaxpr),
             'kernels': facts.kernels,
         }
-
-
-def _reason(error: Exception) -> str:
-    return str(error).strip().partition('\n')[0] or type(error).__name__
 
 
 def as_tried(before: Figures, after: Figures, is_simulated: bool = False) -> Tried:
