@@ -8,7 +8,7 @@ import linecache
 import os
 import shlex
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -166,7 +166,7 @@ def _sent_by_line(report: Report) -> tuple[list[tuple[str, int]], int]:
 
 
 def _bytes_by_line(report: Report) -> Mapping[str, int]:
-    sent: defaultdict[str, int] = defaultdict(int)
+    sent = Counter[str]()
     for row in report.collectives:
         sent[row.source or ''] += row.total_bytes
     return sent
@@ -190,26 +190,21 @@ def _memory_by_array(report: Report) -> tuple[list[tuple[str, int]], int]:
 def _sources(report: Report) -> Iterator[str]:
     """The lines that have costs, with those around them, for each file that is here."""
     costs: defaultdict[str, dict[int, list[str]]] = defaultdict(dict)
-    for line, n in _bytes_by_line(report).items():
-        if n:
-            _add(costs, line, f'sends {format_bytes(n)}')
-    flops: defaultdict[str, float] = defaultdict(float)
+    sent, flops = _bytes_by_line(report), Counter[str]()
     for row in report.products:
         flops[row.source or ''] += row.flops
-    for line, n in flops.items():
-        _add(costs, line, format_flops(int(n)))
+    texts = [(line, f'sends {format_bytes(n)}') for line, n in sent.items() if n]
+    texts += [(line, format_flops(int(n))) for line, n in flops.items()]
+    for line, text in texts:
+        file, _, number = line.rpartition(':')
+        if file and number.isdecimal():
+            costs[file].setdefault(int(number), []).append(text)
     for file, of_line in costs.items():
         lines = linecache.getlines(file)
         if lines:
             body = ''.join(_source_lines(lines, of_line))
             name = _escaped(short_source(file))
             yield f'<details><summary>{name}, with its costs</summary><pre>{body}</pre></details>'
-
-
-def _add(costs: defaultdict[str, dict[int, list[str]]], line: str, text: str) -> None:
-    file, _, number = line.rpartition(':')
-    if file and number.isdecimal():
-        costs[file].setdefault(int(number), []).append(text)
 
 
 def _source_lines(lines: Sequence[str], costs: Mapping[int, Sequence[str]]) -> Iterator[str]:

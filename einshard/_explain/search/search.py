@@ -286,29 +286,29 @@ class Search:
         """
         if not self.accepted:
             return
-        before = self.trials.as_compiled().figures
-        without: Figures | None = before
-        if self.first:
-            base = self.trials.run(self.first, on_target=True)
-            without = None if base is None else base.figures
+        compiled = self.trials.as_compiled()
+        base = self.trials.run(self.first, on_target=True) if self.first else compiled
+        if base is None:
+            self.accepted = []
+            return
+        without = base.figures
         last, best, returned = self.accepted[-1], None, set[int]()
         options = [self.accepted]
         if last.other is not None:
             options.append([*self.accepted[:-1], last.other])
-        for accepted in options if without is not None else ():
+        for accepted in options:
             self.accepted = accepted
             is_alike = accepted[-1].tried.bound <= (1 + _ALIKE) * last.tried.bound
             if best is not None and not is_alike:
                 break
             trial = self.trials.run(self.edits, on_target=True)
-            if trial is None or without is None:
+            if trial is None:
                 self.refused = self.trials.error
                 continue
             after = trial.figures
             gains_memory = not self._fits(without) and (after.memory or 0) < (without.memory or 0)
             is_cheaper = _is_less(after.bound, without.bound, MIN_GAIN)
-            helps = gains_memory or (self._fits(after) and is_cheaper)
-            if not helps:
+            if not (gains_memory or (self._fits(after) and is_cheaper)):
                 continue
             # by estimates, unless only the other one gives callers another result
             moves = indices(self.edits, 'result') - returned
@@ -319,7 +319,7 @@ class Search:
         self.accepted = [] if best is None else best[0]
         if best is not None:
             self.refused = ''
-            self.target, self.bounds = (before, best[1]), best[2]
+            self.target, self.bounds = (compiled.figures, best[1]), best[2]
 
     @property
     def is_used_up(self) -> bool:
