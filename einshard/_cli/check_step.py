@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,14 @@ def run(request: Mapping[str, Any]) -> dict[str, Any]:
     if request['save']:
         report.save(request['save'])
     root = Path(request['root'])
-    found = report.to_dict()
-    sources = {*_sources(found)}
-    prefix = str(root) + os.sep
-    relative = json.dumps(found).replace(json.dumps(prefix)[1:-1], '')
+    prefix, text, sources = str(root) + os.sep, json.dumps(report.to_dict()), set[str]()
+
+    def add_sources(each: dict[str, Any]) -> None:
+        sources.update(s for key in ('source', 'called_at') if isinstance(s := each.get(key), str))
+
+    json.loads(text, object_hook=add_sources)
     return {
-        **json.loads(relative),
+        **json.loads(text.replace(json.dumps(prefix)[1:-1], '')),
         'functions': {
             source.removeprefix(prefix): name
             for source in sorted(sources)
@@ -93,18 +95,6 @@ def _functions(file: str) -> list[tuple[int, int, str]]:
 
 
 _NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-
-
-def _sources(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        for key, each in value.items():  # type: ignore[reportUnknownVariableType]
-            if key in ('source', 'called_at') and isinstance(each, str):
-                yield each
-            else:
-                yield from _sources(each)
-    elif isinstance(value, list):
-        for each in value:  # type: ignore[reportUnknownVariableType]
-            yield from _sources(each)
 
 
 def _check_modules(request: Mapping[str, Any]) -> None:

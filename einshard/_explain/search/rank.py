@@ -108,8 +108,7 @@ class Ranking:
         def propagated(site: Place) -> Axes:
             return now.shardings[variants.value(site)].axes
 
-        given = {**variants.given, **self.changes}
-        mesh = variants.outline.mesh
+        given, mesh = {**variants.given, **self.changes}, variants.outline.mesh
         found: dict[Any, Neighbour] = {}
         for one in find_neighbours(self.groups, given, variants.shape, propagated, mesh):
             found.setdefault(frozenset(one.changes.items()), one)  # groups overlap

@@ -157,12 +157,9 @@ class Search:
                 trials.append((one, trial))
         if not trials:
             return False
-
         # 3. keep the best by the compiler's figures, or a plainer one that is as good
-        def order(pair: tuple[Proposal, Trial]) -> tuple[bool, float]:
-            return too_large and not self._fits(pair[1].figures), pair[1].figures.bound
-
-        trials.sort(key=order)
+        trials.sort(key=lambda pair: pair[1].figures.bound)
+        trials.sort(key=lambda pair: too_large and not self._fits(pair[1].figures))
         best = trials[0][1].figures
         near = [
             pair
@@ -180,11 +177,8 @@ class Search:
         alike = [pair for pair in plain if _is_alike(pair[1].figures, best, before)]
         least = min(pair[1].figures.memory or 0 for pair in alike)
         room = _ALIKE * (before.memory or 0)
-
-        def order_of_alike(pair: tuple[Proposal, Trial]) -> tuple[bool, tuple[int, ...]]:
-            return (pair[1].figures.memory or 0) > least + room, plainness(pair[0].edits)
-
-        one, trial = min(alike, key=order_of_alike)
+        small = [pair for pair in alike if (pair[1].figures.memory or 0) <= least + room]
+        one, trial = min(small, key=lambda pair: plainness(pair[0].edits))
         other = next((self._accepted(*pair) for pair in trials if pair[0] is not one), None)
         self.accepted.append(replace(self._accepted(one, trial), other=other))
         self.proposals.ranking.accept(one.neighbour)
