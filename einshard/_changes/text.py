@@ -151,10 +151,8 @@ def _markdown_details(change: Change) -> list[str]:
     if change.status == 'error':
         return ['', f'{title} could not be compiled:', '', *_fenced(change.error)]
     if change.status == 'versions':
-        return [
-            '',
-            f'{title}: not compared, as versions differ: {_cell(", ".join(change.versions))}',
-        ]
+        versions = _cell(', '.join(change.versions))
+        return ['', f'{title}: not compared, as versions differ: {versions}']
     # not a diff, whose colors would say that what a device sends more is good
     lines = _list(f'{title}, {_PLACEMENTS}', _placements(change))
     lines += _list(f'{title}, what a device sends', _rows(change))

@@ -86,8 +86,10 @@ def function_at(source: str) -> str:
 def _functions(file: str) -> list[tuple[int, int, str]]:
     """Returns (first line, last line, name) of each function in a file, inner ones first."""
     found, source = list[tuple[int, int, str]](), read_source(file)
-    for node in ast.walk(source.tree) if source is not None else ():
-        if source is not None and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+    if source is None:
+        return []
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             around = [each for each in source.around(node) if isinstance(each, _NAMED)]
             name = '.'.join(each.name for each in reversed([node, *around]))
             found.append((node.lineno, node.end_lineno or node.lineno, name))

@@ -82,9 +82,8 @@ class Parser(argparse.ArgumentParser):
         self.add_json()
         self.set_defaults(topology=None)
         if has_topology:
-            self.add_topology(
-                'compile for devices such as v5e:4x4 or h100:4x8; --mesh then names their axes'
-            )
+            text = 'compile for devices such as v5e:4x4 or h100:4x8; --mesh then names their axes'
+            self.add_topology(text)
         text = 'the chip that lower bounds on time are for, such as H100'
         self.option('--chip', 'NAME', text)
 

@@ -31,10 +31,8 @@ other commands ('show' may be omitted):
 
 
 def show_parser() -> Parser:
-    description = (
-        'Draws which devices hold which block of an array.\nThe devices do not have to exist.'
-    )
-    parser = Parser('', description, _EXAMPLES)
+    text = 'Draws which devices hold which block of an array.\nThe devices do not have to exist.'
+    parser = Parser('', text, _EXAMPLES)
     parser.add_mesh()
     parser.add_argument('expression', help="the placement, such as 'a b -> 2 a2* b*'")
     text = 'the shape of the array; if omitted, the parts of each axis are numbered'

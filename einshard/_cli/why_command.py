@@ -22,13 +22,9 @@ def run(arguments: Sequence[str]) -> str:
         _EXAMPLES,
     )
     parser.add_function()
-    parser.option(
-        'places',
-        'place',
-        'a line, such as model.py:34, or the path of an argument or result; '
-        'without one, all collectives',
-        nargs='*',
-    )
+    text = 'a line, such as model.py:34, or the path of an argument or result; '
+    text += 'without one, all collectives'
+    parser.option('places', 'place', text, nargs='*')
     options = parser.parse_args(arguments)
     report = explain_call(options, tries=0)
     found = [report.why(place) for place in options.places or report.collectives]

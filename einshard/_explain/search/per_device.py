@@ -54,16 +54,10 @@ def try_per_device(trials: Trials) -> list[tuple[Finding, RunPerDevice]]:
             after = trial.figures
             if sends_less and after.network_bytes > (1 - MIN_GAIN) * before.network_bytes:
                 continue
-            n_bytes = sum(c.total_bytes for c in collectives)
-            finding = Finding(
-                'gathered for an operation',
-                f'{text} {format_bytes(n_bytes)} sent',
-                op.site.frames[0].source,
-                n_bytes,
-                suggestion,
-                tuple(c.name for c in collectives),
-                as_tried(before, after),
-            )
+            text += f' {format_bytes(sum(c.total_bytes for c in collectives))} sent'
+            kind, line = 'gathered for an operation', op.site.source
+            finding = Finding.about(kind, text, collectives, line)
+            finding = replace(finding, suggestion=suggestion, tried=as_tried(before, after))
             found += [(finding, change) for change in changes]
             before = after
             break
