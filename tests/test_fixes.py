@@ -357,10 +357,10 @@ def test_interrupted_search_keeps_what_helps(monkeypatch):
 def test_what_the_compiler_of_the_target_refuses_is_said(monkeypatch):
     read = trials.Trials._read
 
-    def refusing(self, traced, program=None, options=None):
-        if program is None:  # for the target
+    def refusing(self, traced, options=None):
+        if options is None:  # for the target
             raise RuntimeError('INTERNAL: refused')
-        return read(self, traced, program, options)
+        return read(self, traced, options)
 
     monkeypatch.setattr(trials.Trials, '_read', refusing)
     report = explain(jax.jit(train(layers)), WEIGHTS, TABLE, REPLICATED, tries=4)

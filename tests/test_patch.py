@@ -329,6 +329,37 @@ def test_mesh_in_a_context_that_has_ended(enter, tmp_path, monkeypatch):
     assert "with_sharding_constraint(x @ w, jax.sharding.PartitionSpec(None, 'data'))" in patch
 
 
+def test_what_a_module_imports_stays(tmp_path, monkeypatch):
+    # the import in the function hides that of the module, so that the patch adds one
+    local = STEP.replace('return h @ v', 'import jax\n    return jax.nn.relu(h @ v)')
+    path = tmp_path / 'model.py'
+    path.write_text(HEAD + MESH_TEXT + local)
+    monkeypatch.chdir(tmp_path)
+    module = load(path, 'imports_again')
+    patch_of(module.step, arguments(), ('constrain', (spans(path, 'x @ w')[0],), None, 'data'))
+    assert module.jax is jax
+
+
+def test_a_mesh_with_other_types_of_axes_needs_an_import(tmp_path, monkeypatch):
+    text = """
+    import jax.numpy as jnp
+    import numpy as np
+    from einshard import einshard
+    from jax import devices, jit
+    from jax.sharding import AxisType, Mesh as Devices
+    mesh = Devices(np.array(devices()[:8]).reshape(4, 2), ('data', 'tensor'), axis_types=(AxisType.Explicit,) * 2)
+    del Devices
+    @jit
+    def step(x, w, v):
+        h = jnp.tanh(x @ w)
+        return h @ v
+    """
+    expected = '+import jax\n', 'mesh=jax.sharding.Mesh(mesh.devices, mesh.axis_names)'
+    change = 'constrain', 'x @ w', None, 'data'
+    patch = check(tmp_path / 'p', text, [change], monkeypatch, expected=expected)
+    assert patch.startswith('# parsed, traced: sends '), patch
+
+
 def test_mesh_of_an_array_in_a_dictionary(tmp_path, monkeypatch):
     """`h`, which the statement assigns, is also an array on the mesh, but has no value yet."""
     text = (

@@ -50,7 +50,7 @@ class Base:
 def repository(folder: Path) -> Path | None:
     """Returns the root of the repository that a folder is in, or None."""
     done = _run(folder, 'rev-parse', '--show-toplevel')
-    return Path(done.stdout.strip()).resolve() if done is not None and not done.returncode else None
+    return None if done.returncode else Path(done.stdout.strip()).resolve()
 
 
 @contextmanager
@@ -64,8 +64,8 @@ def merge_base(folder: Path, ref: str) -> Generator[Base]:
     if root is None:
         raise EinshardError(f'{folder} is not in a git repository', code='check')
     done = _run(root, 'merge-base', ref, 'HEAD')
-    if done is None or done.returncode:
-        raise _no_base(root, ref, done)
+    if done.returncode:
+        raise _no_base(root, ref, done.stderr)
     commit = done.stdout.strip()
     with tempfile.TemporaryDirectory(prefix='einshard-') as temporary:
         tree = Path(temporary).resolve() / 'base'
@@ -95,10 +95,9 @@ def _hunks(root: Path, commit: str) -> dict[str, list[tuple[int, int, int, int]]
     return found
 
 
-def _no_base(root: Path, ref: str, done: subprocess.CompletedProcess[str] | None) -> EinshardError:
-    shallow = _run(root, 'rev-parse', '--is-shallow-repository')
-    facts = {'git says': (done.stderr.strip() if done is not None else '') or 'nothing in common'}
-    if shallow is not None and shallow.stdout.strip() == 'true':
+def _no_base(root: Path, ref: str, says: str) -> EinshardError:
+    facts = {'git says': says.strip() or 'nothing in common'}
+    if _run(root, 'rev-parse', '--is-shallow-repository').stdout.strip() == 'true':
         facts['instead'] = (
             'the clone is shallow: fetch-depth: 0 of actions/checkout, or git fetch --unshallow'
         )
@@ -107,16 +106,17 @@ def _no_base(root: Path, ref: str, done: subprocess.CompletedProcess[str] | None
 
 def _git(root: Path, *arguments: str) -> str:
     done = _run(root, *arguments)
-    if done is None or done.returncode:
-        says = 'git is not installed' if done is None else done.stderr.strip()
-        raise EinshardError(f'git {arguments[0]} failed', code='check', facts={'git says': says})
+    if done.returncode:
+        facts = {'git says': done.stderr.strip()}
+        raise EinshardError(f'git {arguments[0]} failed', code='check', facts=facts)
     return done.stdout
 
 
-def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str] | None:
+def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ['git', '-c', 'core.quotePath=false', *arguments]
     try:
         return subprocess.run(
-            ['git', '-c', 'core.quotePath=false', *arguments],
+            command,
             cwd=folder,
             capture_output=True,
             text=True,
@@ -124,4 +124,4 @@ def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str] | No
             check=False,
         )
     except FileNotFoundError:
-        return None
+        return subprocess.CompletedProcess(command, 127, '', 'git is not installed')

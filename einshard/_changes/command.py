@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._errors import EinshardError, quoted
 from .._progress import progress
@@ -21,8 +21,7 @@ from .config import Config, Step, file_name, read_config
 from .text import as_json, as_markdown, as_text
 
 
-@dataclass(frozen=True)
-class Checked:
+class Checked(NamedTuple):
     """What `einshard check` has found.
 
     Attributes:
@@ -105,13 +104,13 @@ def _change(config: Config, step: Step, target: str, base: Base | None, options:
         after = _explain(config, step, target, tries, save=save)
         before, new_line = _before(config, step, target, base)
     except _Failed as error:
-        return Change(step, target, None, None, error.text)
+        return Change(step, target, None, None, str(error))
     change = compare(step, target, before, after, config.threshold, new_line)
     if base is not None and change.is_changed and step.tries:
         try:
             return with_suggestions(change, _explain(config, step, target, step.tries, save=save))
         except _Failed as error:
-            return replace(change, error=error.text)
+            return replace(change, error=str(error))
     return change
 
 
@@ -134,7 +133,7 @@ def _before(
     except _Missing:
         return None, base.new_line
     except _Failed as error:
-        raise _Failed(f'at the merge base: {error.text}') from None
+        raise _Failed(f'at the merge base: {error}') from None
 
 
 def _update(config: Config, jobs: Sequence[tuple[Step, str]], options: Options) -> Checked:
@@ -146,7 +145,7 @@ def _update(config: Config, jobs: Sequence[tuple[Step, str]], options: Options) 
         try:
             report = _explain(config, step, target, step.tries, save=_page(options, step, target))
         except _Failed as error:
-            lines.append(f'{step.name} on {target}: error: {error.text}')
+            lines.append(f'{step.name} on {target}: error: {error}')
             status = 2
             continue
         del report['patch']
@@ -170,8 +169,7 @@ def _page(options: Options, step: Step, target: str) -> str:
 
 
 class _Failed(Exception):
-    def __init__(self, text: str):
-        self.text = text
+    """Why a report could not be made."""
 
 
 class _Missing(_Failed):

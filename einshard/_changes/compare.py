@@ -113,42 +113,27 @@ def compare(
         threshold: the growth that counts, as a fraction.
         new_line: returns where a line of the earlier source is now.
     """
-    old = before or {}
+    resource = {'bound': _resource(after)}
     figures = tuple(
-        Figure(
-            kind,
-            read(old) if before else None,
-            read(after),
-            _resource(after) if kind == 'bound' else '',
-        )
+        Figure(kind, read(before) if before else None, read(after), resource.get(kind, ''))
         for kind, read in _FIGURES.items()
     )
-    fails: set[str] = set()
+    fails = {'does-not-fit'} if does_not_fit(after) else set[str]()
+    change = Change(step, target, before, after, figures=figures)
     if before is None:
-        fails.add('missing')
-    if does_not_fit(after):
-        fails.add('does-not-fit')
-    versions = _other_versions(old, after) if before else ()
-    if before is None or versions:
-        fails |= {'versions'} if versions else set()
-        return Change(
-            step, target, before, after, '', figures, versions=versions, fails=frozenset(fails)
-        )
+        return replace(change, fails=frozenset({*fails, 'missing'}))
+    if versions := _other_versions(before, after):
+        return replace(change, versions=versions, fails=frozenset({*fails, 'versions'}))
     fails |= {figure.kind for figure in figures if figure.grows(threshold)}
-    findings = _new_findings(old, after)
+    findings = _new_findings(before, after)
     fails |= {'findings'} if findings else set()
-    rows = _changed_rows(old, after, threshold, new_line)
     assert fails <= KINDS.keys()
-    return Change(
-        step,
-        target,
-        before,
-        after,
-        figures=figures,
-        rows=rows,
+    return replace(
+        change,
+        rows=_changed_rows(before, after, threshold, new_line),
         findings=findings,
         fails=frozenset(fails),
-        placements=_changed_placements(old, after),
+        placements=_changed_placements(before, after),
     )
 
 

@@ -38,17 +38,12 @@ def as_text(changes: Sequence[Change]) -> str:
 
 
 def _status(change: Change) -> str:
-    match change.status:
-        case 'error':
-            return f'error: {change.error}'
-        case 'new':
-            return 'new'
-        case 'versions':
-            return f'other versions, not compared: {", ".join(change.versions)}'
-        case 'changed':
-            return 'changed'
-        case _:
-            return 'no change'
+    texts = {
+        'error': f'error: {change.error}',
+        'versions': f'other versions, not compared: {", ".join(change.versions)}',
+        'same': 'no change',
+    }
+    return texts.get(change.status, change.status)
 
 
 def _details(change: Change) -> list[str]:
@@ -156,10 +151,8 @@ def _markdown_details(change: Change) -> list[str]:
     if change.status == 'error':
         return ['', f'{title} could not be compiled:', '', *_fenced(change.error)]
     if change.status == 'versions':
-        return [
-            '',
-            f'{title}: not compared, as versions differ: {_cell(", ".join(change.versions))}',
-        ]
+        versions = _cell(', '.join(change.versions))
+        return ['', f'{title}: not compared, as versions differ: {versions}']
     # not a diff, whose colors would say that what a device sends more is good
     lines = _list(f'{title}, {_PLACEMENTS}', _placements(change))
     lines += _list(f'{title}, what a device sends', _rows(change))
@@ -230,14 +223,8 @@ def as_json(changes: Sequence[Change], base: Base | None) -> dict[str, Any]:
                     {'kind': f.kind, 'before': f.before, 'after': f.after} for f in change.figures
                 ],
                 'collectives': [
-                    {
-                        'kind': row.kind,
-                        'of': row.of,
-                        'along': row.along,
-                        'source': row.source or None,
-                        'before': row.before,
-                        'after': row.after,
-                    }
+                    {k: v for k, v in asdict(row).items() if k != 'name'}
+                    | {'source': row.source or None}
                     for row in change.rows
                 ],
                 'placements': [asdict(each) for each in change.placements],

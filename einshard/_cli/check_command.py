@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .._changes.command import Options, check
 from .._changes.config import KINDS, check_kinds
-from .options import output_file, plain_parser
+from .options import Parser, output_file
 
 _EXAMPLES = """\
 examples:
@@ -25,48 +25,23 @@ exit status: 0, 2 if a step cannot be compiled, 3 if --fail-on or fail_on finds 
 
 
 def run(arguments: Sequence[str]) -> tuple[str, int]:
-
-    parser = plain_parser(
+    parser = Parser(
         'check',
         'Says what a change of the code does to the programs of [tool.einshard] in '
         'pyproject.toml.\nCompares them with stored reports, or with those of the merge base.',
         _EXAMPLES,
     )
-    parser.add_argument(
-        'names', nargs='*', metavar='name', help='the steps to check (default: all)'
-    )
-    parser.add_argument('--target', action='append', default=[], help='only for this target')
-    parser.add_argument(
-        '--update', action='store_true', help='write the stored reports, and remove stale ones'
-    )
-    parser.add_argument('--base', metavar='REF', help='compare with the merge base of HEAD and REF')
-    parser.add_argument('--json', action='store_true', help='print the result as JSON')
-    parser.add_argument(
-        '--markdown',
-        type=output_file,
-        metavar='FILE',
-        help='also write a comment for a pull request',
-    )
-    parser.add_argument('--save', metavar='FOLDER', help='also write a page for each report')
-    parser.add_argument(
-        '--fail-on',
-        action='append',
-        default=[],
-        metavar='KIND',
-        help=f'exit with status 3 for this: {", ".join(KINDS)}',
-    )
-    options = parser.parse_args(arguments)
-    done = check(
-        Options(
-            options.names,
-            options.target,
-            options.update,
-            options.base,
-            options.json,
-            options.markdown,
-            options.save,
-            check_kinds(options.fail_on, '--fail-on'),
-        ),
-        Path.cwd(),
-    )
-    return done.text, done.status
+    parser.option('names', 'name', 'the steps to check (default: all)', nargs='*')
+    text = 'only for this target'
+    parser.option('--target', 'TARGET', text, action='append', default=[], dest='targets')
+    parser.flag('--update', 'write the stored reports, and remove stale ones')
+    parser.option('--base', 'REF', 'compare with the merge base of HEAD and REF')
+    parser.add_json()
+    text = 'also write a comment for a pull request'
+    parser.option('--markdown', 'FILE', text, type=output_file)
+    parser.option('--save', 'FOLDER', 'also write a page for each report')
+    text = f'exit with status 3 for this: {", ".join(KINDS)}'
+    parser.option('--fail-on', 'KIND', text, action='append', default=[])
+    given = vars(parser.parse_args(arguments))
+    given['fail_on'] = check_kinds(given['fail_on'], '--fail-on')
+    return check(Options(**given), Path.cwd())

@@ -9,15 +9,16 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .._errors import EinshardError
 from .._explain.estimate import refusal
 from .._explain.findings.facts import Facts
+from .._explain.patch.files import read_source
 from .explain_command import explain_call
+from .options import package_version
 
 _PLUGINS = 'libtpu', 'jax-cuda13-plugin', 'jax-cuda12-plugin'
 
@@ -50,13 +51,16 @@ def run(request: Mapping[str, Any]) -> dict[str, Any]:
     if request['save']:
         report.save(request['save'])
     root = Path(request['root'])
-    found = report.to_dict()
-    sources = {*_sources(found)}
-    found = _relative(found, str(root) + os.sep)
+    prefix, text, sources = str(root) + os.sep, json.dumps(report.to_dict()), set[str]()
+
+    def add_sources(each: dict[str, Any]) -> None:
+        sources.update(s for key in ('source', 'called_at') if isinstance(s := each.get(key), str))
+
+    json.loads(text, object_hook=add_sources)
     return {
-        **found,
+        **json.loads(text.replace(json.dumps(prefix)[1:-1], '')),
         'functions': {
-            source.removeprefix(str(root) + os.sep): name
+            source.removeprefix(prefix): name
             for source in sorted(sources)
             if (name := function_at(source))
         },
@@ -67,13 +71,9 @@ def run(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    found = {'python': '.'.join(map(str, sys.version_info[:2]))}
-    for name in ('einshard', 'jax', 'jaxlib', *_PLUGINS):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    found = {name: package_version(name) for name in ('einshard', 'jax', 'jaxlib', *_PLUGINS)}
+    python = '.'.join(map(str, sys.version_info[:2]))
+    return {'python': python, **{name: v for name, v in found.items() if v}}
 
 
 def function_at(source: str) -> str:
@@ -85,44 +85,18 @@ def function_at(source: str) -> str:
 @functools.cache
 def _functions(file: str) -> list[tuple[int, int, str]]:
     """Returns (first line, last line, name) of each function in a file, inner ones first."""
-    try:
-        tree = ast.parse(Path(file).read_bytes())
-    except (OSError, RecursionError, SyntaxError, ValueError):
+    found, source = list[tuple[int, int, str]](), read_source(file)
+    if source is None:
         return []
-    found: list[tuple[int, int, str]] = []
-    pending: list[tuple[ast.AST, str]] = [(tree, '')]
-    while pending:  # not recursive: a sum of 1,000 terms is nested as deep
-        node, name = pending.pop()
-        for child in ast.iter_child_nodes(node):
-            inner = name
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                inner = f'{name}.{child.name}'.lstrip('.')
-                if not isinstance(child, ast.ClassDef):
-                    found.append((child.lineno, child.end_lineno or child.lineno, inner))
-            pending.append((child, inner))
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            around = [each for each in source.around(node) if isinstance(each, _NAMED)]
+            name = '.'.join(each.name for each in reversed([node, *around]))
+            found.append((node.lineno, node.end_lineno or node.lineno, name))
     return sorted(found, key=lambda each: each[1] - each[0])
 
 
-def _sources(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        for key, each in value.items():  # type: ignore[reportUnknownVariableType]
-            if key in ('source', 'called_at') and isinstance(each, str):
-                yield each
-            else:
-                yield from _sources(each)
-    elif isinstance(value, list):
-        for each in value:  # type: ignore[reportUnknownVariableType]
-            yield from _sources(each)
-
-
-def _relative(value: Any, prefix: str) -> Any:
-    if isinstance(value, str):
-        return value.replace(prefix, '')
-    if isinstance(value, dict):
-        return {key: _relative(each, prefix) for key, each in value.items()}  # type: ignore[reportUnknownVariableType]
-    if isinstance(value, list):
-        return [_relative(each, prefix) for each in value]  # type: ignore[reportUnknownVariableType]
-    return value
+_NAMED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def _check_modules(request: Mapping[str, Any]) -> None:

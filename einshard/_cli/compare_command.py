@@ -15,7 +15,7 @@ from .._errors import EinshardError
 from .._explain.compare import Compared, ComparedProgram, compare
 from .._progress import progress
 from .arguments import load, mesh_of, read_arguments
-from .options import ARGUMENT_HELP, mesh_axis, plain_parser, text_of
+from .options import ARGUMENT_HELP, Parser, mesh_axis, text_of
 
 _EXAMPLES = """\
 examples:
@@ -26,25 +26,17 @@ a function in --args is given the mesh of the target, if it has a parameter `mes
 
 
 def run(arguments: Sequence[str]) -> str:
-    parser = plain_parser(
+    parser = Parser(
         'compare',
         'Compiles a function for several targets and sizes, and prints one table.',
         _EXAMPLES,
     )
     parser.add_argument('function', metavar='module:function')
-    parser.add_argument(
-        '--args', nargs='*', default=[], metavar='ARG', help=f'{ARGUMENT_HELP}; SIZE is the size'
-    )
-    parser.add_argument(
-        '--targets',
-        nargs='+',
-        required=True,
-        metavar='NAME',
-        help='such as h100:4x8, v5e:4x4, cpu:8',
-    )
-    parser.add_argument('--sizes', nargs='+', type=int, metavar='N', help='what SIZE stands for')
+    parser.add_args(f'{ARGUMENT_HELP}; SIZE is the size')
+    parser.option('--targets', 'NAME', 'such as h100:4x8, v5e:4x4, cpu:8', nargs='+', required=True)
+    parser.option('--sizes', 'N', 'what SIZE stands for', nargs='+', type=int)
     parser.add_argument('--mesh', nargs='+', type=mesh_axis, metavar='AXIS=SIZE')
-    parser.add_argument('--json', action='store_true', help='print the result as JSON')
+    parser.add_json()
     options = parser.parse_args(arguments)
     return text_of(_compare_targets(options), options)
 

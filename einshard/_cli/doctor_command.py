@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from .._explain.partition import check_flatbuffers
 from .._sharding.cuda_plugin import find_plugin
 from .._sharding.libtpu import has_libtpu
 from .._version import __version__
-from .options import plain_parser
+from .options import Parser, package_version
 
 _EXAMPLES = """\
 examples:
@@ -27,20 +26,14 @@ examples:
   {prog} doctor tpu plan --json
 exit status: 0, or 1 if a feature that is asked for is missing
 """
-_FEATURES = ('tpu', 'gpu', 'plan', 'rich')
 _OTHERS = ('flax', 'equinox', 'optax', 'orbax-checkpoint')
 
 
 def run(arguments: Sequence[str]) -> tuple[str, int]:
-    parser = plain_parser(
-        'doctor',
-        'Says what is installed, and what that allows. Starts no backend.',
-        _EXAMPLES,
-    )
-    parser.add_argument(
-        'features', nargs='*', metavar='feature', help=f'one of {", ".join(_FEATURES)}'
-    )
-    parser.add_argument('--json', action='store_true', help='print the result as JSON')
+    description = 'Says what is installed, and what that allows. Starts no backend.'
+    parser = Parser('doctor', description, _EXAMPLES)
+    parser.option('features', 'feature', f'one of {", ".join(_FEATURES)}', nargs='*')
+    parser.add_json()
     options = parser.parse_args(arguments)
     found = _check(options.features)
     text = json.dumps(found, indent=2) if options.json else _as_text(found)
@@ -53,8 +46,8 @@ def _versions() -> dict[str, str]:
         'python': sys.version.partition(' ')[0],
         'einshard': __version__,
         'jax': jax.__version__,
-        'jaxlib': _version('jaxlib'),
-        **{name: _version(name) for name in _OTHERS},
+        'jaxlib': package_version('jaxlib'),
+        **{name: package_version(name) for name in _OTHERS},
     }
     return {name: version for name, version in found.items() if version}
 
@@ -68,18 +61,11 @@ def _check(asked: Sequence[str]) -> dict[str, Any]:
                 code='command',
                 facts={'features': ', '.join(_FEATURES)},
             )
-    rich = _version('rich')
+    # what a package allows, whether it works, and what is found or missing; nothing is compiled
     found = {
-        'tpu': _feature(
-            "TPU slices you don't have: topology('v5e:4x4')",
-            has_libtpu(),
-            f'libtpu {_version("libtpu")}' if has_libtpu() else "pip install 'jax[tpu]'",
-        ),
-        'gpu': _feature("GPU clusters you don't have: topology('h100:4x8')", *_gpu()),
-        'plan': _feature('plan, which finds a sharding', *_plan()),
-        'rich': _feature(
-            'color in terminals', rich is not None, f'rich {rich}' if rich else 'pip install rich'
-        ),
+        name: {'works': works, 'allows': allows, 'text': text}
+        for name, (allows, check) in _FEATURES.items()
+        for works, text in [check()]
     }
     return {
         'schema': 1,
@@ -88,14 +74,6 @@ def _check(asked: Sequence[str]) -> dict[str, Any]:
         'features': found,
         'missing': [name for name, one in found.items() if name in asked and not one['works']],
     }
-
-
-def _feature(allows: str, works: bool, text: str) -> dict[str, Any]:
-    """Returns what a package allows, whether it works, and what is found or missing.
-
-    Nothing is compiled to find out.
-    """
-    return {'works': works, 'allows': allows, 'text': text}
 
 
 def _as_text(found: dict[str, Any]) -> str:
@@ -110,6 +88,11 @@ def _as_text(found: dict[str, Any]) -> str:
     return '\n'.join(lines)
 
 
+def _tpu() -> tuple[bool, str]:
+    works = has_libtpu()
+    return works, f'libtpu {package_version("libtpu")}' if works else "pip install 'jax[tpu]'"
+
+
 def _gpu() -> tuple[bool, str]:
     try:
         plugin = find_plugin()
@@ -121,7 +104,7 @@ def _gpu() -> tuple[bool, str]:
     if compiler is None:
         return False, 'no PTX compiler; pip install nvidia-cuda-nvcc'
     package = f'jax-{plugin.rpartition("xla_")[2]}-plugin'
-    return True, f'{package} {_version(package)}, PTX compiler {compiler}'
+    return True, f'{package} {package_version(package)}, PTX compiler {compiler}'
 
 
 def _ptx_compiler() -> str | None:
@@ -142,11 +125,17 @@ def _plan() -> tuple[bool, str]:
         check_flatbuffers()
     except EinshardError as error:
         return False, error.facts.get('install', error.sentence)
-    return True, f'flatbuffers {_version("flatbuffers")}'
+    return True, f'flatbuffers {package_version("flatbuffers")}'
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def _rich() -> tuple[bool, str]:
+    version = package_version('rich')
+    return version is not None, f'rich {version}' if version else 'pip install rich'
+
+
+_FEATURES = {
+    'tpu': ("TPU slices you don't have: topology('v5e:4x4')", _tpu),
+    'gpu': ("GPU clusters you don't have: topology('h100:4x8')", _gpu),
+    'plan': ('plan, which finds a sharding', _plan),
+    'rich': ('color in terminals', _rich),
+}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from .._eject.to_jax import to_jax
 from .arguments import load, mesh_of
-from .options import ARGUMENT_HELP, abstract_mesh_of, mesh_for, mesh_parser, read_call
+from .options import ARGUMENT_HELP, Parser, abstract_mesh_of, mesh_for, read_call
 
 _EXAMPLES = """\
 examples:
@@ -18,23 +18,16 @@ examples:
 
 
 def run(arguments: Sequence[str]) -> str:
-    parser = mesh_parser(
+    parser = Parser(
         'eject',
         'Writes an expression, rules or a sharded function as plain JAX, without einshard.',
         _EXAMPLES,
     )
+    parser.add_mesh()
     parser.add_argument('what', help='an expression, or module:name for rules or a function')
-    parser.add_argument(
-        '--shape', type=int, nargs='*', metavar='SIZE', help='the shape of the array'
-    )
-    parser.add_argument(
-        '--args',
-        nargs='*',
-        default=[],
-        metavar='ARG',
-        help=f'the pytree that rules shard, or {ARGUMENT_HELP}',
-    )
-    parser.add_argument('--topology', metavar='NAME', help='devices such as v5e:4x4 or h100:4x8')
+    parser.option('--shape', 'SIZE', 'the shape of the array', type=int, nargs='*')
+    parser.add_args(f'the pytree that rules shard, or {ARGUMENT_HELP}')
+    parser.add_topology()
     options = parser.parse_args(arguments)
     is_expression = ':' not in options.what
     if is_expression and options.topology is None:

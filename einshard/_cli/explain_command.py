@@ -13,16 +13,7 @@ from .._explain.explain import explain
 from .._explain.kinds import FINDINGS
 from .._explain.report import Report
 from .arguments import load, mesh_of
-from .options import (
-    add_save_option,
-    function_parser,
-    mesh_for,
-    output_file,
-    read_call,
-    save_report,
-    text_of,
-    writing,
-)
+from .options import Parser, mesh_for, output_file, read_call, save_report, text_of, writing
 
 _EXAMPLES = """\
 examples:
@@ -43,60 +34,28 @@ exit status: 0, 2 for an error, 3 if --fail-on finds something
 
 
 def run(arguments: Sequence[str]) -> tuple[str, int]:
-    parser = function_parser(
+    parser = Parser(
         'explain',
         'Compiles a function and lists its placements, collectives and memory.',
         _EXAMPLES,
     )
-    add_save_option(parser)
-    parser.add_argument(
-        '--timeline',
-        action='store_true',
-        help='also estimate when what runs on a device, of TPUs and GPUs',
-    )
-    parser.add_argument(
-        '--cost',
-        action='append',
-        default=[],
-        metavar='NAME=FLOPS,BYTES',
-        help='what one call of a kernel costs a device, by named scope or custom call',
-    )
-    parser.add_argument(
-        '--profile',
-        metavar='PATH',
-        help='also read the times of a run: a folder of jax.profiler.trace, or an .xplane.pb file',
-    )
-    parser.add_argument(
-        '--program',
-        type=int,
-        metavar='N',
-        help="the number of the program in the profile, 2 for 'jit_step(2)', if several are equal",
-    )
-    parser.add_argument(
-        '--fail-on',
-        choices=['findings'],
-        help='exit with status 3 if the report has findings',
-    )
-    parser.add_argument(
-        '--ignore',
-        action='append',
-        default=[],
-        choices=FINDINGS,
-        metavar='KIND',
-        help='a kind of findings for which --fail-on does not fail',
-    )
-    parser.add_argument(
-        '--tries',
-        type=int,
-        metavar='N',
-        help='compile up to N changes in search of suggestions (default: 12); 0 for none',
-    )
-    parser.add_argument(
-        '--patch',
-        type=output_file,
-        metavar='FILE',
-        help='also write the suggestions as a unified diff',
-    )
+    parser.add_function()
+    parser.add_save()
+    parser.flag('--timeline', 'also estimate when what runs on a device, of TPUs and GPUs')
+    text = 'what one call of a kernel costs a device, by named scope or custom call'
+    parser.option('--cost', 'NAME=FLOPS,BYTES', text, action='append', default=[])
+    text = 'also read the times of a run: a folder of jax.profiler.trace, or an .xplane.pb file'
+    parser.option('--profile', 'PATH', text)
+    text = "the number of the program in the profile, 2 for 'jit_step(2)', if several are equal"
+    parser.option('--program', 'N', text, type=int)
+    text = 'exit with status 3 if the report has findings'
+    parser.add_argument('--fail-on', choices=['findings'], help=text)
+    text = 'a kind of findings for which --fail-on does not fail'
+    parser.option('--ignore', 'KIND', text, action='append', default=[], choices=FINDINGS)
+    text = 'compile up to N changes in search of suggestions (default: 12); 0 for none'
+    parser.option('--tries', 'N', text, type=int)
+    text = 'also write the suggestions as a unified diff'
+    parser.option('--patch', 'FILE', text, type=output_file)
     options = parser.parse_args(arguments)
     tries = {} if options.tries is None else {'tries': options.tries}
     report = explain_call(options, costs=dict(map(_kernel_cost, options.cost)), **tries)

@@ -13,7 +13,7 @@ from .arguments import (
     mesh_of,
     read_arguments,
 )
-from .options import mesh_parser, output_file, save_report, text_of
+from .options import Parser, output_file, save_report, text_of
 
 _EXAMPLES = """\
 examples:
@@ -30,27 +30,19 @@ examples:
 
 
 def run(arguments: Sequence[str]) -> str:
-    parser = mesh_parser(
+    parser = Parser(
         'move',
         'Shows what it costs to move arrays to other placements, and by which route.',
         _EXAMPLES,
-        'simulated CPU devices',
     )
-    parser.add_argument(
-        'tree',
-        metavar='module:tree',
-        help='a pytree of arrays or shapes with shardings, or a function that returns one',
-    )
-    parser.add_argument(
-        'spec',
-        metavar='module:shardings',
-        help='where they go: an expression, rules, shardings, or a function that returns them',
-    )
-    parser.add_argument('--topology', metavar='NAME', help='devices such as v5e:4x4 or h100:4x8')
-    parser.add_argument('--json', action='store_true', help='print the result as JSON')
-    parser.add_argument(
-        '--save', type=output_file, metavar='FILE', help="write a page if the name ends in '.html'"
-    )
+    parser.add_mesh('simulated CPU devices')
+    text = 'a pytree of arrays or shapes with shardings, or a function that returns one'
+    parser.option('tree', 'module:tree', text)
+    text = 'where they go: an expression, rules, shardings, or a function that returns them'
+    parser.option('spec', 'module:shardings', text)
+    parser.add_topology()
+    parser.add_json()
+    parser.option('--save', 'FILE', "write a page if the name ends in '.html'", type=output_file)
     options = parser.parse_args(arguments)
     mesh = mesh_of(options.devices, options.mesh, options.topology)
     [tree], _ = read_arguments([options.tree], mesh)

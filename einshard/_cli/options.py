@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -37,63 +38,54 @@ def program() -> str:
     return 'einshard' if is_script else 'python -m einshard'
 
 
-def plain_parser(command: str, description: str, examples: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        prog=f'{program()} {command}'.rstrip(),
-        description=description,
-        epilog=examples.replace('{prog}', program()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+class Parser(argparse.ArgumentParser):
+    """The parser of a command, and the options that several commands have."""
 
-
-def mesh_parser(
-    command: str,
-    description: str,
-    examples: str,
-    noun: str = 'devices, which do not have to exist',
-) -> argparse.ArgumentParser:
-    """Makes a parser with the options --devices and --mesh."""
-    parser = plain_parser(command, description, examples)
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument('--devices', type=positive_int, metavar='N', help=f'number of {noun}')
-    group.add_argument(
-        '--mesh',
-        type=mesh_axis,
-        nargs='+',
-        metavar='AXIS=SIZE',
-        help=f'a mesh of {noun}: its axes, slowest-varying first',
-    )
-    return parser
-
-
-def function_parser(
-    command: str, description: str, examples: str, has_topology: bool = True
-) -> argparse.ArgumentParser:
-    parser = mesh_parser(command, description, examples, 'simulated CPU devices')
-    parser.add_argument('function', metavar='module:function')
-    parser.add_argument('--args', nargs='*', default=[], metavar='ARG', help=ARGUMENT_HELP)
-    parser.add_argument('--json', action='store_true', help='print the result as JSON')
-    if has_topology:
-        parser.add_argument(
-            '--topology',
-            metavar='NAME',
-            help='compile for devices such as v5e:4x4 or h100:4x8; --mesh then names their axes',
+    def __init__(self, command: str, description: str, examples: str = ''):
+        super().__init__(
+            prog=f'{program()} {command}'.rstrip(),
+            description=description,
+            epilog=examples.replace('{prog}', program()),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-    else:
-        parser.set_defaults(topology=None)
-    parser.add_argument(
-        '--chip', metavar='NAME', help='the chip that lower bounds on time are for, such as H100'
-    )
-    return parser
 
+    def option(self, name: str, metavar: str, text: str, **how: Any) -> None:
+        self.add_argument(name, metavar=metavar, help=text, **how)
 
-def add_save_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        '--save',
-        type=output_file,
-        metavar='FILE',
-        help="also write the report to a file: '.html' for a web page, '.svg' for the timeline",
-    )
+    def flag(self, name: str, text: str) -> None:
+        self.add_argument(name, action='store_true', help=text)
+
+    def add_mesh(self, noun: str = 'devices, which do not have to exist') -> None:
+        group = self.add_mutually_exclusive_group()
+        group.add_argument('--devices', type=positive_int, metavar='N', help=f'number of {noun}')
+        text = f'a mesh of {noun}: its axes, slowest-varying first'
+        group.add_argument('--mesh', type=mesh_axis, nargs='+', metavar='AXIS=SIZE', help=text)
+
+    def add_args(self, text: str = ARGUMENT_HELP) -> None:
+        self.option('--args', 'ARG', text, nargs='*', default=[])
+
+    def add_json(self) -> None:
+        self.flag('--json', 'print the result as JSON')
+
+    def add_topology(self, text: str = 'devices such as v5e:4x4 or h100:4x8') -> None:
+        self.option('--topology', 'NAME', text)
+
+    def add_save(self) -> None:
+        text = "also write the report to a file: '.html' for a web page, '.svg' for the timeline"
+        self.option('--save', 'FILE', text, type=output_file)
+
+    def add_function(self, has_topology: bool = True) -> None:
+        """Adds a function, its arguments and what it is compiled for."""
+        self.add_mesh('simulated CPU devices')
+        self.add_argument('function', metavar='module:function')
+        self.add_args()
+        self.add_json()
+        self.set_defaults(topology=None)
+        if has_topology:
+            text = 'compile for devices such as v5e:4x4 or h100:4x8; --mesh then names their axes'
+            self.add_topology(text)
+        text = 'the chip that lower bounds on time are for, such as H100'
+        self.option('--chip', 'NAME', text)
 
 
 # --- values of options --------------------------------------------------------------------------
@@ -128,6 +120,13 @@ def output_file(text: str) -> str:
     if not Path(text).parent.is_dir():
         raise argparse.ArgumentTypeError(f'the directory of {text!r} does not exist')
     return text
+
+
+def package_version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 # --- what commands do with them -----------------------------------------------------------------

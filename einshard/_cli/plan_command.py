@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .._plan.plan import plan
 from .arguments import load, mesh_of
-from .options import function_parser, positive_int, read_call, text_of
+from .options import Parser, positive_int, read_call, text_of
 
 _EXAMPLES = """\
 examples:
@@ -18,35 +18,21 @@ examples:
 
 
 def run(arguments: Sequence[str]) -> str:
-    parser = function_parser(
+    parser = Parser(
         'plan',
         'Finds how to shard a function that names its axes.\n'
         '--mesh fixes the mesh shape, so that only the placement of each named axis is planned.',
         _EXAMPLES,
     )
-    parser.add_argument('--memory', metavar='SIZE', help="the limit per device, such as '14 GB'")
-    parser.add_argument(
-        '--objective',
-        default='bound',
-        metavar='NAME',
-        help='what to minimize: bound (the default), bytes or memory',
-    )
-    parser.add_argument(
-        '--pin',
-        type=_pin,
-        nargs='+',
-        default=[],
-        metavar='NAME=@AXIS',
-        help='fix the placement of a named axis; NAME= keeps it unsharded',
-    )
-    parser.add_argument(
-        '--compilations',
-        type=positive_int,
-        default=40,
-        metavar='N',
-        help='compile at most N candidates',
-    )
-    parser.add_argument('--seconds', type=float, metavar='S', help='stop after S seconds')
+    parser.add_function()
+    parser.option('--memory', 'SIZE', "the limit per device, such as '14 GB'")
+    text = 'what to minimize: bound (the default), bytes or memory'
+    parser.option('--objective', 'NAME', text, default='bound')
+    text = 'fix the placement of a named axis; NAME= keeps it unsharded'
+    parser.option('--pin', 'NAME=@AXIS', text, type=_pin, nargs='+', default=[])
+    text = 'compile at most N candidates'
+    parser.option('--compilations', 'N', text, type=positive_int, default=40)
+    parser.option('--seconds', 'S', 'stop after S seconds', type=float)
     options = parser.parse_args(arguments)
     mesh = mesh_of(options.devices, options.mesh, options.topology)
     function, args, kwargs = read_call(plan, load(options.function), mesh, options)

@@ -6,15 +6,7 @@ from collections.abc import Sequence
 
 from .._explain.profile import profile
 from .arguments import load, mesh_of, replicated, zeros
-from .options import (
-    add_save_option,
-    function_parser,
-    mesh_for,
-    positive_int,
-    read_call,
-    save_report,
-    text_of,
-)
+from .options import Parser, mesh_for, positive_int, read_call, save_report, text_of
 
 _EXAMPLES = """\
 examples:
@@ -26,24 +18,17 @@ The last one simulates 8 devices on one CPU: its times show what is joined, not 
 
 
 def run(arguments: Sequence[str]) -> str:
-    parser = function_parser(
+    parser = Parser(
         'profile',
         'Runs a function on the devices of this machine, and reports on it with measured times.\n'
         'Arrays of --args are zeros.',
         _EXAMPLES,
-        has_topology=False,
     )
-    add_save_option(parser)
-    parser.add_argument(
-        '--runs', type=positive_int, default=5, metavar='N', help='trace N calls (default: 5)'
-    )
-    parser.add_argument(
-        '--tries',
-        type=int,
-        default=0,
-        metavar='N',
-        help='compile up to N changes in search of suggestions (default: 0)',
-    )
+    parser.add_function(has_topology=False)
+    parser.add_save()
+    parser.option('--runs', 'N', 'trace N calls (default: 5)', type=positive_int, default=5)
+    text = 'compile up to N changes in search of suggestions (default: 0)'
+    parser.option('--tries', 'N', text, type=int, default=0)
     options = parser.parse_args(arguments)
     mesh = mesh_of(options.devices, options.mesh, None)
     function, args, kwargs = read_call(profile, load(options.function), mesh, options)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from .._draw.show import show
 from .arguments import abstract_mesh
-from .options import mesh_parser
+from .options import Parser
 
 _EXAMPLES = """\
 examples:
@@ -31,20 +30,13 @@ other commands ('show' may be omitted):
 """
 
 
-def show_parser() -> argparse.ArgumentParser:
-    parser = mesh_parser(
-        '',
-        'Draws which devices hold which block of an array.\nThe devices do not have to exist.',
-        _EXAMPLES,
-    )
+def show_parser() -> Parser:
+    text = 'Draws which devices hold which block of an array.\nThe devices do not have to exist.'
+    parser = Parser('', text, _EXAMPLES)
+    parser.add_mesh()
     parser.add_argument('expression', help="the placement, such as 'a b -> 2 a2* b*'")
-    parser.add_argument(
-        '--shape',
-        type=int,
-        nargs='*',
-        metavar='SIZE',
-        help='the shape of the array; if omitted, the parts of each axis are numbered',
-    )
+    text = 'the shape of the array; if omitted, the parts of each axis are numbered'
+    parser.option('--shape', 'SIZE', text, type=int, nargs='*')
     return parser
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from .options import program
+from .options import Parser
 
 
 def run(arguments: Sequence[str]) -> str:
-    argparse.ArgumentParser(
-        prog=f'{program()} skill',
-        description='Prints the path of the skill of einshard: a folder that coding agents read.\n'
+    Parser(
+        'skill',
+        'Prints the path of the skill of einshard: a folder that coding agents read.\n'
         'library-skills finds it, too. Without it, copy or link the folder to .agents/skills/.',
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args(arguments)
     return str(Path(__file__).parents[1] / '.agents' / 'skills' / 'einshard')

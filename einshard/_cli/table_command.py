@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from .._errors import EinshardError
 from .._trees.rules import Rules
 from .arguments import is_plain_function, load, read_arguments, result_shapes
-from .options import ARGUMENT_HELP, abstract_mesh_of, mesh_parser
+from .options import Parser, abstract_mesh_of
 
 _EXAMPLES = """\
 examples:
@@ -17,16 +17,11 @@ examples:
 
 
 def run(arguments: Sequence[str]) -> str:
-    parser = mesh_parser(
-        'table',
-        'Shows how rules shard the arrays of a model.',
-        _EXAMPLES,
-    )
+    parser = Parser('table', 'Shows how rules shard the arrays of a model.', _EXAMPLES)
+    parser.add_mesh()
     parser.add_argument('rules', metavar='module:rules')
-    parser.add_argument(
-        'tree', metavar='module:init', help='a pytree of arrays, or a function that returns one'
-    )
-    parser.add_argument('--args', nargs='*', default=[], metavar='ARG', help=ARGUMENT_HELP)
+    parser.option('tree', 'module:init', 'a pytree of arrays, or a function that returns one')
+    parser.add_args()
     options = parser.parse_args(arguments)
     rules, tree = load(options.rules), load(options.tree)
     if not isinstance(rules, Rules):

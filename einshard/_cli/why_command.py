@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from .explain_command import explain_call
-from .options import function_parser
+from .options import Parser
 
 _EXAMPLES = """\
 examples:
@@ -16,18 +16,15 @@ examples:
 
 
 def run(arguments: Sequence[str]) -> str:
-    parser = function_parser(
+    parser = Parser(
         'why',
         'Says why a compiled function has its collectives, and why values are sharded as they are.',
         _EXAMPLES,
     )
-    parser.add_argument(
-        'places',
-        nargs='*',
-        metavar='place',
-        help='a line, such as model.py:34, or the path of an argument or result; '
-        'without one, all collectives',
-    )
+    parser.add_function()
+    text = 'a line, such as model.py:34, or the path of an argument or result; '
+    text += 'without one, all collectives'
+    parser.option('places', 'place', text, nargs='*')
     options = parser.parse_args(arguments)
     report = explain_call(options, tries=0)
     found = [report.why(place) for place in options.places or report.collectives]

@@ -13,7 +13,6 @@ import jax.tree_util as jtu
 from jax.sharding import AxisType, NamedSharding
 
 from .._errors import EinshardError
-from .._explain.findings.lines import line_of
 from .._explain.stages import Stages
 from .._functions.parameters import CallSignature
 from .._functions.program import Program
@@ -214,8 +213,7 @@ def constraint_comment(stages: Stages, writer: Writer) -> list[str]:
                 x, sharding = _before_vmap(eqn, sharding, len(names))
             axes = f' {" ".join(names)!r}' if names and all(names) else ''
             call = f'{_CONSTRAINTS[op.primitive]}(x, {writer.sharding(sharding)})'
-            line = op.site.frames[0].source if op.site.frames else line_of(eqn)
-            found.setdefault((line, call), f'{array_text(x)}{axes}')
+            found.setdefault((op.site.source, call), f'{array_text(x)}{axes}')
     name = stages.name or 'the function'
     text = [comment(f'Constraints inside {name}, instead of einshard(x, ...):')]
     for (line, call), array in found.items():

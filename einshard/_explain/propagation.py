@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import jax
@@ -60,7 +59,7 @@ def propagate(stages: Stages, arguments: Sequence[str], results: Sequence[str]) 
 
 
 def _lower_for_shardy(stages: Stages) -> Lowered:
-    with _option_lock, nullcontext() if stages.scope is None else mesh_scope(stages.scope):
+    with _option_lock, mesh_scope(stages.scope):
         before = jax.config.jax_use_shardy_partitioner  # type: ignore[reportAttributeAccessIssue]
         jax.config.update('jax_use_shardy_partitioner', True)
         try:

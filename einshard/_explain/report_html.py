@@ -8,56 +8,25 @@ import linecache
 import os
 import shlex
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, TypeAlias
 
 from .._errors import printable
 from .._page import Page
 from .._page_html import document, section_html
-from .._program.cost.bounds import Bounds
-from .._program.hlo.collective import Collective
-from .._program.hlo.flops import ProductRow
-from .._program.hlo.memory import Memory
-from .._program.hlo.temporaries import Temporary
 from .._text import format_bytes, format_flops, format_seconds, short_source
 from .._version import __version__
 from .fold_layers import fold
-from .report_rows import ArrayRow, Figures, Finding, Tried
+from .report_rows import Figures, Finding, Tried
 from .timeline import Timeline
 
+Report: TypeAlias = Any  # its module imports this one
 _MAX_BARS = 12
 _CONTEXT = 3  # lines of source around one that has a cost
 
 
-class Reported(Protocol):
-    """What the page shows of a `Report`."""
-
-    @property
-    def arguments(self) -> Sequence[ArrayRow]: ...
-    @property
-    def results(self) -> Sequence[ArrayRow]: ...
-    @property
-    def in_place(self) -> Sequence[tuple[str, str]]: ...
-    @property
-    def collectives(self) -> Sequence[Collective]: ...
-    @property
-    def network_bytes(self) -> int: ...
-    @property
-    def memory(self) -> Memory | None: ...
-    @property
-    def temporaries(self) -> Sequence[Temporary]: ...
-    @property
-    def bounds(self) -> Bounds: ...
-    @property
-    def products(self) -> Sequence[ProductRow]: ...
-    @property
-    def findings(self) -> Sequence[Finding]: ...
-    @property
-    def total(self) -> Sequence[str]: ...
-
-
-def report_document(report: Reported, page: Page, timeline: Timeline | None, patch: str) -> str:
+def report_document(report: Report, page: Page, timeline: Timeline | None, patch: str) -> str:
     """Returns an HTML document.
 
     Args:
@@ -86,7 +55,7 @@ def report_document(report: Reported, page: Page, timeline: Timeline | None, pat
 # --- what a reader decides by -------------------------------------------------------------------
 
 
-def _figures(report: Reported, timeline: Timeline | None) -> str:
+def _figures(report: Report, timeline: Timeline | None) -> str:
     found = [('sent by a device', format_bytes(report.network_bytes), 'in one run', '')]
     memory = report.memory
     if memory is not None:
@@ -117,7 +86,7 @@ def _figures(report: Reported, timeline: Timeline | None) -> str:
 # --- findings -----------------------------------------------------------------------------------
 
 
-def _findings(report: Reported, patch: str) -> Iterator[str]:
+def _findings(report: Report, patch: str) -> Iterator[str]:
     yield '<h2>findings</h2>' if report.findings or report.total else ''
     yield from map(_card, dict.fromkeys(report.findings))
     yield from (f'<p>{_escaped(line)}</p>' for line in report.total)
@@ -190,20 +159,20 @@ def _bars(title: str, rows: Sequence[tuple[str, int]], total: int) -> Iterator[s
     yield f'<h2>{title}</h2><div class="bars">{items}</div>'
 
 
-def _sent_by_line(report: Reported) -> tuple[list[tuple[str, int]], int]:
+def _sent_by_line(report: Report) -> tuple[list[tuple[str, int]], int]:
     sent = _bytes_by_line(report)
     rows = sorted(sent.items(), key=lambda pair: -pair[1])
     return [(short_source(line) or 'unknown line', n) for line, n in rows if n], sum(sent.values())
 
 
-def _bytes_by_line(report: Reported) -> Mapping[str, int]:
-    sent: defaultdict[str, int] = defaultdict(int)
+def _bytes_by_line(report: Report) -> Mapping[str, int]:
+    sent = Counter[str]()
     for row in report.collectives:
         sent[row.source or ''] += row.total_bytes
     return sent
 
 
-def _memory_by_array(report: Reported) -> tuple[list[tuple[str, int]], int]:
+def _memory_by_array(report: Report) -> tuple[list[tuple[str, int]], int]:
     in_place = {result for result, _ in report.in_place}
     arrays = [*report.arguments, *(row for row in report.results if row.path not in in_place)]
     rows = [
@@ -218,29 +187,24 @@ def _memory_by_array(report: Reported) -> tuple[list[tuple[str, int]], int]:
 # --- the user's source --------------------------------------------------------------------------
 
 
-def _sources(report: Reported) -> Iterator[str]:
+def _sources(report: Report) -> Iterator[str]:
     """The lines that have costs, with those around them, for each file that is here."""
     costs: defaultdict[str, dict[int, list[str]]] = defaultdict(dict)
-    for line, n in _bytes_by_line(report).items():
-        if n:
-            _add(costs, line, f'sends {format_bytes(n)}')
-    flops: defaultdict[str, float] = defaultdict(float)
+    sent, flops = _bytes_by_line(report), Counter[str]()
     for row in report.products:
         flops[row.source or ''] += row.flops
-    for line, n in flops.items():
-        _add(costs, line, format_flops(int(n)))
+    texts = [(line, f'sends {format_bytes(n)}') for line, n in sent.items() if n]
+    texts += [(line, format_flops(int(n))) for line, n in flops.items()]
+    for line, text in texts:
+        file, _, number = line.rpartition(':')
+        if file and number.isdecimal():
+            costs[file].setdefault(int(number), []).append(text)
     for file, of_line in costs.items():
         lines = linecache.getlines(file)
         if lines:
             body = ''.join(_source_lines(lines, of_line))
             name = _escaped(short_source(file))
             yield f'<details><summary>{name}, with its costs</summary><pre>{body}</pre></details>'
-
-
-def _add(costs: defaultdict[str, dict[int, list[str]]], line: str, text: str) -> None:
-    file, _, number = line.rpartition(':')
-    if file and number.isdecimal():
-        costs[file].setdefault(int(number), []).append(text)
 
 
 def _source_lines(lines: Sequence[str], costs: Mapping[int, Sequence[str]]) -> Iterator[str]:

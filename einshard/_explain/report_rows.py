@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .._program.hlo.collective import Collective
 from .._text import format_bytes, format_flops, format_seconds, shape_text
 from .kinds import Kind
 
@@ -155,6 +156,15 @@ class Finding:
     tried: Tried | None = None
     reason: str = ''
     seconds: float | None = None
+
+    @classmethod
+    def about(
+        cls, kind: Kind, text: str, rows: Sequence[Collective], source: str | None = None
+    ) -> Finding:
+        """Makes a finding that accounts for collectives, by default at the line of the first."""
+        source = source or next((row.source for row in rows if row.source), None)
+        n_bytes = sum(row.total_bytes for row in rows)
+        return cls(kind, text, source, n_bytes, explains=tuple(row.name for row in rows))
 
     @property
     def json_fields(self) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,7 +89,7 @@ class Stages:
         if self.framework is None and self.traced is not None:
             result_tree = jtu.tree_structure(self.traced.out_info)
         flatten = flatten_graph if self.framework == 'nnx' else jtu.tree_flatten
-        with nullcontext() if self.scope is None else mesh_scope(self.scope):
+        with mesh_scope(self.scope):
             call = read_call(
                 *self.jitted, result_tree, numbers_are_static=self.is_equinox, flatten=flatten
             )

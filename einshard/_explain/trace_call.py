@@ -7,7 +7,6 @@ import os
 import reprlib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,7 +89,7 @@ def trace_call(
         check_devices(name, target, args, kwargs)
         args, kwargs = jtu.tree_map(without_devices, (tuple(args), dict(kwargs)))
     with (
-        nullcontext() if target is None else mesh_scope(target),
+        mesh_scope(target),
         restored_if_failed(fn, args, kwargs),
         local_devices_asked(_is_for_other_devices(fn, args, kwargs)) as asked,
     ):

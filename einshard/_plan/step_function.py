@@ -22,7 +22,7 @@ from .._explain.findings.values import mesh_entries
 from .._explain.partition import compile_in_worker, export
 from .._explain.search.advice import make_trials
 from .._explain.search.trials import Trials
-from .._explain.search.with_edits import patch_for_mesh
+from .._explain.search.with_edits import patch_of
 from .._explain.search.words import Words
 from .._explain.stages import Stages
 from .._explain.trace_call import trace_call
@@ -125,7 +125,7 @@ class StepFunction(Function):
         for i, (array, sharding) in enumerate(zip(facts.arguments, shardings, strict=True)):
             entries = mesh_entries(sharding, len(array.shape))
             pairs = zip(facts.axes_of_argument(i), entries, strict=True)
-            axes = [replace(axis, mesh_axes=entry or ()) for axis, entry in pairs]
+            axes = [replace(axis, mesh_axes=entry) for axis, entry in pairs]
             name, _, rest = array.path.partition('/')
             placement = expression_of(axes, mesh) if any(entries) else ''
             by_name.setdefault(name, {})[rest] = placement
@@ -144,7 +144,7 @@ class StepFunction(Function):
             facts = self.facts_of(candidate)
             assert facts.stages.call is not None
         place = [f'mesh = {mesh_call(self.devices, candidate)}', *self.code_of_arguments(candidate)]
-        return patch_for_mesh(facts, self.edits(candidate), place)
+        return patch_of(facts, self.edits(candidate), place, in_mesh=True)
 
     def shardings(self, candidate: Candidate) -> list[NamedSharding | None]:
         """The sharding of each leaf of `(args, kwargs)`, or None for leaves that are no arrays.

@@ -117,8 +117,8 @@ def _trees(path: str) -> Iterator[str]:
 
 def _unused_parameters(facts: Facts) -> Iterator[Parameter]:
     unused = [i for i, array in enumerate(facts.arguments) if array.sharding is None]
-    call = facts.stages.call if unused else None
-    if call is None or len(call.dynamic) != len(facts.arguments):
+    call = facts.call if unused else None
+    if call is None:
         return
     for i in unused:
         sharding = getattr(call.leaves[call.dynamic[i]], 'sharding', None)

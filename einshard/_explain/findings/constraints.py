@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from ..._program.jaxpr.graph import FlatJaxpr
 from ..._program.jaxpr.names import names_in
+from ..._program.jaxpr.spans import Frames, Span
 from ..._program.traced.conflicts import DROPPED, Conflict
 from ..._program.traced.propagated import CONSTRAINT, Operation, axis_names, name_of
 from ..._sharding.describe import describe_named
@@ -16,10 +17,9 @@ from ..._text import first_of
 from ..report_rows import Finding
 from .expressions import expression_of
 from .facts import Facts
-from .lines import Frame, stack_of, user_line
 from .values import Axis
 
-_Stack: TypeAlias = tuple[Frame, ...]
+_Stack: TypeAlias = tuple[Span, ...]
 _RESULT_UNUSED = 'the result of this constraint is not used; assign it: x = einshard(x, ...)'
 _DEVICE_PUT = (
     'jax.device_put has no effect in a jitted function; use einshard or '
@@ -65,8 +65,8 @@ def _no_effect(facts: Facts) -> Iterator[tuple[Finding, bool]]:
     others: dict[str, list[_Stack]] = {}
     for stack, reasons in by_stack.items():
         is_unused = set(reasons) == {_RESULT_UNUSED}
-        (unused if is_unused else others.setdefault(user_line(stack), [])).append(stack)
-    unused_lines = (_line_of_unused(stack, others.get(user_line(stack), ())) for stack in unused)
+        (unused if is_unused else others.setdefault(_line(stack), [])).append(stack)
+    unused_lines = (_line_of_unused(stack, others.get(_line(stack), ())) for stack in unused)
     for line in dict.fromkeys(unused_lines):
         yield Finding('no effect', _RESULT_UNUSED, line or None), False
     for line, stacks in others.items():
@@ -99,7 +99,11 @@ def _line_of_unused(stack: _Stack, others: Sequence[_Stack]) -> str:
     for other in others:
         pairs = enumerate(zip(stack, other, strict=False))
         n_same = max(n_same, next((i for i, (a, b) in pairs if a != b), 0))
-    return user_line(stack[n_same:])
+    return _line(stack[n_same:])
+
+
+def _line(stack: _Stack) -> str:
+    return stack[0].source if stack else ''
 
 
 def _constraints(
@@ -112,10 +116,11 @@ def _constraints(
     """
     used = {v for op in traced.ops for v in op.arrays_in}
     used.update(v for v in traced.results if v is not None)
+    frames = Frames()
     for op in traced.ops:
         if op.primitive not in ('sharding_constraint', 'reshard', 'device_put'):
             continue
-        params, stack = op.eqn.params, stack_of(op.eqn)
+        params, stack = op.eqn.params, op.site.frames
         if op.primitive == 'device_put':
             targets = [s for s in params['devices'] if isinstance(s, NamedSharding)]
             pairs = zip(op.eqn.invars, op.eqn.outvars, strict=True)
@@ -131,8 +136,9 @@ def _constraints(
             continue
         is_unused = result not in used
         if op.primitive == 'reshard':
-            # reshards of JAX have no stack; on meshes with Auto axes, einshard also constrains
-            if {*params['dst_sharding'].mesh.axis_types} == {AxisType.Explicit} and stack:
+            # reshards of JAX have no frames; on meshes with Auto axes, einshard also constrains
+            is_explicit = {*params['dst_sharding'].mesh.axis_types} == {AxisType.Explicit}
+            if is_explicit and frames.of(op.eqn):
                 yield stack, _RESULT_UNUSED if is_unused else None
             continue
         sharding, ndim, reason = params['sharding'], len(traced.values[result].shape), None
@@ -194,15 +200,14 @@ def names_without_rule(facts: Facts) -> Iterator[Finding]:
             for dim, (name, axes) in enumerate(zip(known, entries, strict=True))
         ]
         gathers = [c for c in facts.unexplained if (c.source or '') == op.place]
-        yield Finding(
+        yield Finding.about(
             'names without a rule',
             f'{first_of([repr(name) for name in sharded], 3)} '
             f'{"has" if len(sharded) == 1 else "have"} no axis rule, so this constraint gathers '
             f'{"this axis" if len(sharded) == 1 else "these axes"} of a value that is sharded as '
             f"'{expression_of(axes, mesh)}'",
-            op.place or None,
-            sum(c.total_bytes for c in gathers),
-            explains=tuple(c.name for c in gathers),
+            gathers,
+            op.place,
         )
 
 

@@ -56,6 +56,12 @@ def _by_placement(placements: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         yield placement, first_of(fold_paths(paths), 3)
 
 
+def short_code(span: Span) -> str:
+    """Returns the text of an expression in backticks, or '' if it is long or unknown."""
+    source = source_of(span)
+    return f'`{source}`' if source and len(source) < 60 and '\n' not in source else ''
+
+
 def source_of(span: Span) -> str | None:
     """Returns the text of an expression, or None if its file cannot be read."""
     lines = [line.encode() for line in linecache.getlines(span.file)[span.line - 1 : span.end_line]]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from jax.sharding import AxisType, NamedSharding
 
+from ..._program.edits.call import JittedCall
 from ..._program.hlo.collective import Collective
 from ..._program.hlo.slices import Gather, find_gather
 from ..._program.hlo.sources import is_user_file
@@ -70,6 +71,12 @@ class Facts(Reading):
     def slices(self) -> Sequence[int]:
         """The index of the TPU slice of each device."""
         return [getattr(device, 'slice_index', None) or 0 for device in self.devices]
+
+    @property
+    def call(self) -> JittedCall | None:
+        """The program as a call of its arrays, or None if it cannot be traced again as that."""
+        call = self.stages.call
+        return call if call is not None and len(call.dynamic) == len(self.arguments) else None
 
     @functools.cached_property
     def used_arguments(self) -> Sequence[int]:
@@ -174,10 +181,10 @@ class Facts(Reading):
         """The axes of an argument, with its sharding on `mesh`."""
         array = self.arguments[i]
         names, sharding = array.names or ('',) * len(array.shape), array.sharding
-        entries: Sequence[tuple[str, ...] | None] = [()] * len(names)
+        entries: Sequence[tuple[str, ...]] = [()] * len(names)
         if isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh:
             entries = mesh_entries(sharding, len(names))
-        return tuple(Axis(name, entry or ()) for name, entry in zip(names, entries, strict=True))
+        return tuple(Axis(name, entry) for name, entry in zip(names, entries, strict=True))
 
     @functools.cached_property
     def is_explicit(self) -> bool:

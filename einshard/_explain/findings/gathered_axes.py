@@ -13,6 +13,7 @@ from ..._program.hlo.graph import Node
 from ..._program.hlo.opcodes import COPIES
 from ..._program.hlo.queries import reached
 from ..._program.jaxpr.graph import Op
+from ..._program.jaxpr.spans import Span
 from ..._program.jaxpr.two_levels import (
     axis_in_place,
     axis_in_two_levels,
@@ -23,7 +24,6 @@ from ..._text import format_bytes, shape_text
 from ..report_rows import Finding
 from .expressions import expression_of
 from .facts import Facts
-from .lines import is_in_call
 from .values import Axes, Axis
 
 # JAX operations along an axis that the partitioner gathers if it is sharded, in whole or in part
@@ -44,16 +44,10 @@ def gathered_for_operation(facts: Facts) -> Iterator[Finding]:
     """Notes sends for operations along a sharded axis, such as a sort."""
     for several, op, v, dim, values in gathered_operations(facts, facts.unexplained):
         assert facts.traced is not None
-        axes, n_bytes = values[v], sum(c.total_bytes for c in several)
         operand = operand_text(facts.traced.values[v], op, values[v], dim)
-        text = f'{operand} {format_bytes(n_bytes)} sent'
-        yield Finding(
-            'gathered for an operation',
-            text + _if_independent(facts, op, dim, axes) + _if_in_two_levels(facts, op, values),
-            op.site.frames[0].source,
-            n_bytes,
-            explains=tuple(c.name for c in several),
-        )
+        text = f'{operand} {format_bytes(sum(c.total_bytes for c in several))} sent'
+        text += _if_independent(facts, op, dim, values[v]) + _if_in_two_levels(facts, op, values)
+        yield Finding.about('gathered for an operation', text, several, op.site.source)
 
 
 def operand_text(array: Any, op: Op, axes: Axes, dim: int) -> str:
@@ -101,7 +95,7 @@ def gathered_operations(
                 mine = [
                     c
                     for c in several
-                    if (is_kernel or op.primitive in words[c.name]) and is_in_call(c, frames)
+                    if (is_kernel or op.primitive in words[c.name]) and _is_in_call(c, frames)
                 ]
                 axes = {axis for c in mine for axis in c.mesh_axes}
                 sharded = [
@@ -116,6 +110,15 @@ def gathered_operations(
                     found.update(c.name for c in mine)
                     yield mine, op, *sharded[0], values
                     break
+
+
+def _is_in_call(collective: Collective, frames: Sequence[Span]) -> bool:
+    """Whether a collective is in the same call of a function as an operation on its line.
+
+    A line of a helper has the collectives of all callers. `frames` are those of the operation.
+    """
+    calls = {span.source for span in frames[1:]}
+    return collective.called_at is None or not calls or collective.called_at in calls
 
 
 def _changes_size(op: Op, i: int, dim: int) -> bool:

@@ -70,21 +70,19 @@ def gathered_for_each_call(facts: Facts) -> Iterator[Finding]:
         if n > 1 and isinstance(parameter, int) and parameter < len(facts.used):
             shared.setdefault(n, {})[parameter] = [c for c, _ in several]
     for n, by_parameter in shared.items():
-        rows = {c.name: c for several in by_parameter.values() for c in several}
-        n_bytes = sum(c.total_bytes for c in rows.values())
+        rows = [*dict.fromkeys(c for several in by_parameter.values() for c in several)]
+        n_bytes = sum(c.total_bytes for c in rows)
         if n_bytes * (n - 1) / n < _MIN_SHARED * sum(c.total_bytes for c in facts.collectives):
             continue
         paths = first_of(fold_paths(facts.used[i].path for i in by_parameter), 3)
         are, them = ('is', 'it') if len(by_parameter) == 1 else ('are', 'them')
-        calls = list(dict.fromkeys(c.called_at for c in rows.values() if c.called_at))
+        calls = list(dict.fromkeys(c.called_at for c in rows if c.called_at))
         at = f' in {first_of([*map(short_source, calls)], 3)}' if calls else ''
-        yield Finding(
+        yield Finding.about(
             'gathered again',
             f'{paths} {are} gathered {n} times in the forward pass, once for each call of the '
             f'function that uses {them}{at}: {format_bytes(n_bytes)} sent',
-            next(c.source for c in rows.values()),
-            n_bytes,
-            explains=tuple(rows),
+            rows,
         )
 
 
@@ -122,10 +120,4 @@ def weights_gathered_again(facts: Facts) -> Iterator[Finding]:
         rows = [c for _, several in weights for c in several]
         paths = first_of(fold_paths(what for what, _ in weights), 3)
         verb = 'is' if len({what for what, _ in weights}) == 1 else 'are'
-        yield Finding(
-            'gathered again',
-            f'{paths} {verb} {how_often}',
-            next((c.source for c in rows if c.source), None),
-            sum(c.total_bytes for c in rows),
-            explains=tuple(c.name for c in rows),
-        )
+        yield Finding.about('gathered again', f'{paths} {verb} {how_often}', rows)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from ..._errors import plural
 from ..._program.cost.network import Network
 from ..._program.hlo.collective import Collective
 from ..._program.hlo.graph import Loop, Node
 from ..._program.hlo.opcodes import COPIES, ELEMENTWISE
 from ..._program.hlo.queries import reached, strip
-from ..._text import format_bytes, format_seconds
+from ..._text import first_of, format_bytes, format_seconds, short_source
 from ..report_rows import Finding
 from .facts import Facts
-from .lines import lines_text
 
 _MIN_SHARE = 0.05  # of the sum of the bounds
 _MAX_BYTES = 32  # some scalars; larger arrays, such as statistics of a batch norm, have their use
@@ -34,15 +34,13 @@ def tested_in_loop(facts: Facts) -> Iterator[Finding]:
     for loop, rows in by_loop.items():
         time, row = _time_text(facts, rows), rows[0]
         if time and not _tests_inner_loop(rows, loop):
-            yield Finding(
+            yield Finding.about(
                 'collective in a condition',
                 f'the condition of a loop needs an {row.kind} of {row.arrays} along '
                 f'{row.along or "unknown axes"} before each iteration: {time}; instead, carry a '
                 'scalar that the body computes with its other reductions, or test after every few '
                 'iterations, which a jax.lax.fori_loop in the body runs',
-                row.source,
-                sum(row.total_bytes for row in rows),
-                explains=tuple(row.name for row in rows),
+                rows,
             )
 
 
@@ -54,11 +52,11 @@ def too_many_small(facts: Facts) -> Iterator[Finding]:
     scopes: dict[object, list[Collective]] = {}
     for row in _small(facts):
         if not row.nodes[0].scope.is_condition:
-            key = row.kind, row.device_groups, _innermost(row)
+            key = row.kind, row.device_groups, row.nodes[0].loop
             scopes.setdefault(key, []).append(row)
     for rows in scopes.values():
-        loop = _innermost(rows[0])
-        others = sum(row.executions for row in facts.collectives if _innermost(row) is loop)
+        loop = rows[0].nodes[0].loop
+        others = sum(row.executions for row in facts.collectives if row.nodes[0].loop is loop)
         others -= sum(row.executions for row in rows)
         for is_one, what, instead in _CASES:
             found = [row for row in rows if is_one(row, loop)]
@@ -67,14 +65,12 @@ def too_many_small(facts: Facts) -> Iterator[Finding]:
             # next to as many large ones, such as those of tensor parallelism, they matter less
             if time and n > 2 * others:
                 largest = format_bytes(max(row.bytes for row in found))
-                yield Finding(
+                yield Finding.about(
                     'many small collectives',
                     f'{n} {rows[0].kind}s of at most {largest} along '
-                    f'{rows[0].along or "unknown axes"} {what}, in {lines_text(found)}: {time}; '
+                    f'{rows[0].along or "unknown axes"} {what}, in {_lines_text(found)}: {time}; '
                     f'instead, {instead}',
-                    found[0].source,
-                    sum(row.total_bytes for row in found),
-                    explains=tuple(row.name for row in found),
+                    found,
                 )
                 break
 
@@ -110,8 +106,12 @@ def _time_text(facts: Facts, rows: Sequence[Collective]) -> str:
     )
 
 
-def _innermost(row: Collective) -> Loop | None:
-    return row.nodes[0].loop
+def _lines_text(rows: Iterable[Collective]) -> str:
+    """Returns for example 'model.py:12', or '2 lines, model.py:12, model.py:15'."""
+    lines = list(dict.fromkeys(short_source(row.source) for row in rows if row.source))
+    if len(lines) > 1:
+        return f'{plural(len(lines), "line")}, {first_of(lines, 3)}'
+    return lines[0] if lines else 'unknown lines'
 
 
 def _is_outside(row: Collective, loop: Loop | None) -> bool:

@@ -10,7 +10,6 @@ from ..._program.jaxpr.flops import eqn_flops
 from ..._text import format_bytes, format_flops, short_source
 from ..report_rows import Finding
 from .facts import Facts
-from .lines import line_of
 
 _PRODUCTS = ('dot_general', 'conv_general_dilated')
 
@@ -37,7 +36,7 @@ def recomputed_products(facts: Facts) -> Iterator[Finding]:
     for op in facts.traced.ops:
         if op.primitive not in _PRODUCTS or not op.arrays_out:
             continue
-        line, runs = line_of(op.eqn), op.site.runs or 1
+        line, runs = op.site.source, op.site.runs or 1
         result = facts.traced.values[op.arrays_out[0]]
         # without a shard_map, shapes are those of all devices
         n = 1 if op.site.n_shards else facts.n_devices

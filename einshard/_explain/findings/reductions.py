@@ -14,7 +14,6 @@ from ..._text import format_bytes
 from ..fold_layers import fold_paths
 from ..report_rows import Finding
 from .facts import Facts
-from .lines import line_of
 from .values import PRODUCTS, mesh_entries
 
 _MIN_BYTES = 1024  # smaller sums are not worth a change
@@ -35,14 +34,12 @@ def sliced_sums(facts: Facts) -> Iterator[Finding]:
         # each device keeps one slice, of a matmul that is alone in its line
         if n_products != 1 or [n for _, n in found.parts] != [row.group_size]:
             continue
-        yield Finding(
+        yield Finding.about(
             'sliced all-reduce',
             f'{row.arrays} is all-reduced along {row.along or "all devices"}, and each device '
             f'keeps only a slice: the all-reduce sends {format_bytes(row.total_bytes)}, a '
             'reduce-scatter would send half of that',
-            row.source,
-            row.total_bytes,
-            explains=(row.name,),
+            [row],
         )
 
 
@@ -56,11 +53,8 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
     carry unsharded gradients, which take the memory that sharding saves.
     """
     # {line of a scan: its length}; those that only add up scalars, such as the loss, are left out
-    loops = {
-        line_of(scan): scan.params['length']
-        for scan in (facts.traced.sums if facts.traced else ())
-        if scan.params['length'] > 1
-    }
+    sums = facts.traced.sums if facts.traced else ()
+    loops = {line: length for line, length in sums if length > 1}
     found: dict[tuple[str, str], list[Collective]] = {}
     for row in facts.unexplained:
         loop = _loop_around(facts, row, loops) if row.kind == 'all-reduce' else None
@@ -72,14 +66,13 @@ def summed_in_loop(facts: Facts) -> Iterator[Finding]:
         if n_bytes < facts.min_bytes:
             continue
         folded = ', '.join(fold_paths(path for row in rows for path in row.of))
-        yield Finding(
+        yield Finding.about(
             'summed in a loop',
             f'the gradients for {folded} are all-reduced along {along} in each of {n} iterations '
             f'of a loop that only adds them up: {format_bytes(n_bytes)} instead of '
             f'{format_bytes(n_bytes // n)}',
+            rows,
             line,
-            n_bytes,
-            explains=tuple(row.name for row in rows),
         )
 
 
@@ -96,7 +89,7 @@ def _is_result_sharded(facts: Facts, row: Collective) -> bool:
     for array in facts.results:
         if array.path in row.of and isinstance(array.sharding, NamedSharding):
             entries = mesh_entries(array.sharding, len(array.shape))
-            if any(row.mesh_axes & set(entry or ()) for entry in entries):
+            if any(row.mesh_axes & set(entry) for entry in entries):
                 return True
     return False
 
@@ -130,13 +123,11 @@ def recomputed_collectives(facts: Facts) -> Iterator[Finding]:
         if n_saved is not None and n_saved > facts.free_memory:
             continue  # jax.checkpoint makes the program fit
         memory = '' if n_saved is None else f'; to save it takes {format_bytes(n_saved)}'
-        yield Finding(
+        yield Finding.about(
             'sent again',
             f'the {row.kind} of {row.arrays} runs again in the backward pass, where jax.checkpoint '
             f'repeats the forward pass: {format_bytes(n_bytes)}{memory}',
-            row.source,
-            n_bytes,
-            explains=tuple(repeated.name for _, repeated in pairs),
+            [repeated for _, repeated in pairs],
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from ..._program.hlo.sources import is_user_file
 from ..._program.jaxpr.graph import FlatJaxpr, Op
@@ -59,15 +59,11 @@ def drop_repeats(axes: Iterable[Axis]) -> Axes:
     return tuple(result)
 
 
-def mesh_entries(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...] | None]:
-    """Returns the mesh axes of size > 1 that shard each axis, or None for unconstrained axes."""
-    entries: list[tuple[str, ...] | None] = []
-    for entry in [*spec_axes(sharding.spec), *[()] * ndim][:ndim]:
-        if entry and entry[0] is PartitionSpec.UNCONSTRAINED:
-            entries.append(None)
-        else:
-            entries.append(tuple(str(axis) for axis in entry if sharding.mesh.shape[axis] > 1))
-    return entries
+def mesh_entries(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
+    """Returns the mesh axes of size > 1 that shard each axis; none for unconstrained axes."""
+    sizes = sharding.mesh.shape  # without UNCONSTRAINED
+    entries = [*spec_axes(sharding.spec), *[()] * ndim][:ndim]
+    return [tuple(str(axis) for axis in entry if sizes.get(axis, 1) > 1) for entry in entries]
 
 
 def argument_of(value: Value) -> int | None:

@@ -7,7 +7,7 @@ import gc
 import inspect
 import types
 from collections.abc import Collection, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ def patched(
         NotTraced: a patched function is not in use or captures other variables, or the patched code
             is not in a function.
     """
-    with fresh_traces():
+    with fresh_traces(), ExitStack() as undo:
         changed = {source: _changed(source, each) for source, each in pieces.items()}
         imported = {source: _imported(each) for source, each in pieces.items()}
         functions: list[tuple[Source, types.FunctionType, types.CodeType, types.CodeType]] = []
@@ -69,31 +69,20 @@ def patched(
                     reached[source].add(_key(code))
         for source, each in changed.items():
             _check_reached(source, each, reached[source])
-        added: list[tuple[dict[str, Any], str]] = []
-        replaced: list[tuple[dict[str, Any], str, Any]] = []
-        try:
-            for source, function, code, new in functions:
-                if new.co_freevars != code.co_freevars:
-                    names = ', '.join(sorted({*new.co_freevars} ^ {*code.co_freevars}))
-                    raise NotTraced(
-                        f'{code.co_qualname} does not capture {names} before the change'
-                    )
-                names = function.__globals__
-                for name, value in imported[source].items():
-                    if names.setdefault(name, value) is value:
-                        added.append((names, name))
-                function.__code__ = new
-            for entry in entries:
-                replaced.append((entry.rules, entry.key, entry.rules[entry.key]))
-                entry.rules[entry.key] = entry.value
-            yield
-        finally:
-            for rules, key, value in replaced:
-                rules[key] = value
-            for _, function, code, _ in functions:
-                function.__code__ = code
-            for names, name in added:
-                names.pop(name, None)
+        for source, function, code, new in functions:
+            if new.co_freevars != code.co_freevars:
+                names = ', '.join(sorted({*new.co_freevars} ^ {*code.co_freevars}))
+                raise NotTraced(f'{code.co_qualname} does not capture {names} before the change')
+            names = function.__globals__
+            for name in imported[source].keys() - names.keys():
+                undo.callback(names.pop, name, None)
+                names[name] = imported[source][name]
+            undo.callback(setattr, function, '__code__', code)
+            function.__code__ = new
+        for rules, key, value in entries:
+            undo.callback(rules.__setitem__, key, rules[key])
+            rules[key] = value
+        yield
 
 
 def _imported(pieces: Iterable[Piece]) -> dict[str, Any]:
@@ -101,8 +90,7 @@ def _imported(pieces: Iterable[Piece]) -> dict[str, Any]:
     for piece in pieces:
         if piece.is_import:
             exec(piece.text, names)
-    names.pop('__builtins__', None)
-    return names
+    return names  # with `__builtins__`, which all modules have
 
 
 @dataclass(frozen=True)
@@ -132,8 +120,9 @@ def _changed(source: Source, pieces: Iterable[Piece]) -> dict[_Key, _Changed]:
     found: dict[_Key, _Changed] = {}
     while pending:
         old, new, around = pending.pop()
-        if not _is_same(old, new):
-            found[_key(old)] = _Changed(new, around, _own(old) != _own(new))
+        if _contents(old) != _contents(new):
+            is_own = _contents(old, inner=False) != _contents(new, inner=False)
+            found[_key(old)] = _Changed(new, around, is_own)
         pairs = zip(_inner(old), _inner(new), strict=True)
         pending += [(*pair, _key(old)) for pair in pairs]
     return found
@@ -168,20 +157,11 @@ def _inner(code: types.CodeType) -> list[types.CodeType]:
     return [each for each in code.co_consts if isinstance(each, types.CodeType)]
 
 
-def _is_same(old: types.CodeType, new: types.CodeType) -> bool:
-    """Whether two codes do the same, in whatever lines."""
-    pending = [(old, new)]
-    while pending:
-        a, b = pending.pop()
-        if _own(a) != _own(b):
-            return False
-        pending += zip(_inner(a), _inner(b), strict=True)
-    return True
-
-
-def _own(code: types.CodeType) -> tuple[Any, ...]:
+def _contents(code: types.CodeType, inner: bool = True) -> tuple[Any, ...]:
+    """What a code does, in whatever lines, with or without the functions in it."""
     constants = [repr(c) for c in code.co_consts if not isinstance(c, types.CodeType)]
-    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
+    own = code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
+    return (*own, *map(_contents, _inner(code))) if inner else own
 
 
 def _key(code: types.CodeType) -> _Key:

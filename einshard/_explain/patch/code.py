@@ -169,8 +169,7 @@ class Rewriter:
 def pieces_of(chosen: Iterable[Option]) -> dict[Source, list[Piece]]:
     found: dict[Source, list[Piece]] = defaultdict(list)
     for way in chosen:
-        for source, piece in way.pieces:
-            found[source].append(piece)
+        found[way.source] += way.pieces
     return found
 
 

@@ -37,11 +37,7 @@ class Piece(NamedTuple):
         """At one place, what closes an expression is before what opens one, inner parts inside."""
         if self.other is None:
             return self.start, 2, self.end
-        return (
-            (self.start, 0, -self.other)
-            if self.other <= self.start
-            else (self.start, 1, -self.other)
-        )
+        return self.start, int(self.other > self.start), -self.other
 
 
 def around(start: int, end: int, before: str, after: str) -> tuple[Piece, Piece]:
@@ -63,15 +59,12 @@ class Source:
         self.newline = ends[0][0].decode() if ends else '\n'
         self.tree = ast.parse(self.text)
         self.parents: dict[ast.AST, ast.AST] = {}
-        self._nodes: dict[tuple[int, int, int, int], ast.AST] = {}
+        self._nodes: dict[tuple[int | None, ...], ast.AST] = {}
         for node in ast.walk(self.tree):  # from the outside, so that the innermost node stays
             self.parents |= dict.fromkeys(ast.iter_child_nodes(node), node)
             if isinstance(node, ast.expr | ast.stmt):
-                assert node.end_lineno is not None
-                assert node.end_col_offset is not None
-                self._nodes[node.lineno, node.col_offset, node.end_lineno, node.end_col_offset] = (
-                    node
-                )
+                end = node.end_lineno, node.end_col_offset
+                self._nodes[node.lineno, node.col_offset, *end] = node
 
     def node(self, span: Span) -> ast.AST | None:
         """Returns the expression or statement at a span."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from ..._program.hlo.sources import is_user_file
-from ..._program.jaxpr.spans import Span, spans_of
+from ..._program.jaxpr.spans import Frames, Span
 from ..._sharding.scopes import current_context, fresh_traces
 from .files import read_source
 from .scope import Scope, visible
@@ -73,13 +73,7 @@ def observe(
     """
     files, found = {span.file for span in spans}, dict[tuple[Span, ...], Seen]()
     ran: dict[int, types.CodeType] = {}  # a code object is hashed by all its constants
-    positions: dict[int, tuple[types.CodeType, list[Span | None]]] = {}
-    here = inspect.currentframe()
-
-    def known(code: types.CodeType) -> list[Span | None]:
-        if id(code) not in positions:
-            positions[id(code)] = code, spans_of(code)
-        return positions[id(code)][1]
+    frames, here = Frames(), inspect.currentframe()
 
     def on_return(frame: types.FrameType, event: str, _: Any) -> None:
         if event != 'return':
@@ -87,7 +81,7 @@ def observe(
         ran.setdefault(id(frame.f_code), frame.f_code)
         if frame.f_code.co_filename not in files:
             return
-        inside = {*known(frame.f_code)}
+        inside = {*frames.spans(frame.f_code)}
         for span in spans:
             if span in inside:
                 add(frame, span)
@@ -96,16 +90,14 @@ def observe(
         stack = [(frame, span)]
         outer = frame.f_back
         while outer is not None and outer is not here:
-            if is_user_file(outer.f_code.co_filename):
-                at = known(outer.f_code)[outer.f_lasti // 2]
-                if at is not None:
-                    stack.append((outer, at))
+            if (at := frames.span(outer.f_code, outer.f_lasti)) is not None:
+                stack.append((outer, at))
             outer = outer.f_back
         path = tuple(each for _, each in stack)
         if path not in found:
-            frames = [Frame(at, _variables(each, here), each.f_globals) for each, at in stack]
+            seen = [Frame(at, _variables(each, here), each.f_globals) for each, at in stack]
             mesh = current_context().lowering_mesh
-            found[path] = Seen(frames, _bare_mesh(), mesh)
+            found[path] = Seen(seen, _bare_mesh(), mesh)
 
     before = sys.getprofile()
     with fresh_traces():

@@ -34,7 +34,7 @@ class _Checked:
 def make_patch(
     changes: Mapping[Edit, Change],
     edits: Sequence[Edit],
-    trials: Trials | None,
+    trials: Trials,
     comments: Sequence[str],
     placed: Sequence[Option] = (),
     *,
@@ -51,45 +51,69 @@ def make_patch(
         placed: how to write them, where the code has them.
         in_mesh: whether the code will run with the mesh in context, which it has not done so far.
     """
-    if trials is None or not (changes or placed):
-        return _commented(comments)
+    if not (changes or placed):
+        return commented(comments)
     with lock:
-        return _Patch(changes, edits, trials, in_mesh).text(comments, placed)
+        patch = _Patch(changes, edits, trials, in_mesh)
+        if patch.missing and not patch.has_mesh:  # with a mesh in context, it may be written
+            other = _Patch(changes, edits, trials, in_mesh=True)
+            patch = other if len(other.missing) < len(patch.missing) else patch
+        return patch.text(comments, placed)
 
 
-def _commented(texts: Iterable[str]) -> str:
+def commented(texts: Iterable[str]) -> str:
     return ''.join(f'# {line}\n' for text in texts for line in text.splitlines())
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """The ways to write changes, what a trace of them says, and why others are not written."""
-
-    ways: Mapping[Edit, Option]
-    checked: _Checked | None
-    missing: Mapping[Edit, str]
-
-
 class _Patch:
+    """Chooses how to write changes.
+
+    Attributes:
+        chosen, checked: the ways to write them, and what a trace of these says.
+        missing: why others are not written.
+    """
+
     def __init__(
-        self,
-        changes: Mapping[Edit, Change],
-        edits: Sequence[Edit],
-        trials: Trials,
-        in_mesh: bool = False,
+        self, changes: Mapping[Edit, Change], edits: Sequence[Edit], trials: Trials, in_mesh: bool
     ):
         self.changes, self.edits, self.trials, self.in_mesh = changes, edits, trials, in_mesh
+        # 1. what each expression can name
+        self.has_mesh, ways, self.missing = True, dict[Edit, list[Option]](), dict[Edit, str]()
+        if changes:
+            spans = {change.path[0] for change in changes.values()}
+            self.code = Code(trials.call, trials.trace, trials.facts.mesh, spans, in_mesh)
+            self.has_mesh = self.code.has_mesh
+        for edit, change in changes.items():
+            try:
+                ways[edit] = self.code.options(change, [*changes.values()])
+            except Missing as reason:
+                self.missing[edit] = str(reason)
+        # 2. the first ways, or else those that a trace finds right one by one
+        self.chosen = {edit: several[0] for edit, several in ways.items()}
+        self.checked = self._check_all()
+        if self.checked is not None and not self.checked.is_right:
+            for edit, several in ways.items():
+                each = (self._check({edit: way}) for way in several)
+                found = [(way, one) for way, one in zip(several, each, strict=True)]
+                right = next((way for way, one in found if one.is_right), None)
+                if right is None:
+                    self._leave_out(edit, several[0].instead or found[0][1].text)
+                else:
+                    self.chosen[edit] = right
+            self.checked = self._check_all()
+            if self.checked is not None and not self.checked.is_right:  # each is right alone
+                for edit in [edit for edit, way in self.chosen.items() if not way.is_sure]:
+                    self._leave_out(edit, self.checked.text)
+                self.checked = self._check_all()
+
+    def _leave_out(self, edit: Edit, reason: str) -> None:
+        self.missing[edit] = reason
+        del self.chosen[edit]
 
     def text(self, comments: Sequence[str], placed: Sequence[Option]) -> str:
-        choice = self._choose()
-        if choice.missing and not self.code.has_mesh:  # with a mesh in context, it may be written
-            other = _Patch(self.changes, self.edits, self.trials, in_mesh=True)
-            found = other._choose()
-            if len(found.missing) < len(choice.missing):
-                self.in_mesh, choice = True, found
-        chosen, checked = choice.ways, choice.checked
+        chosen, checked = self.chosen, self.checked
         texts = [*comments]
-        for edit, reason in choice.missing.items():
+        for edit, reason in self.missing.items():
             change = self.changes[edit]
             texts.append(f'{change.path[0].source}: {change.text} (not written: {reason})')
         pieces = pieces_of([*chosen.values(), *placed])
@@ -106,40 +130,10 @@ class _Patch:
         top += dict.fromkeys(t for way in chosen.values() for t in (way.assumed, way.note) if t)
         if placed:
             top.append('not traced: in_shardings= and out_shardings=')
-        return _commented([*top, *texts]) + ''.join(diffs)
+        return commented([*top, *texts]) + ''.join(diffs)
 
-    def _choose(self) -> _Choice:
-        # 1. what each expression can name
-        trials, spans = self.trials, {change.path[0] for change in self.changes.values()}
-        if self.changes:
-            mesh = trials.facts.mesh
-            self.code = Code(trials.call, trials.trace, mesh, spans, self.in_mesh)
-        ways, missing = dict[Edit, list[Option]](), dict[Edit, str]()
-        for edit, change in self.changes.items():
-            try:
-                ways[edit] = self.code.options(change, [*self.changes.values()])
-            except Missing as reason:
-                missing[edit] = str(reason)
-        # 2. the first ways, or else those that a trace finds right one by one
-        chosen = {edit: several[0] for edit, several in ways.items()}
-        checked = self._check(chosen, is_last=True) if chosen else None
-        if checked is not None and not checked.is_right:
-            for edit, several in ways.items():
-                each = (self._check({edit: way}) for way in several)
-                found = [(way, one) for way, one in zip(several, each, strict=True)]
-                right = next((way for way, one in found if one.is_right), None)
-                if right is None:
-                    missing[edit] = several[0].instead or found[0][1].text
-                    del chosen[edit]
-                else:
-                    chosen[edit] = right
-            checked = self._check(chosen, is_last=True) if chosen else None
-            if checked is not None and not checked.is_right:  # each is right alone
-                for edit in [edit for edit, way in chosen.items() if not way.is_sure]:
-                    missing[edit] = checked.text
-                    del chosen[edit]
-                checked = self._check(chosen, is_last=True) if chosen else None
-        return _Choice(chosen, checked, missing)
+    def _check_all(self) -> _Checked | None:
+        return self._check(self.chosen, is_last=True) if self.chosen else None
 
     def _check(self, chosen: Mapping[Edit, Option], is_last: bool = False) -> _Checked:
         """Traces the program with edits in its source.

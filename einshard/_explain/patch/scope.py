@@ -17,7 +17,9 @@ from ..._program.hlo.sources import is_user_file
 from .files import Source
 
 _FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
+_PATTERNS = ast.ExceptHandler, ast.MatchAs, ast.MatchStar
 _COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
+_NAMED = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, *_PATTERNS
 _ASSIGNMENTS = ast.Assign, ast.AnnAssign, ast.NamedExpr
 UNKNOWN = object()  # the value of a variable of a function that has returned
 _MAX_ENTRIES = 200  # of an object or dict, in search of a mesh
@@ -26,8 +28,8 @@ _MAX_ENTRIES = 200  # of an object or dict, in search of a mesh
 def functions_around(source: Source, node: ast.AST) -> list[ast.AST]:
     """Returns the functions and comprehensions whose names an expression sees, innermost first."""
     found = list[ast.AST]()
-    child, parent = node, source.parents.get(node)
-    while parent is not None:
+    child = node
+    for parent in source.around(node):
         inside = getattr(parent, 'body', ())
         is_body = child is inside or (isinstance(inside, list) and child in inside)
         # decorators, defaults and the first iterable are outside
@@ -37,7 +39,7 @@ def functions_around(source: Source, node: ast.AST) -> list[ast.AST]:
             is_inside = child is not first or node not in {*ast.walk(first.iter)}
         if is_inside:
             found.append(parent)
-        child, parent = parent, source.parents.get(parent)
+        child = parent
     return found
 
 
@@ -60,13 +62,11 @@ def bindings(scope: ast.AST) -> dict[str, list[ast.AST]]:
         node, names = pending.pop(), list[str]()
         if isinstance(node, ast.Name):
             names = [] if isinstance(node.ctx, ast.Load) else [node.id]
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names = [node.name]
         elif isinstance(node, ast.alias):
             names = [node.asname or node.name.partition('.')[0]]
         elif isinstance(node, ast.Global | ast.Nonlocal):
             outer |= {*node.names}
-        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+        elif isinstance(node, _NAMED):
             names = [node.name] if node.name else []
         elif isinstance(node, ast.MatchMapping):
             names = [node.rest] if node.rest else []

@@ -20,6 +20,7 @@ from .observe import Seen
 from .scope import Scope, bindings
 
 _SPEC, _SHARDING = 'jax.sharding.PartitionSpec', 'jax.sharding.NamedSharding'
+_OURS = 'einshard.einshard'
 _CONSTRAIN, _RESHARD = 'jax.lax.with_sharding_constraint', 'jax.sharding.reshard'
 _ATOMS = ast.Name, ast.Call, ast.Attribute, ast.Subscript, ast.Constant, ast.List, ast.Dict
 
@@ -46,6 +47,16 @@ class Change:
     placement: str = ''
     missing: str = ''
 
+    @property
+    def new(self) -> NamedSharding:
+        assert self.sharding is not None
+        return self.sharding
+
+    @property
+    def expression(self) -> str | None:
+        text = self.placement or describe_named(self.new, len(self.new.spec))
+        return None if isinstance(text, Description) else text
+
     def covers(self, path: Sequence[Span]) -> bool:
         return tuple(path[: len(self.path)]) == self.path
 
@@ -58,7 +69,7 @@ class Option:
     """A way to write a change.
 
     Attributes:
-        pieces: what to replace in the files.
+        source, pieces: the file, and what to replace in it.
         is_sure: whether the code says what it does. Else a trace decides.
         assumed: what is not known about the names in it, or ''.
         note: what else it changes, or ''.
@@ -66,7 +77,8 @@ class Option:
         instead: why the code of the expression itself stays, or ''.
     """
 
-    pieces: tuple[tuple[Source, Piece], ...]
+    source: Source
+    pieces: tuple[Piece, ...]
     is_sure: bool = True
     assumed: str = ''
     note: str = ''
@@ -199,7 +211,7 @@ def _ways(change: Change, scope: Scope, is_at_call: bool) -> Iterator[Option]:
         raise Missing('it is not a call that constrains its argument')
     out = next((each for each in node.keywords if each.arg == 'out_sharding'), None)
     if change.kind == 'remove' and out is not None and not is_at_call:
-        yield Option(((source, _without(source, node, out)),))
+        yield Option(source, (_without(source, node, out),))
         return
     if change.kind == 'replace' and not is_at_call:
         if (placement := _placement(node)) is None:
@@ -220,44 +232,40 @@ def _ways(change: Change, scope: Scope, is_at_call: bool) -> Iterator[Option]:
         yield from _in_arguments(change, scope, node)
         yield from _in_rules(change, scope, node)
         # the helper may only constrain, or do more
-        opened, closed, assumed, imports = _wrapping(change, scope)
-        whole = (
+        writer = _Writer(change, scope)
+        opened, closed = writer.call()
+        yield writer.option(
             Piece(source.start(node), source.start(first), opened),
             Piece(source.end(first), source.end(node), closed),
-            *imports,
         )
-        yield Option(tuple((source, each) for each in whole), assumed=assumed)
         yield _constrained(change, scope, node)
 
 
 def _in_call(change: Change, scope: Scope, made: ast.expr) -> Option | None:
     """Writes a placement as the arguments of a function that makes it, as `to('data', None)`."""
-    assert change.sharding is not None
     if not isinstance(made, ast.Call) or made.keywords or _is_spec(scope, made):
         return None
-    given, entries = made.args, _entries(change.sharding.spec, scope)
+    given = made.args
     is_spec = any(isinstance(each, ast.Constant | ast.Tuple) for each in given)
     if not is_spec or any(isinstance(each, ast.Starred) for each in given):
         return None
-    source = scope.source
-    piece = Piece(source.start(given[0]), source.end(given[-1]), ', '.join(entries))
-    return Option(((source, piece),), is_sure=False)
+    source, writer = scope.source, _Writer(change, scope)
+    piece = Piece(source.start(given[0]), source.end(given[-1]), writer.entries())
+    return replace(writer.option(piece), is_sure=False)
 
 
 def _in_arguments(change: Change, scope: Scope, call: ast.Call) -> Iterator[Option]:
     """Yields the ways to write a placement into the arguments of a call."""
-    assert change.sharding is not None
-    source, entries = scope.source, _entries(change.sharding.spec, scope)
     for argument in [*call.args[1:], *(each.value for each in call.keywords)]:
         if _is_spec(scope, argument) or isinstance(argument, ast.Tuple | ast.List):
             yield placed(change, scope, argument)
         elif isinstance(argument, ast.Constant) and ' ' in str(argument.value).strip():
             yield placed(change, scope, argument, is_expression=True)
     rest = call.args[1:]
-    if all(isinstance(each, ast.Constant | ast.Tuple) for each in rest) and entries:
-        end = source.end(call.args[0])
-        last = source.end(rest[-1]) if rest else end
-        yield Option(((source, Piece(end, last, ', ' + ', '.join(entries))),))
+    if all(isinstance(each, ast.Constant | ast.Tuple) for each in rest) and change.new.spec:
+        writer, end = _Writer(change, scope), scope.source.end(call.args[0])
+        last = scope.source.end(rest[-1]) if rest else end
+        yield writer.option(Piece(end, last, f', {writer.entries()}'))
 
 
 def _in_rules(change: Change, scope: Scope, call: ast.Call) -> Iterator[Option]:
@@ -278,117 +286,120 @@ def _in_rules(change: Change, scope: Scope, call: ast.Call) -> Iterator[Option]:
             if sum(each.value == key.value for each in uses) == 2:  # the rule, and this call
                 is_text = isinstance(held[key.value], str)
                 way = placed(change, scope, value, is_expression=is_text)
-                pieces = tuple((s, piece._replace(is_once=True)) for s, piece in way.pieces)
+                pieces = tuple(piece._replace(is_once=True) for piece in way.pieces)
                 new = Entry(held, str(key.value), _like(change, held[key.value]))
                 yield replace(way, pieces=pieces, entries=(new,))
 
 
 def _like(change: Change, old: Any) -> Any:
     """Returns the new placement, in the form of the old one."""
-    assert change.sharding is not None
     if isinstance(old, str):
-        return _expression(change)
+        return change.expression
     if isinstance(old, tuple | list):
-        return type(old)(change.sharding.spec)
-    return change.sharding.spec if isinstance(old, PartitionSpec) else change.sharding
+        return type(old)(change.new.spec)
+    return change.new.spec if isinstance(old, PartitionSpec) else change.new
 
 
 def _is_spec(scope: Scope, node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and scope.value(node.func) in (PartitionSpec, NamedSharding)
 
 
-def _entries(spec: PartitionSpec, scope: Scope) -> list[str]:
-    def entry(axes: Any) -> str:
-        if axes is PartitionSpec.UNCONSTRAINED:
-            return f'{_spelled(scope, _SPEC)[0]}.UNCONSTRAINED'
-        return repr(axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes)
+class _Writer:
+    """Writes the placement of a change with the names that an expression can use.
 
-    return [entry(axes) for axes in spec]
+    Attributes:
+        imports: those that the names need.
+        assumed: what is not known about them, or ''.
+    """
+
+    def __init__(self, change: Change, scope: Scope):
+        self.change, self.scope, self.source = change, scope, scope.source
+        self.imports: list[Piece] = []
+        self.assumed = ''
+
+    def option(self, *pieces: Piece) -> Option:
+        return Option(self.source, (*pieces, *self.imports), assumed=self.assumed)
+
+    def name(self, dotted: str) -> str:
+        """Returns an expression for a public object of JAX."""
+        if (text := self.scope.spell(dotted)) is not None:
+            return text
+        module, _, name = dotted.rpartition('.')
+        if 'jax' not in self.scope.names:
+            self.imports.append(self.source.imported('import jax'))
+            return dotted
+        if name in self.scope.names:
+            raise Missing(f'jax and {name} are other names there')
+        self.imports.append(self.source.imported(f'from {module} import {name}'))
+        return name
+
+    def entries(self) -> str:
+        """Returns the arguments of the PartitionSpec."""
+        texts = list[str]()
+        for axes in self.change.new.spec:
+            if axes is PartitionSpec.UNCONSTRAINED:
+                texts.append(f'{self.name(_SPEC)}.UNCONSTRAINED')
+            else:
+                texts.append(repr(axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes))
+        return ', '.join(texts)
+
+    def mesh(self) -> str:
+        mesh = self.change.new.mesh
+        assert isinstance(mesh, Mesh)
+        found = self.scope.mesh(mesh)
+        if found is None and (other := self.scope.mesh(mesh, other_types=True)) is not None:
+            # `jax.make_mesh` has made it with Explicit axes
+            made = self.name('jax.sharding.Mesh')
+            found = f'{made}({other[0]}.devices, {other[0]}.axis_names)', True
+        if found is None:
+            axes = ', '.join(f'{name!r}: {size}' for name, size in mesh.shape.items())
+            raise Missing(
+                f"no expression in {_name_of(self.scope)} has the program's mesh, ({axes})"
+            )
+        text, is_known = found
+        self.assumed = '' if is_known else f"{text} is taken for the program's mesh"
+        return text
+
+    def sharding(self) -> str:
+        """Writes the sharding for JAX."""
+        mesh = self.change.new.mesh
+        assert isinstance(mesh, Mesh)
+        text = f'{self.name(_SPEC)}({self.entries()})'
+        if _is_equal(mesh, self.scope.bare_mesh):
+            return text
+        named = self.name(_SHARDING)
+        try:
+            name = self.mesh()
+        except Missing:
+            # arrays in a trace have a mesh, also where none is in context: an abstract one
+            if (array := self.scope.array(mesh)) is None:
+                raise
+            name = f'{self.name("jax.typeof")}({array}).sharding.mesh'
+        return f'{named}({name}, {text})'
+
+    def call(self) -> tuple[str, str]:
+        """Returns what to write before and after a value, to constrain it."""
+        new, function, expression = self.change.new, self.scope.spell(_OURS), self.change.expression
+        if function is not None and expression is not None:
+            if _is_equal(new.mesh, self.scope.einshard_mesh):
+                return f'{function}(', f', {expression!r})'
+            try:
+                return f'{function}(', f', {expression!r}, mesh={self.mesh()})'
+            except Missing:  # einshard takes no abstract mesh that is not in context; JAX does
+                pass
+        text = self.sharding()
+        # on Explicit axes, a constraint only checks the type of its operand
+        function = self.name(_RESHARD if has_explicit_axes(new) else _CONSTRAIN)
+        return f'{function}(', f', {text})'
 
 
-def _spelled(scope: Scope, dotted: str) -> tuple[str, tuple[Piece, ...]]:
-    """Returns an expression for a public object of JAX, and the import that it needs."""
-    if (text := scope.spell(dotted)) is not None:
-        return text, ()
-    module, _, name = dotted.rpartition('.')
-    if 'jax' not in scope.names:
-        return dotted, (scope.source.imported('import jax'),)
-    if name in scope.names:
-        raise Missing(f'jax and {name} are other names there')
-    return name, (scope.source.imported(f'from {module} import {name}'),)
-
-
-def _mesh(scope: Scope, mesh: Mesh) -> tuple[str, str]:
-    """Returns an expression for a mesh, and what is assumed about it, or ''."""
-    found = scope.mesh(mesh)
-    if found is None and (other := scope.mesh(mesh, other_types=True)) is not None:
-        # `jax.make_mesh` has made it with Explicit axes
-        made, _ = _spelled(scope, 'jax.sharding.Mesh')
-        found = f'{made}({other[0]}.devices, {other[0]}.axis_names)', True
-    if found is None:
-        axes = ', '.join(f'{name!r}: {size}' for name, size in mesh.shape.items())
-        raise Missing(f"no expression in {_name_of(scope)} has the program's mesh, ({axes})")
-    text, is_known = found
-    return text, '' if is_known else f"{text} is taken for the program's mesh"
-
-
-def _is_equal(mesh: Mesh, other: Any) -> bool:
+def _is_equal(mesh: Any, other: Any) -> bool:
     return other is not None and other in (mesh, mesh.abstract_mesh)
 
 
-def _sharding(change: Change, scope: Scope) -> tuple[str, str, tuple[Piece, ...]]:
-    """Writes a sharding for JAX. Returns also what is assumed, and imports."""
-    assert change.sharding is not None
-    mesh = change.sharding.mesh
-    assert isinstance(mesh, Mesh)
-    spec, imports = _spelled(scope, _SPEC)
-    text, assumed = f'{spec}({", ".join(_entries(change.sharding.spec, scope))})', ''
-    if not _is_equal(mesh, scope.bare_mesh):
-        named, more = _spelled(scope, _SHARDING)
-        imports = (*imports, *more)
-        try:
-            name, assumed = _mesh(scope, mesh)
-        except Missing:
-            # arrays in a trace have a mesh, also where none is in context: an abstract one
-            if (array := scope.array(mesh)) is None:
-                raise
-            function, more = _spelled(scope, 'jax.typeof')
-            name, imports = f'{function}({array}).sharding.mesh', (*imports, *more)
-        text = f'{named}({name}, {text})'
-    return text, assumed, imports
-
-
-def _expression(change: Change) -> str | None:
-    assert change.sharding is not None
-    if change.placement:
-        return change.placement
-    text = describe_named(change.sharding, len(change.sharding.spec))
-    return None if isinstance(text, Description) else text
-
-
-def _wrapping(change: Change, scope: Scope) -> tuple[str, str, str, tuple[Piece, ...]]:
-    """Returns what to write before and after a value, what is assumed, and imports."""
-    assert change.sharding is not None
-    mesh = change.sharding.mesh
-    assert isinstance(mesh, Mesh)
-    function, expression = scope.spell('einshard.einshard'), _expression(change)
-    if function is not None and expression is not None:
-        if _is_equal(mesh, scope.einshard_mesh):
-            return f'{function}(', f', {expression!r})', '', ()
-        try:
-            text, assumed = _mesh(scope, mesh)
-            return f'{function}(', f', {expression!r}, mesh={text})', assumed, ()
-        except Missing:  # einshard takes no abstract mesh that is not in context; JAX does
-            pass
-    text, assumed, imports = _sharding(change, scope)
-    # on Explicit axes, a constraint only checks the type of its operand
-    function, more = _spelled(scope, _RESHARD if has_explicit_axes(change.sharding) else _CONSTRAIN)
-    return f'{function}(', f', {text})', assumed, (*imports, *more)
-
-
 def _constrained(change: Change, scope: Scope, node: ast.AST) -> Option:
-    source = scope.source
-    opened, closed, assumed, imports = _wrapping(change, scope)
+    source, writer = scope.source, _Writer(change, scope)
+    opened, closed = writer.call()
     if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name | ast.Attribute):
         rest = source.utf8[source.end(node.target) : source.end(node)]
         operator, value = (part.lstrip() for part in rest.split(b'=', 1))
@@ -404,7 +415,7 @@ def _constrained(change: Change, scope: Scope, node: ast.AST) -> Option:
         pieces = around(source.start(node), source.end(node), opened, closed)
     else:
         raise Missing('it is not an expression')
-    return Option(tuple((source, each) for each in (*pieces, *imports)), assumed=assumed)
+    return writer.option(*pieces)
 
 
 def _only(scope: Scope, operand: ast.expr) -> Option:
@@ -422,13 +433,13 @@ def _only(scope: Scope, operand: ast.expr) -> Option:
         is_alone = is_alone and (not rest or rest.startswith(b'#'))
         names = [getattr(target, 'id', '') for target in statement.targets]
         if is_alone and not is_needed and names == [operand.id]:
-            return Option(((source, Piece(first, last, '')),))
+            return Option(source, (Piece(first, last, ''),))
     before, after = ('', '') if isinstance(operand, _ATOMS) else ('(', ')')
     pieces = (
         Piece(source.start(node), source.start(operand), before),
         Piece(source.end(operand), source.end(node), after),
     )
-    return Option(tuple((source, each) for each in pieces))
+    return Option(source, pieces)
 
 
 def _without(source: Source, call: ast.Call, keyword: ast.keyword) -> Piece:
@@ -439,28 +450,26 @@ def _without(source: Source, call: ast.Call, keyword: ast.keyword) -> Piece:
 
 def placed(change: Change, scope: Scope, node: ast.expr, is_expression: bool = False) -> Option:
     """Writes another placement in the place of an expression for one."""
-    assert change.sharding is not None
-    source, mesh = scope.source, change.sharding.mesh
-    entries = ', '.join(_entries(change.sharding.spec, scope))
-    expression = _expression(change) if isinstance(node, ast.Constant) and is_expression else None
-    if expression is not None:
-        return Option(((source, source.replace(node, repr(expression))),))
-    if isinstance(node, ast.Tuple | ast.List):
-        comma = ',' if isinstance(node, ast.Tuple) and len(change.sharding.spec) == 1 else ''
-        text = f'({entries}{comma})' if isinstance(node, ast.Tuple) else f'[{entries}]'
-        return Option(((source, source.replace(node, text)),))
-    if isinstance(node, ast.Call):
-        made = scope.value(node.func)
-        if made is PartitionSpec:
-            text = f'{source.segment(node.func)}({entries})'
-            return Option(((source, source.replace(node, text)),))
-        if made is NamedSharding and len(node.args) > 1 and scope.value(node.args[0]) == mesh:
-            node = node.args[1]
-            if isinstance(node, ast.Call) and scope.value(node.func) is PartitionSpec:
-                return placed(change, scope, node)
-            spec, imports = _spelled(scope, _SPEC)
-            pieces = (source.replace(node, f'{spec}({entries})'), *imports)
-            return Option(tuple((source, each) for each in pieces))
-    text, assumed, imports = _sharding(change, scope)
-    pieces = (source.replace(node, text), *imports)
-    return Option(tuple((source, each) for each in pieces), assumed=assumed)
+    source, writer = scope.source, _Writer(change, scope)
+    made = scope.value(node.func) if isinstance(node, ast.Call) else None
+    if isinstance(node, ast.Constant) and is_expression and change.expression is not None:
+        text = repr(change.expression)
+    elif isinstance(node, ast.List):
+        text = f'[{writer.entries()}]'
+    elif isinstance(node, ast.Tuple):
+        text = f'({writer.entries()}{"," * (len(change.new.spec) == 1)})'
+    elif isinstance(node, ast.Call) and made is PartitionSpec:
+        text = f'{source.segment(node.func)}({writer.entries()})'
+    elif (
+        isinstance(node, ast.Call)
+        and made is NamedSharding
+        and len(node.args) > 1
+        and scope.value(node.args[0]) == change.new.mesh
+    ):
+        node = node.args[1]
+        if isinstance(node, ast.Call) and scope.value(node.func) is PartitionSpec:
+            return placed(change, scope, node)
+        text = f'{writer.name(_SPEC)}({writer.entries()})'
+    else:
+        text = writer.sharding()
+    return writer.option(source.replace(node, text))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -83,8 +83,8 @@ class Advice:
             if i not in returned and replaced[i] not in moved
         }
         self._pins, self._pinned, self._pin_costs = (), None, ''
-        call = facts.stages.call if results else None
-        if call is None or len(call.dynamic) != len(facts.arguments):
+        call = facts.call if results else None
+        if call is None:
             return
         trials = Trials(facts, call)
         edits: tuple[Edit, ...] = (PlaceResults(results),)
@@ -250,10 +250,10 @@ class Advice:
         ):
             rules.remove(memory)
             return replace(memory, suggestion=suggestion, tried=accepted.tried)
-        if cost is None:
-            kind, text = kind_of(accepted.edits), str(accepted.bound)
-            return Finding(kind, text, suggestion=suggestion, tried=accepted.tried)
         kind = kind_of(accepted.edits)
+        if cost is None:
+            text = str(accepted.bound)
+            return Finding(kind, text, suggestion=suggestion, tried=accepted.tried)
         if cost.kind == REMATERIALIZED and kind in ('reshard', 'placement'):
             kind = cost.kind
         text, source, n_bytes = cost.text, cost.line, cost.bytes
@@ -359,10 +359,7 @@ def with_advice(report: Report, facts: Facts, tries: int, seconds: float | None)
 
 
 def _combined(first: Sequence[_First]) -> tuple[Edit, ...]:
-    edits: tuple[Edit, ...] = ()
-    for _, more in first:
-        edits = combine(edits, more)
-    return edits
+    return functools.reduce(combine, (edits for _, edits in first), ())
 
 
 def make_trials(facts: Facts) -> Trials | str:
@@ -374,8 +371,8 @@ def make_trials(facts: Facts) -> Trials | str:
         return 'only programs whose arguments and results are on one mesh are changed'
     if stages.jitted is None:
         return 'pass the function instead of the traced program'
-    call = stages.call
-    if call is None or len(call.dynamic) != len(facts.arguments):
+    call = facts.call
+    if call is None:
         return f'{stages.name} cannot be traced again as a call of its arrays{_instead(stages)}'
     return Trials(facts, call)
 
@@ -409,12 +406,12 @@ def _not_tried(report: Report, reason: str) -> Report:
 def _try_new_states(report: Report, facts: Facts) -> Report:
     """Compiles a function that makes states with the shardings of their parameters."""
     rule = next((each for each in report.findings if each.kind == 'unsharded new states'), None)
-    call, scope = facts.stages.call, facts.stages.scope
+    call = facts.stages.call
     if rule is None or call is None or report.memory is None:
         return report
     shardings = {r: found.sharding for r, found in parameters_of_new_states(facts).items()}
     try:
-        with nullcontext() if scope is None else mesh_scope(scope):
+        with mesh_scope(facts.stages.scope):
             edited = apply(call, [PlaceResults(shardings)])
             memory = read_memory(edited.function.lower(*edited.args, **edited.kwargs).compile())
     except (RuntimeError, TypeError, ValueError):  # such as results that a framework rearranges
@@ -450,7 +447,8 @@ def _try_states(
     replaced = next_arguments(facts).items()
     results = {r: shardings[state] for r, state in replaced if state in shardings}
     edits = (PlaceArguments(shardings, results),)
-    before, after = trials.on_target(first), trials.on_target(combine(first, edits))
+    both = (trials.run(each, on_target=True) for each in (first, combine(first, edits)))
+    before, after = (None if trial is None else trial.figures for trial in both)
     if before is None or after is None or after.bound > before.bound:
         return None
     if (after.memory or 0) > (1 - MIN_GAIN) * (before.memory or 0):

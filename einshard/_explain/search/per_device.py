@@ -14,7 +14,7 @@ from ..._program.jaxpr.graph import Op
 from ..._program.jaxpr.two_levels import axis_in_place, code_in_two_levels
 from ..._sharding.mesh import is_canonical_mesh
 from ..._text import format_bytes, shape_text, short_source
-from ..findings.expressions import expression_of, source_of
+from ..findings.expressions import expression_of, short_code
 from ..findings.facts import Facts
 from ..findings.gathered_axes import along_of, gathered_operations, operand_text
 from ..findings.values import Axes, Axis
@@ -48,21 +48,16 @@ def try_per_device(trials: Trials) -> list[tuple[Finding, RunPerDevice]]:
                 break
             n_tried += 1
             changes = [one for one in changes if (one.span, one.primitive) not in made]
-            after = trials.on_target([*(one for _, one in found), *changes])
-            if after is None or after.bound > (1 - MIN_GAIN) * before.bound:
+            trial = trials.run([*(one for _, one in found), *changes], on_target=True)
+            if trial is None or trial.figures.bound > (1 - MIN_GAIN) * before.bound:
                 continue
+            after = trial.figures
             if sends_less and after.network_bytes > (1 - MIN_GAIN) * before.network_bytes:
                 continue
-            n_bytes = sum(c.total_bytes for c in collectives)
-            finding = Finding(
-                'gathered for an operation',
-                f'{text} {format_bytes(n_bytes)} sent',
-                op.site.frames[0].source,
-                n_bytes,
-                suggestion,
-                tuple(c.name for c in collectives),
-                as_tried(before, after),
-            )
+            text += f' {format_bytes(sum(c.total_bytes for c in collectives))} sent'
+            kind, line = 'gathered for an operation', op.site.source
+            finding = Finding.about(kind, text, collectives, line)
+            finding = replace(finding, suggestion=suggestion, tried=as_tried(before, after))
             found += [(finding, change) for change in changes]
             before = after
             break
@@ -179,9 +174,7 @@ def _in_two_levels(
 
 def _run_text(op: Op) -> str:
     span = op.site.frames[0]
-    source = source_of(span)
-    is_short = source and len(source) < 60 and '\n' not in source
-    return f'run {f"`{source}`" if is_short else op.primitive} in {short_source(span.source)}'
+    return f'run {short_code(span) or op.primitive} in {short_source(span.source)}'
 
 
 def _sharded(op: Op, values: Sequence[Axes]) -> tuple[tuple[int | str, tuple[str, ...]], ...]:

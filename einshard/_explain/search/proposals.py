@@ -48,10 +48,6 @@ class Proposal:
     neighbour: Neighbour
     min_gain: float
 
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        return self.neighbour.groups
-
 
 def groups_of(facts: Facts, variants: Variants) -> list[Group]:
     """Returns what changes together in a program, of which one layer then stands for others."""
@@ -70,6 +66,9 @@ class Proposals:
     Args:
         first: changes that are made already. Operations that run per device count as before.
 
+    Attributes:
+        ranking: of the neighbours.
+
     Raises:
         NotPropagated: if Shardy cannot read it.
     """
@@ -84,34 +83,26 @@ class Proposals:
         chip, share = trials.chip, trials.chip.share(facts.devices[0])
         self._network = MeshNetwork(sizes, Network(facts.devices, chip))
         costs = Costs(variants.outline, self._network, chip, share)
-        self._ranking = Ranking(variants, costs, groups)
+        self.ranking = Ranking(variants, costs, groups)
         arguments, results = placements(first)
         for kind, placed in (('argument', arguments), ('result', results)):
             for i, sharding in placed.items():
                 site = Place(kind, i)
                 entries = mesh_entries(sharding, len(variants.shape(site)))
-                self._ranking.changes[site] = tuple(entry or () for entry in entries)
-
-    @property
-    def n_left(self) -> int:
-        """How many neighbours there was no time for."""
-        return self._ranking.n_left
+                self.ranking.changes[site] = tuple(entries)
 
     @property
     def seconds(self) -> float:
         """The score of the program with what was accepted."""
-        return self._ranking.now.seconds if self._ranking.now is not None else 0.0
+        return self.ranking.now.seconds if self.ranking.now is not None else 0.0
 
     def rank(self, end: float | None) -> list[Proposal]:
         """Returns the changes of the program with what was accepted, the cheapest first."""
-        now = self._ranking.now
+        now = self.ranking.now
         if now is None:
             return []
-        ranked = self._ranking.rank(inf if end is None else max(0.0, end - time.monotonic()))
+        ranked = self.ranking.rank(inf if end is None else max(0.0, end - time.monotonic()))
         return [self._proposal(one, one.memory - now.memory) for one in ranked]
-
-    def accept(self, proposal: Proposal) -> None:
-        self._ranking.accept(proposal.neighbour)
 
     def _proposal(self, one: Ranked, added: int) -> Proposal:
         changes = one.neighbour.changes
@@ -119,21 +110,21 @@ class Proposals:
         # a part of a mesh axis has no name that code can write
         if not any(':' in name for axes in changes.values() for dim in axes or () for name in dim):
             edits = tuple(
-                map(self._with_results, edits_of(changes, self._ranking.variants, self._mesh))
+                map(self._with_results, edits_of(changes, self.ranking.variants, self._mesh))
             )
         # results follow arguments, and are what the caller expects if only the code changes
         is_seen = any(place.kind != 'argument' for place in changes) and any(
             i not in self._replaced for i in one.results
         )
-        is_again = not self._ranking.changes.keys().isdisjoint(changes)
+        is_again = not self.ranking.changes.keys().isdisjoint(changes)
         is_bold = is_seen or is_again or self._grows(changes)
         min_gain = MIN_GAIN_OF_BOLD if is_bold else MIN_GAIN
         return Proposal(one.seconds, added, edits, one.neighbour, min_gain)
 
     def _grows(self, changes: Mapping[Place, Axes | None]) -> bool:
         """Whether arguments take more memory."""
-        variants, n_shards = self._ranking.variants, self._network.n_shards
-        given = {**variants.given, **self._ranking.changes}
+        variants, n_shards = self.ranking.variants, self._network.n_shards
+        given = {**variants.given, **self.ranking.changes}
         added = sum(
             variants.bytes(place) / n_shards(axes or ())
             - variants.bytes(place) / n_shards(given[place] or ())

@@ -77,12 +77,10 @@ class Ranking:
     variants: Variants
     costs: Costs
     groups: Sequence[Group]
-    changes: dict[Place, Axes | None] = field(default_factory=dict['Place', 'Axes | None'])
+    changes: dict[Place, Axes | None] = field(default_factory=dict)
     n_scored: int = 0
     n_left: int = 0
-    _known: dict[frozenset[tuple[Place, Axes | None]], _Known] = field(
-        default_factory=dict['frozenset[tuple[Place, Axes | None]]', '_Known']
-    )
+    _known: dict[frozenset[tuple[Place, Axes | None]], _Known] = field(default_factory=dict)
     _now: Score | None = None
 
     @property
@@ -110,8 +108,7 @@ class Ranking:
         def propagated(site: Place) -> Axes:
             return now.shardings[variants.value(site)].axes
 
-        given = {**variants.given, **self.changes}
-        mesh = variants.outline.mesh
+        given, mesh = {**variants.given, **self.changes}, variants.outline.mesh
         found: dict[Any, Neighbour] = {}
         for one in find_neighbours(self.groups, given, variants.shape, propagated, mesh):
             found.setdefault(frozenset(one.changes.items()), one)  # groups overlap

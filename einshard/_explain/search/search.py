@@ -7,6 +7,7 @@ compiler's figures prefer is kept, until nothing helps any more.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -83,28 +84,21 @@ class Search:
     proposals: Proposals
     base: Trial
     first: tuple[Edit, ...] = ()
-    accepted: list[Accepted] = field(default_factory=list[Accepted])
+    accepted: list[Accepted] = field(default_factory=list)
     n_ranked: int = 0
     left_out: int = 0
     n_tried: int = 0
-    failed: list[tuple[tuple[Edit, ...], str]] = field(
-        default_factory=list[tuple[tuple[Edit, ...], str]]
-    )
+    failed: list[tuple[tuple[Edit, ...], str]] = field(default_factory=list)
     cut: str = ''
     refused: str = ''
     target: tuple[Figures, Figures] | None = None
     bounds: Bounds = NO_BOUNDS
-    _known: dict[tuple[Edit, ...], Trial | None] = field(
-        default_factory=dict[tuple[Edit, ...], 'Trial | None']
-    )
-    _refused: set[tuple[Edit, ...]] = field(default_factory=set[tuple[Edit, ...]])
+    _known: dict[tuple[Edit, ...], Trial | None] = field(default_factory=dict)
+    _refused: set[tuple[Edit, ...]] = field(default_factory=set)
 
     @property
     def edits(self) -> tuple[Edit, ...]:
-        edits = self.first
-        for accepted in self.accepted:
-            edits = combine(edits, accepted.edits)
-        return edits
+        return functools.reduce(combine, (one.edits for one in self.accepted), self.first)
 
     @property
     def current(self) -> Trial:
@@ -140,7 +134,7 @@ class Search:
         # 1. score all neighbours; what does not score below what the program costs cannot help
         with progress(f'ranking the changes of {self.trials.facts.stages.name or "the program"}'):
             ranked = self.proposals.rank(self._end)
-        self.n_ranked, self.left_out = len(ranked), self.proposals.n_left
+        self.n_ranked, self.left_out = len(ranked), self.proposals.ranking.n_left
         ranked = [one for one in ranked if one.edits]
         # scores are nearly lower bounds, but where latencies count, XLA combines what is scored
         limit = max(before.bound, self.proposals.seconds)
@@ -163,12 +157,9 @@ class Search:
                 trials.append((one, trial))
         if not trials:
             return False
-
         # 3. keep the best by the compiler's figures, or a plainer one that is as good
-        def order(pair: tuple[Proposal, Trial]) -> tuple[bool, float]:
-            return too_large and not self._fits(pair[1].figures), pair[1].figures.bound
-
-        trials.sort(key=order)
+        trials.sort(key=lambda pair: pair[1].figures.bound)
+        trials.sort(key=lambda pair: too_large and not self._fits(pair[1].figures))
         best = trials[0][1].figures
         near = [
             pair
@@ -186,14 +177,11 @@ class Search:
         alike = [pair for pair in plain if _is_alike(pair[1].figures, best, before)]
         least = min(pair[1].figures.memory or 0 for pair in alike)
         room = _ALIKE * (before.memory or 0)
-
-        def order_of_alike(pair: tuple[Proposal, Trial]) -> tuple[bool, tuple[int, ...]]:
-            return (pair[1].figures.memory or 0) > least + room, plainness(pair[0].edits)
-
-        one, trial = min(alike, key=order_of_alike)
+        small = [pair for pair in alike if (pair[1].figures.memory or 0) <= least + room]
+        one, trial = min(small, key=lambda pair: plainness(pair[0].edits))
         other = next((self._accepted(*pair) for pair in trials if pair[0] is not one), None)
         self.accepted.append(replace(self._accepted(one, trial), other=other))
-        self.proposals.accept(one)
+        self.proposals.ranking.accept(one.neighbour)
         return True
 
     def _accepted(self, one: Proposal, trial: Trial) -> Accepted:
@@ -214,14 +202,14 @@ class Search:
         Explicit axes may refuse it, or what its code cannot say, does not count.
         """
         chosen: list[Proposal] = []
-        singles = [one for one in ranked if len(one.groups) == 1]
+        singles = [one for one in ranked if len(one.neighbour.groups) == 1]
         best = singles[0].seconds if singles else inf
         n_pairs = n_refused = 0
         for one in ranked:
-            is_pair = len(one.groups) > 1 and bool(singles)
+            is_pair = len(one.neighbour.groups) > 1 and bool(singles)
             if is_pair and (n_pairs or one.seconds > (1 - MIN_GAIN) * best):
                 continue
-            same = [other for other in chosen if other.groups == one.groups]
+            same = [other for other in chosen if other.neighbour.groups == one.neighbour.groups]
             if len(same) >= _MAX_OF_GROUP or any(o.seconds == one.seconds for o in same):
                 continue
             if len(chosen) == _MAX_COMPILED or n_refused == _MAX_REFUSED or self._is_over():
@@ -260,10 +248,7 @@ class Search:
     def _drop(self, i: int, edit: Edit) -> None:
         kept, end = [*self.accepted], self.current
         kept[i] = replace(kept[i], edits=tuple(one for one in kept[i].edits if one is not edit))
-        edits = self.first
-        for accepted in kept:
-            edits = combine(edits, accepted.edits)
-        trial = self._try(edits)
+        trial = self._try(functools.reduce(combine, (one.edits for one in kept), self.first))
         if trial is None or trial.figures.bound > (1 + _NOTHING) * end.figures.bound:
             return
         if self._fits(trial.figures) or not self._fits(end.figures):
@@ -295,37 +280,40 @@ class Search:
         """
         if not self.accepted:
             return
-        before = self.trials.as_compiled().figures
-        without = self.trials.on_target(self.first) if self.first else before
+        compiled = self.trials.as_compiled()
+        base = self.trials.run(self.first, on_target=True) if self.first else compiled
+        if base is None:
+            self.accepted = []
+            return
+        without = base.figures
         last, best, returned = self.accepted[-1], None, set[int]()
         options = [self.accepted]
         if last.other is not None:
             options.append([*self.accepted[:-1], last.other])
-        for accepted in options if without is not None else ():
+        for accepted in options:
             self.accepted = accepted
             is_alike = accepted[-1].tried.bound <= (1 + _ALIKE) * last.tried.bound
             if best is not None and not is_alike:
                 break
-            found = self.trials.bounds_on_target(self.edits)
-            if found is None or without is None:
+            trial = self.trials.run(self.edits, on_target=True)
+            if trial is None:
                 self.refused = self.trials.error
                 continue
-            after, bounds = found
+            after = trial.figures
             gains_memory = not self._fits(without) and (after.memory or 0) < (without.memory or 0)
             is_cheaper = _is_less(after.bound, without.bound, MIN_GAIN)
-            helps = gains_memory or (self._fits(after) and is_cheaper)
-            if not helps:
+            if not (gains_memory or (self._fits(after) and is_cheaper)):
                 continue
             # by estimates, unless only the other one gives callers another result
             moves = indices(self.edits, 'result') - returned
             by_step = 0 if moves or best is None else compare_steps(after.step, best[1].step)
             is_near = best and _is_near(best[1].bound, after.bound, without.bound)
             if best is None or by_step < 0 or (by_step == 0 and not is_near):
-                best, returned = (accepted, after, bounds), indices(self.edits, 'result')
+                best, returned = (accepted, after, trial.bounds), indices(self.edits, 'result')
         self.accepted = [] if best is None else best[0]
         if best is not None:
             self.refused = ''
-            self.target, self.bounds = (before, best[1]), best[2]
+            self.target, self.bounds = (compiled.figures, best[1]), best[2]
 
     @property
     def is_used_up(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from ..._program.cost.bounds import Bounds
 from ..._program.edits.apply import Edited, apply
 from ..._program.edits.call import JittedCall
 from ..._program.edits.edit import Edit, indices
-from ..._program.jaxpr.graph import FlatJaxpr, flatten
+from ..._program.jaxpr.graph import flatten
 from ..._program.traced.propagated import Propagated
 from ..._sharding.scopes import mesh_scope
 from ..costs import Cost, find_costs
@@ -90,60 +89,42 @@ class Trials:
 
     def as_compiled(self) -> Trial:
         """Returns the program that the report is about."""
-        bounds = self.facts.bounds_on(self.chip)
-        facts = self.facts
+        facts, bounds = self.facts, self.facts.bounds_on(self.chip)
         figures = replace(facts.figures(bounds), step=facts.step)
         return Trial(facts, bounds, figures, lambda: facts.propagation.program)
 
-    def run(self, edits: Sequence[Edit]) -> Trial | None:
-        """Compiles the program with changes. Returns None if it does not compile."""
+    def run(self, edits: Sequence[Edit], on_target: bool = False) -> Trial | None:
+        """Compiles the program with changes. Returns None if it does not compile.
+
+        Args:
+            on_target: whether for its own devices, whose schedule then gives an estimate of a step.
+        """
         self.error, self.is_traced = '', False
-        with self._scope():
+        with mesh_scope(self.facts.stages.scope):
             try:
                 edited = self._apply(edits)
                 if not edited.is_complete:
                     return None
                 traced = edited.function.trace(*edited.args, **edited.kwargs)
                 self.is_traced = True
-                program = flatten(traced.jaxpr)
-                reading = self._compile(traced, program)
+                reading = self._read(traced) if on_target else self._compile(traced)
                 bounds = reading.bounds_on(self.chip)
             except Exception as error:  # the ShardingTypeError of a trace has no public name
-                self.error = _reason(error)
+                self.error = str(error).strip().partition('\n')[0] or type(error).__name__
                 return None
-        return Trial(reading, bounds, reading.figures(bounds), lambda: self._propagate(traced))
+        figures = reading.figures(bounds)
+        if on_target:
+            figures = replace(figures, step=step_of(reading))
+        return Trial(reading, bounds, figures, lambda: self._propagate(traced))
 
     def _propagate(self, traced: Any) -> Propagated | None:
         facts = self.facts
         paths = ([array.path for array in arrays] for arrays in (facts.used, facts.results))
-        with self._scope():
+        with mesh_scope(self.facts.stages.scope):
             return propagate(replace(facts.stages, traced=traced), *paths).program
 
-    def on_target(self, edits: Sequence[Edit]) -> Figures | None:
-        """Compiles the program with changes for its own devices."""
-        found = self.bounds_on_target(edits)
-        return None if found is None else found[0]
-
-    def bounds_on_target(self, edits: Sequence[Edit]) -> tuple[Figures, Bounds] | None:
-        self.error = ''
-        with self._scope():
-            try:
-                edited = self._apply(edits)
-                if not edited.is_complete:
-                    return None
-                reading = self._read(edited.function.trace(*edited.args, **edited.kwargs))
-                bounds = reading.bounds_on(self.chip)
-            except Exception as error:
-                self.error = _reason(error)
-                return None
-        return replace(reading.figures(bounds), step=step_of(reading)), bounds
-
-    def _scope(self) -> Any:
-        scope = self.facts.stages.scope
-        return nullcontext() if scope is None else mesh_scope(scope)
-
     def edited(self, edits: Sequence[Edit]) -> Edited:
-        with self._scope():
+        with mesh_scope(self.facts.stages.scope):
             return self._apply(edits)
 
     def _apply(self, edits: Sequence[Edit]) -> Edited:
@@ -182,12 +163,13 @@ class Trials:
         except (Missing, NotTraced) as reason:
             raise ValueError(f'{NOT_WRITTEN}: {reason}') from None
 
-    def _compile(self, traced: Any, program: FlatJaxpr) -> Reading:
+    def _compile(self, traced: Any) -> Reading:
+        """Compiles for simulated devices, if the target's compiler is not needed."""
         facts, mesh = self.facts, self.facts.mesh
         assert mesh is not None
         if facts.platform == 'cpu':
             # XLA changes bf16 to f32 for CPUs, and may then send other arrays than the worker does
-            return self._read(traced, program, OPTIONS)
+            return self._read(traced, OPTIONS)
         if not self.is_slow:
             axes = [(str(name), size) for name, size in mesh.shape.items()]
             try:
@@ -196,20 +178,15 @@ class Trials:
                 self.is_slow = True
             else:
                 compiled = compile_in_worker(facts.n_devices, request)
-                return read_simulated(compiled, **self._fields(kept, program))
-        return self._read(traced, program)
+                return read_simulated(compiled, **self._fields(kept, traced))
+        return self._read(traced)
 
-    def _read(
-        self,
-        traced: Any,
-        program: FlatJaxpr | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> Reading:
+    def _read(self, traced: Any, options: Mapping[str, Any] | None = None) -> Reading:
         """Compiles for the target."""
         compiled = traced.lower().compile(compiler_options=options and dict(options))
-        return read('the program', compiled, **self._fields(self.facts.used_arguments, program))
+        return read('the program', compiled, **self._fields(self.facts.used_arguments, traced))
 
-    def _fields(self, kept: Sequence[int], program: FlatJaxpr | None) -> dict[str, Any]:
+    def _fields(self, kept: Sequence[int], traced: Any) -> dict[str, Any]:
         facts = self.facts
         arguments = [facts.arguments[i] for i in kept if i < len(facts.arguments)]
         return {
@@ -218,13 +195,9 @@ class Trials:
             'chip': facts.chip,
             'inputs': [(array.path, str(array.dtype)) for array in arguments],
             'outputs': {i: array.path for i, array in enumerate(facts.results)},
-            'traced': program,
+            'traced': flatten(traced.jaxpr),
             'kernels': facts.kernels,
         }
-
-
-def _reason(error: Exception) -> str:
-    return str(error).strip().partition('\n')[0] or type(error).__name__
 
 
 def as_tried(before: Figures, after: Figures, is_simulated: bool = False) -> Tried:

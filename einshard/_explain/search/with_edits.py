@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from ..._errors import EinshardError
@@ -15,42 +14,30 @@ from ..._sharding.scopes import mesh_scope
 from ..._text import first_line
 from ..findings.facts import Facts
 from ..patch.arguments import in_jit
-from ..patch.patch import make_patch
-from ..patch.write import Change
+from ..patch.patch import commented, make_patch
 from ..trace_call import trace_call
 from .trials import Trials
 from .words import Words
 
 
-def patch_of(facts: Facts, edits: Sequence[Edit], comments: Sequence[str] = ()) -> str:
+def patch_of(
+    facts: Facts, edits: Sequence[Edit], comments: Sequence[str] = (), *, in_mesh: bool = False
+) -> str:
     """Writes edits into the source of the function, as `patch` applies them.
 
     Args:
         comments: what else to change, in words.
+        in_mesh: whether the function has not run on a mesh so far. Then, `comments` say how
+            arguments are placed.
     """
     call, words = facts.stages.call, Words(facts)
     if call is None:
-        return make_patch({}, (), None, [*comments])
-    comments = [*comments, *words.code_to_place(edits)]
-    placed = in_jit(facts.stages.called, call, edits)
-    return make_patch(_changes(words, edits), edits, Trials(facts, call), comments, placed)
-
-
-def patch_for_mesh(facts: Facts, edits: Sequence[Edit], comments: Sequence[str]) -> str:
-    """Writes edits into the source of a function that has not run on a mesh so far.
-
-    Args:
-        comments: how arguments are placed.
-    """
-    call = facts.stages.call
-    if call is None:
-        return make_patch({}, (), None, comments)
+        return commented(comments)
+    if not in_mesh:
+        comments = [*comments, *words.code_to_place(edits)]
+    changes = {edit: change for edit in edits if (change := words.change(edit))}
     placed, trials = in_jit(facts.stages.called, call, edits), Trials(facts, call)
-    return make_patch(_changes(Words(facts), edits), edits, trials, comments, placed, in_mesh=True)
-
-
-def _changes(words: Words, edits: Sequence[Edit]) -> dict[Edit, Change]:
-    return {edit: change for edit in edits if (change := words.change(edit))}
+    return make_patch(changes, edits, trials, comments, placed, in_mesh=in_mesh)
 
 
 def fixed_function(facts: Facts, edits: Sequence[Edit]) -> FixedFunction:
@@ -77,7 +64,7 @@ def fixed_function(facts: Facts, edits: Sequence[Edit]) -> FixedFunction:
                 return call.trace_again(leaves)
             return trace_call(stages.called, args, kwargs, stages.scope).call
 
-        with nullcontext() if stages.scope is None else mesh_scope(stages.scope):
+        with mesh_scope(stages.scope):
             new = again()
         if new is None or new.dynamic != call.dynamic:
             return 'other arguments are arrays'

@@ -22,7 +22,7 @@ from ..._program.jaxpr.spans import Span
 from ..._program.traced.propagated import CONSTRAINT, Operation
 from ..._sharding.mesh import is_canonical_mesh
 from ..._text import short_source
-from ..findings.expressions import expression_of, partition_text, shard_text, source_of
+from ..findings.expressions import expression_of, partition_text, shard_text, short_code, source_of
 from ..findings.facts import Facts
 from ..findings.next_call import next_arguments
 from ..findings.values import Axes, Axis, mesh_entries
@@ -133,8 +133,7 @@ class Words:
         placement, mapped = self._seen(edit)
         if isinstance(edit, ReplaceConstraint):
             return f"change {_asked(source)} in {line} to '{placement}'{mapped}"
-        is_short = source and len(source) < 60 and '\n' not in source
-        what = f'`{source}`' if is_short else 'the value'
+        what = short_code(span) or 'the value'
         return f"constrain {what} in {line}: einshard(..., '{placement}'{self._mesh}){mapped}"
 
     def _seen(self, edit: Constrain | ReplaceConstraint) -> tuple[str, str]:
@@ -154,7 +153,7 @@ class Words:
             return self._placement(axes, edit.sharding), ', with the axes that jax.vmap adds'
         if is_canonical_mesh(self._facts.mesh):
             return self._placement(axes, edit.sharding), ', with the axes that jax.vmap adds'
-        names = mapped[0] or ()
+        names = mapped[0]
         name = repr(names[0] if len(names) == 1 else names)
         which = 'the jax.vmap' if n_mapped == 1 else 'the outermost jax.vmap'
         return '... -> ...', f', and spmd_axis_name={name} in {which} around it'
@@ -214,7 +213,7 @@ class Words:
         axes = ((Axis(),) * n + axes)[-n:] if len(axes) != n and n else axes
         entries = mesh_entries(sharding, len(axes))
         pairs = zip(axes, entries, strict=True)
-        moved = [replace(axis, mesh_axes=entry or ()) for axis, entry in pairs]
+        moved = [replace(axis, mesh_axes=entry) for axis, entry in pairs]
         return expression_of(moved, self._facts.mesh)
 
 
@@ -259,7 +258,7 @@ def replaced_strategy(facts: Facts, edits: Sequence[Edit]) -> str:
         if not with_edits or i not in moved:
             return {name for axis in before[i] for name in axis.mesh_axes}
         entries = mesh_entries(moved[i], len(before[i]))
-        return {name for entry in entries for name in entry or ()}
+        return {name for entry in entries for name in entry}
 
     def tensor_axes(with_edits: bool) -> set[str]:
         of_weights = {name for i in weights for name in names(i, with_edits)}

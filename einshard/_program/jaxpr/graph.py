@@ -58,6 +58,11 @@ class Site:
     names: AxisNames | None = None
 
     @property
+    def source(self) -> str:
+        """The source line, as in its HLO: 'model.py:12', or '' if unknown."""
+        return self.frames[0].source if self.frames else ''
+
+    @property
     def is_transposed(self) -> bool:
         """Whether it computes cotangents."""
         return self.is_backward and not self.is_recomputed
@@ -121,12 +126,12 @@ class FlatJaxpr:
 
     Attributes:
         values: all arrays. Operations refer to them by index.
-        sums: the equations of scans that only add to an array of the carry, inner ones first.
+        sums: the lines and lengths of scans that only add to an array of the carry, inner first.
         arguments, results: indices into `values`; None for a scalar.
     """
 
     values: list[Variable] = field(default_factory=list[Variable])
-    sums: list[Any] = field(default_factory=list[Any])
+    sums: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     ops: list[Op] = field(default_factory=list[Op])
     arguments: list[int | None] = field(default_factory=list[int | None])
     results: list[int | None] = field(default_factory=list[int | None])
@@ -257,7 +262,7 @@ class _Flattener:
         for old, new in zip(results[n_carry:], outs[n_carry:], strict=True):
             self.connect('scan_output', old, new, (0, 1))
         if any(results[i] is not None for i in _indices_of_sums(body, n_consts, n_carry)):
-            self.program.sums.append(eqn)
+            self.program.sums.append((self.site.source, length))
         return outs
 
     def while_loop(self, eqn: Any, ins: Sequence[int | None]) -> list[int | None]:

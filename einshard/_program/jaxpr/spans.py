@@ -30,22 +30,12 @@ class Span(NamedTuple):
         return start <= (line, column) < end
 
 
-def spans_of(code: CodeType) -> list[Span | None]:
-    """Returns the expression of each instruction, or None if it is unknown."""
-    return [
-        None
-        if None in (line, end_line, column, end_column)
-        else Span(code.co_filename, line, column, end_line, end_column)  # type: ignore[reportArgumentType]
-        for line, end_line, column, end_column in code.co_positions()
-    ]
-
-
 class Frames:
-    """Reads the frames of the equations of one program, whose tracebacks keep the code alive."""
+    """Reads the frames of one program: those of equations, or of functions that run."""
 
     def __init__(self) -> None:
         # a code object as a key would be hashed by all its constants
-        self._spans: dict[int, list[Span | None]] = {}  # for each instruction, by the id of code
+        self._spans: dict[int, tuple[CodeType, list[Span | None]]] = {}  # by the id of the code
 
     def of(self, eqn: Any) -> tuple[Span, ...]:
         """Returns the spans of the user's frames in the traceback of an equation, innermost first.
@@ -57,16 +47,27 @@ class Frames:
         traceback = eqn.source_info.traceback
         if traceback is None:
             return ()
-        spans = map(self._span, *traceback.raw_frames())
+        spans = map(self.span, *traceback.raw_frames())
         return tuple(span for span in spans if span is not None)
 
-    def _span(self, code: CodeType, instruction: int) -> Span | None:
-        spans = self._spans.get(id(code))
-        if spans is None:
-            spans = spans_of(code) if is_user_file(code.co_filename) else []
-            self._spans[id(code)] = spans
-        at = instruction // 2  # each instruction has two bytes
+    def span(self, code: CodeType, instruction: int) -> Span | None:
+        spans, at = self.spans(code), instruction // 2  # each instruction has two bytes
         return spans[at] if at < len(spans) else None
+
+    def spans(self, code: CodeType) -> list[Span | None]:
+        """Returns the expression of each instruction, or None if unknown; [] of libraries."""
+        if id(code) not in self._spans:
+            positions = code.co_positions() if is_user_file(code.co_filename) else ()
+            self._spans[id(code)] = (
+                code,
+                [
+                    None
+                    if None in (line, end_line, column, end_column)
+                    else Span(code.co_filename, line, column, end_line, end_column)  # type: ignore[reportArgumentType]
+                    for line, end_line, column, end_column in positions
+                ],
+            )
+        return self._spans[id(code)][1]
 
 
 def with_callers(own: tuple[Span, ...], callers: tuple[Span, ...]) -> tuple[Span, ...]:
