@@ -358,13 +358,13 @@ class Program:
         # jits the same function as `jitted`, so that JAX reuses its trace
         inner: dict[str, Any] = {**options, 'in_shardings': None}
         inner.pop('compiler_options', None)  # JAX rejects them in a nested jit
-        inlined = jax.jit(self.wrapper, **inner)
+        nested = jax.jit(self.wrapper, **inner)
 
         def constrained(*values: Any) -> Any:
             context = self.setup.context()
             if constrain_arguments:
                 values = tuple(self._for_each_argument(ValueSpec.constrain, values, context))
-            result = inlined(*values)
+            result = nested(*values)
             with self._scope(context.lowering_mesh):
                 return self.result.constrain(result, context)
 
