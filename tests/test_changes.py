@@ -150,6 +150,7 @@ def test_merge_base(project, monkeypatch):
     assert len(git(project, 'worktree', 'list').splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_module_of_the_change_is_no_base(project, monkeypatch):
     """What finds the modules of the change from the base would compare it with itself."""
     git(project, 'checkout', '-qb', 'change')
@@ -170,6 +171,7 @@ def test_a_module_of_the_change_is_no_base(project, monkeypatch):
     assert "module 'model' is not that of the base" in done.text
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_compile(project):
     config = (project / 'pyproject.toml').read_text()
     step = config.partition('[[')[2]

@@ -143,6 +143,7 @@ def step(w, x):
 IN_A_LOOP = pytest.param('in a loop and its derivative', marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'name', [*(name for name in MISTAKES if name not in IN_A_LOOP.values), IN_A_LOOP]
 )

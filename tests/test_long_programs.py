@@ -61,6 +61,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.slow
 def test_a_chain_of_100_000_operations():
     line, n_collectives = CHAINS['elementwise']
     assert len(read_all(chain(100_000, line))) == n_collectives
@@ -94,6 +95,7 @@ def test_nested_calls(depth, attribute):
     assert (c.kind, c.executions, c.of) == ('all-reduce', 1, ('result/0',))
 
 
+@pytest.mark.slow
 def test_1_000_nested_loops():
     def loops(i):
         last = ALL_REDUCE.format(f'%v{i}') if i == 999 else f'get-tuple-element(%l{i}), index=1'

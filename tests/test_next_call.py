@@ -119,6 +119,7 @@ def zero_arguments(spec='a b -> a b', state='a b -> a@x b@y'):
     return einshard(p, spec, mesh=ZERO), einshard(p, state, mesh=ZERO), x, x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('donate', 'nested'), [((), False), ((0, 1), True)])
 def test_second_compile_of_sharded_states(donate, nested):
     """What is suggested costs no more than what the next call runs anyway."""

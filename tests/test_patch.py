@@ -890,6 +890,7 @@ def test_edits(name, tmp_path, monkeypatch):
 PLAIN = HELPER + STEP
 
 
+@pytest.mark.slow
 def test_what_is_not_written_is_a_comment(tmp_path, monkeypatch):
     """Of two changes, one is in a function that is also called elsewhere."""
     calls = 'times(h, v), times(h + 1, v)'
@@ -937,6 +938,7 @@ FILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', FILES)
 def test_files(name, tmp_path, monkeypatch):
     changes = [('constrain', 'x @ w', None, 'data')]

@@ -265,6 +265,7 @@ def code_of(suggestion):
 FLAT = device_mesh(jax.devices()[:8], data=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('function', 'argument', 'mesh'),
     [
@@ -370,6 +371,7 @@ def test_sort_whose_axis_the_compiler_moves_itself():
 CANONICAL = make_sharding('a8 b c', mesh=device_mesh(jax.devices()[:8]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('function', 'by_hand', 'shape', 'sharding'),
     [

@@ -146,6 +146,7 @@ def named_weights():
     return model, jax.eval_shape(model.init, jax.random.key(0), tokens), tokens
 
 
+@pytest.mark.slow
 def test_data_without_names():
     """What carries the batch is named; states, keys and biases are not."""
     model, weights, tokens = named_weights()
@@ -327,6 +328,7 @@ def test_gathers_of_a_scan():
     assert least * 3 / 4 <= found <= most * 3 / 4
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_are_reduced_for_each_piece():
     one, four = (seconds('network', transformer_step(pieces=n), batch=X, embed=X) for n in (1, 4))
     assert four == pytest.approx(4 * one, rel=0.1)

@@ -81,6 +81,7 @@ SHARDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', SHARDS)
 def test_shardings(runs, name):
     model, run = runs(name)
@@ -103,6 +104,7 @@ def shard_shape(x):
     return shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['none', 'none, tied', 'both'])
 def test_decoding_with_the_cache_is_the_full_forward_pass(runs, name):
     model, run = runs(name)
